@@ -1,0 +1,57 @@
+# The commands of this project; `make help` lists them.
+PYTHON     ?= python3
+TORCH_SPEC ?= torch==2.13.0
+TORCH_ARGS ?=
+VENV       := .venv
+BIN        := $(VENV)/bin
+FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench notebooks clean
+
+help:  ## list the commands
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+# The stamp holds the choice of torch, so that another TORCH_SPEC installs again and the same one does not.
+STAMP := $(VENV)/.installed
+CHOICE := $(TORCH_SPEC) $(TORCH_ARGS)
+
+setup: $(STAMP)  ## make .venv with torch, the package (editable) and its tools
+
+$(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(STAMP) 2>/dev/null)]),,force)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "hwfsdp needs Python 3.11 or newer; $(PYTHON) is older. Try: make setup PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing $(TORCH_SPEC); another build: make setup TORCH_SPEC=... TORCH_ARGS='--index-url ...'"
+	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) "$(TORCH_SPEC)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@printf '%s' "$(CHOICE)" > $(STAMP)
+
+.PHONY: force
+force:
+
+demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw (runs/demo/)
+	$(BIN)/hwfsdp demo
+
+test: setup  ## run the tests
+	$(BIN)/python -m pytest
+
+check: setup  ## lint, types, format, layering
+	$(BIN)/python -m flake8 hwfsdp tests benchmarks
+	$(BIN)/python -m mypy
+	$(FORMAT) --check
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
+
+format: setup  ## rewrite the sources in the project's format
+	$(FORMAT)
+
+bench: setup  ## measure against FSDP2, as ratios within one run
+	$(BIN)/python -m benchmarks
+
+notebooks: setup  ## execute every notebook from top to bottom
+	@for nb in notebooks/*.ipynb; do test -e "$$nb" || continue; \
+	    $(BIN)/jupyter nbconvert --to notebook --execute --inplace "$$nb" || exit 1; done
+
+clean:  ## remove what the other commands made
+	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .hypothesis .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,102 @@
+"""Fully sharded data parallel training, written by hand to be read.
+
+    from hwfsdp import fully_shard
+
+is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, take the modules as the chapters of
+a book, in this order; each imports only from those before it.
+
+    I    Arithmetic and instruments
+         errors        what can go wrong, and how it is said
+         sharding      which rows belong to which rank: integers only
+         accounting    what a step costs, before it is run: bytes in closed form
+         compat        the corners of torch that have no public door
+         nested        tensors inside whatever a forward takes or returns
+         precision     which dtype for what: policies and casts
+         events        what happened, when, on which stream
+         perfetto      an event log as a file that ui.perfetto.dev opens
+         eventlog      a finished recording: questions about it, and its file
+         memory        what is alive, by kind, read from the storages themselves
+         recording     puts the instruments in place, takes them away again
+    II   One parameter
+         mesh          who takes part
+         storage       memory that comes and goes under a tensor that stays
+         param         one parameter, sharded and whole
+    III  Moving bytes
+         streams       several things at once, the same on every device
+         ring          all-gather and reduce-scatter from send and receive
+         collectives   many tensors, one collective
+    IV   The schedule
+         prefetch      what to gather next
+         group         parameters that are gathered, freed and reduced together
+         hooks         when: around forward and backward
+         wrap          the public door
+    V    Workbench
+         models        a byte-level GPT to shard
+         data          text to train it on
+         ranks         processes to run on
+         train         the loop
+    VI   Pictures and commands
+         plot          figures of a log
+         demo          three times the same run: hwfsdp, FSDP2, unsharded
+         cli           the command `hwfsdp`
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwfsdp.errors import CollectiveError as CollectiveError
+    from hwfsdp.errors import FSDPError as FSDPError
+    from hwfsdp.errors import RankError as RankError
+    from hwfsdp.errors import StateError as StateError
+    from hwfsdp.errors import UnsupportedError as UnsupportedError
+    from hwfsdp.errors import UsageError as UsageError
+    from hwfsdp.eventlog import EventLog as EventLog
+    from hwfsdp.events import Event as Event
+    from hwfsdp.group import FSDPCommContext as FSDPCommContext
+    from hwfsdp.precision import CPUOffloadPolicy as CPUOffloadPolicy
+    from hwfsdp.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from hwfsdp.precision import OffloadPolicy as OffloadPolicy
+    from hwfsdp.ranks import launch as launch
+    from hwfsdp.recording import record as record
+    from hwfsdp.wrap import FSDPModule as FSDPModule
+    from hwfsdp.wrap import UnshardHandle as UnshardHandle
+    from hwfsdp.wrap import fully_shard as fully_shard
+
+__version__ = "0.1.0"
+
+_HOME = {  # public name → the module it is defined in; imported when first asked for, as that imports torch
+    "CPUOffloadPolicy": "precision",
+    "CollectiveError": "errors",
+    "Event": "events",
+    "EventLog": "eventlog",
+    "FSDPCommContext": "group",
+    "FSDPError": "errors",
+    "FSDPModule": "wrap",
+    "MixedPrecisionPolicy": "precision",
+    "OffloadPolicy": "precision",
+    "RankError": "errors",
+    "StateError": "errors",
+    "UnshardHandle": "wrap",
+    "UnsupportedError": "errors",
+    "UsageError": "errors",
+    "fully_shard": "wrap",
+    "launch": "ranks",
+    "record": "recording",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hwfsdp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hwfsdp.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,68 @@
+"""What can go wrong, and how it is said.
+
+Every error of this package is an `FSDPError` whose message answers three questions: what was expected, what
+was got, and what to do. Each also derives from the built-in exception that a caller would think of first, so
+`except ValueError` works for someone who has never seen this module.
+"""
+
+from __future__ import annotations
+
+
+class FSDPError(Exception):
+    """Base of this package's errors.
+
+    Args:
+        subject: what the sentence is about: a call, a parameter's fqn, a rank.
+        expected, got, remedy: the three answers; also kept as attributes.
+    """
+
+    def __init__(self, subject: str, *, expected: str, got: str, remedy: str) -> None:
+        self.subject, self.expected, self.got, self.remedy = subject, expected, got, remedy
+        super().__init__(f"{subject}: expected {expected}; got {got}. {remedy}")
+
+
+class UsageError(FSDPError, ValueError):
+    """An argument, or a model, that cannot be sharded as it is. Nothing was changed."""
+
+
+class UnsupportedError(FSDPError, NotImplementedError):
+    """Valid in principle, not built: the message names the alternative. Nothing was changed."""
+
+
+class StateError(FSDPError, RuntimeError):
+    """A call that comes too early, too late, or in the wrong order."""
+
+
+class CollectiveError(FSDPError, RuntimeError):
+    """A collective that failed on this rank.
+
+    Attributes:
+        collective: its name, for example "all_gather".
+        owner: fqn of the parameter group it served.
+        rank: the rank that raises (not always the one at fault).
+    """
+
+    def __init__(self, collective: str, owner: str, rank: int, cause: BaseException) -> None:
+        self.collective, self.owner, self.rank = collective, owner, rank
+        super().__init__(
+            f"{collective} of parameter group {owner!r} on rank {rank}",
+            expected="every rank to run the same collectives in the same order",
+            got=" ".join(str(cause).split()) or type(cause).__name__,
+            remedy="Look at the first rank that failed; where none did, ranks ran different modules.",
+        )
+
+
+class RankError(FSDPError, RuntimeError):
+    """A rank of `launch` raised, died or did not finish.
+
+    Attributes:
+        rank: the first rank that failed.
+        traceback: that rank's traceback, or where each rank stood when time ran out.
+    """
+
+    def __init__(self, rank: int, got: str, traceback: str, remedy: str) -> None:
+        self.rank, self.traceback = rank, traceback
+        super().__init__(f"rank {rank}", expected="every rank to return", got=got, remedy=remedy)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.traceback}".rstrip()

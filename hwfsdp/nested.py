@@ -1,0 +1,92 @@
+"""Tensors inside whatever a forward takes or returns.
+
+Modules take and return tensors wrapped in tuples, lists, dicts, named tuples and dataclasses. `map_tensors`
+rebuilds such a structure with every tensor replaced; a part in which nothing changed is handed back as the same
+object, so structures that FSDP has no business with pass through untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`tree` with `fn(t)` in place of every tensor t, visited from left to right.
+
+    Dict keys, sets, strings and objects of unknown types are leaves and stay as they are.
+    """
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, PackedSequence):
+        return tree._replace(data=fn(tree.data))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _map_dataclass(fn, tree)
+    if isinstance(tree, dict):
+        return _map_dict(fn, tree)
+    if isinstance(tree, list | tuple):
+        return _map_sequence(fn, tree)
+    return tree
+
+
+def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+    new = {name: map_tensors(fn, value) for name, value in old.items()}
+    if all(new[name] is old[name] for name in old):
+        return tree
+    copy = object.__new__(
+        type(tree)
+    )  # not `replace`: fields may be init=False, and __post_init__ ran already
+    for name, value in {**getattr(tree, "__dict__", {}), **new}.items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+def _map_dict(fn: Callable[[Tensor], Tensor], tree: dict[Any, Any]) -> Any:
+    new = {key: map_tensors(fn, value) for key, value in tree.items()}
+    if all(new[key] is tree[key] for key in tree):
+        return tree
+    if isinstance(tree, defaultdict):
+        return defaultdict(tree.default_factory, new)
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)(new)
+    copy = type(tree).__new__(type(tree))  # a subclass, such as a model-output dict, with its own __init__
+    copy.__dict__.update(getattr(tree, "__dict__", {}))
+    for key, value in new.items():
+        dict.__setitem__(copy, key, value)
+        if getattr(tree, "__dict__", {}).get(str(key)) is tree[key]:
+            copy.__dict__[str(key)] = value
+    return copy
+
+
+def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, ...]) -> Any:
+    new = [map_tensors(fn, value) for value in tree]
+    if all(a is b for a, b in zip(new, tree, strict=True)):
+        return tree
+    if hasattr(tree, "_fields"):  # a named tuple
+        return type(tree)(*new)
+    return type(tree)(new)
+
+
+def tensors_with_grad(tree: Any) -> list[Tensor]:
+    """The tensors in `tree` that require grad, from left to right."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, tree)
+    return found
+
+
+def replace_tensors_with_grad(tree: Any, replacements: list[Tensor]) -> Any:
+    """`tree` with its tensors that require grad exchanged, in the order of `tensors_with_grad`."""
+    queue = iter(replacements)
+    return map_tensors(lambda tensor: next(queue) if tensor.requires_grad else tensor, tree)

@@ -1,0 +1,391 @@
+"""Processes to run on: `launch` calls a function once per rank.
+
+    losses = launch(train, 2, steps=100)
+
+Ranks are forked from a server process that has imported torch already, so that starting them takes a tenth of a
+second instead of three. Each is fresh: nothing of an earlier call is left in it. The function may be defined
+anywhere, in a notebook cell too, since it travels by value.
+
+Under torchrun the ranks exist already: there `launch` initializes the process group and calls the function in
+this process.
+
+Note [Which rank failed first]
+    When a rank dies, its neighbours fail a moment later, because the connection to it breaks, and their errors are
+    about the connection. So after the first failure the others get a moment to fail too, and the one reported is
+    the first that is not about a lost peer.
+
+Note [Time runs out]
+    A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
+    collective that the rank is blocked in and its stack. It also ends the rank when the caller is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from hwfsdp import compat, streams
+from hwfsdp.errors import CollectiveError, RankError, UsageError
+
+COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
+_GRACE = 0.5  # seconds that the other ranks get to fail after the first did
+_LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "lost connection")
+
+
+def launch(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float | None = None,
+    device: str = "cpu",
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls `fn(*args, **kwargs)` on each of `world_size` ranks, in a process of its own each.
+
+    Args:
+        fn: finds an initialized process group (`torch.distributed.get_rank()` …). It, its arguments and what it
+            returns must be picklable; functions and classes of the caller's own script or notebook are.
+        timeout: seconds for the whole call, collectives included. None: no limit, but 300 s for each collective.
+        device: "cpu" uses gloo; "cuda" uses NCCL, and rank i runs on GPU i of the machine.
+
+    Returns:
+        What each rank returned, in rank order. What ranks print appears in the caller's output.
+
+    Raises:
+        RankError: a rank raised, died, or did not finish in time; the first one that failed is named, and its
+            exception is the cause. No rank runs on after the call, however it ends.
+        UsageError: the world size is below 1, or not that of torchrun.
+    """
+    if world_size < 1:
+        raise UsageError(
+            "launch", expected="a world size of 1 or more", got=str(world_size), remedy="Ask for one rank."
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _run_under_torchrun(fn, world_size, args, kwargs, timeout, device)
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous:
+        task = _Task(
+            cloudpickle.dumps((fn, args, kwargs)),
+            world_size,
+            device,
+            timeout or COLLECTIVE_TIMEOUT,
+            f"file://{rendezvous}/store",
+            dict(os.environ),
+            max(1, (os.cpu_count() or 1) // world_size),
+            sys.stdout.isatty(),
+        )
+        ranks = _start(task)
+        try:
+            return _collect(ranks, time.monotonic() + timeout if timeout else None, timeout)
+        finally:
+            _end(ranks)
+
+
+# --- The caller's side -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every rank is told."""
+
+    call: bytes
+    world_size: int
+    device: str
+    collective_timeout: float
+    init_method: str
+    environ: dict[str, str]
+    threads: int
+    isatty: bool
+
+
+@dataclass
+class _Rank:
+    """A rank as its caller sees it; `failure` is (what happened, traceback, the exception if it travels)."""
+
+    process: BaseProcess
+    connection: Connection
+    finished: bool = False
+    result: Any = None
+    failure: tuple[str, str, BaseException | None] | None = None
+
+
+def _start(task: _Task) -> list[_Rank]:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "hwfsdp.ranks", "hwfsdp.wrap"])
+    ranks = []
+    for rank in range(task.world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_rank_main, args=(rank, task, theirs), name=f"rank {rank}", daemon=True
+        )
+        with _hidden_main():
+            process.start()
+        theirs.close()
+        ranks.append(_Rank(process, ours))
+    return ranks
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """multiprocessing runs the caller's script again in each child; the function travels by value instead."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _collect(ranks: list[_Rank], deadline: float | None, timeout: float | None) -> list[Any]:
+    """Reads messages until every rank has returned; raises RankError for the first that failed."""
+    while not all(rank.finished for rank in ranks):
+        if any(rank.failure for rank in ranks):
+            grace = time.monotonic() + _GRACE
+            while _read_messages(ranks, grace):
+                pass
+            raise _first_failure(ranks)
+        if not _read_messages(ranks, deadline):
+            raise _time_out(ranks, timeout or 0.0)
+    return [rank.result for rank in ranks]
+
+
+def _read_messages(ranks: list[_Rank], deadline: float | None) -> bool:
+    """Waits for news of any rank that is still running, and takes it in; False if none came in time."""
+    running = [rank for rank in ranks if not rank.finished and not rank.failure]
+    remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+    ready = wait([rank.connection for rank in running], remaining) if running else []
+    for rank in running:
+        if rank.connection in ready:
+            _read_message(rank)
+    return bool(ready)
+
+
+def _read_message(rank: _Rank) -> None:
+    try:
+        kind, content = rank.connection.recv()
+    except (EOFError, OSError):
+        rank.failure = (_how_it_died(rank.process), "", None)
+        return
+    if kind == "print":
+        sys.stdout.write(content)
+        sys.stdout.flush()
+    elif kind == "return":
+        rank.finished, rank.result = True, pickle.loads(content)
+    elif kind == "raise":
+        rank.failure = content[0], content[1], _unpickled(content[2])
+
+
+def _unpickled(exception: bytes | None) -> BaseException | None:
+    try:
+        found = pickle.loads(exception) if exception else None
+    except Exception:
+        return None  # an exception that pickles, but does not come back; its traceback has been told as text
+    return found if isinstance(found, BaseException) else None
+
+
+def _how_it_died(process: BaseProcess) -> str:
+    process.join(5)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"death by signal {signal.Signals(-code).name}"
+    return f"exit with status {code} before the function returned"
+
+
+def _first_failure(ranks: list[_Rank]) -> RankError:
+    """See Note [Which rank failed first]."""
+    failed = [(number, rank.failure) for number, rank in enumerate(ranks) if rank.failure]
+    own = [(n, f) for n, f in failed if not any(sign in f[0] for sign in _LOST_PEER)]
+    number, (got, trace, exception) = (own or failed)[0]
+    error = RankError(number, got, trace, "The traceback below is that rank's." if trace else "")
+    error.__cause__ = exception
+    return error
+
+
+def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
+    """Asks every rank that still runs where it stands (Note [Time runs out])."""
+    running = [n for n, rank in enumerate(ranks) if not rank.finished and not rank.failure]
+    stands = {}
+    for number in running:
+        try:
+            ranks[number].connection.send("where")
+        except OSError:
+            stands[number] = ("gone", "")
+    until = time.monotonic() + 3.0
+    for number in running:
+        connection = ranks[number].connection
+        while number not in stands and connection.poll(max(0.0, until - time.monotonic())):
+            try:
+                kind, content = connection.recv()
+            except (EOFError, OSError):
+                break
+            if kind == "where":
+                stands[number] = content
+        stands.setdefault(number, ("does not answer", ""))
+    in_python = [n for n in running if not stands[n][0]]
+    first = (in_python or running)[0]
+    places = "; ".join(f"rank {n} {stands[n][0] or 'in no collective'}" for n in running)
+    return RankError(
+        first,
+        f"no return within {timeout:g} s ({places})",
+        "\n".join(f"--- rank {n} ---\n{stands[n][1]}" for n in running),
+        "Ranks that wait in a collective wait for one that does not come; see its stack below.",
+    )
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """No rank outlives the call."""
+    for rank in ranks:
+        if not rank.finished and rank.process.is_alive():
+            rank.process.kill()
+    for rank in ranks:
+        rank.connection.close()
+        rank.process.join(10)
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.process.close()
+
+
+# --- The rank's side ---------------------------------------------------------------------------------------
+
+
+class _Relay:
+    """`sys.stdout` of a rank: what is printed appears at the caller's, be it a terminal, a test or a notebook."""
+
+    encoding, errors, closed = "utf-8", "strict", False
+
+    def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
+        self._send, self._isatty = send, isatty
+
+    def write(self, text: str) -> int:
+        self._send(("print", text))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def isatty(self) -> bool:
+        return self._isatty
+
+    def writable(self) -> bool:
+        return True
+
+
+def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        with lock:
+            connection.send(message)
+
+    main_thread = threading.get_ident()
+    threading.Thread(target=_listen, args=(connection, send, main_thread), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
+    setattr(sys, "stdout", _Relay(send, task.isatty))
+    torch.set_num_threads(task.threads)
+    try:
+        fn, args, kwargs = pickle.loads(task.call)
+        _init_process_group(task.device, task.collective_timeout, task.init_method, rank, task.world_size)
+        result = fn(*args, **kwargs)
+        send(("return", cloudpickle.dumps(result)))
+    except (Exception, SystemExit) as error:
+        send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, CollectiveError):
+        return f"CollectiveError: {error}"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        return cloudpickle.dumps(error)  # type: ignore[no-any-return]
+    except Exception:
+        return None  # some exceptions hold what cannot travel; the traceback, as text, does
+
+
+def _listen(connection: Connection, send: Callable[[Any], None], main_thread: int) -> None:
+    """Answers the caller's question where this rank stands; ends the rank when the caller is gone."""
+    while True:
+        try:
+            connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        frame = sys._current_frames().get(main_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        pending = streams.pending_collective
+        send(("where", (f"waiting in {pending}" if pending else "", stack)))
+
+
+def _init_process_group(
+    device: str, timeout: float, init_method: str, rank: int = -1, world_size: int = -1
+) -> None:
+    compat.read_debug_level()  # torch read the environment when the server imported it
+    backend = {"cpu": "gloo", "cuda": "nccl"}.get(device)
+    if backend is None:
+        raise UsageError(
+            f"launch(device={device!r})",
+            expected="'cpu' or 'cuda'",
+            got=repr(device),
+            remedy="Pass one of them.",
+        )
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+
+
+def _run_under_torchrun(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float | None,
+    device: str,
+) -> list[Any]:
+    """The ranks are there; this process is one of them."""
+    started = int(os.environ["WORLD_SIZE"])
+    if started != world_size:
+        raise UsageError(
+            "launch under torchrun",
+            expected=f"as many ranks as torchrun started, {started}",
+            got=f"world_size={world_size}",
+            remedy="Take the world size from the environment variable WORLD_SIZE.",
+        )
+    ours = not dist.is_initialized()
+    if ours:
+        _init_process_group(device, timeout or COLLECTIVE_TIMEOUT, "env://")
+    try:
+        results: list[Any] = [None] * world_size
+        dist.all_gather_object(results, fn(*args, **kwargs))
+        return results
+    finally:
+        if ours:
+            dist.destroy_process_group()

@@ -1,0 +1,78 @@
+"""All-gather and reduce-scatter from send and receive.
+
+The ranks form a ring. In each of `W - 1` steps every rank sends one block to its right neighbour and receives
+one from its left. No rank ever sends more than `(W - 1) / W` of the tensor, whatever the number of ranks:
+the least that is possible, which is why libraries use this algorithm for large tensors.
+
+    all-gather, W = 3 (each rank starts with its own block)
+              rank 0      rank 1      rank 2
+    start     a . .       . b .       . . c
+    step 1    a . c       a b .       . b c
+    step 2    a b c       a b c       a b c
+
+A reduce-scatter is the same walk, with an addition at every stop: the block that ends at rank r leaves rank
+r + 1 first and collects every other rank's share on its way round.
+
+These are for reading and for teaching; `collectives.RingAllGather` and `RingReduceScatter` select them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> None:
+    """Sends one block to the next rank of the ring and receives one of the same size from the previous."""
+    rank, world_size = group.rank(), group.size()
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, send, group=group, group_peer=(rank + 1) % world_size),
+            dist.P2POp(dist.irecv, receive, group=group, group_peer=(rank - 1) % world_size),
+        ]
+    )
+    for work in works:
+        work.wait()
+
+
+def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Fills `output` with every rank's `input`, in rank order.
+
+    Args:
+        output: [W * n], contiguous; written. input: [n], same dtype; may be this rank's part of `output`.
+        group: its W ranks call this together.
+
+    Each rank sends n elements in each of W - 1 steps. In step s it passes on the block that it received in
+    step s - 1, its own in the first step. Returns when `output` is complete on this rank.
+    """
+    rank, world_size = group.rank(), group.size()
+    blocks = output.view(world_size, -1)
+    if blocks[rank].data_ptr() != input.data_ptr():
+        blocks[rank].copy_(input)
+    for step in range(world_size - 1):
+        exchange(blocks[(rank - step) % world_size], blocks[(rank - step - 1) % world_size], group)
+
+
+def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, mean: bool) -> None:
+    """Sets `output` to this rank's block of the sum, or mean, of all ranks' `input`.
+
+    Args:
+        output: [n]; written. input: [W * n], contiguous, same dtype; block r is what rank r gets; only read.
+        group: its W ranks call this together.
+        mean: divide the sum by W.
+
+    Each rank sends n elements in each of W - 1 steps. The first block it sends is that of its left neighbour;
+    in every later step it passes on what it just received plus its own share of that block. What arrives last
+    is its own block. Returns when `output` is complete on this rank.
+    """
+    rank, world_size = group.rank(), group.size()
+    blocks = input.view(world_size, -1)
+    partial = blocks[(rank - 1) % world_size].clone()
+    for step in range(1, world_size):
+        received = torch.empty_like(partial)
+        exchange(partial, received, group)
+        partial = received.add_(blocks[(rank - step - 1) % world_size])
+    output.copy_(partial)
+    if mean:
+        output.div_(world_size)

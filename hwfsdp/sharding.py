@@ -1,0 +1,83 @@
+"""Which rows belong to which rank: integers only.
+
+FSDP cuts each parameter along dim 0 into one chunk per rank, as `torch.chunk` does: every chunk has
+`ceil(n / world_size)` rows, but the last chunks may be shorter, or empty. Collectives want equal sizes, so on
+the wire each chunk is padded to the full chunk length; the padding is always at the end of the gathered
+tensor, which is why the first `n` rows of what was gathered are the parameter.
+
+    n = 5, world_size = 4            rank 0   rank 1   rank 2   rank 3
+    rows                             0 1      2 3      4        -
+    on the wire (padding: .)         0 1      2 3      4 .      . .
+
+Nothing here touches a tensor, so all of it can be checked by enumeration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """A run of consecutive rows: `start`, `start + 1`, … , `start + length - 1`."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def chunk_length(n: int, world_size: int) -> int:
+    """Rows of a full chunk when `n` rows are cut for `world_size` ranks: `ceil(n / world_size)`."""
+    return -(-n // world_size)
+
+
+def padded_length(n: int, world_size: int) -> int:
+    """Rows on the wire: the smallest multiple of `world_size` that is not below `n`."""
+    return chunk_length(n, world_size) * world_size
+
+
+def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
+    """The rows of `rank` when `n` rows are cut for `world_size` ranks.
+
+    Args:
+        n: rows in all, >= 0.
+        world_size: ranks, >= 1.
+        rank: 0 <= rank < world_size.
+
+    Returns:
+        The extent that `torch.chunk` gives the rank. Ranks for which no row is left get an empty extent that
+        starts at `n`, so that no empty extent ever shares its start with a real one.
+    """
+    length = chunk_length(n, world_size)
+    start = min(rank * length, n)
+    return Extent(start, min(length, n - start))
+
+
+def chunk_extents(n: int, world_size: int) -> list[Extent]:
+    """`chunk_extent` of every rank; together they tile `range(n)` in order."""
+    return [chunk_extent(n, world_size, rank) for rank in range(world_size)]
+
+
+def local_shape(shape: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:
+    """Shape of the rank's shard of a tensor of this shape, without padding; dim 0 may be 0."""
+    return (chunk_extent(shape[0], world_size, rank).length, *shape[1:])
+
+
+def padded_local_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Shape of every rank's shard on the wire: a full chunk of rows, padding included."""
+    return (chunk_length(shape[0], world_size), *shape[1:])
+
+
+def padded_local_numel(shape: Sequence[int], world_size: int) -> int:
+    """Elements of `padded_local_shape`: what one rank contributes to a gather, or gets from a reduction."""
+    return prod(padded_local_shape(shape, world_size))
+
+
+def offsets(lengths: Sequence[int]) -> list[int]:
+    """Where each of several pieces starts when they are laid end to end: `[3, 0, 2]` → `[0, 3, 3]`."""
+    return list(accumulate(lengths, initial=0))[:-1]

@@ -1,0 +1,36 @@
+"""Memory that comes and goes under a tensor that stays.
+
+Note [Free by resizing, not by replacing]
+    Autograd saves tensors of the forward for the backward, the weight of a linear layer among them. Had FSDP
+    replaced the unsharded parameter by a new tensor after each gather, autograd would hold the old ones and no
+    byte would ever be freed. So the parameter is one tensor object for the life of the model, and what is
+    allocated and freed is the storage under it, by resizing. What autograd saved sees the memory return.
+
+Note [Writing without being noticed]
+    Autograd also counts in-place writes, and refuses to use a saved tensor that was written to since. Filling
+    the storage again with the same values is such a write. `Tensor.data` is an alias of the same storage with a
+    count of its own: we gather into the one tensor and register a parameter made from the alias.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def allocate(tensor: Tensor) -> None:
+    """Gives the tensor's storage its full size, contents undefined; nothing happens if it has it."""
+    storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+
+
+def free(tensor: Tensor) -> None:
+    """Gives the storage's memory back; the tensor, and every alias of it, keeps its shape."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != 0:
+        storage.resize_(0)
+
+
+def is_allocated(tensor: Tensor) -> bool:
+    """Whether the tensor's elements may be read."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

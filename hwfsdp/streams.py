@@ -1,0 +1,300 @@
+"""Several things at once: streams and events, the same on every device.
+
+FSDP hides communication behind compute by issuing them on different *streams*. Work on one stream runs in
+order; work on two streams may overlap; a stream that needs another's result waits for an *event* recorded
+there. This is the only module that knows what a stream is made of:
+
+- On an accelerator, a device stream and device events. The host issues and goes on.
+- On the CPU there are no streams, but gloo's collectives run on threads of their own. A stream is a queue
+  of works in flight and of things to do once they end; waiting for an event makes the host finish the queue up
+  to it. Compute is the host itself.
+- Further backends register themselves (`register_backend`).
+
+Note [What a wait costs]
+    On a device, `wait` makes the *stream* wait and returns at once. On the CPU it blocks the host, since the host
+    is what computes. Both mean the same to the schedule: what is issued on the stream after the wait sees what
+    the other stream wrote before the event. So one schedule serves both: issue early, wait late.
+
+Note [Deferred work]
+    What has to happen on a communication stream after a collective, such as casting what was reduced, is handed
+    over as a function (`Stream.then`). A device runs it at once, in stream order. The CPU keeps it until somebody
+    waits for the stream; until then its effects are not there. Nobody may look at them without a wait anyway.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hwfsdp import events
+from hwfsdp.errors import CollectiveError, UsageError
+from hwfsdp.events import HostMark, Mark
+
+pending_collective = ""  # what the host is blocked in, for whoever has to say where a rank hangs
+
+
+class StreamEvent(ABC):
+    """A point in a stream: all that was issued there before.
+
+    Attributes:
+        stream: name of the stream; seq: the last logged event before this point, -1 if none (see `events`).
+    """
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        recorder = events.active()
+        self.seq = recorder.last_seq.get(stream, -1) if recorder else -1
+
+
+class Stream(ABC):
+    """A queue of work that runs in order, possibly beside other streams."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait(self, event: StreamEvent | None) -> None:
+        """What is issued here from now on runs after `event`. None, or an event of this stream: no effect."""
+        if event is None or event.stream == self.name:
+            return
+        recorder = events.active()
+        if recorder is None:
+            self._wait(event)
+            return
+        with events.span("wait", self.name, after=(event.seq,)) if self.name == "compute" else nullcontext():
+            self._wait(event)
+        if self.name != "compute":
+            recorder.ordered_after(self.name, event.seq)
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Tensor operations in the block run on this stream."""
+        recorder = events.active()
+        if recorder is None:
+            with self._current():
+                yield
+            return
+        outer, recorder.stream = recorder.stream, self.name
+        try:
+            with self._current():
+                yield
+        finally:
+            recorder.stream = outer
+
+    @abstractmethod
+    def record(self) -> StreamEvent:
+        """An event after all that was issued here so far."""
+
+    @abstractmethod
+    def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
+        """Issues a collective here. Called inside `run`.
+
+        Args:
+            issue: calls the collective with the `async_op` it is given.
+            name, owner: the collective and its parameter group, for errors.
+        """
+
+    @abstractmethod
+    def then(self, function: Callable[[], None]) -> None:
+        """Runs `function` here, in order (Note [Deferred work]). Called inside `run`."""
+
+    @abstractmethod
+    def _wait(self, event: StreamEvent) -> None: ...
+
+    @abstractmethod
+    def _current(self) -> Any: ...
+
+
+class StreamSet:
+    """The streams of one device.
+
+    Attributes:
+        compute: forward, backward and optimizer; the stream that is current when FSDP is called.
+        copy: packs what is gathered next. all_gather, reduce_scatter, all_reduce: one per kind of traffic.
+    """
+
+    def __init__(self, make_stream: Callable[[str], Stream], read_clock: Callable[[str], Mark]) -> None:
+        self.compute = make_stream("compute")
+        self.copy = make_stream("copy")
+        self.all_gather = make_stream("all_gather")
+        self.reduce_scatter = make_stream("reduce_scatter")
+        self.all_reduce = make_stream("all_reduce")
+        events.use_clock(read_clock)
+
+
+# --- CPU ---------------------------------------------------------------------------------------------------
+
+
+class HostEvent(StreamEvent):
+    """The first `ticket` entries of a host stream's queue are done."""
+
+    def __init__(self, stream: HostStream, ticket: int) -> None:
+        super().__init__(stream.name)
+        self.queue, self.ticket = stream, ticket
+
+
+class HostStream(Stream):
+    """A queue of works in flight and of functions to run once they ended."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._queue: deque[Callable[[], None]] = deque()
+        self._issued = self._finished = 0
+
+    def record(self) -> HostEvent:
+        return HostEvent(self, self._issued)
+
+    def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
+        work = _checked(lambda: issue(True), name, owner)
+        if work is not None:
+            self._append(lambda: _checked(work.wait, name, owner))
+
+    def then(self, function: Callable[[], None]) -> None:
+        if self._queue:
+            self._append(function)
+        else:
+            function()
+
+    def finish(self, ticket: int) -> None:
+        """Blocks until the first `ticket` entries ever queued are done."""
+        while self._finished < ticket:
+            entry = self._queue.popleft()
+            self._finished += 1  # first, so that a failed entry is not waited for again
+            entry()
+
+    def _append(self, entry: Callable[[], Any]) -> None:
+        self._queue.append(entry)
+        self._issued += 1
+
+    def _wait(self, event: StreamEvent) -> None:
+        assert isinstance(event, HostEvent)
+        event.queue.finish(event.ticket)
+
+    def _current(self) -> Any:
+        return nullcontext()
+
+
+def _checked(call: Callable[[], Any], name: str, owner: str) -> Any:
+    """Calls, and names the collective and the parameter group if that fails or hangs."""
+    global pending_collective
+    pending_collective = f"{name} of parameter group {owner!r}"
+    try:
+        return call()
+    except RuntimeError as error:
+        raise CollectiveError(name, owner, dist.get_rank(), error) from error
+    finally:
+        pending_collective = ""
+
+
+# --- Accelerators ------------------------------------------------------------------------------------------
+
+
+class DeviceEvent(StreamEvent):
+    """An event of the device."""
+
+    def __init__(self, stream: str, event: torch.Event) -> None:
+        super().__init__(stream)
+        self.event = event
+
+
+class DeviceMark:
+    """A point in a device stream's time, read without stopping the device.
+
+    The device's clock and the host's are tied together by one mark per recording, taken when both are idle.
+    """
+
+    def __init__(self, origin: tuple[torch.Event, float], event: torch.Event) -> None:
+        self._origin, self._event = origin, event
+
+    def us(self) -> float:
+        self._event.synchronize()
+        origin, host_us = self._origin
+        return float(host_us + origin.elapsed_time(self._event) * 1e3)
+
+
+class DeviceStream(Stream):
+    """A stream of an accelerator; communication has priority, so that it starts as soon as it can."""
+
+    def __init__(self, name: str, device_type: str) -> None:
+        super().__init__(name)
+        self._module: Any = torch.get_device_module(device_type)
+        high = -1 if name in ("all_gather", "reduce_scatter", "copy") else 0
+        self._stream = None if name == "compute" else self._module.Stream(priority=high)
+
+    @property
+    def native(self) -> Any:
+        """The device's own stream object."""
+        return self._module.current_stream() if self._stream is None else self._stream
+
+    def record(self) -> DeviceEvent:
+        return DeviceEvent(self.name, self.native.record_event())
+
+    def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
+        _checked(lambda: issue(False), name, owner)
+
+    def then(self, function: Callable[[], None]) -> None:
+        function()
+
+    def _wait(self, event: StreamEvent) -> None:
+        assert isinstance(event, DeviceEvent)
+        self.native.wait_event(event.event)
+
+    def _current(self) -> Any:
+        return nullcontext() if self._stream is None else self._module.stream(self._stream)
+
+
+def _device_streams(device_type: str) -> StreamSet:
+    module: Any = torch.get_device_module(device_type)
+    module.synchronize()
+    start = module.Event(enable_timing=True)
+    start.record()
+    module.synchronize()
+    origin = (start, HostMark().us())
+    made: dict[str, DeviceStream] = {}
+
+    def make(name: str) -> Stream:
+        return made.setdefault(name, DeviceStream(name, device_type))
+
+    def read_clock(name: str) -> Mark:
+        event = module.Event(enable_timing=True)
+        event.record(made[name].native)
+        return DeviceMark(origin, event)
+
+    return StreamSet(make, read_clock)
+
+
+# --- Choice of backend -------------------------------------------------------------------------------------
+
+
+_backends: dict[str, Callable[[], StreamSet]] = {
+    "cpu": lambda: StreamSet(HostStream, lambda name: HostMark()),
+}
+
+
+def register_backend(device_type: str, make: Callable[[], StreamSet]) -> None:
+    """`streams_for(device_type)` calls `make` from now on."""
+    _backends[device_type] = make
+
+
+def streams_for(device_type: str) -> StreamSet:
+    """New streams on a device of this type.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    if device_type in _backends:
+        return _backends[device_type]()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        raise UsageError(
+            f"streams on {device_type!r}",
+            expected=f"one of {sorted(_backends)}, or this machine's accelerator",
+            got=f"an accelerator of type {accelerator.type!r}" if accelerator else "no accelerator",
+            remedy="Use a mesh on a device that is here.",
+        )
+    return _device_streams(device_type)
