@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 # torch 2.13 renamed the two collectives over single tensors, and warns at the old names. They are looked up on
@@ -82,6 +82,24 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Identity of the tensor's storage, while it lives; unlike `data_ptr`, fake and freed ones have it too."""
-    return int(tensor.untyped_storage()._cdata)
+def storage_key(of: Tensor | torch.UntypedStorage) -> int:
+    """Identity of a storage, while it lives; unlike `data_ptr`, fake and freed ones have it too."""
+    storage = of.untyped_storage() if isinstance(of, Tensor) else of
+    return int(storage._cdata)
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, in autograd's eyes; None if it is not a view."""
+    return tensor._base
+
+
+def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """`module.name = param`, for a name that is a parameter already.
+
+    `nn.Module.__setattr__` looks the name up in five places first, which every transition of every parameter would
+    pay. A module with a `__setattr__` of its own, such as `nn.RNN`, which keeps a list, is not bypassed.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:
+        setattr(module, name, param)

@@ -240,9 +240,8 @@ class FSDPState:
         self.root.forward_root = self
         self.root.forwards_before = len(self.comm_ctx.post_forward_order)
         self.comm_ctx.streams.copy.wait(self.comm_ctx.streams.compute.record())
-        if self.device.type != "cpu":
-            args, kwargs = map_tensors(lambda t: t.to(self.device), (args, kwargs))
-        return args, kwargs
+        moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
+        return moved
 
     def end_iteration_forward(self) -> None:
         """The outermost forward is over: wrong guesses are dropped, the order is learned."""
@@ -286,8 +285,9 @@ class FSDPState:
             return
         for tensor in tensors_with_grad(output):
             tensor.register_hook(self.on_pre_backward)
-            if tensor._base is not None and tensor._base.grad_fn is not None:
-                tensor._base.grad_fn.register_prehook(self._on_base_backward)
+            base = compat.base_of_view(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(self._on_base_backward)
 
     def _on_base_backward(self, grads: Sequence[Tensor]) -> None:
         if self.phase is Phase.IDLE:  # else the output's own hook came, or the module's backward is over

@@ -32,7 +32,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp import storage
-from hwfsdp.compat import local_of, post_accumulate_grad_hooks, replace_local, storage_key, wrap_like
+from hwfsdp.compat import (
+    local_of,
+    post_accumulate_grad_hooks,
+    register_parameter,
+    replace_local,
+    storage_key,
+    wrap_like,
+)
 from hwfsdp.errors import UsageError
 from hwfsdp.mesh import ShardMesh
 from hwfsdp.precision import Dtypes, MixedPrecisionPolicy, resolve_dtypes
@@ -53,11 +60,8 @@ class Slot(NamedTuple):
     name: str
 
     def register(self, param: nn.Parameter) -> None:
-        """Makes `module.name` this parameter, without the checks of `nn.Module.__setattr__` if it is that."""
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.name] = param
-        else:
-            setattr(self.module, self.name, param)
+        """Makes `module.name` this parameter."""
+        register_parameter(self.module, self.name, param)
 
     def registered(self) -> nn.Parameter:
         """The parameter that is there now."""

@@ -21,6 +21,7 @@ Note [Time runs out]
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -313,8 +314,7 @@ def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
     except (Exception, SystemExit) as error:
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _destroy_process_group()
 
 
 def _described(error: BaseException) -> str:
@@ -362,6 +362,17 @@ def _init_process_group(
     )
 
 
+def _destroy_process_group() -> None:
+    """Ends communication while the interpreter is whole.
+
+    A sharded model is a cycle of references that holds on to its process group. Left to the interpreter's exit,
+    gloo's threads are sometimes still running when their owner is torn down, and the process aborts.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _run_under_torchrun(
     fn: Callable[..., Any],
     world_size: int,
@@ -388,4 +399,4 @@ def _run_under_torchrun(
         return results
     finally:
         if ours:
-            dist.destroy_process_group()
+            _destroy_process_group()

@@ -190,7 +190,7 @@ def _watch_storages(recorder: Recorder) -> Iterator[None]:
         before = storage.nbytes()
         result = original(storage, size)
         if size != before and events.active() is recorder:
-            op, key = ("alloc" if size > before else "free"), (int(storage._cdata),)
+            op, key = ("alloc" if size > before else "free"), (storage_key(storage),)
             recorder.instant(op, recorder.stream or "compute", bytes=abs(size - before), writes=key)
             recorder.sample()
         return result

@@ -1,0 +1,216 @@
+"""The command `hwfsdp`.
+
+Exit status: 0 when what was asked for held, 1 when it did not, 2 for unusable arguments. Errors are one line on
+stderr. torch is imported only by the verbs that need it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwfsdp import __version__
+from hwfsdp.errors import FSDPError, UsageError
+
+if TYPE_CHECKING:
+    from hwfsdp.train import TrainConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UsageError as error:
+        return _fail(error, 2)
+    except FSDPError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("hwfsdp: interrupted", file=sys.stderr)
+        return 130
+
+
+def _fail(error: FSDPError, status: int) -> int:
+    cause = error.__cause__
+    if isinstance(cause, UsageError):  # a rank found an argument unusable: say that, not where
+        error, status = cause, 2
+    first, *rest = str(error).splitlines()
+    print(f"hwfsdp: {first}", file=sys.stderr)
+    if rest and os.environ.get("HWFSDP_TRACEBACK"):
+        print("\n".join(rest), file=sys.stderr)
+    elif rest:
+        print("hwfsdp: set HWFSDP_TRACEBACK=1 to see the traceback of that rank", file=sys.stderr)
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The verbs and their options."""
+    parser = argparse.ArgumentParser(
+        prog="hwfsdp", description="Fully sharded data parallel training, written by hand to be read."
+    )
+    parser.add_argument("--version", action="version", version=f"hwfsdp {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    demo = verbs.add_parser(
+        "demo",
+        help="train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw",
+        description="Trains the same byte-level GPT three times on the CPU and compares the runs.",
+    )
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--ranks", type=_positive, default=2, help="processes to shard over (default 2)")
+    demo.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="where results go (default runs/demo)"
+    )
+    _add_run_options(demo, steps=50, layers=4, dim=128, seq_len=128)
+
+    train = verbs.add_parser(
+        "train",
+        help="train a byte-level GPT, sharded",
+        description="Trains a byte-level GPT with hwfsdp, on ranks of its own or under torchrun.",
+    )
+    train.set_defaults(run=_train)
+    train.add_argument(
+        "--ranks", type=_positive, help="processes to shard over (default 2; torchrun decides)"
+    )
+    train.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    train.add_argument("--heads", type=_positive, help="attention heads (default: width / 32)")
+    train.add_argument("--param-dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    train.add_argument(
+        "--reshard-after-forward", choices=("yes", "no"), help="default: yes, but for the root"
+    )
+    train.add_argument(
+        "--trace", type=Path, metavar="FILE", help="record the last two steps into FILE (JSON)"
+    )
+    _add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
+    return parser
+
+
+def _add_run_options(
+    parser: argparse.ArgumentParser, steps: int, layers: int, dim: int, seq_len: int
+) -> None:
+    parser.add_argument("--steps", type=_positive, default=steps, help=f"optimizer steps (default {steps})")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences per rank and step (default 8)")
+    parser.add_argument("--seq-len", type=_positive, default=seq_len, help=f"bytes per sequence ({seq_len})")
+    parser.add_argument("--layers", type=_positive, default=layers, help=f"blocks (default {layers})")
+    parser.add_argument("--dim", type=_positive, default=dim, help=f"width (default {dim})")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW (default 0.002)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    parser.add_argument("--text", metavar="FILE", help="train on this file instead of Python's help topics")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def _config(args: argparse.Namespace, **options: Any) -> TrainConfig:
+    from hwfsdp.data import draw_batch, load_text
+    from hwfsdp.models import GPTConfig
+    from hwfsdp.train import TrainConfig
+
+    heads = getattr(args, "heads", None) or max(1, args.dim // 32)
+    model = GPTConfig(args.dim, args.layers, heads, args.seq_len)
+    draw_batch(load_text(args.text), args.seq_len, 1, 0, 0)  # complains here, before ranks are started
+    return TrainConfig(model, args.batch, args.steps, args.lr, args.seed, text=args.text, **options)
+
+
+def progress(steps: int, label: str, every: int = 10) -> Callable[[int, float], None]:
+    """A line that is rewritten on a terminal, and a line now and then where there is none."""
+
+    def show(step: int, loss: float) -> None:
+        line = f"{label}  step {step}/{steps}  loss {loss:.4f}"
+        if sys.stdout.isatty():
+            print(f"\r{line}", end="\n" if step == steps else "", flush=True)
+        elif step == 1 or step % every == 0 or step == steps:
+            print(line, flush=True)
+
+    return show
+
+
+def _quiet(step: int, loss: float) -> None:
+    """No progress where the output is JSON."""
+
+
+# --- verbs -------------------------------------------------------------------------------------------------
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from hwfsdp.demo import run_demo
+
+    on_step = _quiet if args.json else progress(args.steps, "demo")
+    summary = run_demo(args.ranks, _config(args), args.out, on_step)
+    learned = summary["loss_last"] <= summary["loss_first"] - 0.5 or args.steps < 50
+    print(json.dumps(summary, indent=2) if args.json else _demo_report(summary, args.out))
+    return 0 if summary["equal_to_fsdp2"] and learned else 1
+
+
+def _demo_report(summary: dict[str, Any], out: Path) -> str:
+    ms, verdict = summary["step_ms"], "equal, bit for bit" if summary["equal_to_fsdp2"] else "NOT equal"
+    rows = [
+        ("loss, first step → last", f"{summary['loss_first']:.4f} → {summary['loss_last']:.4f}"),
+        ("losses and gradients, hwfsdp and FSDP2", verdict),
+        ("largest loss difference to unsharded", f"{summary['largest_loss_difference_to_unsharded']:.1e}"),
+        ("step time, ms (hwfsdp / FSDP2 / unsharded)", " / ".join(f"{value:.0f}" for value in ms.values())),
+        ("communication hidden behind compute", f"{summary['overlap_fraction']:.0%}"),
+    ]
+    steps = summary["recorded_steps"]
+    for op, expected in summary["expected_bytes_by_op"].items():
+        measured = summary["bytes_by_op"].get(op, 0)
+        rows.append(
+            (f"{op} per step, B (measured / closed form)", f"{measured // steps:,} / {expected // steps:,}")
+        )
+    peak, closed = summary["peak_unsharded_bytes"], summary["expected_peak_unsharded_bytes"]
+    rows.append(("peak unsharded parameters, B (measured / closed form)", f"{peak:,} / {closed:,}"))
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{width}}  {value}" for label, value in rows]
+    files = "summary.json, trace.json (open in https://ui.perfetto.dev), loss.png, timeline.png, memory.png"
+    return "\n".join(["", *lines, "", f"Written to {out}/: {files}"])
+
+
+def _train(args: argparse.Namespace) -> int:
+    from hwfsdp.eventlog import EventLog
+    from hwfsdp.ranks import launch
+    from hwfsdp.train import train
+
+    reshard = {None: None, "yes": True, "no": False}[args.reshard_after_forward]
+    config = _config(
+        args,
+        param_dtype=args.param_dtype,
+        reshard_after_forward=reshard,
+        record_last=min(2, args.steps) if args.trace else 0,
+    )
+    ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
+    on_step = _quiet if args.json else progress(args.steps, "train")
+    results = launch(train, ranks, config, args.device or _default_device(), on_step, device=_device(args))
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # under torchrun the other ranks have nothing to add
+    losses, times = results[0].losses, sorted(results[0].step_ms)
+    summary = {"ranks": ranks, "losses": losses, "step_ms": times[len(times) // 2]}
+    if args.trace:
+        log = EventLog.merge(result.log for result in results)
+        log.save(args.trace)
+        summary["trace"] = log.summary()
+    if args.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print(f"{ranks} ranks, {len(losses)} steps: loss {losses[0]:.4f} → {losses[-1]:.4f}", end=", ")
+        print(f"median step {summary['step_ms']:.0f} ms")
+    return 0
+
+
+def _device(args: argparse.Namespace) -> str:
+    return args.device or _default_device()
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,78 @@
+"""Text to train on, as bytes.
+
+A batch is a pure function of (text, seed, step): any rank, at any world size, in any process can compute it,
+and a rank takes its share of the rows. So runs that differ in nothing but sharding see the same data.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hwfsdp.errors import UsageError
+
+
+class Batch(NamedTuple):
+    """Bytes and the bytes that follow them, both [B, T] int64."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def load_text(path: str | Path | None = None) -> Tensor:
+    """A file's bytes; without a path, the help topics that come with Python (some 460 kB of English).
+
+    Returns:
+        [bytes] uint8.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    else:
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(
+                f"text file {str(path)!r}",
+                expected="a readable file",
+                got=error.strerror or type(error).__name__,
+                remedy="Check the path, or leave it out to use the text that comes with Python.",
+            ) from None
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def draw_batch(text: Tensor, seq_len: int, rows: int, seed: int, step: int) -> Batch:
+    """The batch of one step: `rows` windows of the text, at random places.
+
+    Args:
+        text: [bytes] uint8, longer than `seq_len`.
+        rows: of the whole batch, all ranks together; `share` cuts it.
+
+    Raises:
+        UsageError: the text is too short.
+    """
+    if text.numel() <= seq_len:
+        raise UsageError(
+            "training text",
+            expected=f"more than {seq_len} bytes, the length of a sequence",
+            got=f"{text.numel()} bytes",
+            remedy="Give a longer text or a smaller sequence length.",
+        )
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(text.numel() - seq_len, (rows, 1), generator=generator)
+    windows = text[starts + torch.arange(seq_len + 1)].long()  # [rows, T + 1]
+    return Batch(windows[:, :-1], windows[:, 1:])
+
+
+def share(batch: Batch, rank: int, world_size: int) -> Batch:
+    """The rows of one rank; every rank gets as many."""
+    rows = batch.inputs.shape[0] // world_size
+    cut = slice(rank * rows, (rank + 1) * rows)
+    return Batch(batch.inputs[cut], batch.targets[cut])

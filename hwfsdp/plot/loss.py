@@ -1,0 +1,130 @@
+"""Loss curves laid over each other: do these runs learn the same?
+
+The most interesting outcome is the one that is hardest to see: two curves that are the same. So the curves get
+thinner from first to last, and all but the first are dashed: a curve that lies on another one shows as a dashed
+core in a wide band, and a curve that leaves shows as a line of its own. What no drawing can show, equality down
+to the last bit, the legend says in words, and it gives the largest difference for curves that only look equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hwfsdp.errors import UsageError
+from hwfsdp.plot import style
+
+Curve = Sequence[float]
+
+_COLORS = (style.SKY_BLUE, style.VERMILION, style.BLACK, style.GREEN, style.PURPLE, style.BLUE, style.ORANGE)
+_DASHES = ((0.0, ()), (0.0, (4.0, 2.0)), (0.0, (1.0, 1.6)), (0.0, (6.0, 1.5, 1.0, 1.5)))
+_MARKERS = "os^Dv<>"
+_WIDEST, _THINNEST = 8.0, 1.6  # points
+_LOOKS_EQUAL = 0.005  # of the range of all curves: about the width of a line
+
+
+def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
+    """Loss by step, one curve per name, the first drawn widest and lowest.
+
+    Args:
+        curves: name → loss of steps 0, 1, …; lengths may differ. A loss that is not finite leaves a gap.
+
+    Raises:
+        UsageError: there is no curve, or one without values.
+    """
+    _check(curves)
+    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
+    axes = figure.add_subplot()
+    labels = _labels(curves)
+    for place, (name, curve) in enumerate(curves.items()):
+        _draw(axes, curve, labels[name], place, len(curves))
+    style.open_frame(axes)
+    axes.grid(color=style.GREYS[1], linewidth=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    steps = max(len(curve) for curve in curves.values())
+    runs = "1 run" if len(curves) == 1 else f"{len(curves)} runs"
+    axes.set_title(f"Loss of {runs} over {steps} steps", loc="left", fontsize=style.TITLE_SIZE, weight="bold")
+    axes.legend(
+        edgecolor=style.WHITE, framealpha=0.9, fontsize=style.TEXT_SIZE, handlelength=5.0, labelspacing=0.9
+    )
+    return figure
+
+
+def _check(curves: Mapping[str, Curve]) -> None:
+    empty = [name for name, curve in curves.items() if len(curve) == 0]
+    if curves and not empty:
+        return
+    raise UsageError(
+        "plot_losses",
+        expected="one or more curves of at least one loss each",
+        got=f"no values for {', '.join(map(repr, empty))}" if empty else "no curves",
+        remedy="Pass {name: [loss of step 0, loss of step 1, …]}.",
+    )
+
+
+def _draw(axes: Axes, curve: Curve, label: str, place: int, count: int) -> None:
+    share = place / max(1, count - 1)  # 0.0 for the first, 1.0 for the last
+    every = max(1, len(curve) // 8)
+    width = _WIDEST + share * (_THINNEST - _WIDEST) if count > 1 else 2.0
+    axes.plot(
+        range(len(curve)),
+        curve,
+        label=label,
+        color=_COLORS[place % len(_COLORS)],
+        linewidth=width,
+        linestyle=_DASHES[place % len(_DASHES)],
+        dash_capstyle="butt",
+        marker=_MARKERS[place % len(_MARKERS)],
+        markersize=max(6.0, width + 3.0),
+        markeredgecolor=style.WHITE,
+        markeredgewidth=0.8,
+        markevery=(place * every // count, every),  # markers of coinciding curves stand side by side
+        zorder=2.0 + place,
+    )
+
+
+def _labels(curves: Mapping[str, Curve]) -> dict[str, str]:
+    """Each name, with what is to say about the first curve before it that it equals, or seems to."""
+    names = list(curves)
+    finite = [value for curve in curves.values() for value in curve if math.isfinite(value)]
+    visible = _LOOKS_EQUAL * (max(finite) - min(finite)) if finite else 0.0
+    labels = {}
+    for place, name in enumerate(names):
+        twin = _closest([(earlier, curves[earlier]) for earlier in names[:place]], curves[name])
+        if twin is None or twin.distance > visible:
+            labels[name] = name
+        elif twin.distance == 0.0:
+            labels[name] = f"{name} (equals {twin.name} exactly)"
+        else:
+            labels[name] = f"{name} (at most {twin.distance:.1e} from {twin.name})"
+    return labels
+
+
+class _Twin(NamedTuple):
+    """An earlier curve and the largest difference from it."""
+
+    name: str
+    distance: float
+
+
+def _closest(earlier: Sequence[tuple[str, Curve]], curve: Curve) -> _Twin | None:
+    twins = [_Twin(name, _distance(other, curve)) for name, other in earlier if len(other) == len(curve)]
+    return min(twins, key=lambda twin: twin.distance, default=None)
+
+
+def _distance(first: Curve, second: Curve) -> float:
+    """The largest difference at any step; NaN equals NaN, as does an infinity itself, and nothing else."""
+    return max(_apart(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _apart(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf

@@ -1,0 +1,118 @@
+"""What the pictures share: colors, hatches, units of bytes.
+
+A color means the same in every picture: green is gathering, vermilion is scattering, blue is compute or
+parameters, purple is the optimizer. The palette is that of Okabe and Ito, eight colors that people with any
+common kind of color vision tell apart (M. Okabe and K. Ito, "Color Universal Design", 2008,
+https://jfly.uni-koeln.de/color/); the greys are ours. Hatches keep apart what would print in the same grey.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+
+BLACK, WHITE = "#000000", "#FFFFFF"
+ORANGE, SKY_BLUE, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+GREYS = ("#F4F4F4", "#D9D9D9", "#8C8C8C", "#4D4D4D")  # from background to text
+
+TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.0, 7.0  # points
+POINTS_PER_INCH = 72.0
+
+
+class Look(NamedTuple):
+    """How an area is filled: its color, and a hatch drawn in a darker shade of it."""
+
+    color: str
+    hatch: str = ""
+
+
+_LOOK_OF_OP = {
+    "forward": Look(SKY_BLUE),
+    "backward": Look(BLUE),
+    "optimizer": Look(PURPLE, "xxx"),
+    "wait": Look(WHITE, "/////"),
+    "copy_in": Look(GREYS[1], "|||"),
+    "copy_out": Look(GREYS[2], "---"),
+    "all_gather": Look(GREEN, "..."),
+    "reduce_scatter": Look(VERMILION, "\\\\\\"),
+    "all_reduce": Look(ORANGE, "+++"),
+    "broadcast": Look(YELLOW, "ooo"),
+    "all_to_all": Look(YELLOW, "***"),
+    "send": Look(YELLOW, "///"),
+    "recv": Look(YELLOW, "\\\\\\"),
+}
+_LOOK_OF_KIND = {
+    "sharded_param": Look(BLUE),
+    "sharded_grad": Look(ORANGE, "///"),
+    "optimizer_state": Look(PURPLE, "xxx"),
+    "unsharded_param": Look(SKY_BLUE),
+    "unsharded_grad": Look(YELLOW, "|||"),
+    "all_gather_buffer": Look(GREEN, "..."),
+    "reduce_scatter_buffer": Look(VERMILION, "\\\\\\"),
+}
+_OTHER = Look(GREYS[2], "++")
+DRAWN_OPS = tuple(_LOOK_OF_OP)  # in the order of the legend; alloc and free have no extent in time
+
+
+def look_of_op(op: str) -> Look:
+    return _LOOK_OF_OP.get(op, _OTHER)
+
+
+def look_of_kind(kind: str) -> Look:
+    return _LOOK_OF_KIND.get(kind, _OTHER)
+
+
+def mixed(color: str, other: str, share: float) -> str:
+    """`color` with a share of `other` in it: 0.0 is `color`, 1.0 is `other`."""
+    pairs = zip(to_rgb(color), to_rgb(other), strict=True)
+    return to_hex([(1.0 - share) * a + share * b for a, b in pairs])
+
+
+def ink_on(color: str) -> str:
+    """Black or white, whichever reads better on `color` (luma weights of ITU-R BT.601)."""
+    red, green, blue = to_rgb(color)
+    return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else WHITE
+
+
+def text_width(text: str, size: float) -> float:
+    """Width in points of one line of text set in `size` points; needs no canvas."""
+    if not text.strip():
+        return 0.0
+    return float(TextPath((0.0, 0.0), text, prop=FontProperties(size=size)).get_extents().width)
+
+
+class ByteUnit(NamedTuple):
+    """A unit of bytes: its name and how many bytes it has."""
+
+    name: str
+    nbytes: int
+
+
+_BYTE_UNITS = tuple(ByteUnit(name, 1024**i) for i, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
+
+
+def byte_unit(nbytes: float) -> ByteUnit:
+    """The largest unit of which `nbytes` holds at least one; bytes for anything smaller."""
+    return max((u for u in _BYTE_UNITS if u.nbytes <= nbytes), key=lambda u: u.nbytes, default=_BYTE_UNITS[0])
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` for a reader: "512 B", "1.50 KiB", "20.0 MiB", "300 GiB"; three digits, bytes exact."""
+    unit = byte_unit(nbytes)
+    if unit.nbytes == 1:
+        return f"{nbytes} B"
+    value = nbytes / unit.nbytes
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f} {unit.name}"
+
+
+def open_frame(axes: Axes) -> None:
+    """Leaves of the frame only the two lines that carry scales."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREYS[2])
+    axes.tick_params(color=GREYS[2], labelcolor=GREYS[3], labelsize=TEXT_SIZE)

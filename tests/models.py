@@ -1,0 +1,352 @@
+"""Small models for the tests, each with a way of being awkward to shard.
+
+Every model lists in `blocks` what the wrap variants shard below the root, and makes its own inputs:
+`model.inputs(rows, seed)` are the positional arguments of a batch, dim 0 of each tensor being the batch.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(nn.Module):
+    """Blocks one after the other; the input is a vector of `width` per row."""
+
+    width = 8
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def inputs(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        return (torch.randn(rows, self.width, generator=torch.Generator().manual_seed(seed)),)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    """Linear, tanh, linear."""
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def even() -> Model:
+    """Every dim 0 is a multiple of 1, 2, 3 and 4."""
+    model = Model([Block(12, 24, 12) for _ in range(3)])
+    model.width = 12
+    return model
+
+
+def uneven() -> Model:
+    """No dim 0 is a multiple of 2; some have fewer rows than there are ranks, and biases have one element."""
+    model = Model([Block(5, 7, 3), Block(3, 5, 1), Block(1, 3, 1)])
+    model.width = 5
+    return model
+
+
+class Stem(Model):
+    """A linear layer of the root's own before and after the blocks, so that inputs of blocks need gradients."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.stem = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def stem() -> Stem:
+    return Stem([Block(8, 12, 8) for _ in range(3)])
+
+
+class Checkpointed(Stem):
+    """Runs its blocks under activation checkpointing."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def checkpointed(reentrant: bool) -> Checkpointed:
+    """Checkpoints around sharded blocks."""
+    model = Checkpointed([Block(8, 12, 8) for _ in range(3)])
+    model.reentrant = reentrant
+    return model
+
+
+class CheckpointedInside(nn.Module):
+    """A block that checkpoints what is inside it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = Block(8, 12, 8)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def checkpointed_inside(reentrant: bool) -> Stem:
+    """Sharded blocks around checkpoints."""
+    return Stem([CheckpointedInside(reentrant) for _ in range(3)])
+
+
+# --- Transformer -------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(
+            width, 3 * width, bias=False
+        )  # the gradient of a key's bias is zero but for rounding
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, time, width = x.shape
+        q, k, v = (t.view(rows, time, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(rows, time, width))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp = Block(width, 2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(self.norm(x))
+
+
+class Transformer(Model):
+    """Integer tokens in, logits out; embedding and head are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__([TransformerBlock(6, 2) for _ in range(2)])
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def inputs(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        return (torch.randint(11, (rows, 4), generator=torch.Generator().manual_seed(seed)),)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(super().forward(self.embed(tokens))))
+
+
+# --- Structures in and out ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Sides:
+    left: Tensor
+    others: dict[str, Any]
+    label: str = "not a tensor"
+
+
+Named = namedtuple("Named", ["first", "second"])
+
+
+class Split(nn.Module):
+    """A tensor and keywords in, a tuple out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 6), nn.Linear(8, 7)
+
+    def forward(self, x: Tensor, *, scale: float, shift: dict[str, Tensor]) -> tuple[Tensor, list[Any]]:
+        return self.left(x) * scale, [self.right(x + shift["by"]), None, "right"]
+
+
+class Cross(nn.Module):
+    """A dataclass in, a named tuple out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(7, 5)
+
+    def forward(self, sides: Sides) -> Named:
+        return Named(torch.tanh(self.left(sides.left)), (self.right(sides.others["right"]), sides.label))
+
+
+class Join(nn.Module):
+    """A named tuple in, a dict of a dataclass out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, named: Named) -> dict[str, Any]:
+        first, (second, label) = named
+        return {"sides": Sides(self.out(first), {"second": self.out(second)}, label), "constant": 1}
+
+
+class Structured(Model):
+    def __init__(self) -> None:
+        super().__init__([Split(), Cross(), Join()])
+        self.shift = nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, x: Tensor) -> Any:
+        split, cross, join = self.blocks
+        left, (right, *_) = split(x, scale=0.5, shift={"by": self.shift})
+        return join(cross(Sides(left, {"right": right})))
+
+
+# --- Modules used oddly ------------------------------------------------------------------------------------
+
+
+class Twice(Stem):
+    """The first block runs before and after the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = x + block(x)
+        return self.head(x)
+
+
+def twice() -> Twice:
+    return Twice([Block(8, 5, 8) for _ in range(2)])
+
+
+def frozen() -> Stem:
+    """One block is frozen, and one parameter in each of the others and in the root."""
+    model = stem()
+    model.blocks[1].requires_grad_(False)
+    for linear in (model.blocks[0].up, model.blocks[2].down, model.stem):
+        linear.bias.requires_grad_(False)
+    return model
+
+
+class Unused(Stem):
+    """One block, one layer of a block and a parameter of the root take no part in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__([Block(8, 12, 8) for _ in range(3)])
+        self.blocks[0].spare = nn.Linear(3, 3)
+        self.spare = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(self.blocks[2](self.blocks[0](x)))
+
+
+class Convolution(Model):
+    def __init__(self) -> None:
+        super().__init__(
+            [nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh()), nn.Sequential(nn.Conv2d(5, 4, 2), nn.Tanh())]
+        )
+        self.head = nn.Linear(4, 3)
+
+    def inputs(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        return (torch.randn(rows, 3, 5, 5, generator=torch.Generator().manual_seed(seed)),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x).mean((2, 3)))
+
+
+class Recurrent(Model):
+    """Modules that keep their parameters in a list of their own."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.LSTM(4, 5, batch_first=True), nn.GRU(5, 3, batch_first=True)])
+        self.head = nn.Linear(3, 2)
+
+    def inputs(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        return (torch.randn(rows, 4, 4, generator=torch.Generator().manual_seed(seed)),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(x)
+
+
+class Normalized(Stem):
+    """Buffers that the forward updates, with the statistics of each rank's own rows."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)])
+
+
+# --- Outputs changed in place ------------------------------------------------------------------------------
+
+
+class Reshaping(nn.Module):
+    """A block whose output is a view of another tensor."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = Block(8, 12, 8)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(self.inner(x))
+
+
+class InPlace(Stem):
+    """Adds to the output of each block, or to a view of it, in place; `rounds` times over all blocks."""
+
+    rounds = 1
+    reshape = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks] * self.rounds:
+            out = block(x)
+            if self.reshape:
+                out = out.view(-1, 8)
+            out += 0.5
+            x = x + torch.tanh(out)
+        return self.head(x)
+
+
+def in_place(view: Callable[[Tensor], Tensor] | None, reshape: bool = False, rounds: int = 1) -> InPlace:
+    """Blocks return `view` of what they compute; None: a tensor of its own. `reshape`: the root takes a view."""
+    blocks = [Block(8, 12, 8) if view is None else Reshaping(view) for _ in range(2)]
+    model = InPlace(blocks)
+    model.reshape, model.rounds = reshape, rounds
+    return model
+
+
+ZOO: dict[str, Callable[[], Model]] = {
+    "even": even,
+    "uneven": uneven,
+    "transformer": Transformer,
+    "structured": Structured,
+    "twice": twice,
+    "frozen": frozen,
+    "unused": Unused,
+    "convolution": Convolution,
+    "recurrent": Recurrent,
+    "normalized": Normalized,
+}

@@ -1,0 +1,276 @@
+"""The three ways to train one model (hwfsdp, torch's FSDP2, not sharded at all), and what they compute, compared.
+
+Runs on the ranks. A `Training` keeps one model, its optimizer and a `Trace`: every loss, gradient and parameter
+on the way. `differences` says in words where two traces differ. What is compared bit for bit is compared with
+FSDP2, whose arithmetic is the same; against the model that is not sharded only rounding may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import hwfsdp
+from models import Model
+
+ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
+WRAPS = ("root", "blocks", "nested")
+Policy = dict[str, Any]
+
+
+def cpu_mesh() -> DeviceMesh:
+    """All ranks, on the CPU, whatever accelerators the machine has."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def ours(module: nn.Module, *, policy: Policy | None = None, **options: Any) -> nn.Module:
+    """hwfsdp's fully_shard over all ranks, on the CPU."""
+    mp_policy = hwfsdp.MixedPrecisionPolicy(**policy or {})
+    return hwfsdp.fully_shard(module, mesh=cpu_mesh(), mp_policy=mp_policy, **options)
+
+
+def theirs(module: nn.Module, *, policy: Policy | None = None, **options: Any) -> nn.Module:
+    """torch's fully_shard over all ranks, on the CPU."""
+    from torch.distributed import fsdp
+
+    mp_policy = fsdp.MixedPrecisionPolicy(**policy or {})
+    return fsdp.fully_shard(module, mesh=cpu_mesh(), mp_policy=mp_policy, **options)
+
+
+def unsharded(module: nn.Module, **_: Any) -> nn.Module:
+    """Leaves the module as it is: what sharding must not change."""
+    return module
+
+
+Library = Callable[..., nn.Module]
+
+
+def wrap(model: Model, library: Library, how: str = "blocks", **options: Any) -> Model:
+    """Shards the root alone, each block and the root, or each layer of each block, too."""
+    for block in model.blocks if how != "root" else ():
+        for layer in block.children() if how == "nested" else ():
+            if any(True for _ in layer.parameters()):
+                library(layer, **options)
+        library(block, **options)
+    library(model, **options)
+    return model
+
+
+# --- What a training leaves behind -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Trace:
+    """Tensors by what they are, in order: "loss #0", "grad blocks.1.up.bias #0", "grad blocks.1.up.bias #1" …"""
+
+    tensors: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def keep(self, name: str, tensor: Tensor | None) -> None:
+        """Keeps a copy under this name, made unique; of a DTensor the whole and the local part."""
+        self.counts[name] += 1
+        name = f"{name} #{self.counts[name] - 1}"
+        if isinstance(tensor, DTensor):
+            self.tensors[f"{name} (local)"] = tensor.to_local().detach().clone()
+            tensor = tensor.full_tensor()
+        self.tensors[name] = None if tensor is None else tensor.detach().clone()
+
+    def whole(self) -> Trace:
+        """Without what depends on the rank: losses become their mean over the ranks, local parts are left out."""
+        trace = Trace()
+        for name, tensor in self.tensors.items():
+            if name.startswith("loss") and tensor is not None:
+                tensor = tensor.clone()
+                dist.all_reduce(tensor)
+                tensor /= dist.get_world_size()
+            if "(local)" not in name:
+                trace.tensors[name] = tensor
+        return trace
+
+
+def objective(output: Any) -> Tensor:
+    """The mean square of every tensor in the output, added up: a mean over the rows of the batch."""
+    return torch.stack([t.float().square().mean() for t in leaves(output)]).sum()
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors in an output, from left to right."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if dataclasses.is_dataclass(tree):
+        tree = vars(tree)
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for item in items for tensor in leaves(item)]
+
+
+def rank_rows(tensor: Tensor) -> Tensor:
+    """This rank's part of the rows of a whole batch."""
+    size = tensor.shape[0] // dist.get_world_size()
+    return tensor[dist.get_rank() * size :][:size]
+
+
+class Training:
+    """One model in training; the scenario that drives it is the same for every library."""
+
+    def __init__(
+        self, build: Callable[[], Model], library: Library, how: str = "blocks", **options: Any
+    ) -> None:
+        self.build, self.library, self.how, self.options = build, library, how, options
+        self.trace = Trace()
+        self.model = wrap(fresh(build), library, how, **options)
+        self.optimizer = self.new_optimizer()
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.library is not unsharded
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, with an epsilon that keeps gradients which are nothing but rounding from becoming steps."""
+        return torch.optim.AdamW(self.model.parameters(), lr=0.02, eps=1e-3)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """A method of FSDPModule on the root; nothing without sharding."""
+        if self.is_sharded:
+            getattr(self.model, method)(*args, **kwargs)
+
+    def batch(self, seed: int) -> tuple[Tensor, ...]:
+        """This rank's rows of the batch with this seed; all of them without sharding."""
+        dtype = next(self.model.parameters()).dtype
+        inputs = [t.to(dtype) if t.is_floating_point() else t for t in self.model.inputs(ROWS, seed)]
+        return tuple(rank_rows(t) if self.is_sharded else t for t in inputs)
+
+    def loss(self, seed: int) -> Tensor:
+        """Forward; keeps the loss."""
+        loss = objective(self.model(*self.batch(seed)))
+        self.trace.keep("loss", loss)
+        return loss
+
+    def keep_grads(self) -> None:
+        for name, param in self.model.named_parameters():
+            self.trace.keep(f"grad {name}", param.grad)
+
+    def keep_params(self) -> None:
+        for name, param in self.model.named_parameters():
+            self.trace.keep(f"param {name}", param)
+        for name, buffer in self.model.named_buffers():
+            self.trace.keep(f"buffer {name} (local)", buffer)
+
+    def update(self) -> None:
+        """Keeps the gradients, takes an optimizer step, drops the gradients."""
+        self.keep_grads()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, number: int = 3, first_seed: int = 0) -> None:
+        """Plain training steps, then the parameters."""
+        for seed in range(first_seed, first_seed + number):
+            self.loss(seed).backward()
+            self.update()
+        self.keep_params()
+
+
+def fresh(build: Callable[[], Model]) -> Model:
+    """The model with the same values on every rank and at every call."""
+    torch.manual_seed(0)
+    return build()
+
+
+Scenario = Callable[[Training], None]
+
+
+def train(training: Training) -> None:
+    """The scenario of every day."""
+    training.steps()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, how it is wrapped, and what is done with it."""
+
+    build: Callable[[], Model]
+    scenario: Scenario = train
+    how: str = "blocks"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, library: Library) -> Trace:
+        training = Training(self.build, library, self.how, **self.options)
+        self.scenario(training)
+        return training.trace
+
+
+# --- Comparison --------------------------------------------------------------------------------------------
+
+
+def differences(got: Trace, expected: Trace, rtol: float, atol: float) -> list[str]:
+    """Where `got` is not what was expected, one sentence each; with both tolerances 0: not the same bits."""
+    found = []
+    if list(got.tensors) != list(expected.tensors):
+        found.append(f"names differ: {sorted(set(got.tensors) ^ set(expected.tensors))}")
+    for name in got.tensors.keys() & expected.tensors.keys():
+        a, b = got.tensors[name], expected.tensors[name]
+        if a is None or b is None:
+            if a is not b:
+                found.append(f"{name}: {a} instead of {b}")
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
+            found.append(f"{name}: {a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}")
+        elif not (torch.equal(a, b) if rtol == atol == 0 else torch.allclose(a, b, rtol, atol)):
+            found.append(f"{name}: off by up to {(a - b).abs().max().item():.3g}")
+    return sorted(found)
+
+
+class Tolerance(NamedTuple):
+    """As in `torch.allclose`; both 0: the same bits."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+BITS = Tolerance()
+ROUNDING = Tolerance(1e-5, 1e-7)  # of two programs that add the same numbers in another order
+REGROUPING = Tolerance(1e-4, 1e-6)  # of means over parts of a batch, against the mean over the whole
+
+
+def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dict[str, list[str]]:
+    """What differs from torch's FSDP2 and from PyTorch without sharding; oracles without a tolerance are left out."""
+    found = {}
+    got = case.run(ours)
+    if fsdp2 is not None:
+        found["FSDP2"] = differences(got, case.run(theirs), *fsdp2)
+    if plain is not None:
+        found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *plain)
+    return found
+
+
+Check = Callable[[], dict[str, list[str]]]
+
+
+def run_checks(checks: dict[str, Check]) -> dict[str, dict[str, list[str]]]:
+    """Runs named checks one after the other on a rank; an exception is what its check complains of."""
+    warnings.simplefilter("ignore")  # FSDP2's own, in a process of its own
+    found = {}
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except Exception as error:
+            found[name] = {"error": ["".join(traceback.format_exception(error, limit=-3))]}
+    return found
+
+
+def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, oracle: str) -> list[str]:
+    """What the ranks complain of in a check, against an oracle; of each rank the first few."""
+    found = []
+    for rank, result in enumerate(results):
+        by_oracle = result[check]
+        lines = by_oracle.get("error") or by_oracle[oracle]
+        found += [f"rank {rank}: {line}" for line in lines[:4]]
+    return found

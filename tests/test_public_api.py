@@ -1,0 +1,71 @@
+"""The public surface is listed, sorted and complete."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+
+import hwfsdp
+
+SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
+
+
+def test_all_is_sorted_and_without_duplicates() -> None:
+    assert hwfsdp.__all__ == sorted(set(hwfsdp.__all__))
+
+
+@pytest.mark.parametrize("name", hwfsdp.__all__)
+def test_a_public_name_is_there_documented_and_no_module(name: str) -> None:
+    value = getattr(hwfsdp, name)
+    assert not isinstance(value, ModuleType)
+    assert inspect.getdoc(value)
+    assert name not in SUBMODULES
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        hwfsdp.no_such_name  # noqa: B018
+
+
+def test_fully_shard_takes_what_torchs_takes_in_the_same_order() -> None:
+    ours = inspect.signature(hwfsdp.fully_shard).parameters
+    theirs = inspect.signature(inspect.unwrap(torch_fsdp.fully_shard)).parameters
+    assert [*ours][: len(theirs)] == [*theirs]
+    assert [*ours][len(theirs) :] == ["module_fqn", "comm_ctx"]
+    for name in [*theirs][1:]:
+        assert ours[name].kind == theirs[name].kind
+        if name not in ("mp_policy", "offload_policy"):  # our classes, with the same fields
+            assert ours[name].default == theirs[name].default
+
+
+@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
+def test_policies_have_torchs_fields_and_defaults(name: str) -> None:
+    ours, theirs = getattr(hwfsdp, name)(), getattr(torch_fsdp, name)()
+    assert vars(ours) == vars(theirs)
+    if vars(ours):
+        with pytest.raises(AttributeError):
+            setattr(ours, next(iter(vars(ours))), None)
+
+
+def test_the_methods_that_exist_have_torchs_parameters() -> None:
+    for name, method in inspect.getmembers(hwfsdp.FSDPModule, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        theirs = inspect.signature(getattr(torch_fsdp.FSDPModule, name)).parameters
+        assert [*inspect.signature(method).parameters] == [*theirs], name
+
+
+def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None:
+    code = (
+        "import sys, hwfsdp.cli\n"
+        "try: hwfsdp.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

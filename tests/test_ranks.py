@@ -1,0 +1,252 @@
+"""Launching ranks: results come back, failures are named, nothing stays."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
+from hwfsdp.errors import CollectiveError
+
+
+def all_end(pids: list[int], seconds: float = 20) -> bool:
+    """Whether these processes are gone, or go within some seconds."""
+    for pid in pids:
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([process], [], [], seconds)[0]:
+                return False
+        finally:
+            os.close(process)
+    return True
+
+
+def test_each_rank_gets_the_arguments_and_its_result_comes_back_in_rank_order() -> None:
+    def describe(greeting: str, *, mark: str) -> tuple[str, int, int]:
+        return greeting + mark, dist.get_rank(), dist.get_world_size()
+
+    assert launch(describe, 3, "hi", mark="!", timeout=60) == [("hi!", rank, 3) for rank in range(3)]
+
+
+def test_a_call_starts_fresh_processes() -> None:
+    def count_calls() -> tuple[int, int]:
+        dist.calls = getattr(dist, "calls", 0) + 1  # type: ignore[attr-defined]
+        return dist.calls, os.getpid()  # type: ignore[attr-defined]
+
+    first, second = launch(count_calls, 1, timeout=60), launch(count_calls, 1, timeout=60)
+    assert (first[0][0], second[0][0]) == (1, 1)
+    assert first[0][1] != second[0][1]
+
+
+def test_ranks_see_the_environment_of_the_call_not_that_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch(os.getpid, 1, timeout=60)
+    monkeypatch.setenv("HWFSDP_TEST_VARIABLE", "late")
+    assert launch(os.getenv, 1, "HWFSDP_TEST_VARIABLE", timeout=60) == ["late"]
+
+
+def test_what_ranks_print_appears_here(capsys: pytest.CaptureFixture[str]) -> None:
+    launch(lambda: print(f"rank {dist.get_rank()} speaks"), 2, timeout=60)
+    assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 speaks", "rank 1 speaks"]
+
+
+def test_an_exception_names_the_rank_and_carries_its_traceback_and_cause() -> None:
+    def fail_on_one() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("lost")
+        dist.barrier()
+
+    with pytest.raises(RankError, match="rank 1.*KeyError: 'lost'") as caught:
+        launch(fail_on_one, 3, timeout=60)
+    assert caught.value.rank == 1
+    assert "in fail_on_one" in caught.value.traceback
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value, FSDPError)
+
+
+@pytest.mark.parametrize(
+    ("leave", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "death by signal SIGKILL"),
+        (lambda: os._exit(0), "exit with status 0 before the function returned"),
+        (lambda: sys.exit(3), "SystemExit: 3"),
+    ],
+)
+def test_a_rank_that_leaves_is_named_and_not_its_neighbours(leave: object, how: str) -> None:
+    def leave_from_two() -> int:
+        if dist.get_rank() == 2:
+            leave()  # type: ignore[operator]
+        dist.all_reduce(torch.ones(1))
+        return os.getpid()
+
+    with pytest.raises(RankError, match=how) as caught:
+        launch(leave_from_two, 3, timeout=60)
+    assert caught.value.rank == 2
+
+
+def test_a_hang_ends_in_time_with_the_place_of_every_rank_and_no_process_left(tmp_path: Path) -> None:
+    def hang() -> None:
+        (tmp_path / str(dist.get_rank())).write_text(str(os.getpid()))
+        model = fully_shard(nn.Linear(4, 4))
+        if dist.get_rank() == 1:
+            threading.Event().wait()
+        model(torch.ones(1, 4))
+
+    with pytest.raises(RankError) as caught:
+        launch(hang, 2, timeout=4)
+    assert caught.value.rank == 1
+    assert "rank 0 waiting in all_gather of parameter group 'Linear'" in str(caught.value)
+    assert "rank 1 in no collective" in str(caught.value)
+    assert "in hang" in caught.value.traceback
+    assert all_end([int((tmp_path / str(rank)).read_text()) for rank in range(2)], seconds=1)
+
+
+def test_a_failing_collective_names_rank_collective_and_group(tmp_path: Path) -> None:
+    def part() -> None:
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4))))
+        if dist.get_rank() == 1:
+            os._exit(7)
+        try:
+            model(torch.ones(1, 4))
+        except CollectiveError as error:
+            (tmp_path / "seen").write_text(f"{error.collective} of {error.owner} on {error.rank}")
+            raise
+
+    with pytest.raises(RankError, match="status 7") as caught:
+        launch(part, 2, timeout=60)
+    assert caught.value.rank == 1
+    assert (tmp_path / "seen").read_text() == "all_gather of 0 on 0"
+
+
+def test_different_collectives_on_different_ranks_are_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+
+    def diverge() -> None:
+        a, b = fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 8))
+        (a if dist.get_rank() == 0 else b)(torch.ones(1, 4))
+
+    with pytest.raises(RankError, match="all_gather of parameter group 'Linear' on rank"):
+        launch(diverge, 2, timeout=60)
+
+
+def test_unusable_arguments_are_refused() -> None:
+    with pytest.raises(UsageError, match="1 or more"):
+        launch(os.getpid, 0)
+    with pytest.raises(RankError, match="'cpu' or 'cuda'"):
+        launch(os.getpid, 1, device="abacus", timeout=60)
+
+
+SCRIPT = """
+    import os, sys, torch
+    import torch.distributed as dist
+    from torch import nn
+    from hwfsdp import fully_shard, launch
+
+    print("top level")
+
+    class Net(nn.Linear):
+        pass
+
+    def step(scale):
+        model = fully_shard(Net(4, 4))
+        model(torch.full((2, 4), scale)).sum().backward()
+        return os.getpid(), float(model.weight.grad.full_tensor().sum())
+
+    results = launch(step, int(os.environ.get("WORLD_SIZE", 2)), 2.0, timeout=90)
+    assert [total for _, total in results] == [64.0, 64.0], results
+    print("pids", *(pid for pid, _ in results), flush=True)
+"""
+
+
+def script(tmp_path: Path, tail: str = "") -> str:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT) + tail)
+    return str(path)
+
+
+def test_a_plain_script_without_a_main_guard_runs_once_and_leaves_no_process(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, script(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.count("top level") == 1
+    pids = [int(pid) for pid in done.stdout.splitlines()[-1].split()[1:]]
+    assert len(pids) == 2
+    assert all_end(pids, seconds=1)
+
+
+def test_ranks_and_server_end_when_the_caller_is_killed(tmp_path: Path) -> None:
+    tail = textwrap.dedent("""
+        def stay():
+            if dist.get_rank() == 0:
+                print("ranks", os.getpid(), os.getppid(), flush=True)
+            dist.barrier()
+            import threading
+            threading.Event().wait()
+
+        launch(stay, 2)
+        """)
+    with subprocess.Popen(
+        [sys.executable, script(tmp_path, tail)], stdout=subprocess.PIPE, text=True
+    ) as caller:
+        assert caller.stdout is not None
+        line = next(line for line in caller.stdout if line.startswith("ranks"))
+        caller.kill()
+    assert all_end([int(pid) for pid in line.split()[1:]])
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
+    command = torchrun("--standalone", "--nproc-per-node", "2", script(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("top level") == 2
+
+
+def test_the_same_script_runs_on_two_nodes(tmp_path: Path) -> None:
+    """Two agents of one rank each, meeting on loopback; the first one chooses the port."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = script(tmp_path)
+    common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    nodes = [
+        subprocess.Popen(
+            torchrun(*common, "--node-rank", str(node), path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=180) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert all("pids" in out for out, _ in outputs)
+
+
+def test_under_torchrun_another_world_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="4; got world_size=2"):
+        launch(os.getpid, 2)
