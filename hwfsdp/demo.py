@@ -24,6 +24,7 @@ from hwfsdp.accounting import GroupSizes, on_the_wire, peak_unsharded_bytes, ste
 from hwfsdp.compat import local_of
 from hwfsdp.data import Batch, draw_batch, load_text, share
 from hwfsdp.eventlog import EventLog
+from hwfsdp.mesh import default_mesh
 from hwfsdp.models import GPT
 from hwfsdp.ranks import launch
 from hwfsdp.recording import record
@@ -73,8 +74,11 @@ def compare(config: TrainConfig, on_step: Callable[[int, float], None] | None = 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text = load_text(config.text)
     found = Comparison()
-    ours = Contender(shard_model(build_model(config.model, config.seed), fully_shard), config.lr)
-    theirs = Contender(shard_model(build_model(config.model, config.seed), torch_fully_shard), config.lr)
+    mesh = default_mesh()
+    ours = Contender(shard_model(build_model(config.model, config.seed), fully_shard, mesh=mesh), config.lr)
+    theirs = Contender(
+        shard_model(build_model(config.model, config.seed), torch_fully_shard, mesh=mesh), config.lr
+    )
     whole = Contender(build_model(config.model, config.seed), config.lr)
     for step in range(config.steps):
         batch = draw_batch(text, config.model.seq_len, config.batch * world_size, config.seed, step)

@@ -169,9 +169,9 @@ class ParamGroup:
                 param.to_sharded()
 
     def drop_gather(self) -> None:
-        """Waits for a gather that nobody came for, and forgets it."""
+        """Forgets a gather that nobody came for; its buffer is reused after it is done."""
         if self._gathered is not None:
-            self.comm_ctx.streams.compute.wait(self._gathered.done)
+            self.comm_ctx.streams.copy.wait(self._gathered.done)
             self._gathered = None
 
     # --- gradients ---

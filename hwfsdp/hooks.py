@@ -126,6 +126,8 @@ class FSDPState:
         if events.active() is None:
             return self.pre_forward(args, kwargs)
         with events.scope("backward" if compat.in_backward() else "forward", self.fqn):
+            if self.root.forward_root is None and (recorder := events.active()):
+                self._sample(recorder)
             args, kwargs = self.pre_forward(args, kwargs)
             if recorder := events.active():
                 self._sample(recorder)

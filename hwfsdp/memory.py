@@ -1,7 +1,7 @@
 """The byte ledger: what is alive, by kind, read from the storages themselves.
 
-Nobody books allocations in and out. The ledger watches tensors, by weak references, and a sample adds up the
-bytes that their storages hold at that moment: a storage resized to zero counts zero, a tensor that died is
+Nobody books allocations in and out. The ledger watches storages, by weak references, and a sample adds up the
+bytes that they hold at that moment: a storage resized to zero counts zero, one that no tensor uses any more is
 gone, two views of one storage count once. A program cannot forget to report a buffer that it did not free.
 """
 
@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,15 +24,15 @@ KINDS = (
 
 
 class Ledger:
-    """Watches tensors and adds up their bytes."""
+    """Watches storages and adds up their bytes."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[str, weakref.ref[Tensor]]] = {}  # storage → kind, a tensor of it
+        self._watched: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # by storage_key
 
     def watch(self, tensor: Tensor, kind: str) -> None:
-        """Counts the tensor's storage under `kind` (one of `KINDS`) for as long as the tensor lives."""
+        """Counts the tensor's storage under `kind` (one of `KINDS`) from now on, for as long as it lives."""
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        self._watched[storage_key(local)] = (kind, weakref.ref(local))
+        self._watched[storage_key(local)] = (kind, weakref.ref(local.untyped_storage()))
 
     def visit(self, module: nn.Module) -> None:
         """Watches every parameter registered in `module` now, and its gradient: sharded if a DTensor."""
@@ -52,9 +53,9 @@ class Ledger:
         """Bytes alive now. Every kind is listed, those without bytes too."""
         totals = dict.fromkeys(KINDS, 0)
         for key, (kind, ref) in list(self._watched.items()):
-            tensor = ref()
-            if tensor is None:
+            storage = ref()
+            if storage is None:
                 del self._watched[key]
             else:
-                totals[kind] += tensor.untyped_storage().nbytes()
+                totals[kind] += storage.nbytes()
         return totals

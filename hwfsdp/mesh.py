@@ -69,7 +69,10 @@ def shard_mesh(mesh: DeviceMesh | None) -> ShardMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1D mesh of all ranks, on the accelerator if there is one, else on the CPU."""
+    """A 1D mesh of all ranks: on the accelerator if there is one and the process group serves it, else on the CPU.
+
+    A process group of gloo alone cannot gather on an accelerator.
+    """
     if not dist.is_initialized() and "RANK" in os.environ:  # started by torchrun
         dist.init_process_group()
     if not dist.is_initialized():
@@ -80,7 +83,7 @@ def default_mesh() -> DeviceMesh:
             remedy="Run the function through hwfsdp.launch or torchrun, or call init_process_group first.",
         )
     accelerator = torch.accelerator.current_accelerator()
-    device_type = accelerator.type if accelerator is not None else "cpu"
+    device_type = "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

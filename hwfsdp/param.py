@@ -221,8 +221,8 @@ class FSDPParam:
     def adopt_registered(self) -> None:
         """Takes over what is registered now, after `to`, `to_empty` or `load_state_dict` exchanged it.
 
-        The registered parameter becomes `sharded_param`, and its rows are moved into a new `padded_shard`
-        unless they are in it already.
+        The registered parameter becomes `sharded_param`. Its memory becomes `padded_shard`, unless it already is, or
+        lacks the padding: then the rows move into a new one.
 
         Raises:
             UsageError: it is not a DTensor of the same global shape.
@@ -243,14 +243,22 @@ class FSDPParam:
 
     def _hold_rows(self, param: DTensor) -> None:
         rows = local_of(param)
-        expected = local_shape(self.shape, self.mesh.size, self.mesh.rank)
-        if storage_key(rows) == storage_key(self.padded_shard) and rows.dtype == self.padded_shard.dtype:
+        if _front(rows) == _front(self.padded_shard):
             return
-        padded = rows.new_zeros(padded_local_shape(self.shape, self.mesh.size))
-        front = padded.narrow(0, 0, expected[0])
-        front.copy_(rows.view(expected))
+        padded_shape = padded_local_shape(self.shape, self.mesh.size)
+        if rows.shape == padded_shape and rows.is_contiguous():
+            self.padded_shard = rows.view(-1)
+            return
+        padded = rows.new_zeros(padded_shape)
+        front = padded.narrow(0, 0, local_shape(self.shape, self.mesh.size, self.mesh.rank)[0])
+        front.copy_(rows.view(front.shape))
         self.padded_shard = padded.view(-1)
         replace_local(param, front)
 
     def __repr__(self) -> str:
         return f"FSDPParam({self.fqn}, {tuple(self.shape)}, {self.state.name})"
+
+
+def _front(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    """Where in memory a tensor begins, and how it is read."""
+    return storage_key(tensor), int(tensor.storage_offset()), tensor.dtype

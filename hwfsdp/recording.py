@@ -34,17 +34,26 @@ from hwfsdp.memory import Ledger
 
 
 class _Collective(NamedTuple):
-    """How to read a call: its op, the argument that is read, the one written, the one whose bytes count."""
+    """How to read a call.
+
+    Attributes:
+        op: what to log it as; reads, writes: names of its arguments; whole: the one whose bytes count.
+        kinds: of the memory that is read and written, where the ledger should count it.
+    """
 
     op: str
     reads: str
     writes: str
     whole: str
-    buffer_kind: str = ""
+    kinds: tuple[str, str] = ("", "")
 
 
-_GATHER = _Collective("all_gather", "input_tensor", "output_tensor", "output_tensor", "all_gather_buffer")
-_SCATTER = _Collective("reduce_scatter", "input", "output", "input", "reduce_scatter_buffer")
+_GATHER = _Collective(
+    "all_gather", "input_tensor", "output_tensor", "output_tensor", ("", "all_gather_buffer")
+)
+_SCATTER = _Collective(
+    "reduce_scatter", "input", "output", "input", ("reduce_scatter_buffer", "sharded_grad")
+)
 _WATCHED = {
     "all_gather_single": _GATHER,
     "all_gather_into_tensor": _GATHER,
@@ -131,9 +140,9 @@ def _wrap(
             return original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
         draft = _begin(collective, arguments, recorder)
-        whole = arguments[collective.whole]
-        if collective.buffer_kind:
-            ledger.watch(whole, collective.buffer_kind)
+        for name, kind in zip((collective.reads, collective.writes), collective.kinds, strict=True):
+            if kind:
+                ledger.watch(arguments[name], kind)
         recorder.inside_collective = True
         try:
             work = original(*args, **kwargs)
@@ -202,8 +211,12 @@ def _watch_storages(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def _watch_optimizers(recorder: Recorder, ledger: Ledger) -> Iterator[None]:
     running: list[Draft] = []
+    seen: set[int] = set()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in seen:
+            seen.add(id(optimizer))
+            _backdate_state(optimizer, recorder, ledger)
         running.append(recorder.begin("optimizer", "compute", phase="optimizer", owner=""))
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -218,3 +231,12 @@ def _watch_optimizers(recorder: Recorder, ledger: Ledger) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _backdate_state(optimizer: Optimizer, recorder: Recorder, ledger: Ledger) -> None:
+    """State that is there before an optimizer's first step of the recording was there when it began."""
+    unseen = ledger.bytes_by_kind()["optimizer_state"]
+    ledger.visit_state(optimizer.state.values())
+    found = ledger.bytes_by_kind()["optimizer_state"] - unseen
+    for sample in recorder.samples:
+        sample.bytes_by_kind["optimizer_state"] += found

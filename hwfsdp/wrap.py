@@ -214,6 +214,7 @@ def _follow_state_dicts(group: ParamGroup) -> None:
     """State dicts hold the shards: they are registered before one is taken or loaded, and adopted after."""
 
     def reshard(*_: Any) -> None:
+        group.drop_gather()  # of values that may be about to change
         group.reshard()
 
     def adopt(*_: Any) -> None:

@@ -61,6 +61,11 @@ def uneven() -> Model:
     return model
 
 
+def graded() -> Model:
+    """Three blocks, each of another size, the largest in the middle."""
+    return Model([Block(8, hidden, 8) for hidden in (4, 12, 8)])
+
+
 class Stem(Model):
     """A linear layer of the root's own before and after the blocks, so that inputs of blocks need gradients."""
 
@@ -237,6 +242,22 @@ class Twice(Stem):
 
 def twice() -> Twice:
     return Twice([Block(8, 5, 8) for _ in range(2)])
+
+
+class Wandering(Stem):
+    """Runs its blocks in the order given by `path`, which may change from step to step."""
+
+    path = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index in self.path:
+            x = x + self.blocks[index](x)
+        return self.head(x)
+
+
+def wandering() -> Wandering:
+    return Wandering([Block(8, hidden, 8) for hidden in (4, 12, 8)])
 
 
 def frozen() -> Stem:

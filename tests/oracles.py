@@ -8,6 +8,7 @@ FSDP2, whose arithmetic is the same; against the model that is not sharded only 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import traceback
 import warnings
 from collections import Counter
@@ -128,7 +129,11 @@ class Training:
         self.build, self.library, self.how, self.options = build, library, how, options
         self.trace = Trace()
         self.model = wrap(fresh(build), library, how, **options)
-        self.optimizer = self.new_optimizer()
+
+    @functools.cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Made when first asked for: most of the time it takes torch to train a small model is spent here."""
+        return self.new_optimizer()
 
     @property
     def is_sharded(self) -> bool:

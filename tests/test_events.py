@@ -1,0 +1,244 @@
+"""Recording events by hand: order, scopes, times. Nothing at all happens while nothing is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from hwfsdp import events, launch, record, recording
+from hwfsdp.events import Event, HostMark, Recorder
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """A recorder that is active, times counted from 100 µs."""
+    recorder = Recorder(rank=3, origin=HostMark(100.0))
+    events.activate(recorder)
+    yield recorder
+    events.activate(None)
+
+
+class Clock:
+    """Time that passes only when it is read: 101 µs, 102 µs, …"""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self, stream: str) -> HostMark:
+        self.now += 1
+        return HostMark(self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(events, "_clock", clock)
+    return clock
+
+
+def finished(recorder: Recorder) -> list[Event]:
+    return recorder.finish()[0]
+
+
+def wrappers() -> list[str]:
+    """Names in torch under which there is a function of this package's recording."""
+    places = (dist, distributed_c10d, torch.UntypedStorage)
+    functions = [(name, f) for place in places for name, f in vars(place).items() if type(f) is FunctionType]
+    return [name for name, f in functions if f.__code__.co_filename == recording.__file__]
+
+
+# --- Without a recording -----------------------------------------------------------------------------------
+
+
+def test_without_a_recording_a_span_is_the_same_object_that_does_nothing_each_time() -> None:
+    assert events.active() is None
+    nothing = events.span("forward", "compute")
+    for other in (
+        events.span("copy_in", "copy", bytes=3),
+        events.scope("forward", "a"),
+        events.owned_by("b"),
+    ):
+        assert other is nothing
+    with nothing, nothing:
+        assert events.active() is None
+
+
+def test_without_a_recording_there_is_no_wrapper_in_place() -> None:
+    before = wrappers()
+    with record():
+        during = wrappers()
+    assert (before, wrappers()) == ([], [])
+    assert {"all_reduce", "resize_"} <= set(during)
+
+
+# --- Order -------------------------------------------------------------------------------------------------
+
+
+def test_seq_counts_events_in_the_order_in_which_they_begin(recorder: Recorder) -> None:
+    with events.span("forward", "compute"):
+        recorder.instant("alloc", "copy")
+        with events.span("copy_in", "copy"):
+            recorder.begin("all_gather", "all_gather")
+    found = finished(recorder)
+    assert [e.op for e in found] == ["forward", "alloc", "copy_in", "all_gather"]
+    assert [e.seq for e in found] == [0, 1, 2, 3]
+    assert {e.rank for e in found} == {3}
+
+
+def test_the_last_event_of_each_stream_is_known(recorder: Recorder) -> None:
+    for stream in ("compute", "copy", "compute"):
+        recorder.instant("alloc", stream)
+    assert recorder.last_seq == {"compute": 2, "copy": 1}
+
+
+def test_what_was_waited_for_is_noted_at_the_next_event_of_that_stream_only(recorder: Recorder) -> None:
+    recorder.instant("copy_in", "copy")
+    recorder.instant("copy_in", "copy")
+    recorder.ordered_after("all_gather", 0)
+    recorder.ordered_after("all_gather", 1)
+    recorder.instant("forward", "compute")
+    recorder.instant("all_gather", "all_gather")
+    recorder.instant("all_gather", "all_gather")
+    assert [e.after for e in finished(recorder)] == [(), (), (), (0, 1), ()]
+
+
+def test_waiting_for_a_stream_on_which_nothing_happened_names_no_event(recorder: Recorder) -> None:
+    recorder.ordered_after("copy", -1)
+    recorder.instant("copy_in", "copy")
+    assert finished(recorder)[0].after == ()
+
+
+# --- Scopes ------------------------------------------------------------------------------------------------
+
+
+def test_events_get_phase_and_owner_of_the_innermost_scope(recorder: Recorder) -> None:
+    recorder.instant("alloc", "compute")
+    with events.scope("forward", "root"):
+        recorder.instant("alloc", "compute")
+        with events.scope("backward", "root.0"), events.owned_by("root.1"):
+            recorder.instant("alloc", "compute")
+        recorder.instant("alloc", "compute")
+    recorder.instant("alloc", "compute")
+    assert [(e.phase, e.owner) for e in finished(recorder)] == [
+        ("", ""),
+        ("forward", "root"),
+        ("backward", "root.1"),
+        ("forward", "root"),
+        ("", ""),
+    ]
+
+
+def test_an_event_may_say_otherwise_than_its_scope(recorder: Recorder) -> None:
+    with events.scope("forward", "root"):
+        recorder.instant("optimizer", "compute", phase="optimizer", owner="")
+    event = finished(recorder)[0]
+    assert (event.phase, event.owner) == ("optimizer", "")
+
+
+@pytest.mark.parametrize("block", [events.scope, events.span])
+def test_an_exception_leaves_the_scope_and_ends_the_span(
+    block: Any, recorder: Recorder, clock: Clock
+) -> None:
+    with pytest.raises(KeyError), block("forward", "compute"):
+        raise KeyError
+    assert (recorder.phase, recorder.owner) == ("", "")
+    assert all(draft.end is not None for draft in recorder.drafts)
+
+
+def test_events_belong_to_the_step_whose_optimizer_has_not_run_yet() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizers = [torch.optim.SGD([weight]), torch.optim.AdamW([weight])]
+    with record() as log:
+        for optimizer in optimizers:
+            with events.span("forward", "compute"):
+                optimizer.step()
+        with events.span("forward", "compute"):
+            pass
+    assert [(e.op, e.step) for e in log.events] == [
+        ("forward", 0),
+        ("optimizer", 0),
+        ("forward", 1),
+        ("optimizer", 1),
+        ("forward", 2),
+    ]
+
+
+# --- Times -------------------------------------------------------------------------------------------------
+
+
+def test_times_count_from_the_beginning_of_the_recording(recorder: Recorder, clock: Clock) -> None:
+    with events.span("forward", "compute"):
+        recorder.instant("alloc", "compute")
+    forward, alloc = finished(recorder)
+    assert (forward.start_us, forward.end_us) == (1, 3)
+    assert (alloc.start_us, alloc.dur_us) == (2, 0)
+
+
+def test_asynchronous_work_begins_when_issued_or_when_its_predecessor_ends(
+    recorder: Recorder, clock: Clock
+) -> None:
+    works = [recorder.begin("all_gather", "all_gather", follows_stream=True) for _ in range(3)]
+    other = recorder.begin("reduce_scatter", "reduce_scatter", follows_stream=True)
+    for work, end in zip((*works, other), (110.0, 107.0, 130.0, 120.0), strict=True):
+        work.close(HostMark(end))
+    times = [(e.start_us, e.end_us) for e in finished(recorder)]
+    assert times == [(1, 10), (10, 10), (10, 30), (4, 20)]
+
+
+def test_an_event_that_never_ended_lasts_no_time(recorder: Recorder, clock: Clock) -> None:
+    recorder.begin("forward", "compute")
+    assert [(e.start_us, e.dur_us) for e in finished(recorder)] == [(1, 0)]
+
+
+def test_samples_are_taken_where_somebody_can_count_and_timed_like_events() -> None:
+    recorder = Recorder(rank=0, origin=HostMark(100.0))
+    recorder.sample()
+    recorder.sample_memory = lambda: {"sharded_param": 8}
+    recorder.sample()
+    (taken,) = recorder.samples
+    (sample,) = recorder.finish()[1]
+    assert sample.us == taken.us - 100.0
+    assert sample.bytes_by_kind == {"sharded_param": 8}
+
+
+# --- The event itself --------------------------------------------------------------------------------------
+
+
+def test_an_event_is_a_frozen_record_of_all_its_fields() -> None:
+    event = Event(0, 7, "all_gather", "all_gather", bytes=8, start_us=2.0, dur_us=3.5, after=(1, 4))
+    assert event.end_us == 5.5
+    assert Event(**event.as_dict()) == event
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        event.seq = 8  # type: ignore[misc]
+
+
+def test_a_training_step_uses_the_ops_streams_and_phases_that_are_documented() -> None:
+    def train_step() -> list[Event]:
+        from hwfsdp import fully_shard
+
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        for module in (*model, model):
+            fully_shard(module, mesh=dist.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters())
+        with record() as log:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        return log.events
+
+    for rank, found in enumerate(launch(train_step, 2, timeout=60)):
+        assert {e.op for e in found} >= {"all_gather", "reduce_scatter", "forward", "backward", "optimizer"}
+        assert {e.op for e in found} <= set(events.OPS)
+        assert {e.stream for e in found} <= set(events.STREAMS)
+        assert {e.phase for e in found} <= {"forward", "backward", "optimizer", ""}
+        assert [(e.rank, e.seq) for e in found] == [(rank, seq) for seq in range(len(found))]
+        assert all(0 <= seq < e.seq for e in found for seq in e.after)
+        assert all(e.dur_us >= 0 for e in found)

@@ -1,0 +1,389 @@
+"""Tensors inside structures: found in order, replaced in place, and nothing else touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from hwfsdp.nested import map_tensors, replace_tensors_with_grad, tensors_with_grad
+
+
+def one(value: float = 1.0) -> Tensor:
+    return torch.tensor([value])
+
+
+def add_ten(tensor: Tensor) -> Tensor:
+    return tensor + 10
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def visited(tree: Any) -> list[Tensor]:
+    """The tensors of the tree in the order in which `map_tensors` comes to them."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)
+    return found
+
+
+# --- Structures that a forward may take or return ----------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any = None
+
+    def swapped(self) -> Pair:
+        return Pair(self.second, self.first)
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+class ListOfOurs(list):
+    pass
+
+
+class TupleOfOurs(tuple):
+    pass
+
+
+class OrderedOfOurs(OrderedDict):
+    pass
+
+
+@dataclass
+class Plain:
+    hidden: Any
+    label: str = "kept"
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    hidden: Any
+    label: str = "kept"
+
+
+@dataclass(slots=True)
+class Slotted:
+    hidden: Any
+    label: str = "kept"
+
+
+@dataclass(kw_only=True)
+class OnlyKeywords:
+    hidden: Any
+
+
+@dataclass
+class Computed:
+    """A field that the constructor does not take; it was set afterwards to something else."""
+
+    hidden: Any
+    cache: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = None
+
+
+@dataclass
+class Counting:
+    """Running `__init__` or `__post_init__` a second time would change it."""
+
+    hidden: Any
+    scale: InitVar[int]
+    made: ClassVar[int] = 0
+
+    def __post_init__(self, scale: int) -> None:
+        type(self).made += 1
+        self.hidden = self.hidden * scale
+
+
+class ModelOutput(OrderedDict):
+    """A dict whose items are attributes as well, as in Hugging Face's transformers; None is no item."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            if getattr(self, f.name) is not None:
+                self[f.name] = getattr(self, f.name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.keys() and value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+@dataclass
+class Logits(ModelOutput):
+    logits: Any = None
+    loss: Any = None
+    hidden: Any = None
+
+
+class AttributeDict(dict):
+    """A dict whose constructor takes something else, and whose items are attributes as well."""
+
+    def __init__(self, names: str, value: Any) -> None:
+        super().__init__()
+        self.note = "kept"
+        for name in names:
+            self[name] = value
+            self.__dict__[name] = value
+
+
+# --- One at a time -----------------------------------------------------------------------------------------
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda t: t,
+    "parameter": lambda t: nn.Parameter(t),
+    "tuple": lambda t: (t, "kept"),
+    "list": lambda t: [None, t],
+    "subclass of list": lambda t: ListOfOurs([t]),
+    "subclass of tuple": lambda t: TupleOfOurs([t]),
+    "dict": lambda t: {"a": 1, "b": t},
+    "ordered dict": lambda t: OrderedDict(b=t, a=1),
+    "subclass of ordered dict": lambda t: OrderedOfOurs(b=t, a=1),
+    "default dict": lambda t: defaultdict(list, a=t),
+    "dict with a constructor of its own": lambda t: AttributeDict("ab", t),
+    "typed named tuple": lambda t: Pair(t),
+    "named tuple": lambda t: Point(1, t),
+    "result of an operator": lambda t: torch.max(t[None], 0),
+    "dataclass": lambda t: Plain(t),
+    "dataclass in a dataclass": lambda t: Plain(1, more={"inner": Plain(t)}),
+    "frozen dataclass": lambda t: Frozen(t),
+    "dataclass with slots": lambda t: Slotted(t),
+    "dataclass of keywords": lambda t: OnlyKeywords(hidden=t),
+    "dataclass with a computed field": Computed,
+    "model output": lambda t: Logits(logits=t, hidden=(t, t)),
+    "packed sequence": lambda t: pack_sequence([t]),
+    "structures in structures": lambda t: [({"a": (Pair([t]),)}, t)],
+}
+each_holder = pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+
+
+@each_holder
+def test_every_tensor_is_replaced(hold: Callable[[Tensor], Any]) -> None:
+    tree = hold(one())
+    mapped = map_tensors(lambda t: t + 10 if t.is_floating_point() else t, tree)
+    assert [t.tolist() for t in visited(mapped) if t.is_floating_point()]
+    assert all(t.tolist() in (11.0, [11.0]) for t in visited(mapped) if t.is_floating_point())
+
+
+@each_holder
+def test_the_structure_keeps_its_type_and_the_argument_its_tensors(hold: Callable[[Tensor], Any]) -> None:
+    tree = hold(one())
+    before = visited(tree)
+    mapped = map_tensors(add_ten, tree)
+    assert isinstance(tree, Tensor) or type(mapped) is type(tree)
+    assert all(a is b for a, b in zip(before, visited(tree), strict=True))
+    assert len(visited(mapped)) == len(before)
+
+
+@each_holder
+def test_a_structure_in_which_nothing_changed_is_the_same_object(hold: Callable[[Tensor], Any]) -> None:
+    tree = hold(one())
+    assert map_tensors(unchanged, tree) is tree
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [None, 3, "tensor", b"tensor", {1, 2}, frozenset({1}), range(3), nn.Linear(1, 1), Plain, Tensor],
+    ids=str,
+)
+def test_what_is_no_structure_is_a_leaf(leaf: Any) -> None:
+    assert map_tensors(add_ten, leaf) is leaf
+    assert map_tensors(add_ten, [leaf, one()])[0] is leaf
+
+
+def test_keys_and_sets_keep_their_tensors() -> None:
+    key, member = one(1), one(2)
+    mapped = map_tensors(add_ten, {key: {member}, "other": one(3)})
+    assert list(mapped)[0] is key
+    assert mapped[key] == {member}
+    assert mapped["other"].item() == 13
+
+
+def test_only_the_part_that_changed_is_rebuilt() -> None:
+    integers = [torch.tensor([1]), {"a": torch.tensor([2])}]
+    mapped = map_tensors(lambda t: t.half() if t.is_floating_point() else t, (integers, [one()]))
+    assert mapped[0] is integers
+    assert mapped[1][0].dtype == torch.half
+
+
+# --- What is particular to one kind ------------------------------------------------------------------------
+
+
+def test_named_tuples_keep_names_and_methods() -> None:
+    mapped = map_tensors(add_ten, Pair(one(), "kept"))
+    assert (mapped.first.item(), mapped.second) == (11, "kept")
+    assert mapped.swapped().first == "kept"
+
+
+def test_dicts_keep_the_order_of_their_keys() -> None:
+    mapped = map_tensors(add_ten, {"z": one(), 1: "kept", "a": one()})
+    assert list(mapped) == ["z", 1, "a"]
+
+
+def test_ordered_dicts_keep_order_length_and_the_methods_that_rely_on_it() -> None:
+    for kind in (OrderedDict, OrderedOfOurs):
+        mapped = map_tensors(add_ten, kind(z=one(), a=1))
+        assert (list(mapped), len(mapped)) == (["z", "a"], 2)
+        mapped.move_to_end("z")
+        assert list(mapped) == ["a", "z"]
+
+
+def test_default_dicts_keep_their_factory() -> None:
+    mapped = map_tensors(add_ten, defaultdict(list, a=one()))
+    assert mapped["new"] == []
+    assert mapped["a"].item() == 11
+
+
+def test_a_dict_with_a_constructor_of_its_own_keeps_what_it_holds_beside_the_items() -> None:
+    mapped = map_tensors(add_ten, AttributeDict("ab", one()))
+    assert mapped["a"].item() == mapped.a.item() == mapped.b.item() == 11
+    assert mapped.note == "kept"
+
+
+def test_model_outputs_agree_as_dict_and_as_attributes() -> None:
+    mapped = map_tensors(add_ten, Logits(logits=one(1), hidden=(one(2), one(3))))
+    assert list(mapped) == ["logits", "hidden"]
+    assert mapped.loss is None
+    assert mapped["logits"] is mapped.logits
+    assert mapped["hidden"] is mapped.hidden
+    assert [t.item() for t in (mapped.logits, *mapped.hidden)] == [11, 12, 13]
+
+
+def test_a_tensor_in_a_model_output_is_visited_once() -> None:
+    assert [t.item() for t in visited(Logits(logits=one(1), hidden=one(2)))] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [Plain, Frozen, Slotted])
+def test_dataclasses_keep_their_other_fields(kind: type) -> None:
+    mapped = map_tensors(add_ten, kind(one(), label="mine"))
+    assert (mapped.hidden.item(), mapped.label) == (11, "mine")
+
+
+def test_frozen_dataclasses_stay_frozen() -> None:
+    mapped = map_tensors(add_ten, Frozen(one()))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mapped.hidden = one()
+
+
+def test_fields_that_the_constructor_does_not_take_are_mapped_too() -> None:
+    tree = Computed(1)
+    tree.cache = [one()]
+    assert map_tensors(add_ten, tree).cache[0].item() == 11
+
+
+def test_a_field_that_was_never_set_stays_unset() -> None:
+    tree = Computed(one())
+    del tree.cache
+    mapped = map_tensors(add_ten, tree)
+    assert mapped.hidden.item() == 11
+    assert not hasattr(mapped, "cache")
+
+
+def test_rebuilding_a_dataclass_does_not_construct_it_again() -> None:
+    tree = Counting(one(), scale=3)
+    made = Counting.made
+    assert map_tensors(add_ten, tree).hidden.item() == 13
+    assert Counting.made == made
+
+
+def test_attributes_that_are_no_fields_are_kept() -> None:
+    tree = Plain(one())
+    tree.extra = "kept"  # type: ignore[attr-defined]
+    assert map_tensors(add_ten, tree).extra == "kept"
+
+
+def test_packed_sequences_keep_what_their_data_means() -> None:
+    packed = pack_sequence([one(1), torch.tensor([2.0, 3.0])], enforce_sorted=False)
+    mapped = map_tensors(add_ten, packed)
+    assert isinstance(mapped, PackedSequence)
+    padded, lengths = nn.utils.rnn.pad_packed_sequence(mapped, batch_first=True)
+    assert padded.tolist() == [[11, 0], [12, 13]]
+    assert lengths.tolist() == [1, 2]
+
+
+# --- Any structure -----------------------------------------------------------------------------------------
+
+leaves = st.one_of(
+    st.integers(0, 9).map(lambda i: torch.tensor([float(i)], requires_grad=i % 2 == 1)),
+    st.integers(0, 9).map(lambda i: torch.tensor([i])),
+    st.none(),
+    st.text(max_size=2),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(lambda d: defaultdict(int, d)),
+        st.builds(Pair, inner, inner),
+        st.builds(Plain, inner, more=st.dictionaries(st.text(max_size=2), inner, max_size=2)),
+        st.builds(Frozen, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def flattened(tree: Any) -> list[Any]:
+    """The tree as a flat list of types, keys and leaves, tensors included: an account of all there is to it."""
+    if dataclasses.is_dataclass(tree):
+        return [type(tree), *flattened(vars(tree))]
+    if isinstance(tree, dict):
+        return [type(tree), *(part for item in tree.items() for part in (item[0], *flattened(item[1])))]
+    if isinstance(tree, list | tuple):
+        return [type(tree), len(tree), *(part for item in tree for part in flattened(item))]
+    return [tree]
+
+
+@given(trees)
+def test_mapping_any_tree_changes_its_tensors_and_nothing_else(tree: Any) -> None:
+    before, after = flattened(tree), flattened(map_tensors(add_ten, tree))
+    assert len(before) == len(after)
+    for old, new in zip(before, after, strict=True):
+        assert new.item() == old.item() + 10 if isinstance(old, Tensor) else new == old
+
+
+@given(trees)
+def test_mapping_nothing_gives_any_tree_back_itself(tree: Any) -> None:
+    assert map_tensors(unchanged, tree) is tree
+
+
+@given(trees)
+def test_tensors_are_visited_from_left_to_right(tree: Any) -> None:
+    tensors = [part for part in flattened(tree) if isinstance(part, Tensor)]
+    assert all(a is b for a, b in zip(visited(tree), tensors, strict=True))
+
+
+@given(trees)
+def test_tensors_with_grad_are_those_that_require_it_and_can_be_exchanged_in_their_order(tree: Any) -> None:
+    tensors = [part for part in flattened(tree) if isinstance(part, Tensor)]
+    found = tensors_with_grad(tree)
+    assert all(a is b for a, b in zip(found, [t for t in tensors if t.requires_grad], strict=True))
+    numbered = [torch.tensor(float(i)) for i in range(len(found))]
+    exchanged = visited(replace_tensors_with_grad(tree, numbered))
+    queue = iter(numbered)
+    assert all(
+        new is (next(queue) if old.requires_grad else old)
+        for old, new in zip(tensors, exchanged, strict=True)
+    )

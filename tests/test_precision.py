@@ -1,0 +1,84 @@
+"""dtypes of a parameter under a policy: the oracle is torch's own FSDP2, for every combination."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from hwfsdp.precision import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    cast_floating,
+    resolve_dtypes,
+)
+
+FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ORIGINALS = [*FLOATING, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64]
+
+
+def clamped_by_torch(orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None) -> Any:
+    """What FSDP2 notes on its own parameter object."""
+    theirs = SimpleNamespace(sharded_param=torch.empty(1, dtype=orig))
+    FSDPParam.init_dtype_attrs(theirs, fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
+    return theirs.orig_dtype, theirs.param_dtype, theirs.reduce_dtype
+
+
+@pytest.mark.parametrize("orig", ORIGINALS, ids=str)
+@pytest.mark.parametrize("param", [None, *FLOATING], ids=str)
+@pytest.mark.parametrize("reduce", [None, *FLOATING], ids=str)
+def test_casts_are_those_of_fsdp2(
+    orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None
+) -> None:
+    dtypes = resolve_dtypes(orig, MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
+    assert tuple(dtypes) == clamped_by_torch(orig, param, reduce)
+    assert dtypes.gathered == (param if param and orig.is_floating_point else orig)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (MixedPrecisionPolicy, fsdp.MixedPrecisionPolicy),
+        (OffloadPolicy, fsdp.OffloadPolicy),
+        (CPUOffloadPolicy, fsdp.CPUOffloadPolicy),
+    ],
+)
+def test_policies_have_the_fields_and_defaults_of_fsdp2_and_are_frozen(ours: Any, theirs: Any) -> None:
+    assert dataclasses.asdict(ours()) == dataclasses.asdict(theirs())
+    assert [f.name for f in dataclasses.fields(ours)] == [f.name for f in dataclasses.fields(theirs)]
+    for name in dataclasses.asdict(ours()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(ours(), name, None)
+
+
+def test_cpu_offloading_is_an_offload_policy() -> None:
+    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_casting_reaches_floating_point_tensors_at_any_depth_and_leaves_all_else(dtype: torch.dtype) -> None:
+    others = {d: torch.ones(2, dtype=d) for d in ORIGINALS if not d.is_floating_point}
+    floating = [torch.ones(2, dtype=d) for d in FLOATING]
+    cast_floats, (cast_others, name) = cast_floating((floating, (others, "name")), dtype)
+    assert [t.dtype for t in cast_floats] == [dtype] * len(FLOATING)
+    assert all(t.tolist() == [1, 1] for t in cast_floats)
+    assert cast_others is others
+    assert name == "name"
+
+
+def test_a_tensor_of_that_dtype_already_is_the_same_object() -> None:
+    tree = [torch.ones(2, dtype=torch.half), {"a": torch.ones(2, dtype=torch.half)}]
+    assert cast_floating(tree, torch.half) is tree
+
+
+def test_gradients_pass_through_a_cast_in_the_dtype_of_the_argument() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    cast_floating({"a": leaf}, torch.bfloat16)["a"].sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == torch.float32
