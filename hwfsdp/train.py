@@ -38,7 +38,7 @@ class TrainConfig:
     model: GPTConfig = field(default_factory=GPTConfig)
     batch: int = 8
     steps: int = 50
-    lr: float = 2e-3
+    lr: float = 1e-3
     seed: int = 0
     param_dtype: str = "float32"
     reshard_after_forward: bool | None = None

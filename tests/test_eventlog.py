@@ -1,0 +1,419 @@
+"""A finished log: its arithmetic on intervals, its questions answered on logs made by hand, its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwfsdp import UsageError
+from hwfsdp.eventlog import EventLog, Interval, intersect, length, subtract, union
+from hwfsdp.events import OPS, STREAMS, Event, Sample
+
+
+def events_of(rank: int, *rows: tuple[Any, ...]) -> list[Event]:
+    """Events of one rank from rows (op, stream, start, end) or (op, stream, start, end, details)."""
+    return [
+        Event(rank, seq, op, stream, start_us=start, dur_us=end - start, **dict(*details))
+        for seq, (op, stream, start, end, *details) in enumerate(rows)
+    ]
+
+
+# --- Intervals: the oracle is the set of the integers in them ----------------------------------------------
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])),
+    max_size=8,
+)
+
+
+def points(of: list[Interval]) -> set[int]:
+    """The integers i for which [i, i + 1] is covered."""
+    return {i for start, end in of for i in range(int(start), int(end))}
+
+
+@given(intervals)
+def test_a_union_has_the_same_points_in_disjoint_intervals_in_order(a: list[Interval]) -> None:
+    merged = union(a)
+    assert points(merged) == points(a)
+    assert all(first[1] < second[0] for first, second in zip(merged, merged[1:], strict=False))
+    assert length(merged) == len(points(a))
+    assert union(merged) == merged
+
+
+@given(intervals, intervals)
+def test_an_intersection_has_the_points_of_both(a: list[Interval], b: list[Interval]) -> None:
+    both = intersect(union(a), union(b))
+    assert points(both) == points(a) & points(b)
+    assert length(both) == len(points(a) & points(b))
+
+
+@given(intervals, intervals)
+def test_a_difference_has_the_points_of_one_that_are_not_in_the_other(
+    a: list[Interval], b: list[Interval]
+) -> None:
+    left = subtract(union(a), union(b))
+    assert points(left) == points(a) - points(b)
+    assert length(left) == len(points(a) - points(b))
+
+
+@given(intervals, intervals)
+def test_what_is_cut_out_and_what_is_left_add_up(a: list[Interval], b: list[Interval]) -> None:
+    a, b = union(a), union(b)
+    assert length(intersect(a, b)) + length(subtract(a, b)) == length(a)
+
+
+# --- Selecting and merging ---------------------------------------------------------------------------------
+
+STEP = (
+    ("all_gather", "all_gather", 0, 10, {"bytes": 100, "owner": "a"}),
+    ("wait", "compute", 0, 10, {"after": (0,)}),
+    ("all_gather", "all_gather", 10, 30, {"bytes": 300, "owner": "b"}),
+    ("forward", "compute", 10, 20, {"owner": "a"}),
+    ("reduce_scatter", "reduce_scatter", 25, 35, {"bytes": 40, "owner": "b"}),
+    ("backward", "compute", 20, 40, {"owner": "b"}),
+    ("wait", "compute", 28, 30, {"after": (2,)}),
+    ("optimizer", "compute", 40, 50),
+)
+
+
+def test_events_are_selected_by_op_and_by_attributes() -> None:
+    log = EventLog(events_of(0, *STEP))
+    assert log.select() == log.events
+    assert [e.seq for e in log.select("all_gather")] == [0, 2]
+    assert [e.seq for e in log.select("all_gather", "backward", owner="b")] == [2, 5]
+    assert [e.seq for e in log.select(stream="compute", owner="a")] == [3]
+    assert [e.seq for e in log.collectives()] == [0, 2, 4]
+
+
+def test_merged_logs_are_in_the_order_of_rank_and_issue_whatever_order_they_came_in() -> None:
+    samples = [Sample(1.0, {"sharded_param": 4})]
+    logs = {rank: EventLog(events_of(rank, *STEP), {rank: samples}) for rank in (2, 0, 1)}
+    merged = EventLog.merge(logs.values())
+    assert [(e.rank, e.seq) for e in merged.events] == [(r, s) for r in range(3) for s in range(len(STEP))]
+    assert merged.ranks == [0, 1, 2]
+    assert all(merged.of_rank(rank) == log for rank, log in logs.items())
+
+
+def test_a_rank_that_has_only_samples_counts_as_a_rank() -> None:
+    assert EventLog(events_of(1, *STEP), {4: []}).ranks == [1, 4]
+
+
+# --- The summary -------------------------------------------------------------------------------------------
+
+
+def test_a_summary_of_a_step_known_by_heart() -> None:
+    """Communication 0–35; compute is busy 10–50 but for the wait 28–30: 12 µs are exposed, 23 hidden."""
+    log = EventLog(
+        events_of(0, *STEP),
+        {0: [Sample(0, {"unsharded_param": 7, "x": 1}), Sample(5, {"unsharded_param": 3, "x": 2})]},
+    )
+    assert log.summary() == {
+        "step_us": 50,
+        "bytes_by_op": {"all_gather": 400, "reduce_scatter": 40},
+        "count_by_op": {"all_gather": 2, "reduce_scatter": 1},
+        "exposed_comm_us": 12,
+        "overlap_fraction": pytest.approx(23 / 35),
+        "peak_unsharded_bytes": 7,
+        "peak_bytes_by_kind": {"unsharded_param": 7, "x": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "exposed", "overlap"),
+    [
+        ([("forward", "compute", 0, 10)], 0, 0.0),
+        ([("all_gather", "all_gather", 0, 10)], 10, 0.0),
+        ([("all_gather", "all_gather", 0, 10), ("forward", "compute", 0, 10)], 0, 1.0),
+        ([("all_gather", "all_gather", 0, 10), ("forward", "compute", 5, 20)], 5, 0.5),
+        ([("all_gather", "all_gather", 0, 10), ("copy_in", "copy", 0, 10)], 10, 0.0),
+        ([("all_gather", "all_gather", 0, 10), ("copy_in", "compute", 0, 10)], 0, 1.0),
+        ([("all_gather", "all_gather", 0, 10), ("alloc", "compute", 0, 10)], 10, 0.0),
+        (
+            [
+                ("all_gather", "all_gather", 0, 10),
+                ("reduce_scatter", "reduce_scatter", 0, 10),
+                ("backward", "compute", 0, 5),
+            ],
+            5,
+            0.5,
+        ),
+        (
+            [
+                ("all_gather", "all_gather", 0, 10),
+                ("forward", "compute", 0, 10),
+                ("wait", "compute", 0, 4),
+            ],
+            4,
+            0.6,
+        ),
+    ],
+    ids=[
+        "no communication",
+        "no compute",
+        "all hidden",
+        "half hidden",
+        "copies beside compute hide nothing",
+        "copies on compute do",
+        "allocation is no compute",
+        "two collectives at once count once",
+        "waiting inside a forward is no compute",
+    ],
+)
+def test_communication_is_exposed_where_compute_does_nothing(
+    rows: list[tuple[Any, ...]], exposed: float, overlap: float
+) -> None:
+    summary = EventLog(events_of(0, *rows)).summary()
+    assert (summary["exposed_comm_us"], summary["overlap_fraction"]) == (exposed, pytest.approx(overlap))
+
+
+def test_times_are_per_optimizer_step_and_bytes_are_not() -> None:
+    twice = [*STEP, *((op, stream, a + 50, b + 50, *rest) for op, stream, a, b, *rest in STEP)]
+    once, both = EventLog(events_of(0, *STEP)).summary(), EventLog(events_of(0, *twice)).summary()
+    for times in ("step_us", "exposed_comm_us", "overlap_fraction"):
+        assert both[times] == pytest.approx(once[times])
+    assert both["bytes_by_op"] == {op: 2 * n for op, n in once["bytes_by_op"].items()}
+
+
+def test_several_ranks_give_the_mean_of_times_the_maximum_of_memory_and_the_bytes_of_one() -> None:
+    fast = [("all_gather", "all_gather", 0, 10, {"bytes": 8}), ("forward", "compute", 0, 10)]
+    slow = [("all_gather", "all_gather", 0, 10, {"bytes": 8}), ("forward", "compute", 10, 30)]
+    log = EventLog.merge(
+        EventLog(events_of(rank, *rows), {rank: [Sample(0, {"unsharded_param": peak})]})
+        for rank, rows, peak in ((0, fast, 5), (1, slow, 9))
+    )
+    assert log.summary() == {
+        "step_us": 20,
+        "bytes_by_op": {"all_gather": 8},
+        "count_by_op": {"all_gather": 1},
+        "exposed_comm_us": 5,
+        "overlap_fraction": 0.5,
+        "peak_unsharded_bytes": 9,
+        "peak_bytes_by_kind": {"unsharded_param": 9},
+    }
+
+
+def test_an_empty_log_has_a_summary_of_zeros() -> None:
+    summary = EventLog().summary()
+    assert not any(summary.values())
+    assert set(summary) == set(EventLog(events_of(0, *STEP)).summary())
+
+
+# --- What happened before what -----------------------------------------------------------------------------
+
+
+def proven_order(log: EventLog) -> set[tuple[int, int]]:
+    """All pairs (first, second) of seqs of which the log proves the order."""
+    return {(a.seq, b.seq) for a in log.events for b in log.events if log.happens_before(a, b)}
+
+
+def test_events_of_one_stream_that_follow_each_other_are_ordered() -> None:
+    log = EventLog(events_of(0, *(("forward", "compute", t, t + 1) for t in range(3))))
+    assert proven_order(log) == {(0, 1), (0, 2), (1, 2)}
+
+
+def test_events_of_two_streams_are_not_ordered_by_their_times() -> None:
+    log = EventLog(events_of(0, ("forward", "compute", 0, 1), ("all_gather", "all_gather", 5, 6)))
+    assert proven_order(log) == set()
+
+
+def test_an_event_that_was_waited_for_is_before_the_one_that_waited_and_all_after_it() -> None:
+    log = EventLog(
+        events_of(
+            0,
+            ("copy_in", "copy", 0, 1),
+            ("all_gather", "all_gather", 1, 2, {"after": (0,)}),
+            ("copy_in", "copy", 2, 3),
+            ("wait", "compute", 1, 2, {"after": (1,)}),
+            ("forward", "compute", 3, 4),
+        )
+    )
+    assert proven_order(log) == {(0, 1), (0, 2), (0, 3), (1, 3), (0, 4), (1, 4), (3, 4)}
+
+
+def test_a_gather_that_nobody_waited_for_yet_overlaps_the_computation_beside_it() -> None:
+    log = EventLog(
+        events_of(
+            0,
+            ("all_gather", "all_gather", 0, 1),
+            ("forward", "compute", 1, 2),
+            ("wait", "compute", 2, 3, {"after": (0,)}),
+            ("forward", "compute", 3, 4),
+        )
+    )
+    gather, first, _, second = log.events
+    assert not log.happens_before(gather, first) and not log.happens_before(first, gather)
+    assert log.happens_before(gather, second)
+
+
+def test_a_span_is_not_over_before_the_spans_inside_it_begin() -> None:
+    log = EventLog(
+        events_of(
+            0,
+            ("forward", "compute", 0, 10, {"owner": "root"}),
+            ("forward", "compute", 2, 4, {"owner": "root.a"}),
+            ("forward", "compute", 5, 8, {"owner": "root.b"}),
+            ("optimizer", "compute", 11, 12),
+        )
+    )
+    assert proven_order(log) == {(1, 2), (0, 3), (1, 3), (2, 3)}
+
+
+def test_a_point_inside_a_span_that_was_waited_for_is_not_its_end() -> None:
+    log = EventLog(
+        events_of(
+            0,
+            ("forward", "compute", 0, 10),
+            ("copy_in", "copy", 2, 3, {"after": (0,)}),
+        )
+    )
+    assert proven_order(log) == set()
+
+
+def test_nothing_happens_before_itself_or_before_events_of_another_rank() -> None:
+    rows = [("all_gather", "all_gather", 0, 1), ("wait", "compute", 0, 2, {"after": (0,)})]
+    log = EventLog(events_of(0, *rows) + events_of(1, *rows))
+    ordered = [(a.rank, a.seq, b.rank, b.seq) for a in log.events for b in log.events if log.happens_before(a, b)]
+    assert ordered == [(0, 0, 0, 1), (1, 0, 1, 1)]
+
+
+def test_waiting_for_an_event_that_was_not_recorded_proves_nothing() -> None:
+    log = EventLog(
+        events_of(0, ("all_gather", "all_gather", 0, 1), ("wait", "compute", 0, 2, {"after": (-1, 99)}))
+    )
+    assert proven_order(log) == set()
+
+
+# --- The file ----------------------------------------------------------------------------------------------
+
+any_event = st.builds(
+    Event,
+    rank=st.integers(0, 3),
+    seq=st.integers(0, 50),
+    op=st.sampled_from(OPS),
+    stream=st.sampled_from(STREAMS),
+    owner=st.text(max_size=5),
+    phase=st.sampled_from(["forward", "backward", "optimizer", ""]),
+    step=st.integers(0, 3),
+    dtype=st.sampled_from(["", "float32"]),
+    bytes=st.integers(0, 2**40),
+    start_us=st.floats(0, 1e9),
+    dur_us=st.floats(0, 1e9),
+    after=st.lists(st.integers(0, 50), max_size=3).map(tuple),
+    reads=st.lists(st.integers(0, 2**48), max_size=2).map(tuple),
+    writes=st.lists(st.integers(0, 2**48), max_size=2).map(tuple),
+)
+any_events = st.lists(any_event, unique_by=lambda e: (e.rank, e.seq), max_size=8).map(
+    lambda found: sorted(found, key=lambda e: (e.rank, e.seq))
+)
+any_sample = st.builds(
+    Sample,
+    us=st.floats(0, 1e9),
+    bytes_by_kind=st.dictionaries(
+        st.sampled_from(["sharded_param", "a b"]), st.integers(0, 2**40), min_size=1
+    ),
+)
+any_samples = st.dictionaries(
+    st.integers(0, 3), st.lists(any_sample, min_size=1, max_size=3, unique_by=lambda s: s.us)
+)
+
+
+@given(any_events, any_samples)
+def test_a_saved_log_is_read_back_whole(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Event], samples: dict[int, list[Sample]]
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "trace.json"
+    EventLog(events, samples).save(path)
+    assert EventLog.load(path) == EventLog(events, samples)
+    assert EventLog.load(str(path)).events == events
+
+
+def test_a_saved_log_still_gives_the_same_summary(tmp_path: Path) -> None:
+    log = EventLog(events_of(0, *STEP), {0: [Sample(1, {"unsharded_param": 5})]})
+    log.save(tmp_path / "trace.json")
+    assert EventLog.load(tmp_path / "trace.json").summary() == log.summary()
+
+
+def test_an_unusual_fqn_survives_the_file(tmp_path: Path) -> None:
+    (event,) = events_of(0, ("forward", "compute", 0, 1, {"owner": 'größe "ß" \\ \n ☃'}))
+    EventLog([event]).save(tmp_path / "trace.json")
+    assert EventLog.load(tmp_path / "trace.json").events == [event]
+
+
+def edited(**changes: Any) -> str:
+    """The trace of one event with some of its arguments replaced; None takes one away."""
+    event = {**Event(0, 0, "forward", "compute").as_dict(), **changes}
+    args = {name: value for name, value in event.items() if value is not None}
+    return json.dumps({"traceEvents": [{"ph": "X", "args": args}]})
+
+
+def counter(**changes: Any) -> str:
+    """The trace of one sample with some of its entries replaced."""
+    entry = {"ph": "C", "name": "memory: x", "pid": 1, "tid": 0, "ts": 0, "args": {"bytes": 1}}
+    return json.dumps({"traceEvents": [{**entry, **changes}]})
+
+
+CORRUPT = {
+    "empty": "",
+    "no JSON": "not JSON\nat all\n",
+    "half of it": '{"traceEvents": [',
+    "a list": "[]",
+    "a number": "3",
+    "null": "null",
+    "a string": '"traceEvents"',
+    "no events": "{}",
+    "events: a number": '{"traceEvents": 3}',
+    "events: null": '{"traceEvents": null}',
+    "event: a number": '{"traceEvents": [3]}',
+    "event: null": '{"traceEvents": [null]}',
+    "event: no phase": '{"traceEvents": [{"name": "no phase"}]}',
+    "event: no arguments": '{"traceEvents": [{"ph": "X"}]}',
+    "event: arguments are a number": '{"traceEvents": [{"ph": "X", "args": 3}]}',
+    "event: of another program": '{"traceEvents": [{"ph": "X", "args": {"frames": "30"}}]}',
+    "event: no after": edited(after=None),
+    "event: no op": edited(op=None),
+    "event: no seq": edited(seq=None),
+    "event: one argument too many": edited(colour="red"),
+    "event: after is a number": edited(after=3),
+    "event: after is names": edited(after=["first"]),
+    "event: rank is a name": edited(rank="zero"),
+    "event: an unknown stream": edited(stream="fifth"),
+    "event: start is a name": edited(start_us="early"),
+    "event: bytes is a list": edited(bytes=[]),
+    "sample: of another program": counter(args={"other": 1}),
+    "sample: pid is a name": counter(pid="one"),
+    "sample: name is a number": counter(name=7),
+    "sample: time is a list": counter(ts=[]),
+    "nested without end": "[" * 100_000,
+    "a number without end": '{"traceEvents": ' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)
+def test_a_file_that_is_no_log_is_refused_in_one_line_that_names_it(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(UsageError) as refusal:
+        EventLog.load(path)
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("problem", ["missing", "folder", "binary", "damaged"])
+def test_a_path_that_cannot_be_read_is_refused_in_one_line_that_names_it(problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    if problem == "folder":
+        path.mkdir()
+    if problem == "binary":
+        path.write_bytes(bytes(range(256)))
+    if problem == "damaged":
+        EventLog(events_of(0, *STEP)).save(path)
+        path.write_text(path.read_text()[:-20])
+    with pytest.raises(UsageError) as refusal:
+        EventLog.load(path)
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,176 @@
+"""What overlaps, and what must not: asserted from the graph of events, without a clock.
+
+Two events overlap if neither is certain to end before the other begins (`EventLog.happens_before`). The first step
+of a model has nothing to go by; from the second on, forward prefetches, so there the assertions are made.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+
+import pytest
+
+import models
+from hwfsdp import Event, EventLog, launch, record
+from oracles import Training, ours
+
+FIRST, SECOND = 0, 1  # steps
+BLOCKS = (0, 1, 2)
+MODELS = {"blocks only": models.graded, "root with parameters": models.wandering}
+
+
+@functools.cache
+def two_steps(model: str) -> EventLog:
+    """Both ranks' log of two training steps of three blocks."""
+
+    def on_a_rank() -> EventLog:
+        training = Training(MODELS[model], ours)
+        with record() as log:
+            for seed in range(2):
+                training.loss(seed).backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        return log
+
+    return EventLog.merge(launch(on_a_rank, 2, timeout=60))
+
+
+@pytest.fixture(params=MODELS)
+def log(request) -> EventLog:
+    return two_steps(request.param)
+
+
+@pytest.fixture(params=[0, 1])
+def rank_log(request, log) -> EventLog:
+    """One rank's part."""
+    return log.of_rank(request.param)
+
+
+def only(log: EventLog, op: str, block: int, step: int, phase: str, stream: str | None = None) -> Event:
+    """The one event of this kind."""
+    found = log.select(op, owner=f"blocks.{block}", step=step, phase=phase)
+    [event] = [e for e in found if stream in (None, e.stream)]
+    return event
+
+
+def overlap(log: EventLog, a: Event, b: Event) -> bool:
+    return not log.happens_before(a, b) and not log.happens_before(b, a)
+
+
+def previous(log: EventLog, op: str, event: Event) -> Event:
+    """The last event of this op for the same group that was issued before."""
+    return [e for e in log.select(op, owner=event.owner) if e.seq < event.seq][-1]
+
+
+def copy_outs(log: EventLog) -> list[Event]:
+    return log.select("copy_out")
+
+
+def copy_out_of(log: EventLog, gather: Event) -> Event:
+    return next(e for e in log.select("copy_out", owner=gather.owner) if e.seq > gather.seq)
+
+
+# --- What overlaps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_the_next_gather_runs_under_a_forward(rank_log, block):
+    gather = only(rank_log, "all_gather", block + 1, SECOND, "forward")
+    forward = only(rank_log, "forward", block, SECOND, "forward")
+    assert gather.seq < forward.seq
+    assert overlap(rank_log, gather, forward)
+
+
+@pytest.mark.parametrize("step", [FIRST, SECOND])
+@pytest.mark.parametrize("block", [2, 1])
+def test_the_next_gather_runs_under_a_backward(rank_log, block, step):
+    gather = only(rank_log, "all_gather", block - 1, step, "backward")
+    backward = only(rank_log, "backward", block, step, "backward")
+    assert gather.seq < backward.seq
+    assert overlap(rank_log, gather, backward)
+
+
+@pytest.mark.parametrize("step", [FIRST, SECOND])
+@pytest.mark.parametrize("block", [2, 1])
+def test_a_reduction_runs_under_the_next_backward(rank_log, block, step):
+    reduction = only(rank_log, "reduce_scatter", block, step, "backward")
+    backward = only(rank_log, "backward", block - 1, step, "backward")
+    assert reduction.seq < backward.seq
+    assert overlap(rank_log, reduction, backward)
+
+
+@pytest.mark.parametrize("block", [2, 1])
+def test_a_reduction_and_a_gather_run_at_once(rank_log, block):
+    reduction = only(rank_log, "reduce_scatter", block, SECOND, "backward")
+    gathers = rank_log.select("all_gather", step=SECOND, phase="backward")
+    assert any(overlap(rank_log, reduction, gather) for gather in gathers)
+
+
+# --- What must not -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_nothing_is_computed_before_its_parameters_are_there(rank_log, op):
+    spans = [span for block in BLOCKS for span in rank_log.select(op, owner=f"blocks.{block}")]
+    assert len(spans) == 2 * len(BLOCKS)
+    for span in spans:
+        assert rank_log.happens_before(previous(rank_log, "all_gather", span), span), span
+        assert rank_log.happens_before(previous(rank_log, "copy_out", span), span), span
+
+
+def test_a_gather_is_copied_out_when_it_is_complete(rank_log):
+    gathers = rank_log.select("all_gather")
+    assert len(gathers) == len(copy_outs(rank_log)) >= 2 * 6
+    for gather in gathers:
+        assert rank_log.happens_before(gather, copy_out_of(rank_log, gather)), gather
+
+
+def test_a_gather_starts_when_its_input_is_packed(rank_log):
+    for gather in rank_log.select("all_gather"):
+        [packed] = [e for e in rank_log.select("copy_in", stream="copy") if e.seq == gather.seq - 1]
+        assert packed.owner == gather.owner
+        assert rank_log.happens_before(packed, gather), gather
+
+
+def test_a_reduction_starts_when_its_input_is_packed(rank_log):
+    for reduction in rank_log.select("reduce_scatter"):
+        packed = previous(rank_log, "copy_in", reduction)
+        assert packed.stream == "compute"
+        assert rank_log.happens_before(packed, reduction), reduction
+
+
+def test_memory_of_a_gather_is_used_again_only_after_its_copy_out(rank_log):
+    """Two gathers may be in flight: the copy stream has waited for the copy-out of the one before them."""
+    gathers = rank_log.select("all_gather")
+    for gather, later in zip(gathers, gathers[2:], strict=False):
+        packing = previous(rank_log, "copy_in", later)
+        assert rank_log.happens_before(copy_out_of(rank_log, gather), packing), later
+
+
+def test_memory_of_a_reduction_is_used_again_only_after_it(rank_log):
+    """One reduction is in flight: compute waited for it before it packed the next."""
+    for reduction, later in pairwise(rank_log.select("reduce_scatter")):
+        assert rank_log.happens_before(reduction, previous(rank_log, "copy_in", later)), later
+
+
+def test_whole_parameters_are_freed_after_the_forward_or_backward_that_used_them(rank_log):
+    for block in BLOCKS:
+        spans = rank_log.select("forward", "backward", owner=f"blocks.{block}", step=SECOND)
+        frees = rank_log.select("free", owner=f"blocks.{block}", step=SECOND)
+        assert len(frees) == 4 * len(spans)  # two weights, two biases
+        for free in frees:
+            span = [s for s in spans if s.seq < free.seq][-1]
+            assert rank_log.happens_before(span, free), free
+
+
+def test_the_optimizer_starts_when_every_gradient_is_there(rank_log):
+    optimizers = rank_log.select("optimizer")
+    for reduction in rank_log.select("reduce_scatter"):
+        assert rank_log.happens_before(reduction, optimizers[reduction.step]), reduction
+
+
+def test_a_step_gathers_what_the_optimizer_wrote(rank_log):
+    [first, _] = rank_log.select("optimizer")
+    for packing in rank_log.select("copy_in", stream="copy", step=SECOND):
+        assert rank_log.happens_before(first, packing), packing

@@ -1,0 +1,339 @@
+"""The trace file keeps the rules of ui.perfetto.dev, each of which is a check here.
+
+`Viewer` reads a trace as the viewer's importer does: entries in order of time (those of one time in the order of
+the file), a stack of slices per track, and an arrow ends at whatever slice is on top of its track's stack.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwfsdp.eventlog import EventLog
+from hwfsdp.events import STREAMS, Event, Sample
+from hwfsdp.perfetto import from_trace, nested_intervals, to_trace
+
+Entry = dict[str, Any]
+Track = tuple[int, int]
+
+LOG = [
+    Event(0, 0, "copy_in", "copy", "a", start_us=0.0, dur_us=2.0, bytes=8),
+    Event(0, 1, "all_gather", "all_gather", "a", start_us=2.0, dur_us=5.0, bytes=16, after=(0,)),
+    Event(0, 2, "wait", "compute", "a", start_us=3.0, dur_us=4.5, after=(1,)),
+    Event(0, 3, "forward", "compute", "a", start_us=8.0, dur_us=4.0),
+    Event(0, 4, "alloc", "compute", "a", start_us=9.0, bytes=32),
+    Event(2, 0, "forward", "compute", "", start_us=1.0, dur_us=1.0, phase="forward"),
+    Event(2, 1, "reduce_scatter", "reduce_scatter", "b", start_us=2.0, dur_us=1.0, after=(0,)),
+]
+SAMPLES = {0: [Sample(1.0, {"sharded_param": 4, "unsharded_param": 0}), Sample(4.0, {"sharded_param": 8})]}
+
+
+def entries(phase: str, trace: dict[str, Any] | None = None) -> list[Entry]:
+    trace = trace or to_trace(LOG, SAMPLES)
+    return [entry for entry in trace["traceEvents"] if entry["ph"] == phase]
+
+
+def track(entry: Entry) -> Track:
+    return entry["pid"], entry["tid"]
+
+
+def is_inside(inner: tuple[float, float], outer: tuple[float, float]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+# --- The file ----------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_one_object_with_the_events_and_the_unit(tmp_path: Path) -> None:
+    EventLog(LOG, SAMPLES).save(tmp_path / "trace.json")
+    content = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
+    assert set(content) == {"traceEvents", "displayTimeUnit"}
+    assert content["displayTimeUnit"] == "ms"
+    assert len(content["traceEvents"]) > len(LOG)
+
+
+def test_every_entry_has_a_phase_that_is_known_and_a_track() -> None:
+    for entry in to_trace(LOG, SAMPLES)["traceEvents"]:
+        assert entry["ph"] in "MXsfC"
+        assert {"name", "pid", "tid"} <= set(entry)
+
+
+def test_processes_are_ranks_counted_from_one() -> None:
+    for entry in to_trace(LOG, SAMPLES)["traceEvents"]:
+        assert entry["pid"] in (1, 3)
+    assert {e["pid"]: e["args"]["name"] for e in entries("M") if e["name"] == "process_name"} == {
+        1: "rank 0",
+        3: "rank 2",
+    }
+
+
+def test_a_track_is_a_stream_the_same_number_on_every_rank_and_has_its_name() -> None:
+    names = {track(e): e["args"]["name"] for e in entries("M") if e["name"] == "thread_name"}
+    for entry in entries("X"):
+        assert names[track(entry)] == entry["args"]["stream"]
+    numbers = {(tid, name) for (_, tid), name in names.items()}
+    assert len(numbers) == len({tid for tid, _ in numbers}) == len({name for _, name in numbers})
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_no_stream_has_the_number_of_the_process_itself(stream: str) -> None:
+    (entry,) = entries("X", to_trace([Event(0, 0, "wait", stream)], {}))
+    assert entry["tid"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "number_of"),
+    [
+        ("process_name", lambda e: e["pid"]),
+        ("process_sort_index", lambda e: e["pid"]),
+        ("thread_name", track),
+        ("thread_sort_index", track),
+    ],
+)
+def test_every_process_and_track_with_slices_is_described_once_and_no_other(
+    kind: str, number_of: Callable[[Entry], Any]
+) -> None:
+    described = [number_of(e) for e in entries("M") if e["name"] == kind]
+    assert sorted(described) == sorted({number_of(e) for e in entries("X")})
+
+
+@pytest.mark.parametrize("kind", ["process_sort_index", "thread_sort_index"])
+def test_ranks_and_streams_are_sorted_by_their_number(kind: str) -> None:
+    place = {"process_sort_index": "pid", "thread_sort_index": "tid"}[kind]
+    found = sorted((e["args"]["sort_index"], e[place]) for e in entries("M") if e["name"] == kind)
+    assert [number for _, number in found] == sorted(number for _, number in found)
+
+
+# --- Slices ------------------------------------------------------------------------------------------------
+
+times = st.integers(0, 20).map(float)
+any_log = st.lists(
+    st.tuples(st.integers(0, 1), st.sampled_from(STREAMS[:2]), times, times), max_size=12
+).map(
+    lambda rows: [
+        Event(rank, seq, "forward", stream, start_us=start, dur_us=dur)
+        for seq, (rank, stream, start, dur) in enumerate(rows)
+    ]
+)
+
+
+def test_a_slice_has_the_times_of_its_event_in_microseconds_and_all_of_it_as_arguments() -> None:
+    for event, entry in zip(LOG, entries("X"), strict=True):
+        assert (entry["ts"], entry["dur"]) == (event.start_us, event.dur_us)
+        assert entry["args"] == event.as_dict()
+        assert entry["cat"] == event.op
+        assert entry["name"] == f"{event.op} {event.owner}".strip()
+
+
+@given(any_log)
+def test_slices_of_one_track_nest_or_are_apart(log: list[Event]) -> None:
+    drawn = [(track(e), (e["ts"], e["ts"] + e["dur"])) for e in entries("X", to_trace(log, {}))]
+    assert len(drawn) == len(log)
+    for i, (place, a) in enumerate(drawn):
+        for other, b in drawn[:i]:
+            apart = a[1] <= b[0] or b[1] <= a[0]
+            assert place != other or apart or is_inside(a, b) or is_inside(b, a)
+
+
+@given(any_log)
+def test_drawing_moves_no_beginning_and_lengthens_nothing(log: list[Event]) -> None:
+    drawn = nested_intervals(log)
+    for event in log:
+        start, end = drawn[event.rank, event.seq]
+        assert start == event.start_us <= end <= event.end_us
+
+
+@given(any_log)
+def test_what_nests_already_is_drawn_as_it_is(log: list[Event]) -> None:
+    apart = [
+        Event(e.rank, e.seq, e.op, e.stream, start_us=100.0 * e.seq, dur_us=e.dur_us * 4) for e in log
+    ]
+    inside = [
+        Event(e.rank, e.seq + 100, e.op, e.stream, start_us=e.start_us + e.dur_us / 4, dur_us=e.dur_us / 2)
+        for e in apart
+    ]
+    drawn = nested_intervals([*apart, *inside])
+    assert all(drawn[e.rank, e.seq] == (e.start_us, e.end_us) for e in (*apart, *inside))
+
+
+def test_a_slice_that_would_cross_the_end_of_an_earlier_one_is_cut_there() -> None:
+    log = [
+        Event(0, 0, "forward", "compute", start_us=0, dur_us=10),
+        Event(0, 1, "forward", "compute", start_us=5, dur_us=10),
+        Event(0, 2, "forward", "copy", start_us=5, dur_us=10),
+        Event(1, 0, "forward", "compute", start_us=5, dur_us=10),
+    ]
+    assert list(nested_intervals(log).values()) == [(0, 10), (5, 10), (5, 15), (5, 15)]
+
+
+# --- Arrows ------------------------------------------------------------------------------------------------
+
+
+def arrows(trace: dict[str, Any] | None = None) -> list[tuple[Entry, Entry]]:
+    """Begin and end of each arrow, matched as the viewer does."""
+    begins = {(e["cat"], e["name"], e["id"]): e for e in entries("s", trace)}
+    ends = {(e["cat"], e["name"], e["id"]): e for e in entries("f", trace)}
+    assert len(begins) == len(entries("s", trace)) == len(entries("f", trace))
+    assert set(begins) == set(ends)
+    return [(begins[key], ends[key]) for key in begins]
+
+
+def test_each_wait_for_another_event_is_an_arrow() -> None:
+    waits = [(e.rank + 1, seq, e.seq) for e in LOG for seq in e.after]
+    assert len(arrows()) == len(waits) == 3
+
+
+def test_an_event_waited_for_that_is_not_in_the_log_gives_no_arrow() -> None:
+    log = [Event(1, 0, "forward", "compute"), Event(0, 5, "wait", "compute", after=(-1, 0, 3))]
+    assert arrows(to_trace(log, {})) == []
+
+
+def test_an_arrow_begins_inside_its_slice_and_binds_to_the_slice_around_its_end() -> None:
+    slices = entries("X")
+    for begin, end in arrows():
+        assert end["bp"] == "e"
+        for place in (begin, end):
+            around = [s for s in slices if track(s) == track(place)]
+            assert [s for s in around if s["ts"] <= place["ts"] <= s["ts"] + s["dur"]]
+
+
+@given(any_log)
+def test_an_arrow_begins_inside_its_slice_even_where_that_was_cut(log: list[Event]) -> None:
+    waiting = [
+        Event(rank, 1000 + e.seq, "wait", "reduce_scatter", start_us=50.0 * e.seq, dur_us=9.0, after=(e.seq,))
+        for rank in (0, 1)
+        for e in log
+        if e.rank == rank
+    ]
+    trace = to_trace([*log, *waiting], {})
+    drawn = {(s["args"]["rank"], s["args"]["seq"]): s for s in entries("X", trace)}
+    for (begin, _), event in zip(arrows(trace), waiting, strict=True):
+        source = drawn[event.rank, event.after[0]]
+        assert track(begin) == track(source)
+        assert source["ts"] <= begin["ts"] <= source["ts"] + source["dur"]
+
+
+class Viewer:
+    """Which slices the arrows of a trace connect, as (seq, seq), once the viewer has imported it."""
+
+    def __init__(self, trace: dict[str, Any]) -> None:
+        self.stacks: dict[Track, list[Entry]] = {}
+        self.begun: dict[int, Entry] = {}
+        self.connections: list[tuple[int, int]] = []
+        timed = [e for e in trace["traceEvents"] if e["ph"] in "Xsf"]
+        for entry in sorted(timed, key=lambda e: e["ts"]):  # stable: the order of the file at equal times
+            {"X": self.slice, "s": self.begin, "f": self.end}[entry["ph"]](entry)
+
+    def slice(self, entry: Entry) -> None:
+        stack = self.stacks.setdefault(track(entry), [])
+        while stack and self.is_over(stack[-1], entry):
+            stack.pop()
+        stack.append(entry)
+
+    @staticmethod
+    def is_over(open_one: Entry, new: Entry) -> bool:
+        """Slices are open on the right; instants at the same time lie on top of each other."""
+        end, both_instants = open_one["ts"] + open_one["dur"], open_one["dur"] == new["dur"] == 0
+        return end < new["ts"] or (end == new["ts"] and not both_instants)
+
+    def begin(self, entry: Entry) -> None:
+        if stack := self.stacks.get(track(entry)):
+            self.begun[entry["id"]] = stack[-1]
+
+    def end(self, entry: Entry) -> None:
+        stack = self.stacks.get(track(entry))
+        if stack and entry["id"] in self.begun:
+            source = self.begun[entry["id"]]
+            self.connections.append((source["args"]["seq"], stack[-1]["args"]["seq"]))
+
+
+def gather(seq: int, start: float, dur: float, after: tuple[int, ...] = ()) -> Event:
+    return Event(0, seq, "all_gather", "all_gather", start_us=start, dur_us=dur, after=after)
+
+
+def on_compute(seq: int, op: str, start: float, dur: float, after: tuple[int, ...] = ()) -> Event:
+    return Event(0, seq, op, "compute", start_us=start, dur_us=dur, after=after)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        [gather(0, 0, 5), on_compute(1, "wait", 2, 4, after=(0,))],
+        [gather(0, 0, 5), gather(1, 5, 5), on_compute(2, "wait", 2, 4, after=(0,))],
+        [gather(0, 0, 5), gather(1, 5, 9), on_compute(2, "wait", 1, 14, after=(1,))],
+        [
+            on_compute(0, "forward", 0, 10),
+            on_compute(1, "forward", 2, 3),
+            gather(2, 11, 5, after=(0,)),
+        ],
+        [
+            on_compute(0, "copy_in", 0, 10),
+            gather(1, 10, 5, after=(0,)),
+            on_compute(2, "forward", 10, 9),
+        ],
+        [
+            gather(0, 0, 5),
+            on_compute(1, "wait", 5, 1, after=(0,)),
+            on_compute(2, "forward", 6, 1),
+        ],
+        [gather(0, 0, 5), on_compute(1, "backward", 1, 20), on_compute(2, "wait", 6, 2, after=(0,))],
+        [gather(0, 0, 7), on_compute(1, "wait", 2, 4, after=(0,))],
+        [gather(0, 4, 0), on_compute(1, "wait", 4, 0, after=(0,))],
+        LOG[:5],
+    ],
+    ids=[
+        "a wait for a gather",
+        "the next gather begins where this one ends",
+        "the gather begins later than the wait for it",
+        "the source has another slice inside",
+        "the next slice begins where the source ends",
+        "the next slice begins where the target ends",
+        "the target is inside another slice",
+        "the news of the gather's end came after the wait",
+        "no time passed",
+        "a bit of everything",
+    ],
+)
+def test_the_viewer_draws_each_arrow_between_the_two_slices_it_is_about(log: list[Event]) -> None:
+    expected = sorted((seq, e.seq) for e in log for seq in e.after)
+    assert sorted(Viewer(to_trace(log, {})).connections) == expected
+
+
+# --- Lifetimes and counters --------------------------------------------------------------------------------
+
+
+def test_a_kind_of_memory_is_a_counter_track_of_its_own_with_one_number() -> None:
+    found = [(e["pid"], e["name"], e["ts"], e["args"]) for e in entries("C")]
+    assert found == [
+        (1, "memory: sharded_param", 1.0, {"bytes": 4}),
+        (1, "memory: unsharded_param", 1.0, {"bytes": 0}),
+        (1, "memory: sharded_param", 4.0, {"bytes": 8}),
+    ]
+
+
+# --- Back again --------------------------------------------------------------------------------------------
+
+
+def test_reading_gives_back_events_and_samples_whatever_the_order_of_the_entries() -> None:
+    trace = to_trace(LOG, SAMPLES)
+    assert from_trace(trace) == (LOG, SAMPLES)
+    slices_last = sorted(trace["traceEvents"], key=lambda e: (e["ph"] == "X", -e.get("ts", 0)))
+    assert from_trace({"traceEvents": slices_last})[0] == LOG
+
+
+@given(any_log)
+def test_reading_gives_back_the_true_times_of_what_was_cut(log: list[Event]) -> None:
+    found, _ = from_trace(json.loads(json.dumps(to_trace(log, {}))))
+    assert found == sorted(log, key=lambda e: (e.rank, e.seq))
+
+
+@pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"ph": "X", "args": {"colour": "red"}}]}])
+def test_a_trace_of_another_program_is_a_key_or_type_error(trace: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError)):
+        from_trace(trace)

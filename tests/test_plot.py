@@ -1,0 +1,567 @@
+"""Pictures as structures: which artists there are, where they lie, what they say. No pixels are compared."""
+
+from __future__ import annotations
+
+import ast
+import math
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
+
+from hwfsdp import Event, EventLog, UsageError
+from hwfsdp.events import OPS, Sample
+from hwfsdp.memory import KINDS
+from hwfsdp.plot import loss, memory, style, timeline
+from hwfsdp.plot.loss import plot_losses
+from hwfsdp.plot.memory import plot_memory
+from hwfsdp.plot.timeline import plot_timeline
+
+MIB = 2**20
+
+
+def event(seq: int, op: str, stream: str, start: float, end: float, **details: Any) -> Event:
+    details = {"rank": 0, "owner": "blocks.0", **details}
+    return Event(seq=seq, op=op, stream=stream, start_us=start, dur_us=end - start, **details)
+
+
+def training_log(ranks: int, groups: int, steps: int = 2) -> EventLog:
+    """A schedule as regular as no run is: each group gathers, computes and scatters, 1 ms each."""
+    return EventLog([e for rank in range(ranks) for e in _events_of(rank, groups, steps)])
+
+
+def _events_of(rank: int, groups: int, steps: int) -> list[Event]:
+    found: list[Event] = []
+
+    def add(op: str, stream: str, start: float, end: float, **details: Any) -> int:
+        found.append(event(len(found), op, stream, start, end, rank=rank, **details))
+        return len(found) - 1
+
+    for step in range(steps):
+        for half, op in enumerate(("forward", "backward")):
+            first = (2 * step + half) * (groups + 1) * 2000.0
+            add(op, "compute", first, first + groups * 2000.0, owner="GPT", step=step)
+            for group in range(groups):
+                begin, details = first + group * 2000.0, {
+                    "owner": f"transformer.blocks.{group}",
+                    "step": step,
+                }
+                copied = add("copy_in", "copy", begin, begin + 100, **details)
+                gathered = add(
+                    "all_gather", "all_gather", begin + 100, begin + 900, after=(copied,), **details
+                )
+                add("wait", "compute", begin + 200, begin + 900, after=(gathered,), **details)
+                add("alloc", "compute", begin + 910, begin + 910, bytes=64, **details)
+                add("copy_out", "compute", begin + 920, begin + 1000, **details)
+                done = add(op, "compute", begin + 1000, begin + 1900, **details)
+                if op == "backward":
+                    add(
+                        "reduce_scatter",
+                        "reduce_scatter",
+                        begin + 1900,
+                        begin + 2500,
+                        after=(done,),
+                        **details,
+                    )
+        add(
+            "optimizer",
+            "compute",
+            first + groups * 2000.0 + 600,
+            first + groups * 2000 + 1500,
+            owner="",
+            step=step,
+        )
+    return found
+
+
+def bars(figure: Figure) -> dict[tuple[int, int], Rectangle]:
+    """The bars by (rank, seq)."""
+    found = {}
+    for axes in figure.axes:
+        for patch in axes.patches:
+            if isinstance(patch, Rectangle):
+                _, rank, _, seq = str(patch.get_gid()).split()
+                found[int(rank), int(seq)] = patch
+    return found
+
+
+def arrows(figure: Figure) -> list[FancyArrowPatch]:
+    return [p for axes in figure.axes for p in axes.patches if isinstance(p, FancyArrowPatch)]
+
+
+def texts(figure: Figure) -> list[tuple[str, Bbox]]:
+    """Every text that is seen, with the rectangle that it fills, in pixels."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    seen = [
+        t for t in figure.findobj(Text) if isinstance(t, Text) and t.get_visible() and t.get_text().strip()
+    ]
+    return [(t.get_text(), Text.get_window_extent(t, renderer)) for t in seen if _is_drawn(t)]
+
+
+def _is_drawn(text: Text) -> bool:
+    """Ticks beyond the limits of their axis exist, but are not drawn."""
+    axes = text.axes
+    ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()] if isinstance(axes, Axes) else []
+    if axes is None or text not in ticks:
+        return True
+    inside = Bbox(axes.get_window_extent().get_points() + [[-1, -1], [1, 1]])
+    x, y = text.get_transform().transform(text.get_position())
+    return bool(inside.x0 <= x <= inside.x1 or inside.y0 <= y <= inside.y1)
+
+
+def assert_texts_are_apart_and_on_the_sheet(figure: Figure) -> None:
+    found = texts(figure)
+    for (first, here), (second, there) in combinations(found, 2):
+        common = Bbox.intersection(here, there)
+        assert common is None or min(common.width, common.height) < 1.0, f"{first!r} lies on {second!r}"
+    for text, place in found:
+        assert figure.bbox.x0 <= place.x0 and place.x1 <= figure.bbox.x1, f"{text!r} is cut off"
+        assert figure.bbox.y0 <= place.y0 and place.y1 <= figure.bbox.y1, f"{text!r} is cut off"
+
+
+def legend_of(figure: Figure) -> list[str]:
+    [legend] = figure.legends or [axes.get_legend() for axes in figure.axes]
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def luma(color: Any) -> float:
+    red, green, blue = to_rgb(color)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+# All pictures
+
+
+@pytest.mark.parametrize("module", [loss, memory, style, timeline])
+def test_no_picture_touches_the_global_state_of_pyplot(module: Any) -> None:
+    tree = ast.parse(Path(module.__file__).read_text())
+    imported = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imported and not any("pyplot" in line for line in imported)
+
+
+# style
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (20 * MIB, "20.0 MiB"),
+        (300 * 1024 * MIB, "300 GiB"),
+        (5 * 2**50, "5120 TiB"),
+    ],
+)
+def test_bytes_are_written_in_the_largest_unit_that_fits(nbytes: int, text: str) -> None:
+    assert style.format_bytes(nbytes) == text
+
+
+def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own() -> None:
+    assert set(style.DRAWN_OPS) == set(OPS) - {"alloc", "free"}
+    for looks in (
+        [style.look_of_op(op) for op in style.DRAWN_OPS],
+        [style.look_of_kind(kind) for kind in KINDS],
+    ):
+        assert len(set(looks)) == len(looks)
+        assert style.look_of_kind("unheard of") not in looks
+
+
+@pytest.mark.parametrize("look_of", [style.look_of_kind, style.look_of_op])
+def test_in_grey_print_looks_differ_by_brightness_or_hatch(look_of: Any) -> None:
+    names = KINDS if look_of is style.look_of_kind else style.DRAWN_OPS
+    for first, second in combinations([look_of(name) for name in names], 2):
+        assert first.hatch != second.hatch or abs(luma(first.color) - luma(second.color)) > 0.15
+
+
+def test_text_is_measured_as_it_is_drawn() -> None:
+    figure = Figure(dpi=72)  # a pixel is a point
+    text = figure.text(0.1, 0.5, "transformer.blocks.7", fontsize=9)
+    drawn = text.get_window_extent(FigureCanvasAgg(figure).get_renderer()).width
+    assert style.text_width("transformer.blocks.7", 9) == pytest.approx(drawn, rel=0.1)
+
+
+# loss
+
+
+FALLING = [3.0, 2.5, 2.25, 2.0]
+
+
+def test_curves_are_drawn_as_given_each_thinner_and_above_the_one_before() -> None:
+    curves = {"a": FALLING, "b": FALLING, "c": [3.0, 3.1], "d": FALLING}
+    lines = plot_losses(curves).axes[0].lines
+    for line, curve in zip(lines, curves.values(), strict=True):
+        assert list(line.get_xdata()) == list(range(len(curve)))
+        assert list(line.get_ydata()) == curve
+    for below, above in zip(lines, lines[1:], strict=False):
+        assert below.get_linewidth() > above.get_linewidth() and below.get_zorder() < above.get_zorder()
+        assert below.get_color() != above.get_color() and below.get_marker() != above.get_marker()
+    assert [line.is_dashed() for line in lines] == [False, True, True, True]
+
+
+def test_the_legend_names_curves_that_are_equal_and_those_that_only_look_so() -> None:
+    one_bit_off = [*FALLING[:-1], math.nextafter(FALLING[-1], 3.0)]
+    curves = {
+        "a": FALLING,
+        "b": list(FALLING),
+        "c": one_bit_off,
+        "d": FALLING[:-1],
+        "e": [3.0, 3.0, 3.0, 3.0],
+    }
+    assert legend_of(plot_losses(curves)) == [
+        "a",
+        "b (equals a exactly)",
+        "c (at most 4.4e-16 from a)",
+        "d",
+        "e",
+    ]
+
+
+def test_a_loss_that_is_not_a_number_equals_only_its_like() -> None:
+    broken = [3.0, math.nan, math.inf]
+    curves = {"a": broken, "b": list(broken), "c": [3.0, 2.0, math.inf]}
+    assert legend_of(plot_losses(curves)) == ["a", "b (equals a exactly)", "c"]
+
+
+def test_the_texts_of_a_loss_picture_are_apart() -> None:
+    assert_texts_are_apart_and_on_the_sheet(
+        plot_losses({"hwfsdp": FALLING, "FSDP2": FALLING, "unsharded": [3.0]})
+    )
+
+
+@pytest.mark.parametrize("curves", [{}, {"a": FALLING, "b": []}])
+def test_a_loss_picture_of_nothing_is_refused(curves: dict[str, list[float]]) -> None:
+    with pytest.raises(UsageError, match="plot_losses: expected one or more curves"):
+        plot_losses(curves)
+
+
+# timeline
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_is_a_band_and_each_stream_with_events_a_row(ranks: int) -> None:
+    figure = plot_timeline(training_log(ranks, groups=2), step=1)
+    assert [axes.get_ylabel() for axes in figure.axes] == [f"rank {rank}" for rank in range(ranks)]
+    for axes in figure.axes:
+        rows = [label.get_text() for label in axes.get_yticklabels()]
+        assert rows == ["compute", "copy", "all_gather", "reduce_scatter"]
+
+
+def test_each_event_that_takes_time_is_a_bar_of_its_extent_in_its_row() -> None:
+    log = training_log(ranks=2, groups=2)
+    drawn = bars(plot_timeline(log))
+    expected = {(e.rank, e.seq): e for e in log.events if e.op not in ("alloc", "free")}
+    assert set(drawn) == set(expected)
+    middles: dict[str, set[float]] = {}
+    for place, bar in drawn.items():
+        found = expected[place]
+        assert bar.get_x() == pytest.approx(found.start_us / 1e3)
+        assert bar.get_width() == pytest.approx(found.dur_us / 1e3)
+        middles.setdefault(found.stream, set()).add(round(bar.get_y() + bar.get_height() / 2, 6))
+    assert all(len(rows) == 1 for rows in middles.values())
+    assert len(set.union(*middles.values())) == len(middles)
+
+
+def test_a_step_is_drawn_alone() -> None:
+    log = training_log(ranks=1, groups=2)
+    drawn = bars(plot_timeline(log, step=1))
+    assert set(drawn) == {(0, e.seq) for e in log.select(step=1) if e.op != "alloc"}
+
+
+def test_what_crosses_the_window_is_cut_there() -> None:
+    log = EventLog(
+        [
+            event(0, "forward", "compute", 0, 1000),
+            event(1, "forward", "compute", 1000, 2000),
+            event(2, "forward", "compute", 3000, 4000),
+        ]
+    )
+    drawn = bars(plot_timeline(log, start_us=500, end_us=1250))
+    assert {seq: (bar.get_x(), bar.get_width()) for (_, seq), bar in drawn.items()} == {
+        0: (0.5, 0.5),
+        1: (1.0, 0.25),
+    }
+
+
+def test_the_legend_names_the_ops_drawn_and_lies_outside_the_bands() -> None:
+    figure = plot_timeline(training_log(ranks=2, groups=2), step=0)
+    assert legend_of(figure) == [
+        *("forward", "backward", "optimizer", "wait (exposed communication)"),
+        *("copy_in", "copy_out", "all_gather", "reduce_scatter", "waited for by"),
+    ]
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    box = figure.legends[0].get_window_extent(canvas.get_renderer())
+    assert all(Bbox.intersection(box, axes.get_window_extent()) is None for axes in figure.axes)
+
+
+def test_a_wait_is_hatched_and_compute_is_not() -> None:
+    log = training_log(ranks=1, groups=2)
+    drawn = bars(plot_timeline(log))
+    for found in log.select("wait", "forward", "backward"):
+        assert bool(drawn[0, found.seq].get_hatch()) == (found.op == "wait")
+
+
+def test_an_inner_span_is_lower_than_the_outer_one_above_it_and_in_full_color() -> None:
+    log = EventLog(
+        [
+            event(0, "forward", "compute", 0, 1000, owner="GPT"),
+            event(1, "forward", "compute", 100, 900, owner="blocks.0"),
+            event(2, "wait", "compute", 200, 300, owner="blocks.0.mlp"),
+            event(3, "forward", "compute", 1000, 1500, owner="head"),
+        ]
+    )
+    drawn = [bar for _, bar in sorted(bars(plot_timeline(log)).items())]
+    for outer, inner in ((drawn[0], drawn[1]), (drawn[1], drawn[2])):
+        assert inner.get_height() < outer.get_height() and inner.get_zorder() > outer.get_zorder()
+    assert drawn[3].get_height() == drawn[0].get_height()
+    full = to_rgb(style.look_of_op("forward").color)
+    assert [to_rgb(bar.get_facecolor()) == full for bar in drawn] == [False, False, False, True]
+    assert luma(drawn[0].get_facecolor()) > luma(full)
+
+
+def test_a_bar_names_its_owner_as_far_as_the_name_fits() -> None:
+    owner = "transformer.blocks.7"
+    log = EventLog(
+        [
+            event(0, "forward", "compute", 0, 5000, owner=owner),
+            event(1, "forward", "compute", 5000, 5500, owner=owner),
+            event(2, "forward", "compute", 5500, 5700, owner=owner),
+            event(3, "forward", "compute", 5700, 5710, owner=owner),
+            event(4, "backward", "compute", 6000, 10000, owner="head"),
+        ]
+    )
+    figure = plot_timeline(log)
+    labels = [text for text in figure.axes[0].texts if not isinstance(text, Annotation)]
+    assert [label.get_text() for label in labels] == [owner, "blocks.7", "7", "head"]
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    for label, seq in zip(labels, (0, 1, 2, 4), strict=True):
+        bar, text = bars(figure)[0, seq].get_window_extent(), Text.get_window_extent(
+            label, canvas.get_renderer()
+        )
+        assert bar.x0 < text.x0 and text.x1 < bar.x1 and bar.y0 < text.y0 and text.y1 < bar.y1
+
+
+def test_the_name_of_an_outer_span_stands_beside_the_inner_ones() -> None:
+    log = EventLog(
+        [
+            event(0, "forward", "compute", 0, 10000, owner="GPT"),
+            event(1, "forward", "compute", 1000, 6000, owner="blocks.0"),
+        ]
+    )
+    [outer] = [text for text in plot_timeline(log).axes[0].texts if text.get_text() == "GPT"]
+    assert outer.get_position()[0] == pytest.approx(8.0)  # in the middle of the widest gap, from 6 to 10 ms
+
+
+def test_an_arrow_leads_from_what_was_waited_for_to_where_the_other_went_on() -> None:
+    log = EventLog(
+        [
+            event(0, "all_gather", "all_gather", 0, 800),
+            event(1, "wait", "compute", 100, 810, after=(0,)),
+            event(2, "forward", "compute", 820, 1500, after=(1,)),  # the same stream: no arrow
+            event(3, "reduce_scatter", "reduce_scatter", 1700, 2000, after=(2, 99)),  # 99 is not in the log
+        ]
+    )
+    drawn = {arrow.get_gid(): arrow for arrow in arrows(plot_timeline(log))}
+    assert sorted(drawn) == ["rank 0 seq 0 to 1", "rank 0 seq 2 to 3"]
+    ends = {
+        gid: [x for x, _ in (arrow.get_path().vertices[0], arrow.get_path().vertices[-1])]
+        for gid, arrow in drawn.items()
+    }
+    for gid, (tail, head) in {"rank 0 seq 0 to 1": (0.8, 0.8), "rank 0 seq 2 to 3": (1.5, 1.7)}.items():
+        positions = drawn[gid]._posA_posB  # type: ignore[attr-defined]
+        assert [x for x, _ in positions] == pytest.approx([tail, head]), ends
+
+
+def test_arrows_that_would_hide_the_bars_are_counted_instead() -> None:
+    groups = timeline.MAX_ARROWS // 2
+    log = training_log(ranks=1, groups=groups, steps=1)
+    figure = plot_timeline(log)
+    edges = sum(len(e.after) for e in log.events)
+    assert edges > timeline.MAX_ARROWS
+    assert not arrows(figure)
+    assert legend_of(figure)[-1] == f"({edges} dependencies not drawn: too many)"
+
+
+def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
+    log = training_log(ranks=2, groups=2, steps=3)
+    figure = plot_timeline(log)
+    ends = [e.end_us / 1e3 for e in log.select("optimizer", rank=0)][:-1]
+    for axes in figure.axes:
+        assert [line.get_xdata()[0] for line in axes.lines if line.get_gid() == "step end"] == ends
+    named = [t.get_text() for t in figure.axes[0].texts if isinstance(t, Annotation)]
+    assert named == ["step 0 | step 1", "step 1 | step 2"]
+
+
+def test_the_title_says_who_and_when_and_the_line_below_how_much_was_hidden() -> None:
+    log = training_log(ranks=2, groups=2)
+    title, subtitle = (text.get_text() for text in plot_timeline(log, step=1).texts)
+    hidden = EventLog(log.select(step=1)).summary()["overlap_fraction"]
+    assert title == "Streams of 2 ranks, step 1"
+    assert subtitle.endswith(f"compute hid {hidden:.0%} of the communication")
+    title, subtitle = (
+        text.get_text() for text in plot_timeline(EventLog(log.select("forward", rank=1))).texts
+    )
+    assert title == "Streams of rank 1, steps 0 to 1"
+    assert subtitle.endswith("without communication")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("step", [0, None])
+def test_the_texts_of_a_timeline_are_apart(ranks: int, step: int | None) -> None:
+    assert_texts_are_apart_and_on_the_sheet(plot_timeline(training_log(ranks, groups=10), step=step))
+
+
+@pytest.mark.parametrize(
+    ("window", "remedy"),
+    [
+        ({"step": 7}, r"The log has steps \[0, 1\]"),
+        ({"start_us": 1e9}, r"and ends at 14300 µs"),
+        ({"start_us": 200, "end_us": 100}, r"The log has steps \[0, 1\]"),
+    ],
+)
+def test_a_window_without_events_is_refused(window: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UsageError, match=remedy):
+        plot_timeline(training_log(ranks=1, groups=1), **window)
+
+
+def test_a_timeline_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="Record a step first"):
+        plot_timeline(EventLog())
+
+
+# memory
+
+
+def sampled(*totals: dict[str, int], rank: int = 0) -> EventLog:
+    """A sample per ms, every kind listed, as the ledger writes it."""
+    zeros = dict.fromkeys(KINDS, 0)
+    return EventLog([], {rank: [Sample(1e3 * ms, {**zeros, **kinds}) for ms, kinds in enumerate(totals)]})
+
+
+UP_AND_DOWN = sampled(
+    {"sharded_param": 4 * MIB},
+    {"sharded_param": 4 * MIB, "unsharded_param": 2 * MIB, "all_gather_buffer": 2 * MIB},
+    {"sharded_param": 4 * MIB, "unsharded_param": 4 * MIB, "all_gather_buffer": 1 * MIB},
+    {"sharded_param": 4 * MIB, "unsharded_param": 4 * MIB, "all_gather_buffer": 1 * MIB},
+    {"sharded_param": 4 * MIB},
+)
+
+
+def areas(figure: Figure) -> dict[str, PolyCollection]:
+    found = [c for c in figure.axes[0].collections if isinstance(c, PolyCollection)]
+    return {str(area.get_label()).split(":")[0]: area for area in found}
+
+
+def test_each_kind_that_ever_has_bytes_is_an_area_and_unsharded_parameters_lie_lowest() -> None:
+    assert list(areas(plot_memory(UP_AND_DOWN))) == ["unsharded_param", "sharded_param", "all_gather_buffer"]
+
+
+@pytest.mark.parametrize("ms", range(4))
+def test_areas_are_stacked_and_hold_from_one_sample_to_the_next(ms: int) -> None:
+    drawn, sample = areas(plot_memory(UP_AND_DOWN)), UP_AND_DOWN.samples[0][ms]
+    base = 0.0
+    for kind, area in drawn.items():
+        top = base + sample.bytes_by_kind[kind] / MIB
+        for late in (0.1, 0.9):  # just after the sample and just before the next: no slope
+            [path] = area.get_paths()
+            assert not path.contains_point((ms + late, base - 0.05))
+            assert path.contains_point((ms + late, (base + top) / 2)) == (top > base)
+            assert not path.contains_point((ms + late, top + 0.05))
+        base = top
+
+
+def test_the_last_sample_holds_until_the_recording_ends() -> None:
+    log = EventLog([event(0, "forward", "compute", 0, 7500)], UP_AND_DOWN.samples)
+    assert plot_memory(log).axes[0].get_xlim() == (0.0, 7.5)
+
+
+def test_the_first_of_the_highest_samples_is_marked_and_named() -> None:
+    figure = plot_memory(UP_AND_DOWN)
+    [peak] = [line for line in figure.axes[0].lines if line.get_gid() == "peak"]
+    assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([2.0], [9.0])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["peak: 9.00 MiB at 2 ms"]
+    assert legend_of(figure) == [
+        "all_gather_buffer: 1.00 MiB",
+        "sharded_param: 4.00 MiB",
+        "unsharded_param: 4.00 MiB",
+    ]
+
+
+def test_the_rank_asked_for_is_drawn() -> None:
+    log = EventLog.merge([UP_AND_DOWN, sampled({"sharded_grad": 512}, rank=3)])
+    figure = plot_memory(log, rank=3)
+    assert list(areas(figure)) == ["sharded_grad"]
+    assert figure.texts[0].get_text() == "Memory of rank 3: at most 512 B at once"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "unit"), [(512, "B"), (3 * 1024, "KiB"), (3 * MIB, "MiB"), (2**31, "GiB")]
+)
+def test_the_axis_counts_in_a_unit_that_suits_the_peak(nbytes: int, unit: str) -> None:
+    axes = plot_memory(sampled({"sharded_param": nbytes})).axes[0]
+    assert axes.get_ylabel() == f"bytes alive [{unit}]"
+    assert 1.0 < axes.get_ylim()[1] < 1024
+
+
+def test_a_kind_that_no_ledger_knows_is_drawn_on_top() -> None:
+    log = sampled({"activation": MIB, "sharded_param": MIB})
+    assert list(areas(plot_memory(log))) == ["sharded_param", "activation"]
+
+
+def test_expected_values_are_dashed_lines_at_their_height_with_their_name() -> None:
+    figure = plot_memory(UP_AND_DOWN, expected={"model": 16 * MIB, "unsharded": 4 * MIB})
+    dashed = {str(line.get_gid()): line for line in figure.axes[0].lines if line.is_dashed()}
+    assert {name: line.get_ydata()[0] for name, line in dashed.items()} == {
+        "unsharded: 4.00 MiB": 4.0,
+        "model: 16.0 MiB": 16.0,
+    }
+    assert set(dashed) < {text.get_text() for text in figure.axes[0].texts}
+    assert figure.axes[0].get_ylim()[1] > 16.0
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {},
+        {"unsharded, closed form": 4 * MIB},
+        {"one": 4 * MIB, "two": 4 * MIB + 1, "three": 4 * MIB - 1},
+        {"high": 9 * MIB, "higher": 9 * MIB + 5, "highest of all those expected": 9 * MIB + 9},
+    ],
+    ids=["none", "one", "close", "high"],
+)
+def test_the_texts_of_a_memory_picture_are_apart(expected: dict[str, int]) -> None:
+    assert_texts_are_apart_and_on_the_sheet(plot_memory(UP_AND_DOWN, expected=expected))
+
+
+@pytest.mark.parametrize("peak", [0, 1, 4, 8, 9])
+def test_the_name_of_a_peak_at_the_edge_is_not_cut_off(peak: int) -> None:
+    totals = [{"sharded_param": MIB + (place == peak)} for place in range(10)]
+    assert_texts_are_apart_and_on_the_sheet(plot_memory(sampled(*totals)))
+
+
+@pytest.mark.parametrize(
+    ("log", "rank", "got"),
+    [
+        (EventLog(), 0, r"samples of the ranks \[\]"),
+        (UP_AND_DOWN, 5, r"samples of the ranks \[0\]"),
+        (EventLog([], {0: []}), 0, "samples of the ranks"),
+        (sampled({}, {}), 0, "samples without bytes"),
+    ],
+    ids=["empty log", "unknown rank", "no samples", "no bytes"],
+)
+def test_a_memory_picture_of_nothing_is_refused(log: EventLog, rank: int, got: str) -> None:
+    with pytest.raises(UsageError, match=rf"plot_memory\(rank={rank}\).*{got}"):
+        plot_memory(log, rank=rank)

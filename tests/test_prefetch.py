@@ -1,0 +1,150 @@
+"""What to gather next: decisions about order, with letters for groups."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwfsdp.prefetch import ForwardOrder, next_in_backward, next_in_forward
+
+
+class Group:
+    """Equal to every other, so that only identity tells two apart."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+A, B, C, D = groups = [Group(name) for name in "ABCD"]
+orders = st.lists(st.sampled_from(groups), max_size=8)
+
+
+def forward(order: ForwardOrder[Group], *entered: Group) -> str:
+    """Runs one forward; the names of what was to be gathered next at each group, "-" for nothing."""
+    targets = [order.enter(group) for group in entered]
+    order.finish()
+    return "".join("-" if target is None else target.name for target in targets)
+
+
+# --- Forward -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "position", "current", "expected"),
+    [
+        ([A, B, C], 0, A, B),
+        ([A, B, C], 1, B, C),
+        ([A, B, C], 2, C, None),
+        ([A, B, C], 3, A, None),
+        ([A, B, C], 0, B, None),
+        ([A, B, C], 1, C, None),
+        ([A, B, A, C], 0, A, B),
+        ([A, B, A, C], 2, A, C),
+        ([A, A], 0, A, A),
+        ([A], 0, A, None),
+        ([], 0, A, None),
+    ],
+)
+def test_the_next_group_in_forward_is_what_followed_last_time_at_this_place(
+    order: list[Group], position: int, current: Group, expected: Group | None
+) -> None:
+    assert next_in_forward(order, position, current) is expected
+
+
+def test_the_first_forward_has_nothing_to_go_by_and_the_second_gathers_one_ahead() -> None:
+    order: ForwardOrder[Group] = ForwardOrder()
+    assert [forward(order, A, B, C) for _ in range(3)] == ["---", "BC-", "BC-"]
+
+
+@pytest.mark.parametrize(
+    ("learned", "taken", "targets"),
+    [
+        ([A, B, C], [A, C], "B-"),
+        ([A, B, C], [A, B], "BC"),
+        ([A, B, C], [A, B, C, D], "BC--"),
+        ([A, B, C], [B, C], "--"),
+        ([A, B, C], [A, C, B], "B--"),
+        ([A, C, B, D], [A, B, B, D], "C-D-"),
+        ([A, B, A, C], [A, B, A, C], "BAC-"),
+        ([A, B, C], [], ""),
+    ],
+)
+def test_a_forward_that_takes_another_path_guesses_only_where_the_paths_agree(
+    learned: list[Group], taken: list[Group], targets: str
+) -> None:
+    order: ForwardOrder[Group] = ForwardOrder()
+    forward(order, *learned)
+    assert forward(order, *taken) == targets
+
+
+def test_only_the_last_forward_counts() -> None:
+    order: ForwardOrder[Group] = ForwardOrder()
+    for path in ([A, B, C], [A, C, B], [A, C, B]):
+        targets = forward(order, *path)
+    assert targets == "CB-"
+    forward(order)
+    assert forward(order, A, C, B) == "---"
+
+
+def test_two_models_learn_apart() -> None:
+    first, second = ForwardOrder[Group](), ForwardOrder[Group]()
+    forward(first, A, B)
+    assert (forward(second, A, B), forward(first, A, B)) == ("--", "B-")
+
+
+@given(orders)
+def test_a_forward_that_repeats_any_path_is_guessed_right_throughout(path: list[Group]) -> None:
+    order: ForwardOrder[Group] = ForwardOrder()
+    forward(order, *path)
+    targets = [order.enter(group) for group in path]
+    assert all(target is follower for target, follower in zip(targets, [*path[1:], None], strict=True))
+
+
+@given(orders, orders)
+def test_a_guess_is_always_what_followed_the_same_group_at_the_same_place(
+    learned: list[Group], taken: list[Group]
+) -> None:
+    order: ForwardOrder[Group] = ForwardOrder()
+    forward(order, *learned)
+    for place, group in enumerate(taken):
+        target = order.enter(group)
+        agree = place < len(learned) and learned[place] is group
+        assert target is (learned[place + 1] if agree and place + 1 < len(learned) else None)
+
+
+# --- Backward ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "index", "expected"),
+    [
+        ([A, B, C], 2, B),
+        ([A, B, C], 1, A),
+        ([A, B, C], 0, None),
+        ([A, B, C], 3, None),
+        ([A, B, C], -1, None),
+        ([A, B, A], 2, B),
+        ([A, B, A], 1, A),
+        ([], 0, None),
+    ],
+)
+def test_the_next_group_in_backward_is_the_one_whose_forward_ended_before(
+    order: list[Group], index: int, expected: Group | None
+) -> None:
+    assert next_in_backward(order, index) is expected
+
+
+@given(orders)
+def test_a_backward_gathers_every_group_but_the_last_of_the_forward_in_reverse(path: list[Group]) -> None:
+    targets = [next_in_backward(path, index) for index in reversed(range(len(path)))]
+    assert all(a is b for a, b in zip(targets, [*path[:-1][::-1], *[None] * bool(path)], strict=True))

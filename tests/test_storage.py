@@ -1,0 +1,108 @@
+"""Memory under a tensor comes and goes; the tensor, its aliases and what autograd saved of it stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hwfsdp.storage import allocate, free, is_allocated
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)], ids=str)
+def test_freed_and_allocated_again_a_tensor_has_its_memory_shape_and_identity(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.ones(shape, dtype=dtype)
+    storage, full = tensor.untyped_storage(), tensor.numel() * dtype.itemsize
+    for _ in range(2):
+        free(tensor)
+        assert (nbytes(tensor), is_allocated(tensor), tuple(tensor.shape)) == (0, False, shape)
+        allocate(tensor)
+        assert (nbytes(tensor), is_allocated(tensor), tuple(tensor.shape)) == (full, True, shape)
+    assert tensor.untyped_storage()._cdata == storage._cdata
+    tensor.fill_(3)
+    assert tensor.unique().tolist() == [3]
+
+
+def test_freeing_twice_and_allocating_twice_change_nothing() -> None:
+    tensor = torch.arange(4.0)
+    place = tensor.data_ptr()
+    allocate(tensor)
+    assert (tensor.tolist(), tensor.data_ptr()) == ([0, 1, 2, 3], place)
+    free(tensor)
+    free(tensor)
+    assert nbytes(tensor) == 0
+
+
+def test_a_change_of_size_is_one_resizing_and_no_change_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    resize = torch.UntypedStorage.resize_
+    monkeypatch.setattr(
+        torch.UntypedStorage, "resize_", lambda storage, size: sizes.append(size) or resize(storage, size)
+    )
+    tensor = torch.zeros(4)
+    for change in (allocate, allocate, free, free, allocate, free):
+        change(tensor)
+    assert sizes == [0, 16, 0]
+
+
+def test_aliases_share_what_happens_to_the_memory() -> None:
+    tensor = torch.zeros(6)
+    aliases = [tensor.data, tensor.view(2, 3), tensor.detach()[:5], torch.nn.Parameter(tensor.data)]
+    free(tensor)
+    assert not any(is_allocated(alias) for alias in aliases)
+    allocate(tensor)
+    tensor.copy_(torch.arange(6.0))
+    assert all(is_allocated(alias) for alias in aliases)
+    assert aliases[1].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert aliases[2].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)], ids=str)
+def test_a_tensor_without_elements_may_always_be_read(shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape)
+    for change in (free, allocate, free):
+        change(tensor)
+        assert is_allocated(tensor)
+        assert nbytes(tensor) == 0
+
+
+def test_what_autograd_saved_sees_the_memory_return() -> None:
+    memory = torch.tensor([2.0, 3.0])
+    weight = torch.nn.Parameter(memory.data)
+    x = torch.tensor([5.0, 7.0], requires_grad=True)
+    out = (weight * x).sum()
+    free(memory)
+    allocate(memory)
+    memory.copy_(torch.tensor([2.0, 3.0]))
+    out.backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 3]
+    assert weight.grad is not None and weight.grad.tolist() == [5, 7]
+
+
+def test_writing_through_the_tensor_itself_would_be_noticed() -> None:
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    out = (weight * weight).sum()
+    with torch.no_grad():
+        weight.copy_(torch.tensor([2.0, 3.0]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_tensors_without_data_come_and_go_too(kind: str) -> None:
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        tensor = torch.zeros(10)
+        free(tensor)
+        assert (nbytes(tensor), is_allocated(tensor)) == (0, False)
+        allocate(tensor)
+        assert (nbytes(tensor), is_allocated(tensor)) == (40, True)
