@@ -7,6 +7,8 @@ was got, and what to do. Each also derives from the built-in exception that a ca
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FSDPError(Exception):
     """Base of this package's errors.
@@ -19,6 +21,16 @@ class FSDPError(Exception):
     def __init__(self, subject: str, *, expected: str, got: str, remedy: str) -> None:
         self.subject, self.expected, self.got, self.remedy = subject, expected, got, remedy
         super().__init__(f"{subject}: expected {expected}; got {got}. {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel from ranks to their caller; constructors differ, what they made does not."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(cls: type[FSDPError], args: tuple[Any, ...], attributes: dict[str, Any]) -> FSDPError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class UsageError(FSDPError, ValueError):

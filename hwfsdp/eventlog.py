@@ -94,24 +94,27 @@ class EventLog:
     def happens_before(self, first: Event, second: Event) -> bool:
         """Whether the log proves that `first` ended before `second` began, on one rank.
 
-        Proof is a path along streams and `after` (see `events`, Note [Order without clocks]).
+        Proof is a path along streams and `after` (see `events`, Note [Order without clocks]). On one stream an event
+        follows those that were over when it began; a span is not over while one inside it runs.
         """
+        if first.rank != second.rank:
+            return False
         by_seq = {e.seq: e for e in self.events if e.rank == second.rank}
-        previous: dict[int, int] = {}
-        last: dict[str, int] = {}
-        for seq in sorted(by_seq):
-            stream = by_seq[seq].stream
-            if stream in last:
-                previous[seq] = last[stream]
-            last[stream] = seq
-        reached, frontier = set[int](), [second.seq]
+        on_stream: dict[str, list[Event]] = {}  # not reached yet, the first to end last
+        for event in sorted(by_seq.values(), key=lambda e: (e.end_us, e.seq), reverse=True):
+            on_stream.setdefault(event.stream, []).append(event)
+        reached, frontier = set[int](), [second]
         while frontier:
-            seq = frontier.pop()
-            for earlier in (*by_seq[seq].after, previous.get(seq, -1)):
-                if earlier in by_seq and earlier not in reached:
-                    reached.add(earlier)
-                    frontier.append(earlier)
-        return first.rank == second.rank and first.seq in reached
+            event = frontier.pop()
+            queue = on_stream.get(event.stream, [])
+            waiting: list[Event] = []
+            while queue and queue[-1].end_us <= event.start_us:
+                earlier = queue.pop()
+                (frontier if earlier.seq < event.seq else waiting).append(earlier)
+            queue.extend(reversed(waiting))
+            frontier.extend(by_seq[seq] for seq in event.after if seq in by_seq and seq not in reached)
+            reached.add(event.seq)
+        return first.seq in reached and first.seq != second.seq
 
     def save(self, path: str | Path) -> None:
         """Writes the log as JSON that https://ui.perfetto.dev opens; `load` reads it back."""
@@ -122,11 +125,11 @@ class EventLog:
         """Reads what `save` wrote. Raises UsageError, in one line, for anything else."""
         try:
             events, samples = from_trace(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(
                 f"EventLog.load({str(path)!r})",
                 expected="a trace written by EventLog.save",
-                got=f"{type(error).__name__}: {error}",
+                got=f"{type(error).__name__}: {' '.join(str(error).split())}",
                 remedy="Check the path; traces of other programs cannot be read back.",
             ) from None
         return cls(events, samples)

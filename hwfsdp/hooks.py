@@ -172,6 +172,8 @@ class FSDPState:
     def on_backward_end(self) -> None:
         with events.scope("backward", self.fqn):
             self.finish_backward()
+            if recorder := events.active():
+                self.root.states[0]._sample(recorder)
 
     def _sample(self, recorder: events.Recorder) -> None:
         if recorder.visit:

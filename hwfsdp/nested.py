@@ -7,8 +7,8 @@ object, so structures that FSDP has no business with pass through untouched.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +24,28 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, PackedSequence):
-        return tree._replace(data=fn(tree.data))
+        data = fn(tree.data)
+        return tree if data is tree.data else tree._replace(data=data)
+    if isinstance(tree, dict):  # before dataclasses: the output classes of model libraries are both
+        return _map_dict(fn, tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return _map_dataclass(fn, tree)
-    if isinstance(tree, dict):
-        return _map_dict(fn, tree)
     if isinstance(tree, list | tuple):
         return _map_sequence(fn, tree)
     return tree
+
+
+def _map_dict(fn: Callable[[Tensor], Tensor], tree: dict[Any, Any]) -> Any:
+    new = {key: map_tensors(fn, value) for key, value in tree.items()}
+    if all(new[key] is tree[key] for key in tree):
+        return tree
+    result = copy.copy(tree)  # of the same class, with its default factory, its order and its attributes
+    attributes = getattr(tree, "__dict__", {})
+    for key, value in new.items():
+        result[key] = value
+        if isinstance(key, str) and attributes.get(key) is tree[key]:  # where items are attributes, too
+            setattr(result, key, value)
+    return result
 
 
 def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -39,29 +53,10 @@ def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     new = {name: map_tensors(fn, value) for name, value in old.items()}
     if all(new[name] is old[name] for name in old):
         return tree
-    copy = object.__new__(
-        type(tree)
-    )  # not `replace`: fields may be init=False, and __post_init__ ran already
-    for name, value in {**getattr(tree, "__dict__", {}), **new}.items():
-        object.__setattr__(copy, name, value)
-    return copy
-
-
-def _map_dict(fn: Callable[[Tensor], Tensor], tree: dict[Any, Any]) -> Any:
-    new = {key: map_tensors(fn, value) for key, value in tree.items()}
-    if all(new[key] is tree[key] for key in tree):
-        return tree
-    if isinstance(tree, defaultdict):
-        return defaultdict(tree.default_factory, new)
-    if type(tree) in (dict, OrderedDict):
-        return type(tree)(new)
-    copy = type(tree).__new__(type(tree))  # a subclass, such as a model-output dict, with its own __init__
-    copy.__dict__.update(getattr(tree, "__dict__", {}))
-    for key, value in new.items():
-        dict.__setitem__(copy, key, value)
-        if getattr(tree, "__dict__", {}).get(str(key)) is tree[key]:
-            copy.__dict__[str(key)] = value
-    return copy
+    result = copy.copy(tree)  # not `replace`: fields may be init=False, and __post_init__ ran already
+    for name, value in new.items():
+        object.__setattr__(result, name, value)
+    return result
 
 
 def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, ...]) -> Any:

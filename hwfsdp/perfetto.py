@@ -10,6 +10,7 @@ slice that it comes from.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,12 +22,12 @@ SamplesByRank = dict[int, list[Sample]]
 
 def to_trace(events: Sequence[Event], samples: SamplesByRank) -> dict[str, Any]:
     """The log as one JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms"}`."""
-    entries = [*_tracks(events), *_slices(events), *_arrows(events), *_counters(samples)]
+    entries = [*_tracks(events), *_slices_and_arrows(events), *_counters(samples)]
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
 def from_trace(trace: dict[str, Any]) -> tuple[list[Event], SamplesByRank]:
-    """Inverse of `to_trace`. Raises KeyError or TypeError for a trace that this module did not write."""
+    """Inverse of `to_trace`. Raises KeyError, TypeError or ValueError for a trace that this module did not write."""
     events = [_event(entry["args"]) for entry in trace["traceEvents"] if entry["ph"] == "X"]
     samples: dict[int, dict[float, dict[str, int]]] = {}
     for entry in trace["traceEvents"]:
@@ -37,8 +38,21 @@ def from_trace(trace: dict[str, Any]) -> tuple[list[Event], SamplesByRank]:
     return sorted(events, key=lambda e: (e.rank, e.seq)), by_rank
 
 
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("rank", "seq", "step", "bytes"), int),
+    **dict.fromkeys(("op", "stream", "owner", "phase", "dtype"), str),
+    **dict.fromkeys(("start_us", "dur_us"), (int, float)),
+    **dict.fromkeys(("after", "reads", "writes"), (list, tuple)),
+}
+
+
 def _event(args: dict[str, Any]) -> Event:
-    lists = {name: tuple(args[name]) for name in ("after", "reads", "writes")}
+    for name, kind in _TYPES.items():
+        if not isinstance(args[name], kind):
+            raise TypeError(f"{name} is {args[name]!r}")
+    lists = {name: tuple(map(operator.index, args[name])) for name in ("after", "reads", "writes")}
+    if args["stream"] not in STREAMS:
+        raise ValueError(f"no stream is called {args['stream']!r}")
     return Event(**{**args, **lists})
 
 
@@ -59,53 +73,96 @@ def _meta(kind: str, pid: int, tid: int, /, **args: Any) -> TraceEvent:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def _slices(events: Sequence[Event]) -> Iterator[TraceEvent]:
-    drawn = nested_intervals(events)
+Interval = tuple[float, float]
+Place = tuple[int, int]  # rank, seq
+
+
+class Drawn:
+    """A slice as drawn.
+
+    Attributes:
+        free_until: when the first slice on top of it begins, or its end. From then on, the viewer ties an arrow to
+            that slice, although it may be over.
+    """
+
+    def __init__(self, start: float, end: float) -> None:
+        self.start, self.end, self.free_until = start, end, end
+
+    def last_moment(self, before: float) -> float:
+        """The latest time, not after `before`, at which an arrow touches this slice."""
+        end = max(self.start, min(self.free_until, before))
+        return max((self.start + end) / 2, end - _INSIDE)
+
+
+def draw(events: Sequence[Event]) -> dict[Place, Drawn]:
+    """Where to draw each event, by (rank, seq): on each track, intervals nest or are apart.
+
+    An event that would cross the end of an earlier one is cut short there. Only the drawing changes.
+    """
+    drawn: dict[Place, Drawn] = {}
+    tracks: dict[tuple[int, str], list[Drawn]] = {}
+    for event in sorted(events, key=lambda e: (e.rank, e.stream, e.start_us, -e.dur_us, e.seq)):
+        open_ones = tracks.setdefault((event.rank, event.stream), [])
+        while open_ones and open_ones[-1].end <= event.start_us:
+            open_ones.pop()
+        slice_ = Drawn(event.start_us, min([event.end_us, *(other.end for other in open_ones)]))
+        if open_ones:
+            open_ones[-1].free_until = min(open_ones[-1].free_until, slice_.start)
+        open_ones.append(slice_)
+        drawn[event.rank, event.seq] = slice_
+    return drawn
+
+
+def nested_intervals(events: Sequence[Event]) -> dict[Place, Interval]:
+    """`draw`, for those who only want the intervals."""
+    return {place: (slice_.start, slice_.end) for place, slice_ in draw(events).items()}
+
+
+def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
+    """Each slice, directly followed by the ends of the arrows that touch it.
+
+    Directly, because at equal times the viewer takes entries in the order of the file, and ties an arrow to the
+    slice that is open, innermost, on its track at that point.
+    """
+    drawn = draw(events)
+    arrows = _arrows(events, drawn)
     for event in events:
-        start, end = drawn[event.rank, event.seq]
+        place = event.rank, event.seq
         yield {
             "ph": "X",
             "name": f"{event.op} {event.owner}".strip(),
             "cat": event.op,
             "pid": event.rank + 1,
             "tid": _tid(event.stream),
-            "ts": start,
-            "dur": end - start,
+            "ts": drawn[place].start,
+            "dur": drawn[place].end - drawn[place].start,
             "args": event.as_dict(),
         }
+        yield from arrows.get(place, ())
 
 
-def nested_intervals(events: Sequence[Event]) -> dict[tuple[int, int], tuple[float, float]]:
-    """Where to draw each event, by (rank, seq): on each track, intervals nest or are apart.
+_INSIDE = 0.05  # µs from the end of a slice at which an arrow touches it: past the end it would touch nothing
 
-    An event that would cross the end of an earlier one is cut short there. Only the drawing changes.
+
+def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, list[TraceEvent]]:
+    """A flow from each event waited for to the one that waited, by the slice that an end belongs to.
+
+    An arrow leaves the last moment of its source. It arrives at the last moment of a wait, and at the first of
+    anything else; never before it left.
     """
-    drawn: dict[tuple[int, int], tuple[float, float]] = {}
-    open_ends: dict[tuple[int, str], list[float]] = {}
-    for event in sorted(events, key=lambda e: (e.rank, e.stream, e.start_us, -e.dur_us, e.seq)):
-        stack = open_ends.setdefault((event.rank, event.stream), [])
-        while stack and stack[-1] <= event.start_us:
-            stack.pop()
-        end = min([event.end_us, *stack])
-        stack.append(end)
-        drawn[event.rank, event.seq] = event.start_us, end
-    return drawn
-
-
-def _arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
-    """A flow from the end of each event waited for to the one that waited."""
-    drawn = nested_intervals(events)
+    arrows: dict[Place, list[TraceEvent]] = {}
     by_place = {(e.rank, e.seq): e for e in events}
-    number = 0
-    for event in events:
-        for seq in event.after:
-            source = by_place.get((event.rank, seq))
-            if source is None:
-                continue
-            number += 1
-            end = drawn[event.rank, seq][1]
-            yield _flow("s", number, source, end)
-            yield {**_flow("f", number, event, drawn[event.rank, event.seq][1]), "bp": "e"}
+    pairs = [(by_place.get((e.rank, seq)), e) for e in events for seq in e.after]
+    for number, (source, event) in enumerate(pairs, start=1):
+        if source is None:
+            continue
+        begin, end = (source.rank, source.seq), (event.rank, event.seq)
+        arrival = drawn[end].last_moment(float("inf")) if event.op == "wait" else drawn[end].start
+        departure = drawn[begin].last_moment(before=arrival)
+        if departure <= arrival:
+            arrows.setdefault(begin, []).append(_flow("s", number, source, departure))
+            arrows.setdefault(end, []).append({**_flow("f", number, event, arrival), "bp": "e"})
+    return arrows
 
 
 def _flow(phase: str, number: int, event: Event, ts: float) -> TraceEvent:

@@ -282,6 +282,21 @@ class Unused(Stem):
         return self.head(self.blocks[2](self.blocks[0](x)))
 
 
+class Hollow(Block):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 12, 8)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+def hollow() -> Stem:
+    return Stem([Hollow() for _ in range(2)])
+
+
 class Convolution(Model):
     def __init__(self) -> None:
         super().__init__(

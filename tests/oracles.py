@@ -57,13 +57,14 @@ Library = Callable[..., nn.Module]
 
 
 def wrap(model: Model, library: Library, how: str = "blocks", **options: Any) -> Model:
-    """Shards the root alone, each block and the root, or each layer of each block, too."""
+    """Shards the root alone, each block and the root, each layer of each block, too, or blocks without a root."""
     for block in model.blocks if how != "root" else ():
         for layer in block.children() if how == "nested" else ():
             if any(True for _ in layer.parameters()):
                 library(layer, **options)
         library(block, **options)
-    library(model, **options)
+    if how != "rootless":
+        library(model, **options)
     return model
 
 

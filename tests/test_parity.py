@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import models
-from hwfsdp import launch
+from hwfsdp import FSDPCommContext, launch
 from models import ZOO
 from oracles import (
     BITS,
@@ -35,6 +35,7 @@ from oracles import (
     fresh,
     leaves,
     objective,
+    ours,
     rank_rows,
     run_checks,
     wrap,
@@ -132,6 +133,34 @@ def evaluate_between(training: Training, mode: Callable[[], Any]) -> None:
             training.loss(10 + seed)
         training.call("reshard")
         training.steps(1, first_seed=seed)
+
+
+def evaluate_in_the_middle(training: Training) -> None:
+    """A forward without gradients between a forward and its backward."""
+    for seed in range(2):
+        loss = training.loss(seed)
+        with torch.no_grad():
+            training.loss(10 + seed)
+        loss.backward()
+        training.update()
+    training.keep_params()
+
+
+def zero_in_place(training: Training) -> None:
+    """Gradients are set to zero instead of being dropped."""
+    for seed in range(3):
+        training.loss(seed).backward()
+        training.keep_grads()
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=False)
+    training.keep_params()
+
+
+def share_streams(training: Training) -> None:
+    """Blocks that are roots of their own take turns on one set of streams."""
+    options = {"comm_ctx": FSDPCommContext("cpu")} if training.library is ours else {}
+    training.model = wrap(fresh(training.build), training.library, "rootless", **options)
+    training.steps()
 
 
 def clip(training: Training) -> None:
@@ -311,6 +340,14 @@ SCENARIOS: dict[str, Case] = {
     "not the last backward": Case(models.uneven, not_last_backward),
     "no_grad in between": Case(models.stem, functools.partial(evaluate_between, mode=torch.no_grad)),
     "inference_mode first": Case(models.stem, functools.partial(evaluate_between, mode=torch.inference_mode)),
+    "no_grad in the middle": Case(models.stem, evaluate_in_the_middle),
+    "no_grad in the middle, nested": Case(models.Transformer, evaluate_in_the_middle, how="nested"),
+    "zero in place": Case(models.uneven, zero_in_place),
+    "parameters without elements": Case(models.hollow),
+    "several roots": Case(models.even, how="rootless"),
+    "several roots, one runs twice": Case(models.twice, how="rootless"),
+    "several roots, two forwards": Case(models.even, two_forwards_two_backwards, how="rootless"),
+    "several roots, shared streams": Case(models.even, share_streams, how="rootless"),
     "clip the gradient norm": Case(models.uneven, clip),
     "two forwards, one backward": Case(models.Transformer, two_forwards_one_backward),
     "two forwards, one backward, nested": Case(models.Transformer, two_forwards_one_backward, how="nested"),
@@ -344,11 +381,15 @@ for _name, _reentrant in (("reentrant", True), ("non-reentrant", False)):
             ),
         }
 
-NOT_AS_FSDP2 = {"inference_mode first"}  # it cannot train after that
+NOT_AS_FSDP2 = {
+    "inference_mode first",  # it cannot train after that
+    "parameters without elements",  # nor those
+}
 NOT_AS_UNSHARDED = {
     "meta, buffers",  # batch normalization sees the rows of its own rank only
     "meta, tied",  # PyTorch alone unties parameters there
     "assign a state, tied",
+    "several roots, one runs twice",  # its stem and head are nobody's, and see the rows of their own rank only
 }
 
 

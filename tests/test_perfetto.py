@@ -113,9 +113,7 @@ def test_ranks_and_streams_are_sorted_by_their_number(kind: str) -> None:
 # --- Slices ------------------------------------------------------------------------------------------------
 
 times = st.integers(0, 20).map(float)
-any_log = st.lists(
-    st.tuples(st.integers(0, 1), st.sampled_from(STREAMS[:2]), times, times), max_size=12
-).map(
+any_log = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(STREAMS[:2]), times, times), max_size=12).map(
     lambda rows: [
         Event(rank, seq, "forward", stream, start_us=start, dur_us=dur)
         for seq, (rank, stream, start, dur) in enumerate(rows)
@@ -151,15 +149,19 @@ def test_drawing_moves_no_beginning_and_lengthens_nothing(log: list[Event]) -> N
 
 @given(any_log)
 def test_what_nests_already_is_drawn_as_it_is(log: list[Event]) -> None:
-    apart = [
-        Event(e.rank, e.seq, e.op, e.stream, start_us=100.0 * e.seq, dur_us=e.dur_us * 4) for e in log
-    ]
+    apart = [Event(e.rank, e.seq, e.op, e.stream, start_us=100.0 * e.seq, dur_us=e.dur_us * 4) for e in log]
     inside = [
         Event(e.rank, e.seq + 100, e.op, e.stream, start_us=e.start_us + e.dur_us / 4, dur_us=e.dur_us / 2)
         for e in apart
     ]
     drawn = nested_intervals([*apart, *inside])
     assert all(drawn[e.rank, e.seq] == (e.start_us, e.end_us) for e in (*apart, *inside))
+
+
+@pytest.mark.parametrize("durations", [(2.0, 5.0), (5.0, 2.0)])
+def test_of_two_that_begin_together_the_shorter_lies_inside_the_longer(durations: tuple[float, float]) -> None:
+    log = [Event(0, seq, "forward", "compute", dur_us=dur) for seq, dur in enumerate(durations)]
+    assert [nested_intervals(log)[0, seq] for seq in (0, 1)] == [(0, dur) for dur in durations]
 
 
 def test_a_slice_that_would_cross_the_end_of_an_earlier_one_is_cut_there() -> None:
@@ -206,15 +208,15 @@ def test_an_arrow_begins_inside_its_slice_and_binds_to_the_slice_around_its_end(
 @given(any_log)
 def test_an_arrow_begins_inside_its_slice_even_where_that_was_cut(log: list[Event]) -> None:
     waiting = [
-        Event(rank, 1000 + e.seq, "wait", "reduce_scatter", start_us=50.0 * e.seq, dur_us=9.0, after=(e.seq,))
-        for rank in (0, 1)
+        Event(e.rank, 100 + e.seq, "wait", STREAMS[2], start_us=100 + 50.0 * e.seq, dur_us=9.0, after=(e.seq,))
         for e in log
-        if e.rank == rank
     ]
     trace = to_trace([*log, *waiting], {})
     drawn = {(s["args"]["rank"], s["args"]["seq"]): s for s in entries("X", trace)}
-    for (begin, _), event in zip(arrows(trace), waiting, strict=True):
-        source = drawn[event.rank, event.after[0]]
+    assert len(arrows(trace)) == len(log)
+    for begin, end in arrows(trace):
+        (target,) = [e for e in waiting if e.start_us <= end["ts"] <= e.end_us and e.rank + 1 == end["pid"]]
+        source = drawn[target.rank, target.after[0]]
         assert track(begin) == track(source)
         assert source["ts"] <= begin["ts"] <= source["ts"] + source["dur"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -103,21 +104,22 @@ def texts(figure: Figure) -> list[tuple[str, Bbox]]:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
-    seen = [
-        t for t in figure.findobj(Text) if isinstance(t, Text) and t.get_visible() and t.get_text().strip()
+    hidden = {id(label) for axes in figure.axes for label in _labels_out_of_sight(axes)}
+    seen = [t for t in figure.findobj(Text) if isinstance(t, Text) and id(t) not in hidden]
+    return [
+        (t.get_text(), Text.get_window_extent(t, renderer))
+        for t in seen
+        if t.get_visible() and t.get_text().strip()
     ]
-    return [(t.get_text(), Text.get_window_extent(t, renderer)) for t in seen if _is_drawn(t)]
 
 
-def _is_drawn(text: Text) -> bool:
+def _labels_out_of_sight(axes: Axes) -> Iterator[Text]:
     """Ticks beyond the limits of their axis exist, but are not drawn."""
-    axes = text.axes
-    ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()] if isinstance(axes, Axes) else []
-    if axes is None or text not in ticks:
-        return True
-    inside = Bbox(axes.get_window_extent().get_points() + [[-1, -1], [1, 1]])
-    x, y = text.get_transform().transform(text.get_position())
-    return bool(inside.x0 <= x <= inside.x1 or inside.y0 <= y <= inside.y1)
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        for tick in axis.get_major_ticks():
+            if not low <= tick.get_loc() <= high:
+                yield from (tick.label1, tick.label2)
 
 
 def assert_texts_are_apart_and_on_the_sheet(figure: Figure) -> None:
@@ -376,13 +378,12 @@ def test_an_arrow_leads_from_what_was_waited_for_to_where_the_other_went_on() ->
     )
     drawn = {arrow.get_gid(): arrow for arrow in arrows(plot_timeline(log))}
     assert sorted(drawn) == ["rank 0 seq 0 to 1", "rank 0 seq 2 to 3"]
-    ends = {
-        gid: [x for x, _ in (arrow.get_path().vertices[0], arrow.get_path().vertices[-1])]
-        for gid, arrow in drawn.items()
-    }
-    for gid, (tail, head) in {"rank 0 seq 0 to 1": (0.8, 0.8), "rank 0 seq 2 to 3": (1.5, 1.7)}.items():
-        positions = drawn[gid]._posA_posB  # type: ignore[attr-defined]
-        assert [x for x, _ in positions] == pytest.approx([tail, head]), ends
+    expected = {"rank 0 seq 0 to 1": (0.8, 0.8), "rank 0 seq 2 to 3": (1.5, 1.7)}
+    for gid, (tail, head) in expected.items():
+        path = drawn[gid].get_path()
+        extent = path.get_extents()
+        ends = (path.vertices[0][0], extent.x0, extent.x1)
+        assert ends == pytest.approx((tail, tail, head), abs=0.01)
 
 
 def test_arrows_that_would_hide_the_bars_are_counted_instead() -> None:
@@ -428,7 +429,7 @@ def test_the_texts_of_a_timeline_are_apart(ranks: int, step: int | None) -> None
     ("window", "remedy"),
     [
         ({"step": 7}, r"The log has steps \[0, 1\]"),
-        ({"start_us": 1e9}, r"and ends at 14300 µs"),
+        ({"start_us": 1e9}, r"and ends at 15500 µs"),
         ({"start_us": 200, "end_us": 100}, r"The log has steps \[0, 1\]"),
     ],
 )
@@ -498,6 +499,9 @@ def test_the_first_of_the_highest_samples_is_marked_and_named() -> None:
         "sharded_param: 4.00 MiB",
         "unsharded_param: 4.00 MiB",
     ]
+    colors = [to_rgb(patch.get_facecolor()) for patch in figure.legends[0].get_patches()]
+    kinds = ("all_gather_buffer", "sharded_param", "unsharded_param")
+    assert colors == [to_rgb(style.look_of_kind(kind).color) for kind in kinds]
 
 
 def test_the_rank_asked_for_is_drawn() -> None:
@@ -546,10 +550,23 @@ def test_the_texts_of_a_memory_picture_are_apart(expected: dict[str, int]) -> No
     assert_texts_are_apart_and_on_the_sheet(plot_memory(UP_AND_DOWN, expected=expected))
 
 
+@pytest.mark.parametrize("nbytes", [1, 9 * MIB])
+def test_labels_moved_apart_stay_beside_the_frame(nbytes: int) -> None:
+    figure = plot_memory(UP_AND_DOWN, expected={f"label {place}": nbytes + place for place in range(5)})
+    frame = figure.axes[0].get_window_extent()
+    labels = [place for text, place in texts(figure) if text.startswith("label")]
+    assert len(labels) == 5
+    for place in labels:
+        assert place.x0 > frame.x1 and frame.y0 < (place.y0 + place.y1) / 2 < frame.y1 + 1
+
+
 @pytest.mark.parametrize("peak", [0, 1, 4, 8, 9])
-def test_the_name_of_a_peak_at_the_edge_is_not_cut_off(peak: int) -> None:
+def test_the_name_of_the_peak_stands_above_the_frame_and_not_beside_it(peak: int) -> None:
     totals = [{"sharded_param": MIB + (place == peak)} for place in range(10)]
-    assert_texts_are_apart_and_on_the_sheet(plot_memory(sampled(*totals)))
+    figure = plot_memory(sampled(*totals))
+    frame = figure.axes[0].get_window_extent()
+    [name] = [place for text, place in texts(figure) if text.startswith("peak")]
+    assert frame.x0 - 1 <= name.x0 and name.x1 <= frame.x1 + 1 and name.y0 >= frame.y1
 
 
 @pytest.mark.parametrize(

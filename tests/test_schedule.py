@@ -161,7 +161,7 @@ def early_gathers(log: EventLog) -> list[str]:
     early = []
     for index in range(1, 3):
         [gather] = log.select("all_gather", phase="forward", owner=f"blocks.{index}")
-        [forward] = log.select("forward", owner=f"blocks.{index - 1}")
+        [forward] = log.select("forward", phase="forward", owner=f"blocks.{index - 1}")
         if gather.seq < forward.seq:
             early.append(f"{index}")
     return early
@@ -171,6 +171,13 @@ def test_the_second_forward_gathers_one_group_ahead_with_the_same_traffic():
     first, second, third = launch(logs_of, 2, 3, timeout=60)[0]
     assert [early_gathers(log) for log in (first, second, third)] == [[], ["1", "2"], ["1", "2"]]
     assert traffic(first) == traffic(second) == traffic(third) == ONE_STEP
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_does_not_make_forward_forget_the_order(reentrant):
+    build = functools.partial(models.checkpointed, reentrant)
+    first, second = launch(logs_of, 2, 2, build, timeout=60)[0]
+    assert [early_gathers(log) for log in (first, second)] == [[], ["1", "2"]]
 
 
 def test_a_forward_never_gathers_two_groups_ahead():

@@ -22,7 +22,7 @@ from hwfsdp.plot import style
 Curve = Sequence[float]
 
 _COLORS = (style.SKY_BLUE, style.VERMILION, style.BLACK, style.GREEN, style.PURPLE, style.BLUE, style.ORANGE)
-_DASHES = ((0.0, ()), (0.0, (4.0, 2.0)), (0.0, (1.0, 1.6)), (0.0, (6.0, 1.5, 1.0, 1.5)))
+_DASHES = ("solid", (0.0, (4.0, 2.0)), (0.0, (1.0, 1.6)), (0.0, (6.0, 1.5, 1.0, 1.5)))
 _MARKERS = "os^Dv<>"
 _WIDEST, _THINNEST = 8.0, 1.6  # points
 _LOOKS_EQUAL = 0.005  # of the range of all curves: about the width of a line

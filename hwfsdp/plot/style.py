@@ -8,6 +8,7 @@ https://jfly.uni-koeln.de/color/); the greys are ours. Hatches keep apart what w
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -81,6 +82,7 @@ def ink_on(color: str) -> str:
     return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else WHITE
 
 
+@functools.cache
 def text_width(text: str, size: float) -> float:
     """Width in points of one line of text set in `size` points; needs no canvas."""
     if not text.strip():

@@ -115,7 +115,7 @@ def _selected(log: EventLog, start: float | None, end: float | None, step: int |
     found = [e for e in log.select(*style.DRAWN_OPS) if step is None or e.step == step]
     low = min((e.start_us for e in found), default=0.0) if start is None else start
     high = max((e.end_us for e in found), default=0.0) if end is None else end
-    inside = [e for e in found if e.start_us < high and e.end_us > low]
+    inside = [e for e in found if low < high and e.start_us < high and e.end_us > low]
     if not inside:
         steps = sorted({e.step for e in log.select(*style.DRAWN_OPS)})
         last = max((e.end_us for e in log.events), default=0.0)
