@@ -107,6 +107,8 @@ class Draft:
 
     def close(self, mark: Mark | None = None) -> None:
         self.end = mark or self.recorder.mark(self.event.stream)
+        if not self.follows_stream:
+            self.recorder.last_seq[self.event.stream] = self.event.seq
 
 
 @dataclass
@@ -131,6 +133,7 @@ class Recorder:
     inside_collective: bool = False
     sample_memory: Callable[[], dict[str, int]] | None = None
     visit: Callable[[Any], None] | None = None
+    watch: Callable[[Any, str], None] | None = None
     last_seq: dict[str, int] = field(default_factory=dict)
     waits: dict[str, list[int]] = field(default_factory=dict)
     origin: Mark = field(default_factory=HostMark)
@@ -147,17 +150,22 @@ class Recorder:
         event = Event(self.rank, seq, op, stream, step=self.step, after=after, **details)
         draft = Draft(self, event, self.mark(stream), follows_stream)
         self.drafts.append(draft)
-        self.last_seq[stream] = seq
+        if follows_stream:  # in its place on the stream as soon as it is issued; spans are once they are over
+            self.last_seq[stream] = seq
         return draft
 
     def instant(self, op: str, stream: str, **details: Any) -> None:
         draft = self.begin(op, stream, **details)
         draft.close(draft.begin)
 
-    def ordered_after(self, stream: str, seq: int) -> None:
-        """The next event on `stream` waits for the event `seq` of another stream."""
-        if seq >= 0:
-            self.waits.setdefault(stream, []).append(seq)
+    def ordered_after(self, stream: str, *seqs: int) -> None:
+        """The next event on `stream` waits for these of other streams; -1 stands for none."""
+        self.waits.setdefault(stream, []).extend(seq for seq in seqs if seq >= 0)
+
+    def over_on(self, stream: str) -> tuple[int, ...]:
+        """What is over for whoever waits for `stream` now: the last event there, and what it has waited for since."""
+        last = (self.last_seq[stream],) if stream in self.last_seq else ()
+        return (*last, *self.waits.get(stream, ()))
 
     def sample(self) -> None:
         if self.sample_memory:

@@ -31,7 +31,7 @@ Note [Recomputation]
 Note [Views as outputs]
     An in-place operation on an output that is a view, such as `out += x` after `out = h.view(…)`, gives the output
     a new history in which the hook on it does not occur; that of the tensor it views still does. So a view's base
-    gets the hook as well. A hook that comes twice does nothing the second time.
+    gets a hook as well, which counts only if none of the outputs' own hooks came.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class RootContext:
         guessed: groups that were gathered because of that order in this forward.
         final_callback_queued: whether the backward in progress will call `finish_backward`.
         is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
+        backwards: how many are over.
     """
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class RootContext:
         self.guessed: list[ParamGroup] = []
         self.final_callback_queued = False
         self.is_last_backward = True
+        self.backwards = 0
 
 
 class FSDPState:
@@ -252,7 +254,8 @@ class FSDPState:
         for group in self.root.guessed:
             group.drop_gather()
         self.root.guessed.clear()
-        self.root.forward_order.finish()
+        if not compat.in_backward():  # a recomputation is a part of the model only
+            self.root.forward_order.finish()
         if not torch.is_grad_enabled():  # no backward will come and forget it
             self.comm_ctx.forget_forwards(keep=self.root.forwards_before)
         self.comm_ctx.release_gather_buffer()
@@ -287,15 +290,12 @@ class FSDPState:
         """Hooks pre-backward to outputs that need a gradient (Note [Views as outputs])."""
         if not torch.is_grad_enabled():
             return
+        outputs = WatchedOutputs(self)
         for tensor in tensors_with_grad(output):
-            tensor.register_hook(self.on_pre_backward)
+            tensor.register_hook(outputs.on_grad)
             base = compat.base_of_view(tensor)
             if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(self._on_base_backward)
-
-    def _on_base_backward(self, grads: Sequence[Tensor]) -> None:
-        if self.phase is Phase.IDLE:  # else the output's own hook came, or the module's backward is over
-            self.on_pre_backward(grads[0])
+                base.grad_fn.register_prehook(outputs.on_base_grad)
 
     def pre_backward(self) -> bool:
         """Before the module's backward; called once per output that gets a gradient.
@@ -349,6 +349,7 @@ class FSDPState:
         """
         self.root.final_callback_queued = False
         self.root.forward_root = None
+        self.root.backwards += 1
         for state in self.root.states:
             if state.phase is not Phase.POST_BACKWARD:  # Note [Groups without an input gradient]
                 state.on_post_backward()
@@ -406,6 +407,23 @@ class FSDPState:
                 for param in state.group.params:
                     slot = param.slots[0]
                     param.fqn = f"{modules[id(slot.module)]}.{slot.name}".lstrip(".")
+
+
+class WatchedOutputs:
+    """What one forward of a module returned; tells its state when the backward comes to it."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self.state = state
+        self._seen_in = -1  # the backward in which an output's own hook came
+
+    def on_grad(self, grad: Tensor) -> Tensor:
+        self._seen_in = self.state.root.backwards
+        return self.state.on_pre_backward(grad)
+
+    def on_base_grad(self, grads: Sequence[Tensor]) -> None:
+        """Only counts if no output's own hook came before (Note [Views as outputs])."""
+        if self._seen_in != self.state.root.backwards:
+            self.on_grad(grads[0])
 
 
 class PostBackward(torch.autograd.Function):

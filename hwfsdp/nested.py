@@ -43,7 +43,7 @@ def _map_dict(fn: Callable[[Tensor], Tensor], tree: dict[Any, Any]) -> Any:
     attributes = getattr(tree, "__dict__", {})
     for key, value in new.items():
         result[key] = value
-        if isinstance(key, str) and attributes.get(key) is tree[key]:  # where items are attributes, too
+        if key in attributes and attributes[key] is tree[key]:  # where items are attributes, too
             setattr(result, key, value)
     return result
 

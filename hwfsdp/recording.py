@@ -69,6 +69,7 @@ _WATCHED = {
     "recv": _Collective("recv", "", "tensor", "tensor"),
     "irecv": _Collective("recv", "", "tensor", "tensor"),
 }
+_IN_BATCHES = ("isend", "irecv")
 _OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # the others run where they are called: compute
 
 
@@ -92,9 +93,9 @@ def record(rank: int | None = None) -> Iterator[EventLog]:
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     ledger, log = Ledger(), EventLog()
-    recorder = Recorder(rank, sample_memory=ledger.bytes_by_kind, visit=ledger.visit)
+    recorder = Recorder(rank, sample_memory=ledger.bytes_by_kind, visit=ledger.visit, watch=ledger.watch)
     with ExitStack() as instruments:
-        instruments.enter_context(_watch_collectives(recorder, ledger))
+        instruments.enter_context(_watch_collectives())
         instruments.enter_context(_watch_storages(recorder))
         instruments.enter_context(_watch_optimizers(recorder, ledger))
         instruments.callback(events.activate, None)
@@ -118,41 +119,90 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _watch_collectives(recorder: Recorder, ledger: Ledger) -> Iterator[None]:
-    """One wrapper per function, at both names it goes by: P2POp compares its argument by identity."""
+def _watch_collectives() -> Iterator[None]:
+    """One wrapper per function, at both names it goes by.
+
+    But for those of batches: torch tells sends from receives by comparing an operation's function, which may be older
+    than the recording, with the name in its own module.
+    """
     with ExitStack() as patches:
         for name, collective in _WATCHED.items():
             if hasattr(dist, name):
-                wrapper = _wrap(getattr(dist, name), collective, recorder, ledger)
+                wrapper = _WatchedFunction(getattr(dist, name), collective)
                 patches.enter_context(_replaced(dist, name, wrapper))
-                patches.enter_context(_replaced(distributed_c10d, name, wrapper))
+                if name not in _IN_BATCHES:
+                    patches.enter_context(_replaced(distributed_c10d, name, wrapper))
+        batch = _watched_batch(distributed_c10d.batch_isend_irecv)
+        patches.enter_context(_replaced(dist, "batch_isend_irecv", batch))
+        patches.enter_context(_replaced(distributed_c10d, "batch_isend_irecv", batch))
+        patches.enter_context(_replaced(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__)))
         yield
 
 
-def _wrap(
-    original: Callable[..., Any], collective: _Collective, recorder: Recorder, ledger: Ledger
-) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+class _WatchedFunction:
+    """A collective that is logged if a recording is active when it is called.
 
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if events.active() is not recorder or recorder.inside_collective:  # one collective calls another
-            return original(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
+    It equals the function it wraps, because torch looks for the functions of a batch among `isend` and `irecv`.
+    """
+
+    def __init__(self, original: Callable[..., Any], collective: _Collective) -> None:
+        self.original, self._collective = original, collective
+        self._signature = inspect.signature(original)
+        functools.update_wrapper(self, original)
+
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "original", other) is self.original
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = events.active()
+        if recorder is None or recorder.inside_collective:  # one collective calls another
+            return self.original(*args, **kwargs)
+        collective, arguments = self._collective, self._signature.bind(*args, **kwargs).arguments
         draft = _begin(collective, arguments, recorder)
         for name, kind in zip((collective.reads, collective.writes), collective.kinds, strict=True):
-            if kind:
-                ledger.watch(arguments[name], kind)
+            if kind and recorder.watch:
+                recorder.watch(arguments[name], kind)
         recorder.inside_collective = True
         try:
-            work = original(*args, **kwargs)
+            work = self.original(*args, **kwargs)
         finally:
             recorder.inside_collective = False
         _close_when_done(draft, work, recorder)
         recorder.sample()
         return work
 
-    return wrapper
+
+def _unwatching(original: Callable[..., None]) -> Callable[..., None]:
+    """Operations of a batch hold the functions themselves, so that they may be run after the recording."""
+
+    @functools.wraps(original)
+    def __init__(self: dist.P2POp, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(self, getattr(op, "original", op), *args, **kwargs)
+
+    return __init__
+
+
+def _watched_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A batch calls the functions of its operations itself, so it is logged here."""
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> Any:
+        recorder = events.active()
+        if recorder is None:
+            return original(p2p_op_list)
+        drafts = [
+            _begin(_WATCHED[operation.op.__name__], {"tensor": operation.tensor}, recorder)
+            for operation in p2p_op_list
+        ]
+        works = original(p2p_op_list)
+        for number, draft in enumerate(drafts):  # NCCL makes one work of all
+            _close_when_done(draft, works[min(number, len(works) - 1)], recorder)
+        return works
+
+    return batch_isend_irecv
 
 
 def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorder) -> Draft:

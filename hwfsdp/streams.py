@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,19 @@ class StreamEvent(ABC):
     """A point in a stream: all that was issued there before.
 
     Attributes:
-        stream: name of the stream; seq: the last logged event before this point, -1 if none (see `events`).
+        stream: name of the stream.
+        after: the logged events that are over at this point, as far as they are not implied (see `events`).
     """
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
         recorder = events.active()
-        self.seq = recorder.last_seq.get(stream, -1) if recorder else -1
+        self.after = recorder.over_on(stream) if recorder else ()
+
+    @property
+    def seq(self) -> int:
+        """The last event that ended on the stream before this point; -1 if none was logged."""
+        return self.after[0] if self.after else -1
 
 
 class Stream(ABC):
@@ -66,10 +72,10 @@ class Stream(ABC):
         if recorder is None:
             self._wait(event)
             return
-        with events.span("wait", self.name, after=(event.seq,)) if self.name == "compute" else nullcontext():
+        with events.span("wait", self.name, after=event.after) if self.name == "compute" else nullcontext():
             self._wait(event)
         if self.name != "compute":
-            recorder.ordered_after(self.name, event.seq)
+            recorder.ordered_after(self.name, *event.after)
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -138,12 +144,19 @@ class HostEvent(StreamEvent):
         self.queue, self.ticket = stream, ticket
 
 
+class _Entry(NamedTuple):
+    """Something that a host stream has yet to finish."""
+
+    run: Callable[[], Any]
+    is_collective: bool
+
+
 class HostStream(Stream):
     """A queue of works in flight and of functions to run once they ended."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[_Entry] = deque()
         self._issued = self._finished = 0
 
     def record(self) -> HostEvent:
@@ -152,22 +165,33 @@ class HostStream(Stream):
     def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
         work = _checked(lambda: issue(True), name, owner)
         if work is not None:
-            self._append(lambda: _checked(work.wait, name, owner))
+            self._append(_Entry(lambda: _checked(work.wait, name, owner), is_collective=True))
 
     def then(self, function: Callable[[], None]) -> None:
         if self._queue:
-            self._append(function)
+            self._append(_Entry(function, is_collective=False))
         else:
             function()
 
     def finish(self, ticket: int) -> None:
-        """Blocks until the first `ticket` entries ever queued are done."""
-        while self._finished < ticket:
-            entry = self._queue.popleft()
-            self._finished += 1  # first, so that a failed entry is not waited for again
-            entry()
+        """Blocks until the first `ticket` entries ever queued are done.
 
-    def _append(self, entry: Callable[[], Any]) -> None:
+        If a collective fails, the functions that were to follow it are dropped: their input never came.
+        """
+        while self._finished < ticket:
+            entry = self._take()
+            try:
+                entry.run()
+            except BaseException:
+                while self._queue and not self._queue[0].is_collective:
+                    self._take()
+                raise
+
+    def _take(self) -> _Entry:
+        self._finished += 1
+        return self._queue.popleft()
+
+    def _append(self, entry: _Entry) -> None:
         self._queue.append(entry)
         self._issued += 1
 

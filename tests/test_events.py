@@ -49,10 +49,13 @@ def finished(recorder: Recorder) -> list[Event]:
 
 
 def wrappers() -> list[str]:
-    """Names in torch under which there is a function of this package's recording."""
-    places = (dist, distributed_c10d, torch.UntypedStorage)
-    functions = [(name, f) for place in places for name, f in vars(place).items() if type(f) is FunctionType]
-    return [name for name, f in functions if f.__code__.co_filename == recording.__file__]
+    """Names in torch under which there is a function, or a callable object, of this package's recording."""
+    places = (dist, distributed_c10d, torch.UntypedStorage, dist.P2POp)
+    found = [(name, value) for place in places for name, value in vars(place).items()]
+    functions = [
+        name for name, f in found if type(f) is FunctionType and f.__code__.co_filename == recording.__file__
+    ]
+    return functions + [name for name, value in found if type(value).__module__ == recording.__name__]
 
 
 # --- Without a recording -----------------------------------------------------------------------------------

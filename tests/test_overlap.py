@@ -174,3 +174,18 @@ def test_a_step_gathers_what_the_optimizer_wrote(rank_log):
     [first, _] = rank_log.select("optimizer")
     for packing in rank_log.select("copy_in", stream="copy", step=SECOND):
         assert rank_log.happens_before(first, packing), packing
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_only_the_last_backward_waits_for_its_last_reduction(is_last):
+    def on_a_rank() -> EventLog:
+        training = Training(models.graded, ours)
+        training.model.set_is_last_backward(is_last)
+        with record() as log:
+            training.loss(0).backward()
+        return log
+
+    log = launch(on_a_rank, 2, timeout=60)[0]
+    *_, last = log.select("reduce_scatter")
+    waits = [wait for wait in log.select("wait", stream="compute") if last.seq in wait.after]
+    assert len(waits) == is_last

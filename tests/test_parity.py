@@ -7,6 +7,7 @@ the whole batch, rounding is allowed. Cases run in few launches, because startin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -425,21 +426,28 @@ def test_a_scenario_goes_as_without_sharding(world_size, scenario):
 # --- Outputs changed in place ------------------------------------------------------------------------------
 
 # FSDP2 warns of these and may compute something else, so the only oracle is the model without sharding.
-IN_PLACE: dict[str, Callable[[], models.Model]] = {
-    "output": functools.partial(models.in_place, None),
-    "view of the output": functools.partial(models.in_place, None, reshape=True),
-    "output that is a view": functools.partial(models.in_place, lambda t: t.view(t.shape)),
-    "output that is a view of a view": functools.partial(models.in_place, lambda t: t.unsqueeze(0)[0]),
-    "output that is a slice": functools.partial(models.in_place, lambda t: torch.cat([t, t], 1)[:, :8]),
-    "view of an output that is a view": functools.partial(
-        models.in_place, lambda t: t.view(t.shape), reshape=True
-    ),
-    "output of a block that runs twice": functools.partial(models.in_place, None, rounds=2),
-    "view of the output of a block that runs twice": functools.partial(
-        models.in_place, None, reshape=True, rounds=2
-    ),
-    "output that is a view, of a block that runs twice": functools.partial(
-        models.in_place, lambda t: t.view(t.shape), rounds=2
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
+    "tensor": None,
+    "view": lambda t: t.view(t.shape),
+    "view of a view": lambda t: t.unsqueeze(0)[0],
+    "slice": lambda t: torch.cat([t, t], 1)[:, :8],
+}
+IN_PLACE: dict[str, Case] = {
+    **{f"a {name}": Case(functools.partial(models.in_place, view)) for name, view in VIEWS.items()},
+    **{
+        f"a {name}, seen through another view": Case(functools.partial(models.in_place, view, reshape=True))
+        for name, view in VIEWS.items()
+    },
+    **{
+        f"a {name}, of a block that runs twice": Case(functools.partial(models.in_place, view, rounds=2))
+        for name, view in VIEWS.items()
+    },
+    **{
+        f"a {name}, with two backwards": Case(functools.partial(models.in_place, view), backward_twice)
+        for name, view in VIEWS.items()
+    },
+    "a view, of a block that runs twice, with two backwards": Case(
+        functools.partial(models.in_place, VIEWS["view"], rounds=2), backward_twice
     ),
 }
 
@@ -447,8 +455,8 @@ IN_PLACE: dict[str, Callable[[], models.Model]] = {
 @functools.cache
 def in_place() -> Any:
     checks: dict[str, Check] = {
-        f"{name}, {how}": functools.partial(compare, Case(build, how=how), None, REGROUPING)
-        for name, build in IN_PLACE.items()
+        f"{name}, {how}": functools.partial(compare, dataclasses.replace(case, how=how), None, REGROUPING)
+        for name, case in IN_PLACE.items()
         for how in ("blocks", "nested")
     }
     return launch(run_checks, 2, checks, timeout=100)

@@ -159,7 +159,9 @@ def test_what_nests_already_is_drawn_as_it_is(log: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("durations", [(2.0, 5.0), (5.0, 2.0)])
-def test_of_two_that_begin_together_the_shorter_lies_inside_the_longer(durations: tuple[float, float]) -> None:
+def test_of_two_that_begin_together_the_shorter_lies_inside_the_longer(
+    durations: tuple[float, float],
+) -> None:
     log = [Event(0, seq, "forward", "compute", dur_us=dur) for seq, dur in enumerate(durations)]
     assert [nested_intervals(log)[0, seq] for seq in (0, 1)] == [(0, dur) for dur in durations]
 
@@ -208,7 +210,9 @@ def test_an_arrow_begins_inside_its_slice_and_binds_to_the_slice_around_its_end(
 @given(any_log)
 def test_an_arrow_begins_inside_its_slice_even_where_that_was_cut(log: list[Event]) -> None:
     waiting = [
-        Event(e.rank, 100 + e.seq, "wait", STREAMS[2], start_us=100 + 50.0 * e.seq, dur_us=9.0, after=(e.seq,))
+        Event(
+            e.rank, 100 + e.seq, "wait", STREAMS[2], start_us=100 + 50.0 * e.seq, dur_us=9.0, after=(e.seq,)
+        )
         for e in log
     ]
     trace = to_trace([*log, *waiting], {})

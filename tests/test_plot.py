@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from matplotlib.axes import Axes
@@ -99,15 +99,30 @@ def arrows(figure: Figure) -> list[FancyArrowPatch]:
     return [p for axes in figure.axes for p in axes.patches if isinstance(p, FancyArrowPatch)]
 
 
-def texts(figure: Figure) -> list[tuple[str, Bbox]]:
-    """Every text that is seen, with the rectangle that it fills, in pixels."""
+class Box(NamedTuple):
+    """A rectangle, in pixels."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    def touches(self, other: Box) -> bool:
+        """Whether the two share more than an edge of one pixel."""
+        wide = min(self.x1, other.x1) - max(self.x0, other.x0)
+        high = min(self.y1, other.y1) - max(self.y0, other.y0)
+        return wide > 1.0 and high > 1.0
+
+
+def texts(figure: Figure) -> list[tuple[str, Box]]:
+    """Every text that is seen, with the rectangle that it fills."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
     hidden = {id(label) for axes in figure.axes for label in _labels_out_of_sight(axes)}
     seen = [t for t in figure.findobj(Text) if isinstance(t, Text) and id(t) not in hidden]
     return [
-        (t.get_text(), Text.get_window_extent(t, renderer))
+        (t.get_text(), Box(*Text.get_window_extent(t, renderer).extents.tolist()))
         for t in seen
         if t.get_visible() and t.get_text().strip()
     ]
@@ -123,13 +138,12 @@ def _labels_out_of_sight(axes: Axes) -> Iterator[Text]:
 
 
 def assert_texts_are_apart_and_on_the_sheet(figure: Figure) -> None:
-    found = texts(figure)
+    found, sheet = texts(figure), Box(*figure.bbox.extents.tolist())
     for (first, here), (second, there) in combinations(found, 2):
-        common = Bbox.intersection(here, there)
-        assert common is None or min(common.width, common.height) < 1.0, f"{first!r} lies on {second!r}"
+        assert not here.touches(there), f"{first!r} lies on {second!r}"
     for text, place in found:
-        assert figure.bbox.x0 <= place.x0 and place.x1 <= figure.bbox.x1, f"{text!r} is cut off"
-        assert figure.bbox.y0 <= place.y0 and place.y1 <= figure.bbox.y1, f"{text!r} is cut off"
+        assert sheet.x0 <= place.x0 and place.x1 <= sheet.x1, f"{text!r} is cut off"
+        assert sheet.y0 <= place.y0 and place.y1 <= sheet.y1, f"{text!r} is cut off"
 
 
 def legend_of(figure: Figure) -> list[str]:
@@ -168,6 +182,13 @@ def test_no_picture_touches_the_global_state_of_pyplot(module: Any) -> None:
 )
 def test_bytes_are_written_in_the_largest_unit_that_fits(nbytes: int, text: str) -> None:
     assert style.format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("us", "text"), [(2, "0.00 ms"), (250, "0.25 ms"), (12345, "12.3 ms"), (1.5e6, "1500 ms")]
+)
+def test_times_are_written_in_ms_with_three_digits(us: float, text: str) -> None:
+    assert style.format_ms(us) == text
 
 
 def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own() -> None:
@@ -306,6 +327,11 @@ def test_the_legend_names_the_ops_drawn_and_lies_outside_the_bands() -> None:
     canvas.draw()
     box = figure.legends[0].get_window_extent(canvas.get_renderer())
     assert all(Bbox.intersection(box, axes.get_window_extent()) is None for axes in figure.axes)
+
+
+def test_without_communication_no_wait_is_called_exposed() -> None:
+    log = EventLog([event(0, "copy_in", "copy", 0, 10), event(1, "wait", "compute", 5, 10, after=(0,))])
+    assert legend_of(plot_timeline(log)) == ["wait", "copy_in", "waited for by"]
 
 
 def test_a_wait_is_hatched_and_compute_is_not() -> None:
@@ -484,6 +510,12 @@ def test_areas_are_stacked_and_hold_from_one_sample_to_the_next(ms: int) -> None
         base = top
 
 
+def test_the_sum_is_outlined_so_that_what_is_too_short_for_an_area_is_seen() -> None:
+    [total] = [line for line in plot_memory(UP_AND_DOWN).axes[0].lines if line.get_gid() == "total"]
+    assert (list(total.get_xdata())[:5], list(total.get_ydata())[:5]) == ([0, 1, 2, 3, 4], [4, 8, 9, 9, 4])
+    assert total.get_drawstyle() == "steps-post"
+
+
 def test_the_last_sample_holds_until_the_recording_ends() -> None:
     log = EventLog([event(0, "forward", "compute", 0, 7500)], UP_AND_DOWN.samples)
     assert plot_memory(log).axes[0].get_xlim() == (0.0, 7.5)
@@ -493,7 +525,7 @@ def test_the_first_of_the_highest_samples_is_marked_and_named() -> None:
     figure = plot_memory(UP_AND_DOWN)
     [peak] = [line for line in figure.axes[0].lines if line.get_gid() == "peak"]
     assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([2.0], [9.0])
-    assert [text.get_text() for text in figure.axes[0].texts] == ["peak: 9.00 MiB at 2 ms"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["peak: 9.00 MiB at 2.00 ms"]
     assert legend_of(figure) == [
         "all_gather_buffer: 1.00 MiB",
         "sharded_param: 4.00 MiB",

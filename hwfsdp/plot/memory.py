@@ -65,7 +65,7 @@ class _Line(NamedTuple):
 
 
 def plot_memory(log: EventLog, *, rank: int = 0, expected: Mapping[str, int] | None = None) -> Figure:
-    """Stacked areas of the samples' bytes by kind, with the peak of their sum; kinds always zero are left out.
+    """Stacked areas of bytes by kind, with the peak of their sum; kinds always zero are left out.
 
     Args:
         rank: whose samples.
@@ -146,6 +146,9 @@ def _draw_areas(axes: Axes, stack: _Stack) -> None:
             label=_label(stack, kind),
         )
         lower = upper
+    axes.plot(  # what lasts too short for an area to be seen is a line at least
+        times, lower, drawstyle="steps-post", color=style.GREYS[3], linewidth=0.5, gid="total"
+    )
 
 
 def _label(stack: _Stack, kind: str) -> str:
@@ -161,7 +164,7 @@ def _draw_peak(axes: Axes, stack: _Stack) -> None:
     )
     share = (stack.peak.us - stack.times[0]) / (stack.times[-1] - stack.times[0])
     axes.annotate(
-        f"peak: {style.format_bytes(stack.peak_bytes)} at {at:.4g} ms",
+        f"peak: {style.format_bytes(stack.peak_bytes)} at {style.format_ms(stack.peak.us)}",
         (at, axes.get_ylim()[1]),
         (0, 3),
         textcoords="offset points",
@@ -212,7 +215,7 @@ def _draw_line(axes: Axes, line: _Line) -> None:
 
 
 def _apart(heights: Sequence[float], top: float) -> list[float]:
-    """The heights (ascending, in points), moved up until each is a line above the one before, then below `top`."""
+    """The heights (ascending, in points), moved until they are a line apart and none is above `top`."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + _LINE_OF_TEXT) if moved else height)

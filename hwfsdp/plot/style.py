@@ -110,9 +110,17 @@ def format_bytes(nbytes: int) -> str:
     unit = byte_unit(nbytes)
     if unit.nbytes == 1:
         return f"{nbytes} B"
-    value = nbytes / unit.nbytes
+    return f"{_three_digits(nbytes / unit.nbytes)} {unit.name}"
+
+
+def format_ms(us: float) -> str:
+    """Microseconds as milliseconds for a reader: "0.25 ms", "12.5 ms", "1250 ms"."""
+    return f"{_three_digits(us / 1e3)} ms"
+
+
+def _three_digits(value: float) -> str:
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{decimals}f} {unit.name}"
+    return f"{value:.{decimals}f}"
 
 
 def open_frame(axes: Axes) -> None:

@@ -2,7 +2,7 @@
 
 One band per rank, in it one row per stream, in it one bar per event, colored by op. Where a bar of a collective
 lies under a bar of compute, communication is hidden; a hatched bar on the compute row is the opposite, a time in
-which compute stood still until a collective was done. Spans nest: the outer one is pale and full height (pale
+which compute stood still until a collective (on a single rank: a copy) was done. Spans nest: the outer one is pale and full height (pale
 and uncovered is work of its own, outside the inner modules), the inner ones are lower and in full color. A bar
 wide enough carries the fqn of its parameter group, or as many of its last components as fit.
 
@@ -28,7 +28,7 @@ from matplotlib.patheffects import withStroke
 
 from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
-from hwfsdp.events import STREAMS, Event
+from hwfsdp.events import COLLECTIVES, STREAMS, Event
 from hwfsdp.perfetto import nested_intervals
 from hwfsdp.plot import style
 
@@ -299,7 +299,7 @@ def _head(figure: Figure, events: Sequence[Event], missing: int) -> None:
     left = _LEFT / _WIDTH
     figure.text(left, 1.0 - 0.30 * inch, _title(events), fontsize=style.TITLE_SIZE, weight="bold")
     figure.text(left, 1.0 - 0.50 * inch, _subtitle(events), fontsize=style.TEXT_SIZE, color=style.GREYS[3])
-    handles: list[Artist] = [_key(op) for op in style.DRAWN_OPS if any(e.op == op for e in events)]
+    handles: list[Artist] = [_key(op, events) for op in style.DRAWN_OPS if any(e.op == op for e in events)]
     handles.append(_key_of_arrows(missing))
     figure.legend(
         handles=handles,
@@ -323,10 +323,11 @@ def _key_of_arrows(missing: int) -> Line2D:
     )
 
 
-def _key(op: str) -> Patch:
+def _key(op: str, events: Sequence[Event]) -> Patch:
     look = style.look_of_op(op)
     edge = style.GREYS[3] if op == "wait" else style.mixed(look.color, style.BLACK, 0.3)
-    label = "wait (exposed communication)" if op == "wait" else op
+    exposed = op == "wait" and any(e.op in COLLECTIVES for e in events)
+    label = "wait (exposed communication)" if exposed else op
     return Patch(facecolor=look.color, edgecolor=edge, hatch=look.hatch or None, linewidth=0.5, label=label)
 
 
@@ -339,7 +340,7 @@ def _title(events: Sequence[Event]) -> str:
 
 def _subtitle(events: Sequence[Event]) -> str:
     log = EventLog(list(events))
-    length = (max(e.end_us for e in events) - min(e.start_us for e in events)) / 1e3
+    length = style.format_ms(max(e.end_us for e in events) - min(e.start_us for e in events))
     if not log.collectives():
-        return f"{length:.3g} ms shown, without communication"
-    return f"{length:.3g} ms shown; compute hid {log.summary()['overlap_fraction']:.0%} of the communication"
+        return f"{length} shown, without communication"
+    return f"{length} shown; compute hid {log.summary()['overlap_fraction']:.0%} of the communication"
