@@ -72,7 +72,8 @@ def peak_unsharded_bytes(kept: Sequence[GroupSizes], passing: Sequence[GroupSize
     """The most bytes of unsharded parameters alive at once.
 
     Args:
-        kept: groups that stay unsharded from forward to backward (the root, by default).
+        kept: groups that are whole while others are: those that stay from forward to backward, and those of modules
+            around others. The root is both, by default.
         passing: groups that are freed after use; the schedule holds one of them at a time.
     """
     sizes = [unsharded_bytes(g, world_size) for g in passing]

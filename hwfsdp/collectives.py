@@ -159,10 +159,12 @@ class Reducing(NamedTuple):
     """A reduction in flight.
 
     Attributes:
+        owner: fqn of the parameter group.
         flat: its input, kept alive (Note [Why flat buffers outlive their use]).
         done: after it the input may be reused.
     """
 
+    owner: str
     flat: Tensor
     done: StreamEvent
 
@@ -291,7 +293,7 @@ def reduce_scatter(
         streams.reduce_scatter.then(
             lambda: finish(result.div_(scaling.after) if scaling.after != 1 else result)
         )
-        return Reducing(flat, streams.reduce_scatter.record())
+        return Reducing(channel.owner, flat, streams.reduce_scatter.record())
 
 
 def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:

@@ -19,6 +19,11 @@ _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_ga
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
+LATE_IMPORT = (
+    "torch._dynamo"  # the first DTensor or optimizer of a process imports it, which takes half a second
+)
+
+
 def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:

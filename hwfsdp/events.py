@@ -135,7 +135,9 @@ class Recorder:
     visit: Callable[[Any], None] | None = None
     watch: Callable[[Any, str], None] | None = None
     last_seq: dict[str, int] = field(default_factory=dict)
-    waits: dict[str, list[int]] = field(default_factory=dict)
+    waits: dict[str, dict[str, int]] = field(
+        default_factory=dict
+    )  # by stream: the last seq of each it waited for
     origin: Mark = field(default_factory=HostMark)
 
     def mark(self, stream: str) -> Mark:
@@ -146,7 +148,7 @@ class Recorder:
         seq = len(self.drafts)
         details.setdefault("owner", self.owner)
         details.setdefault("phase", self.phase)
-        after = (*self.waits.pop(stream, ()), *details.pop("after", ()))
+        after = (*self.waits.pop(stream, {}).values(), *details.pop("after", ()))
         event = Event(self.rank, seq, op, stream, step=self.step, after=after, **details)
         draft = Draft(self, event, self.mark(stream), follows_stream)
         self.drafts.append(draft)
@@ -160,12 +162,14 @@ class Recorder:
 
     def ordered_after(self, stream: str, *seqs: int) -> None:
         """The next event on `stream` waits for these of other streams; -1 stands for none."""
-        self.waits.setdefault(stream, []).extend(seq for seq in seqs if seq >= 0)
+        for seq in seqs:
+            if seq >= 0:
+                self.waits.setdefault(stream, {})[self.drafts[seq].event.stream] = seq
 
     def over_on(self, stream: str) -> tuple[int, ...]:
         """What is over for whoever waits for `stream` now: the last event there, and what it has waited for since."""
         last = (self.last_seq[stream],) if stream in self.last_seq else ()
-        return (*last, *self.waits.get(stream, ()))
+        return (*last, *self.waits.get(stream, {}).values())
 
     def sample(self) -> None:
         if self.sample_memory:

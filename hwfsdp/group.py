@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hwfsdp import events
 from hwfsdp.collectives import Channel, Gathered, Reducing, all_gather, copy_out, reduce_scatter
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.mesh import ShardMesh
@@ -85,7 +86,9 @@ class FSDPCommContext:
     def wait_for_reductions(self, leave: int = 0) -> None:
         """Compute waits for the oldest reductions in flight until at most `leave` of them are left."""
         while len(self._reducing) > leave:
-            self.streams.compute.wait(self._reducing.popleft().done)
+            reducing = self._reducing.popleft()
+            with events.owned_by(reducing.owner):
+                self.streams.compute.wait(reducing.done)
 
 
 class ParamGroup:

@@ -130,7 +130,7 @@ class _Rank:
 
 def _start(task: _Task) -> list[_Rank]:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "hwfsdp.ranks", "hwfsdp.wrap"])
+    context.set_forkserver_preload(_preloaded())
     ranks = []
     for rank in range(task.world_size):
         ours, theirs = context.Pipe()
@@ -142,6 +142,12 @@ def _start(task: _Task) -> list[_Rank]:
         theirs.close()
         ranks.append(_Rank(process, ours))
     return ranks
+
+
+def _preloaded() -> list[str]:
+    """What the server imports before it forks. Nothing that might ask a driver for GPUs, which forks do not survive."""
+    modules = ["torch", "torch.distributed.tensor", "hwfsdp.ranks", "hwfsdp.wrap"]
+    return modules if torch.cuda.is_available() else [*modules, compat.LATE_IMPORT]
 
 
 @contextmanager

@@ -64,6 +64,7 @@ _WATCHED = {
     "all_reduce": _Collective("all_reduce", "tensor", "tensor", "tensor"),
     "broadcast": _Collective("broadcast", "tensor", "tensor", "tensor"),
     "all_to_all_single": _Collective("all_to_all", "input", "output", "input"),
+    "all_to_all": _Collective("all_to_all", "input_tensor_list", "output_tensor_list", "input_tensor_list"),
     "send": _Collective("send", "tensor", "", "tensor"),
     "isend": _Collective("send", "tensor", "", "tensor"),
     "recv": _Collective("recv", "", "tensor", "tensor"),

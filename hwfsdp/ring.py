@@ -68,7 +68,7 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup,
     """
     rank, world_size = group.rank(), group.size()
     blocks = input.view(world_size, -1)
-    partial = blocks[(rank - 1) % world_size].clone()
+    partial = blocks[(rank - 1) % world_size]
     for step in range(1, world_size):
         received = torch.empty_like(partial)
         exchange(partial, received, group)

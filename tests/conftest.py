@@ -1,8 +1,16 @@
-"""What all tests share: property tests try the same examples in every run, however slow the machine is."""
+"""What all tests share.
+
+Property tests try the same examples in every run, however slow the machine is. Ranks check every collective against
+those of the other ranks, so that a test in which they differ fails at once instead of hanging.
+"""
 
 from __future__ import annotations
+
+import os
 
 from hypothesis import settings
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.load_profile("deterministic")
+
+os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")

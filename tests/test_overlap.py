@@ -107,6 +107,17 @@ def test_a_reduction_and_a_gather_run_at_once(rank_log, block):
     assert any(overlap(rank_log, reduction, gather) for gather in gathers)
 
 
+@pytest.mark.parametrize(
+    "phase, step, order", [("forward", SECOND, (0, 1, 2)), ("backward", FIRST, (2, 1, 0))]
+)
+def test_the_next_gather_is_issued_before_this_one_is_copied_out(rank_log, phase, step, order):
+    for block, following in pairwise(order):
+        gather = only(rank_log, "all_gather", following, step, phase)
+        copy_out = only(rank_log, "copy_out", block, step, phase)
+        assert gather.seq < copy_out.seq
+        assert overlap(rank_log, gather, copy_out)
+
+
 # --- What must not -----------------------------------------------------------------------------------------
 
 

@@ -304,6 +304,18 @@ def test_what_a_stream_waited_for_is_passed_on_though_nothing_was_issued_there(
     assert after(recorder)["wait on compute"] == (0,)
 
 
+def test_what_is_passed_on_does_not_pile_up(
+    recorder: Recorder, gathers: HostStream, compute: HostStream
+) -> None:
+    """Given many steps on one rank, where nothing is gathered: only the last copy-in need be named."""
+    copies = HostStream("copy")
+    for _ in range(5):
+        recorder.begin("copy_in", "copy", follows_stream=True).close()
+        gathers.wait(copies.record())
+    compute.wait(gathers.record())
+    assert after(recorder)["wait on compute"] == (4,)
+
+
 def test_a_point_inside_a_span_is_not_the_end_of_it(
     recorder: Recorder, gathers: HostStream, compute: HostStream
 ) -> None:

@@ -1,9 +1,10 @@
 """Loss curves laid over each other: do these runs learn the same?
 
-The most interesting outcome is the one that is hardest to see: two curves that are the same. So the curves get
-thinner from first to last, and all but the first are dashed: a curve that lies on another one shows as a dashed
-core in a wide band, and a curve that leaves shows as a line of its own. What no drawing can show, equality down
-to the last bit, the legend says in words, and it gives the largest difference for curves that only look equal.
+The most interesting outcome is the one that is hardest to see: two curves that are the same. So the curves
+get thinner from first to last, and all but the first are dashed: a curve that lies on another one shows as
+a dashed core in a wide band, and a curve that leaves shows as a line of its own. What no drawing can show,
+equality down to the last bit, the legend says in words, and it gives the largest difference for curves that
+only look equal.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The streams of every rank on one axis of time: what ran when, and what waited for what.
 
-One band per rank, in it one row per stream, in it one bar per event, colored by op. Where a bar of a collective
-lies under a bar of compute, communication is hidden; a hatched bar on the compute row is the opposite, a time in
-which compute stood still until a collective (on a single rank: a copy) was done. Spans nest: the outer one is pale and full height (pale
-and uncovered is work of its own, outside the inner modules), the inner ones are lower and in full color. A bar
-wide enough carries the fqn of its parameter group, or as many of its last components as fit.
+One band per rank, in it one row per stream, in it one bar per event, colored by op. Where a bar of a
+collective lies under a bar of compute, communication is hidden; a hatched bar on the compute row is the
+opposite, a time in which compute stood still until a collective (on a single rank: a copy) was done. Spans
+nest: the outer one is pale and full height (pale and uncovered is work of its own, outside the inner
+modules), the inner ones are lower and in full color. A bar wide enough carries the fqn of its parameter
+group, or as many of its last components as fit.
 
 A thin arrow goes from an event to one of another stream that waited for it (`events`, Note [Order without
 clocks]). Allocating and freeing take no time and are left out; `memory` draws what they do.
 
-Each rank counts time from the beginning of its own recording: bars of different ranks are only as aligned as
-their recordings were begun together.
+Each rank counts time from the beginning of its own recording: bars of different ranks are only as aligned
+as their recordings were begun together.
 """
 
 from __future__ import annotations
