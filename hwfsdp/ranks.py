@@ -49,7 +49,7 @@ from hwfsdp.errors import CollectiveError, RankError, UsageError
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
-_LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "lost connection")
+_LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "monitoredBarrier")
 
 
 def launch(
@@ -281,16 +281,24 @@ class _Relay:
 
     def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
         self._send, self._isatty = send, isatty
+        self._line = ""  # begun, but not ended: whole lines, so that those of several ranks do not mix
 
     def write(self, text: str) -> int:
-        self._send(("print", text))
+        self._line += text
+        if "\n" in text:
+            lines, _, rest = self._line.rpartition("\n")
+            self._send(("print", f"{lines}\n"))
+            self._line = rest
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Shows a line that has not ended."""
+        if self._line:
+            self._send(("print", self._line))
+            self._line = ""
 
     def isatty(self) -> bool:
         return self._isatty
@@ -316,8 +324,10 @@ def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
         fn, args, kwargs = pickle.loads(task.call)
         _init_process_group(task.device, task.collective_timeout, task.init_method, rank, task.world_size)
         result = fn(*args, **kwargs)
+        sys.stdout.flush()
         send(("return", cloudpickle.dumps(result)))
     except (Exception, SystemExit) as error:
+        sys.stdout.flush()
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
     finally:
         _destroy_process_group()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import torch.distributed  # noqa: F401  (before the environment changes, which is for the ranks only)
 from hypothesis import settings
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)

@@ -231,6 +231,26 @@ def test_whole_gradients_peak_at_the_largest_group(setup, peaks):
     assert [peak["unsharded_grad"] for peak in peaks] == [largest * itemsize] * len(peaks)
 
 
+def test_whole_gradients_are_gone_when_their_reduction_begins():
+    def on_a_rank() -> list[int]:
+        alive: list[int] = []
+
+        class Sampling(DefaultReduceScatter):
+            def __call__(self, *args, **kwargs):
+                events.active().sample()
+                alive.append(events.active().samples[-1].bytes_by_kind["unsharded_grad"])
+                return super().__call__(*args, **kwargs)
+
+        training = training_of(SETUPS["three blocks"])
+        for block in training.model.blocks:
+            block.set_custom_reduce_scatter(Sampling())
+        with record():
+            training.loss(0).backward()
+        return alive
+
+    assert launch(on_a_rank, 2, timeout=60) == [[0, 0, 0]] * 2
+
+
 def test_after_a_step_only_shards_and_optimizer_state_are_left(logs):
     for rank, log in enumerate(logs):
         left = log.samples[rank][-1].bytes_by_kind
