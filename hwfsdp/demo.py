@@ -94,7 +94,7 @@ def compare(config: TrainConfig, on_step: Callable[[int, float], None] | None = 
             found.losses[run].append(float(losses[run]))
             found.step_ms[run].append(ms)
         _note_difference(found, ours.model, theirs.model, losses)
-        _step_unsharded(found, whole, batch, rank, world_size)
+        _step_unsharded(found, whole, batch, rank)
         if on_step and rank == 0:
             on_step(step + 1, float(losses["hwfsdp"]))
     for run in ("hwfsdp", "FSDP2"):
@@ -117,14 +117,11 @@ def _note_difference(
             found.largest_difference = max(found.largest_difference, float((a - b).abs().max()))
 
 
-def _step_unsharded(found: Comparison, whole: Contender, batch: Batch, rank: int, world_size: int) -> None:
-    """One process, the whole batch, as many threads as all ranks have together; the other ranks wait."""
+def _step_unsharded(found: Comparison, whole: Contender, batch: Batch, rank: int) -> None:
+    """The whole batch in one process, with the threads of one rank; the other ranks wait."""
     dist.barrier()
     if rank == 0:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(threads * world_size)
         loss, ms = whole.step(batch)
-        torch.set_num_threads(threads)
         found.losses["unsharded"].append(float(loss))
         found.step_ms["unsharded"].append(ms)
     dist.barrier()
