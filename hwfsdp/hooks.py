@@ -72,7 +72,7 @@ class RootContext:
         forward_root: whose forward is running: the root, or a part of the model called by itself; else None.
         forwards_before: how many forwards were noted when the iteration began (a second one before its backward).
         forward_order: the order in which groups run forward, learned for prefetching.
-        guessed: groups that were gathered because of that order in this forward.
+        guessed: groups that were gathered ahead in this forward; unused, they are stale after the next optimizer step.
         final_callback_queued: whether the backward in progress will call `finish_backward`.
         is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
         backwards: how many are over.
@@ -212,13 +212,10 @@ class FSDPState:
         """Starts the gathers to hide behind this forward: those the user listed, else the one learned."""
         assert self.group is not None
         learned = None if compat.in_backward() else self.root.forward_order.enter(self.group)
-        if self.forward_prefetch:
-            for state in self.forward_prefetch:
-                if state.group:
-                    state.group.unshard()
-        elif learned is not None:
-            learned.unshard()
-            self.root.guessed.append(learned)
+        listed = [state.group for state in self.forward_prefetch if state.group]
+        for group in listed or ([learned] if learned else []):
+            group.unshard()
+            self.root.guessed.append(group)
 
     def post_forward(self, output: Any) -> Any:
         """After the module's forward.
