@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwfsdp import __version__
-from hwfsdp.errors import FSDPError, UsageError
+from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, UsageError
 
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
 
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except FSDPError as error:
         return _fail(error, 1)
+    except OSError as error:
+        print(f"hwfsdp: cannot write {error.filename!r}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("hwfsdp: interrupted", file=sys.stderr)
         return 130
@@ -42,11 +45,9 @@ def _fail(error: FSDPError, status: int) -> int:
     if isinstance(cause, UsageError):  # a rank found an argument unusable: say that, not where
         error, status = cause, 2
     first, *rest = str(error).splitlines()
-    print(f"hwfsdp: {first}", file=sys.stderr)
-    if rest and os.environ.get("HWFSDP_TRACEBACK"):
-        print("\n".join(rest), file=sys.stderr)
-    elif rest:
-        print("hwfsdp: set HWFSDP_TRACEBACK=1 to see the traceback of that rank", file=sys.stderr)
+    if rest and not os.environ.get("HWFSDP_TRACEBACK"):
+        first, rest = f"{first.removesuffix(TRACEBACK_BELOW)}(HWFSDP_TRACEBACK=1 shows its traceback.)", []
+    print("\n".join([f"hwfsdp: {first}", *rest]), file=sys.stderr)
     return status
 
 
@@ -107,7 +108,10 @@ def _add_run_options(
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
     return value
@@ -147,6 +151,7 @@ def _quiet(step: int, loss: float) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from hwfsdp.demo import run_demo
 
+    args.out.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
     on_step = _quiet if args.json else progress(args.steps, "demo")
     summary = run_demo(args.ranks, _config(args), args.out, on_step)
     print(json.dumps(summary, indent=2) if args.json else _demo_report(summary, args.out))
@@ -191,9 +196,12 @@ def _train(args: argparse.Namespace) -> int:
         reshard_after_forward=reshard,
         record_last=min(2, args.steps) if args.trace else 0,
     )
+    if args.trace:
+        args.trace.touch()  # complains here, before the work is done
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
     on_step = _quiet if args.json else progress(args.steps, "train")
-    results = launch(train, ranks, config, args.device or _default_device(), on_step, device=_device(args))
+    device = _device(args)
+    results = launch(train, ranks, config, device, on_step, device=device)
     if os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun the other ranks have nothing to add
     losses, times = results[0].losses, sorted(results[0].step_ms)
@@ -211,10 +219,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _device(args: argparse.Namespace) -> str:
-    return args.device or _default_device()
-
-
-def _default_device() -> str:
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    available = torch.cuda.is_available()
+    if args.device == "cuda" and not available:
+        raise UsageError(
+            "--device cuda",
+            expected="a GPU that this build of torch can use",
+            got="none",
+            remedy="Leave it out to train on the CPU, or install a CUDA build: make setup TORCH_SPEC=torch.",
+        )
+    return args.device or ("cuda" if available else "cpu")

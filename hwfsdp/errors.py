@@ -34,7 +34,7 @@ def _restore(cls: type[FSDPError], args: tuple[Any, ...], attributes: dict[str, 
 
 
 class UsageError(FSDPError, ValueError):
-    """An argument, or a model, that cannot be sharded as it is. Nothing was changed."""
+    """An argument, or a model, that cannot be sharded as it is. A call that raises it has changed nothing."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
@@ -62,6 +62,9 @@ class CollectiveError(FSDPError, RuntimeError):
             got=" ".join(str(cause).split()) or type(cause).__name__,
             remedy="Look at the first rank that failed; where none did, ranks ran different modules.",
         )
+
+
+TRACEBACK_BELOW = "The traceback below is that rank's."
 
 
 class RankError(FSDPError, RuntimeError):

@@ -177,6 +177,13 @@ class ParamGroup:
             self.comm_ctx.streams.copy.wait(self._gathered.done)
             self._gathered = None
 
+    def discard_iteration(self) -> None:
+        """Forgets what a broken iteration left: a gather, whole parameters, gradients that were not reduced."""
+        self.drop_gather()
+        self.reshard()
+        for param in self.params:
+            param.take_grad()
+
     # --- gradients ---
 
     def finish_gradients(self) -> None:

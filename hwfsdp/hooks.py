@@ -192,6 +192,7 @@ class FSDPState:
         post-backward. In a recomputation only the parameters and the cast matter (Note [Recomputation]).
         """
         if self.phase is Phase.PRE_BACKWARD:
+            self._check_recomputation()
             if self.group:
                 self.group.unshard()
                 self.group.wait_for_unshard()
@@ -203,15 +204,26 @@ class FSDPState:
         if self.group:
             self.group.unshard()
             self.group.wait_for_gather()
-            self.prefetch_forward()
+        self.prefetch_forward()
+        if self.group:
             self.group.finish_unshard()
             args, kwargs = self.watch_inputs(args, kwargs)
         return args, kwargs
 
+    def _check_recomputation(self) -> None:
+        if not compat.in_backward():
+            raise StateError(
+                f"forward of {self.fqn}",
+                expected="the last backward to have ended",
+                got="one that was broken off",
+                remedy="After an exception in a backward, call reset_iter_state() on the root and zero the gradients.",
+            )
+
     def prefetch_forward(self) -> None:
         """Starts the gathers to hide behind this forward: those the user listed, else the one learned."""
-        assert self.group is not None
-        learned = None if compat.in_backward() else self.root.forward_order.enter(self.group)
+        learned = (
+            self.root.forward_order.enter(self.group) if self.group and not compat.in_backward() else None
+        )
         listed = [state.group for state in self.forward_prefetch if state.group]
         for group in listed or ([learned] if learned else []):
             group.unshard()
@@ -351,6 +363,7 @@ class FSDPState:
             if state.phase is not Phase.POST_BACKWARD:  # Note [Groups without an input gradient]
                 state.on_post_backward()
             state.phase = Phase.IDLE
+        self.comm_ctx.streams.reduce_scatter.settle()  # gradients are looked at from here on
         if not self.root.is_last_backward:
             return
         self.comm_ctx.wait_for_reductions()
@@ -361,6 +374,32 @@ class FSDPState:
                 state.group.drop_gather()
 
     # --- the root ---
+
+    def reset_iteration(self) -> None:
+        """After an exception in forward or backward: every state below the root is as before an iteration.
+
+        Raises:
+            StateError: this is not the root.
+        """
+        if self.root.states and self.root.states[0] is not self:
+            raise StateError(
+                f"reset_iter_state of {self.fqn}",
+                expected="the root module",
+                got="a module below it",
+                remedy="Call it on the module that is called first in a forward.",
+            )
+        self.comm_ctx.wait_for_reductions()
+        self.comm_ctx.release_gather_buffer()
+        self.comm_ctx.forget_forwards()
+        for state in self.root.states or [self]:
+            state.phase, state._backward_span = Phase.IDLE, None
+            state._forward_spans.clear()
+            if state.group:
+                state.group.discard_iteration()
+        self.root.guessed.clear()
+        self.root.forward_order = ForwardOrder()
+        self.root.forward_root, self.root.final_callback_queued = None, False
+        self.root.backwards += 1
 
     def become_root(self) -> None:
         """At the first forward: gathers the states below, names everything, and checks that it can run.

@@ -22,6 +22,7 @@ Note [Time runs out]
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing as mp
 import os
 import pickle
@@ -45,7 +46,7 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp import compat, streams
-from hwfsdp.errors import CollectiveError, RankError, UsageError
+from hwfsdp.errors import TRACEBACK_BELOW, CollectiveError, RankError, UsageError
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
@@ -69,7 +70,7 @@ def launch(
         device: "cpu" uses gloo; "cuda" uses NCCL, and rank i runs on GPU i of the machine.
 
     Returns:
-        What each rank returned, in rank order. What ranks print appears in the caller's output.
+        What each rank returned, in rank order. What ranks print appears in the caller's `sys.stdout`.
 
     Raises:
         RankError: a rank raised, died, or did not finish in time; the first one that failed is named, and its
@@ -79,6 +80,13 @@ def launch(
     if world_size < 1:
         raise UsageError(
             "launch", expected="a world size of 1 or more", got=str(world_size), remedy="Ask for one rank."
+        )
+    if timeout is not None and timeout <= 0:
+        raise UsageError(
+            "launch",
+            expected="a timeout above 0 seconds",
+            got=str(timeout),
+            remedy="Leave it out for no limit.",
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(fn, world_size, args, kwargs, timeout, device)
@@ -134,9 +142,7 @@ def _start(task: _Task) -> list[_Rank]:
     ranks = []
     for rank in range(task.world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_rank_main, args=(rank, task, theirs), name=f"rank {rank}", daemon=True
-        )
+        process = context.Process(target=_rank_main, args=(rank, task, theirs), name=f"rank {rank}")
         with _hidden_main():
             process.start()
         theirs.close()
@@ -195,7 +201,10 @@ def _read_message(rank: _Rank) -> None:
         sys.stdout.write(content)
         sys.stdout.flush()
     elif kind == "return":
-        rank.finished, rank.result = True, pickle.loads(content)
+        try:
+            rank.finished, rank.result = True, pickle.loads(content)
+        except Exception as error:
+            rank.finished, rank.failure = False, (f"a result that cannot be unpickled: {error!r}", "", error)
     elif kind == "raise":
         rank.failure = content[0], content[1], _unpickled(content[2])
 
@@ -221,7 +230,7 @@ def _first_failure(ranks: list[_Rank]) -> RankError:
     failed = [(number, rank.failure) for number, rank in enumerate(ranks) if rank.failure]
     own = [(n, f) for n, f in failed if not any(sign in f[0] for sign in _LOST_PEER)]
     number, (got, trace, exception) = (own or failed)[0]
-    error = RankError(number, got, trace, "The traceback below is that rank's." if trace else "")
+    error = RankError(number, got, trace, TRACEBACK_BELOW if trace else "Its standard error may say more.")
     error.__cause__ = exception
     return error
 
@@ -274,10 +283,11 @@ def _end(ranks: list[_Rank]) -> None:
 # --- The rank's side ---------------------------------------------------------------------------------------
 
 
-class _Relay:
-    """`sys.stdout` of a rank: what is printed appears at the caller's, be it a terminal, a test or a notebook."""
+class _Relay(io.TextIOBase):
+    """`sys.stdout` of a rank: what is printed appears at the caller's, be it a terminal, a test or a notebook.
 
-    encoding, errors, closed = "utf-8", "strict", False
+    Only what Python prints; standard error, and what C++ or a child process writes, goes where the server's goes.
+    """
 
     def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
         self._send, self._isatty = send, isatty
@@ -291,9 +301,6 @@ class _Relay:
             self._line = rest
         return len(text)
 
-    def writelines(self, lines: list[str]) -> None:
-        self.write("".join(lines))
-
     def flush(self) -> None:
         """Shows a line that has not ended."""
         if self._line:
@@ -305,6 +312,9 @@ class _Relay:
 
     def writable(self) -> bool:
         return True
+
+    def fileno(self) -> int:
+        return 1
 
 
 def _rank_main(rank: int, task: _Task, connection: Connection) -> None:

@@ -18,7 +18,7 @@ Note [What a wait costs]
 Note [Deferred work]
     What has to happen on a communication stream after a collective, such as casting what was reduced, is handed
     over as a function (`Stream.then`). A device runs it at once, in stream order. The CPU keeps it until somebody
-    waits for the stream; until then its effects are not there. Nobody may look at them without a wait anyway.
+    waits for the stream, or until the end of the backward; before that its effects are not there.
 """
 
 from __future__ import annotations
@@ -109,6 +109,9 @@ class Stream(ABC):
     def then(self, function: Callable[[], None]) -> None:
         """Runs `function` here, in order (Note [Deferred work]). Called inside `run`."""
 
+    def settle(self) -> None:
+        """Does what was put off until somebody waits; a device puts nothing off (Note [Deferred work])."""
+
     @abstractmethod
     def _wait(self, event: StreamEvent) -> None: ...
 
@@ -172,6 +175,9 @@ class HostStream(Stream):
             self._append(_Entry(function, is_collective=False))
         else:
             function()
+
+    def settle(self) -> None:
+        self.finish(self._issued)
 
     def finish(self, ticket: int) -> None:
         """Blocks until the first `ticket` entries ever queued are done.

@@ -46,11 +46,15 @@ class TrainConfig:
     record_last: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.batch, self.steps) < 1 or self.param_dtype not in DTYPES:
+        if (
+            min(self.batch, self.steps) < 1
+            or self.param_dtype not in DTYPES
+            or not 0 < self.lr < float("inf")
+        ):
             raise UsageError(
                 "TrainConfig",
-                expected=f"at least one row and one step, and a dtype among {', '.join(DTYPES)}",
-                got=f"{self.batch} rows, {self.steps} steps, {self.param_dtype}",
+                expected=f"rows, steps and a learning rate above 0, and a dtype among {', '.join(DTYPES)}",
+                got=f"{self.batch} rows, {self.steps} steps, learning rate {self.lr}, {self.param_dtype}",
                 remedy="Change these settings.",
             )
 

@@ -46,7 +46,7 @@ def fully_shard(
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
     Arguments, defaults and effect are those of `torch.distributed.fsdp.fully_shard` (torch 2.13), but for the
-    last two.
+    last two; what is not built yet is refused (UnsupportedError).
 
     Args:
         module: implements `forward`. Its parameters that no call has claimed yet become one group: gathered in
@@ -69,8 +69,9 @@ def fully_shard(
     """
     _refuse_unsupported(module, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     _check_module(module)
+    _check_arguments(mesh, reshard_after_forward, mp_policy, comm_ctx)
     resolved = shard_mesh(mesh)
-    slots = _unclaimed_slots(module, ignored_params or set())
+    slots = _unclaimed_slots(module, set(ignored_params or ()))
     for param, places in slots.items():
         _check_param(places[0][1], param)
     _move_to(resolved.device, slots, module)
@@ -106,7 +107,7 @@ def _refuse_unsupported(
         ),
         "shard_placement_fn": (placement_fn is not None, "Parameters are sharded along dim 0; leave it out."),
         "offload_policy": (
-            type(offload) is not OffloadPolicy,
+            type(offload).__name__ != "OffloadPolicy",
             "Leave it out; shards stay on the mesh's device.",
         ),
         "dp_mesh_dims": (dims is not None, "Pass the data-parallel axis as mesh: mesh['dp']."),
@@ -115,6 +116,24 @@ def _refuse_unsupported(
         if given:
             raise UnsupportedError(
                 "fully_shard", expected="what is built so far", got=f"{argument}, which is not", remedy=remedy
+            )
+
+
+def _check_arguments(mesh: object, reshard: object, policy: object, comm_ctx: object) -> None:
+    dtypes = [getattr(policy, name, "") for name in ("param_dtype", "reduce_dtype", "output_dtype")]
+    wrong = {
+        "mesh, a DeviceMesh": (mesh, mesh is None or isinstance(mesh, DeviceMesh)),
+        "reshard_after_forward, True, False or None": (reshard, reshard is None or isinstance(reshard, bool)),
+        "mp_policy, a MixedPrecisionPolicy of torch.dtypes": (
+            policy,
+            all(dtype is None or isinstance(dtype, torch.dtype) for dtype in dtypes),
+        ),
+        "comm_ctx, an FSDPCommContext": (comm_ctx, comm_ctx is None or isinstance(comm_ctx, FSDPCommContext)),
+    }
+    for argument, (given, usable) in wrong.items():
+        if not usable:
+            raise UsageError(
+                "fully_shard", expected=argument, got=repr(given), remedy="Pass one, or leave it out."
             )
 
 
@@ -257,6 +276,7 @@ class UnshardHandle:
         group, self._group = self._group, None
         if group:
             group.wait_for_unshard()
+            group.comm_ctx.release_gather_buffer()
 
 
 class FSDPModule:
@@ -278,6 +298,9 @@ class FSDPModule:
             async_op: return at once, with a handle; `wait` on it, or the next forward, puts them in place.
         """
         state = self._state()
+        if state.group and not state.root.states:  # before the first forward, which would check
+            state.group.adopt_registered()
+            state.group.check_ready()
         if state.group:
             state.comm_ctx.streams.copy.wait(state.comm_ctx.streams.compute.record())
             state.group.unshard()
@@ -327,6 +350,13 @@ class FSDPModule:
         """Whether the next backward's end waits for its reductions; off if another backward follows at once."""
         self._state().root.is_last_backward = is_last_backward
 
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: makes the next iteration possible. Call it on the root.
+
+        Gradients that were not reduced are gone; zero the others before the next backward.
+        """
+        self._state().reset_iteration()
+
     # --- order and transport ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -368,6 +398,30 @@ class FSDPModule:
 
     def _groups(self, recurse: bool) -> list[ParamGroup]:
         return [state.group for state in self._states(recurse) if state.group]
+
+
+def _not_built(name: str) -> Callable[..., NoReturn]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"FSDPModule.{name}",
+            expected="a method that is built",
+            got="one that is not yet",
+            remedy="Leave the call out, or use torch.distributed.fsdp for it.",
+        )
+
+    method.__name__, method.__doc__ = name, "Not built yet: raises UnsupportedError."
+    return method
+
+
+NOT_BUILT = (
+    *("set_requires_all_reduce", "set_all_reduce_hook", "set_post_optim_event"),
+    *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
+    *("set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers"),
+    *("set_separate_reduce_scatter_group", "set_allocate_memory_from_process_group_for_comm"),
+    "set_symm_mem_for_comm",
+)
+for _name in NOT_BUILT:
+    setattr(FSDPModule, _name, _not_built(_name))
 
 
 def _states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 import hwfsdp
+from hwfsdp.wrap import NOT_BUILT
 
 SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
 
@@ -53,12 +54,27 @@ def test_policies_have_torchs_fields_and_defaults(name: str) -> None:
             setattr(ours, next(iter(vars(ours))), None)
 
 
-def test_the_methods_that_exist_have_torchs_parameters() -> None:
-    for name, method in inspect.getmembers(hwfsdp.FSDPModule, inspect.isfunction):
-        if name.startswith("_"):
-            continue
+METHODS = [
+    name
+    for name, _ in inspect.getmembers(torch_fsdp.FSDPModule, inspect.isfunction)
+    if not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_of_torchs_has_its_parameters_or_says_that_it_is_not_built(name: str) -> None:
+    ours = getattr(hwfsdp.FSDPModule, name)
+    if name in NOT_BUILT:
+        with pytest.raises(hwfsdp.UnsupportedError, match=name):
+            ours(None)
+    else:
         theirs = inspect.signature(getattr(torch_fsdp.FSDPModule, name)).parameters
-        assert [*inspect.signature(method).parameters] == [*theirs], name
+        assert [*inspect.signature(ours).parameters] == [*theirs]
+
+
+def test_there_is_no_method_that_torch_does_not_have() -> None:
+    ours = inspect.getmembers(hwfsdp.FSDPModule, inspect.isfunction)
+    assert {name for name, _ in ours if not name.startswith("_")} <= set(METHODS)
 
 
 def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None:
