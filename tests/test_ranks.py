@@ -146,9 +146,23 @@ def test_different_collectives_on_different_ranks_are_an_error_at_once(
         launch(diverge, 2, timeout=60)
 
 
+def test_a_result_that_does_not_come_back_names_its_rank() -> None:
+    class Broken:
+        def __reduce__(self) -> object:
+            return int, ("not a number",)
+
+    def give_back() -> object:
+        return Broken() if dist.get_rank() == 1 else None
+
+    with pytest.raises(RankError, match="rank 1.*cannot be unpickled"):
+        launch(give_back, 2, timeout=60)
+
+
 def test_unusable_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match="1 or more"):
         launch(os.getpid, 0)
+    with pytest.raises(UsageError, match="above 0 seconds"):
+        launch(os.getpid, 1, timeout=0)
     with pytest.raises(RankError, match="'cpu' or 'cuda'"):
         launch(os.getpid, 1, device="abacus", timeout=60)
 

@@ -106,6 +106,9 @@ def test_train_prints_json_and_writes_a_trace(tmp_path: Path, capsys: pytest.Cap
         (["train", "--text", "/no/such/file"], "No such file"),
         (["train", "--dim", "33", "--heads", "2"], "a width that the heads divide"),
         (["train", "--seq-len", "10000000"], "more than 10000000 bytes"),
+        (["train", "--lr", "nan"], "learning rate nan"),
+        (["train", "--trace", "/no/such/folder/t.json"], "cannot write '/no/such/folder/t.json'"),
+        (["demo", "--out", f"{__file__}/inside"], "Not a directory"),
     ],
 )
 def test_unusable_arguments_are_one_line_and_status_2(
@@ -117,7 +120,10 @@ def test_unusable_arguments_are_one_line_and_status_2(
     assert complaint in error
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["demo", "--ranks", "0"], ["train", "--device", "abacus"]])
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["fly"], ["demo", "--ranks", "0"], ["train", "--device", "abacus"], ["train", "--ranks", "x"]],
+)
 def test_arguments_that_argparse_refuses_have_status_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
