@@ -5,21 +5,20 @@
 is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, take the modules as the chapters of
 a book, in this order; each imports only from those before it.
 
-    I    Arithmetic and instruments
+    I    Arithmetic
          errors        what can go wrong, and how it is said
          sharding      which rows belong to which rank: integers only
          accounting    what a step costs, before it is run: bytes in closed form
          compat        the corners of torch that have no public door
+         layout        placements of a DTensor and the part that a rank holds, strided and uneven ones too
          nested        tensors inside whatever a forward takes or returns
          precision     which dtype for what: policies and casts
          events        what happened, when, on which stream
-         perfetto      an event log as a file that ui.perfetto.dev opens
-         eventlog      a finished recording: questions about it, and its file
-         memory        what is alive, by kind, read from the storages themselves
-         recording     puts the instruments in place, takes them away again
     II   One parameter
          mesh          who takes part
+         placement     which DTensor a parameter becomes
          storage       memory that comes and goes under a tensor that stays
+         extensions    parameters that travel in a form of their own
          param         one parameter, sharded and whole
     III  Moving bytes
          streams       several things at once, the same on every device
@@ -27,15 +26,26 @@ a book, in this order; each imports only from those before it.
          collectives   many tensors, one collective
     IV   The schedule
          prefetch      what to gather next
+         advice        mistakes that run, but do not train
          group         parameters that are gathered, freed and reduced together
+         watch         where autograd calls
          hooks         when: around forward and backward
+         claim         what a call of fully_shard claims, and whether it may
+         module        what every sharded module also is
          wrap          the public door
-    V    Workbench
+    V    Instruments
+         perfetto      an event log as a file that ui.perfetto.dev opens
+         eventlog      a finished recording: questions about it, and its file
+         memory        what is alive, by kind, read from the storages themselves
+         recording     puts the instruments in place, takes them away again
+         inspection    a model's parameters as a table
+         filling       the same weights whatever the number of ranks
+    VI   Workbench
          models        a byte-level GPT to shard
          data          text to train it on
          ranks         processes to run on
          train         the loop
-    VI   Pictures and commands
+    VII  Pictures and commands
          plot          figures of a log
          demo          three times the same run: hwfsdp, FSDP2, unsharded
          cli           the command `hwfsdp`
@@ -55,14 +65,19 @@ if TYPE_CHECKING:
     from hwfsdp.errors import UsageError as UsageError
     from hwfsdp.eventlog import EventLog as EventLog
     from hwfsdp.events import Event as Event
+    from hwfsdp.filling import init_shards as init_shards
     from hwfsdp.group import FSDPCommContext as FSDPCommContext
+    from hwfsdp.inspection import explain as explain
+    from hwfsdp.mesh import DataParallelMeshDims as DataParallelMeshDims
+    from hwfsdp.module import FSDPModule as FSDPModule
+    from hwfsdp.module import UnshardHandle as UnshardHandle
+    from hwfsdp.module import register_fsdp_forward_method as register_fsdp_forward_method
+    from hwfsdp.module import share_comm_ctx as share_comm_ctx
     from hwfsdp.precision import CPUOffloadPolicy as CPUOffloadPolicy
     from hwfsdp.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from hwfsdp.precision import OffloadPolicy as OffloadPolicy
     from hwfsdp.ranks import launch as launch
     from hwfsdp.recording import record as record
-    from hwfsdp.wrap import FSDPModule as FSDPModule
-    from hwfsdp.wrap import UnshardHandle as UnshardHandle
     from hwfsdp.wrap import fully_shard as fully_shard
 
 __version__ = "0.1.0"
@@ -70,21 +85,26 @@ __version__ = "0.1.0"
 _HOME = {  # public name → the module it is defined in; imported when first asked for, as that imports torch
     "CPUOffloadPolicy": "precision",
     "CollectiveError": "errors",
+    "DataParallelMeshDims": "mesh",
     "Event": "events",
     "EventLog": "eventlog",
     "FSDPCommContext": "group",
     "FSDPError": "errors",
-    "FSDPModule": "wrap",
+    "FSDPModule": "module",
     "MixedPrecisionPolicy": "precision",
     "OffloadPolicy": "precision",
     "RankError": "errors",
     "StateError": "errors",
-    "UnshardHandle": "wrap",
+    "UnshardHandle": "module",
     "UnsupportedError": "errors",
     "UsageError": "errors",
+    "explain": "inspection",
     "fully_shard": "wrap",
+    "init_shards": "filling",
     "launch": "ranks",
     "record": "recording",
+    "register_fsdp_forward_method": "module",
+    "share_comm_ctx": "module",
 }
 
 __all__ = sorted(_HOME)

@@ -9,6 +9,7 @@ steps, each a function here, over plain lists of tensors:
 
     copy-in     each gradient, cut into rank chunks, into a flat buffer                     (compute stream)
     reduce-scatter, then cast; the result is seen as views, nothing is copied out           (reduce-scatter stream)
+    all-reduce  of that result over the replicas, if shards are replicated                  (all-reduce stream)
 
 In the flat buffer of a gather, rank is the outer index and parameter the inner one; in memory the parameters
 want it the other way round. Copy-in and copy-out are that transposition:
@@ -19,7 +20,8 @@ Note [Why flat buffers outlive their use]
     A buffer belongs to the stream that allocated it: once no tensor refers to it, that stream may be given the
     memory again, at once, for it knows only its own order. A buffer that another stream still reads must be kept
     until the owning stream has waited for the reader. So a gather's buffer is kept until the copy stream waited
-    for the copy-out, and a reduction's input until the compute stream waited for the reduction. Holding a
+    for the copy-out, and a reduction's input until the compute stream waited for the reduction. What an all-reduce
+    works on was allocated by the reduce-scatter stream, and is kept until the backward is over. Holding a
     reference is the whole mechanism; it bounds the buffers in flight, and no allocator is told about streams.
 """
 
@@ -35,9 +37,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat, events
+from hwfsdp.mesh import Axis
 from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.sharding import chunk_length, offsets, padded_local_numel
-from hwfsdp.streams import StreamEvent, StreamSet
+from hwfsdp.streams import Stream, StreamEvent, StreamSet
 
 
 class AllGather(ABC):
@@ -49,7 +52,11 @@ class AllGather(ABC):
 
     @abstractmethod
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Fills `output_tensor` [W * n] from every rank's `input_tensor` [n], its own part of the output."""
 
@@ -66,7 +73,7 @@ class ReduceScatter(ABC):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -77,7 +84,11 @@ class DefaultAllGather(AllGather):
     """The backend's own."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        async_op: bool = False,
     ) -> dist.Work | None:
         return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
 
@@ -89,7 +100,7 @@ class DefaultReduceScatter(ReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -100,7 +111,11 @@ class RingAllGather(AllGather):
     """The one of `ring`, which blocks the host."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        async_op: bool = False,
     ) -> dist.Work | None:
         ring_all_gather(output_tensor, input_tensor, group)
         return None
@@ -113,7 +128,7 @@ class RingReduceScatter(ReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -121,32 +136,59 @@ class RingReduceScatter(ReduceScatter):
         return None
 
 
+class FromGroup:
+    """Buffers from the process group's own allocator, where it has one (NCCL: memory that switches can reduce in)."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of this size, contents undefined."""
+        return compat.empty_from_group(self._group, size, dtype, device)
+
+
+class GroupAllocAllGather(FromGroup, DefaultAllGather):
+    """The backend's own, in the process group's memory."""
+
+
+class GroupAllocReduceScatter(FromGroup, DefaultReduceScatter):
+    """The backend's own, in the process group's memory."""
+
+
 @dataclass
 class Channel:
     """What one parameter group needs to communicate.
 
     Attributes:
+        shard, replicate: the ranks to gather from and reduce-scatter over, and those to all-reduce over.
         owner: the group's fqn, for errors and the event log.
+        reduce_group: for reduce-scatters, if not that of `shard`.
+        divide_factor: what sums of gradients are divided by; None: the number of ranks.
+        force_sum: reduce by summing only, and divide apart from that.
+        all_reduce_hook: called with each reduced flat gradient, before it is divided; may reduce it further.
+        hook_stream: where to call it, if not on the all-reduce stream.
     """
 
-    group: dist.ProcessGroup
+    shard: Axis
     device: torch.device
     streams: StreamSet
     owner: str
     all_gather: AllGather = field(default_factory=DefaultAllGather)
     reduce_scatter: ReduceScatter = field(default_factory=DefaultReduceScatter)
-
-    @property
-    def world_size(self) -> int:
-        return self.group.size()
+    replicate: Axis = Axis()
+    reduce_group: dist.ProcessGroup | None = None
+    divide_factor: float | None = None
+    force_sum: bool = False
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    hook_stream: Stream | None = None
 
 
 class Gathered(NamedTuple):
     """A gather in flight.
 
     Attributes:
-        flat: [W * n], every rank's part; uint8 if the tensors' dtypes differ.
-        sizes: elements of `flat` that each tensor has in one rank's part; they sum to n.
+        flat: [W, n], row r being the part of rank r; uint8 if the tensors' dtypes differ.
+        sizes: elements of a row that each tensor has; they sum to n.
         done: after it `flat` is complete.
     """
 
@@ -161,43 +203,57 @@ class Reducing(NamedTuple):
     Attributes:
         owner: fqn of the parameter group.
         flat: its input, kept alive (Note [Why flat buffers outlive their use]).
+        result: [n], this rank's part; to be divided by `divide`.
+        stream: where the result is made.
         done: after it the input may be reused.
     """
 
     owner: str
     flat: Tensor
+    result: Tensor
+    divide: float
+    stream: Stream
     done: StreamEvent
+
+    def then(self, function: Callable[[Tensor], None]) -> None:
+        """Calls `function` with the result once it is there, on the stream that made it."""
+        with events.owned_by(self.owner), self.stream.run():
+            self.stream.then(lambda: function(self.result))
 
 
 # --- Parameters: copy-in, all-gather, copy-out -------------------------------------------------------------
 
 
 @torch.no_grad()
-def all_gather(shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], channel: Channel) -> Gathered:
-    """Starts to gather a list of padded shards; returns before it is done.
+def all_gather(
+    shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], axis: Axis, channel: Channel
+) -> Gathered:
+    """Starts to gather a list of padded shards over the ranks of `axis`; returns before it is done.
 
     Args:
         shards: each 1D and of the same size on every rank, on any dtype.
         dtypes: what to gather each one in. If they differ, bytes are gathered.
     """
-    streams, world_size = channel.streams, channel.world_size
+    streams = channel.streams
     with events.owned_by(channel.owner), streams.copy.run():
         mixed = len(set(dtypes)) > 1
         dtype = torch.uint8 if mixed else dtypes[0]
         sizes = [s.numel() * (d.itemsize if mixed else 1) for s, d in zip(shards, dtypes, strict=True)]
-        flat = channel.all_gather.allocate((world_size * sum(sizes),), dtype=dtype, device=channel.device)
-        part = flat.view(world_size, -1)[channel.group.rank()]  # [n]
+        flat = channel.all_gather.allocate((axis.size * sum(sizes),), dtype=dtype, device=channel.device)
+        part = flat.view(axis.size, -1)[axis.rank]  # [n]
         with events.span("copy_in", "copy", bytes=part.numel() * part.element_size()):
             copy_in(shards, dtypes, part, sizes)
     streams.all_gather.wait(streams.copy.record())
     with events.owned_by(channel.owner), streams.all_gather.run():
-        if world_size > 1:
+        if axis.size > 1:
             streams.all_gather.collective(
-                lambda async_op: channel.all_gather(flat, part, channel.group, async_op),
+                lambda async_op: channel.all_gather(
+                    output_tensor=flat, input_tensor=part, group=axis.group, async_op=async_op
+                ),
                 "all_gather",
                 channel.owner,
             )
-        return Gathered(flat, sizes, streams.all_gather.record())
+        return Gathered(flat.view(axis.size, -1), sizes, streams.all_gather.record())
 
 
 def copy_in(
@@ -215,63 +271,80 @@ def copy_in(
 
 
 @torch.no_grad()
-def copy_out(gathered: Gathered, wholes: Sequence[Tensor], channel: Channel) -> None:
+def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
     """Spreads a finished gather over the parameters' own memory. The compute stream has waited for it.
 
     Args:
-        wholes: per shard gathered, in order, 1D of W times its elements; written.
+        wholes: per tensor gathered, in order, [W, *rest] with any strides: row r is what came from rank r; written.
+        owner: fqn of the parameter group.
     """
-    world_size = channel.world_size
-    flat = gathered.flat.view(world_size, -1)
-    rows = [whole.view(world_size, -1) for whole in wholes]  # each [W, elements of a shard]
+    flat = gathered.flat
     if flat.dtype == torch.uint8:
-        rows = [row.view(torch.uint8) for row in rows]
-    with events.span("copy_out", "compute", owner=channel.owner, bytes=flat.numel() * flat.element_size()):
-        torch.split_with_sizes_copy(flat, gathered.sizes, dim=1, out=rows)
+        wholes = [whole.view(torch.uint8) for whole in wholes]
+    with events.span("copy_out", "compute", owner=owner, bytes=flat.numel() * flat.element_size()):
+        if all(whole.is_contiguous() for whole in wholes):
+            rows = [whole.view(len(flat), -1) for whole in wholes]  # each [W, elements of a shard]
+            torch.split_with_sizes_copy(flat, gathered.sizes, dim=1, out=rows)
+        else:
+            columns = flat.split(gathered.sizes, dim=1)
+            compat.copy_each(wholes, [c.view(w.shape) for c, w in zip(columns, wholes, strict=True)])
 
 
-# --- Gradients: copy-in, reduce-scatter --------------------------------------------------------------------
+# --- Gradients: copy-in, reduce-scatter, all-reduce --------------------------------------------------------
 
 
 class Scaling(NamedTuple):
-    """How a mean is computed: divide by `before`, reduce with `op`, divide by `after`; 1 means not at all."""
+    """How a mean is computed: divide by `before`, reduce, divide by `after`; 1 means not at all.
+
+    Attributes:
+        scatter, all_reduce: the operations to reduce with, over the shard axis and over the replicas.
+    """
 
     before: float
-    op: Any
+    scatter: Any
+    all_reduce: Any
     after: float
 
 
-def mean_scaling(world_size: int, reduce_dtype: torch.dtype) -> Scaling:
-    """How to take the mean over `world_size` ranks in this dtype.
+def mean_scaling(
+    shards: int,
+    replicas: int,
+    reduce_dtype: torch.dtype,
+    factor: float | None = None,
+    force_sum: bool = False,
+) -> Scaling:
+    """How to sum over `shards * replicas` ranks in this dtype and divide by `factor` (None: their number).
 
-    fp32, bf16 and the like have range to spare, and the backend divides. fp16 overflows in the sum and
-    underflows when divided first, so about a square root of the divisor is taken out on each side: `before` is
-    the smallest power of two whose square reaches `world_size`, if powers of two up to it divide it.
+    fp32 and bf16 have range to spare, and the backend divides where it can: when the factor is the number of ranks. fp16
+    overflows in the sum and underflows when divided first, so about a square root of the factor is taken out on each
+    side: `before` is the smallest power of two whose square reaches the factor, if powers of two up to it divide it.
     """
-    if world_size == 1:
-        return Scaling(1, dist.ReduceOp.SUM, 1)
-    if reduce_dtype in (torch.float32, torch.bfloat16):
-        return Scaling(1, dist.ReduceOp.AVG, 1)
-    before = 1.0
-    while world_size % before == 0 and before * before < world_size:
+    ranks, total, mean = shards * replicas, dist.ReduceOp.SUM, dist.ReduceOp.AVG
+    spare = reduce_dtype in (torch.float32, torch.bfloat16)
+    if spare and not force_sum and ranks > 1:
+        if factor is None:
+            return Scaling(1, mean, mean, 1)
+        if factor == shards and shards > 1:
+            return Scaling(1, mean, total, 1)
+    divide, before = float(ranks if factor is None else factor), 1.0
+    while not spare and divide % before == 0 and before * before < divide:
         before *= 2
-    return Scaling(before, dist.ReduceOp.SUM, world_size / before)
+    return Scaling(before, total, total, divide / before)
 
 
 @torch.no_grad()
-def reduce_scatter(
-    grads: list[Tensor], reduce_dtype: torch.dtype, finish: Callable[[Tensor], None], channel: Channel
-) -> Reducing:
-    """Starts to average gradients over the ranks; returns before it is done.
+def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Channel) -> Reducing:
+    """Starts to reduce gradients over the shard axis; returns before it is done.
 
     Args:
-        grads: whole gradients, each [d0, *rest]. The list is emptied as soon as they are copied in, so that
-            their memory is free before the reduction begins.
-        finish: called on the reduce-scatter stream with the result, [n] in the reduce dtype: this rank's padded
-            chunks of all gradients, end to end. See `streams`, Note [Deferred work].
+        grads: whole gradients, each [d0, *rest], rows to be dealt out. The list is emptied as soon as they are copied
+            in, so that their memory is free before the reduction begins.
+
+    Returns:
+        The reduction. Its result, in the reduce dtype, are this rank's padded chunks of all gradients, end to end.
     """
-    streams, world_size = channel.streams, channel.world_size
-    scaling = mean_scaling(world_size, reduce_dtype)
+    streams, world_size = channel.streams, channel.shard.size
+    scaling = _scaling(channel, reduce_dtype)
     numel = sum(padded_local_numel(grad.shape, world_size) for grad in grads)
     flat = channel.reduce_scatter.allocate((world_size * numel,), dtype=reduce_dtype, device=channel.device)
     nbytes = flat.numel() * flat.element_size()
@@ -285,15 +358,50 @@ def reduce_scatter(
         result = flat
         if world_size > 1:
             result = channel.reduce_scatter.allocate((numel,), dtype=reduce_dtype, device=channel.device)
+            group = channel.reduce_group or channel.shard.group
             streams.reduce_scatter.collective(
-                lambda async_op: channel.reduce_scatter(result, flat, channel.group, scaling.op, async_op),
+                lambda async_op: channel.reduce_scatter(
+                    output_tensor=result,
+                    input_tensor=flat,
+                    group=group,
+                    op=scaling.scatter,
+                    async_op=async_op,
+                ),
                 "reduce_scatter",
                 channel.owner,
             )
-        streams.reduce_scatter.then(
-            lambda: finish(result.div_(scaling.after) if scaling.after != 1 else result)
-        )
-        return Reducing(channel.owner, flat, streams.reduce_scatter.record())
+        stream = streams.reduce_scatter
+        return Reducing(channel.owner, flat, result, scaling.after, stream, stream.record())
+
+
+@torch.no_grad()
+def all_reduce(reducing: Reducing, channel: Channel) -> Reducing:
+    """Goes on with a reduction over the replicas, and with the user's hook, on the all-reduce stream.
+
+    Nothing happens if there are neither.
+    """
+    if channel.replicate.size == 1 and channel.all_reduce_hook is None:
+        return reducing
+    stream, result = channel.hook_stream or channel.streams.all_reduce, reducing.result
+    scaling = _scaling(channel, result.dtype)
+    stream.wait(reducing.stream.record())
+    with events.owned_by(channel.owner), stream.run():
+        if channel.replicate.size > 1:
+            group = channel.replicate.group
+            stream.collective(
+                lambda async_op: dist.all_reduce(result, scaling.all_reduce, group, async_op),
+                "all_reduce",
+                channel.owner,
+            )
+        if hook := channel.all_reduce_hook:
+            stream.then(lambda: hook(result))
+    return reducing._replace(stream=stream)
+
+
+def _scaling(channel: Channel, dtype: torch.dtype) -> Scaling:
+    return mean_scaling(
+        channel.shard.size, channel.replicate.size, dtype, channel.divide_factor, channel.force_sum
+    )
 
 
 def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
@@ -309,13 +417,13 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
     targets, sources = [], []
     for grad, start, size in zip(grads, offsets(sizes), sizes, strict=True):
         columns = flat[:, start : start + size]  # [W, elements of a padded chunk]
-        full = grad.shape[0] // max(1, chunk_length(grad.shape[0], world_size))  # ranks with a full chunk
-        elements = grad.reshape(-1)
-        rest = elements[full * size :]  # of the one rank with a shorter chunk
-        targets.append(columns[:full])
-        sources.append(elements[: full * size].view(full, size))
+        rows = chunk_length(grad.shape[0], world_size)  # of a padded chunk
+        full = grad.shape[0] // max(1, rows)  # ranks with a full chunk
+        targets.append(columns[:full].view(full, rows, *grad.shape[1:]))
+        sources.append(grad[: full * rows].unflatten(0, (full, rows)))
         if full < world_size:
             columns[full:].zero_()
-            targets.append(columns[full, : rest.numel()])
+            rest = grad[full * rows :]  # of the one rank with a shorter chunk
+            targets.append(columns[full, : rest.numel()].view(rest.shape))
             sources.append(rest)
     compat.copy_each(targets, sources)

@@ -6,12 +6,17 @@ Supported: torch 2.11 to 2.15. Everything else in this package uses documented A
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # torch 2.13 renamed the two collectives over single tensors, and warns at the old names. They are looked up on
 # `torch.distributed` at each call, because that is where a recording puts its wrappers (see `events`).
@@ -25,7 +30,7 @@ LATE_IMPORT = (
 
 
 def all_gather_single(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool
+    output: Tensor, input: Tensor, group: dist.ProcessGroup | None, async_op: bool
 ) -> dist.Work | None:
     """`output` [W * n] receives every rank's `input` [n], in rank order. Returns the work if `async_op`."""
     work: dist.Work | None = getattr(dist, _GATHER)(output, input, group=group, async_op=async_op)
@@ -33,11 +38,21 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup | None, async_op: bool
 ) -> dist.Work | None:
     """`output` [n] receives this rank's part of the reduction of all ranks' `input` [W * n]."""
     work: dist.Work | None = getattr(dist, _SCATTER)(output, input, op=op, group=group, async_op=async_op)
     return work
+
+
+def empty_from_group(
+    group: dist.ProcessGroup | None, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor in memory of the group's own allocator; in ordinary memory if it has none."""
+    backend = group._get_backend(device) if group is not None else None
+    if backend is None or not backend.supports_tensor_alloc(device):
+        return torch.empty(*size, dtype=dtype, device=device)
+    return backend.allocate_tensor(prod(size), dtype=dtype, device=device)
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -58,15 +73,71 @@ def read_debug_level() -> None:
     getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported, but not declared)
 
 
+def collectives_are_checked() -> bool:
+    """Whether `TORCH_DISTRIBUTED_DEBUG` is DETAIL: every collective is compared across ranks before it runs."""
+    return bool(getattr(dist, "get_debug_level")() == getattr(dist, "DebugLevel").DETAIL)  # noqa: B009
+
+
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """What `register_post_accumulate_grad_hook` registered; FSDP sets gradients itself, and so calls them."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """`output.copy_(input)` for every pair, casting where dtypes differ; one kernel for all on CUDA."""
+    """`output.copy_(input)` for every pair, casting where dtypes differ; one kernel for all on CUDA.
+
+    From pinned host memory the copies are asynchronous.
+    """
     if outputs:
-        torch._foreach_copy_(list(outputs), list(inputs))
+        torch._foreach_copy_(list(outputs), list(inputs), non_blocking=True)
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Moves a parameter or buffer to `device`; it stays the same object."""
+    wraps: bool = is_traceable_wrapper_subclass(tensor)
+    if wraps:  # it has no data of its own to exchange
+        with torch.no_grad():
+            moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, moved)
+    else:
+        tensor.data = tensor.data.to(device)
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose axes are those of `meshes`, which were all sliced from the same mesh."""
+    joined: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    return joined
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """All axes of `mesh` as one."""
+    flat: DeviceMesh = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+    return flat
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether the placement cuts the tensor; `_StridedShard` does, and is a `Shard` in some versions only."""
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """`Shard(dim)` of a tensor that later axes of the mesh have cut into `split_factor` parts along `dim` before."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def dtensor(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """`local` as this rank's part of a DTensor of this global shape.
+
+    `DTensor.from_local` would move a part that is offloaded to the CPU to the mesh's device.
+    """
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def wrap_like(local: Tensor, like: DTensor) -> DTensor:

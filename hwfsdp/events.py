@@ -213,6 +213,17 @@ def activate(recorder: Recorder | None) -> None:
     _active = recorder
 
 
+@contextmanager
+def paused() -> Iterator[None]:
+    """What happens inside the block is not logged: set-up, not data."""
+    global _active
+    recorder, _active = _active, None
+    try:
+        yield
+    finally:
+        _active = recorder
+
+
 _NOTHING = nullcontext()
 
 

@@ -1,6 +1,6 @@
 """A parameter group: parameters that are gathered, freed and reduced together.
 
-One call of `fully_shard` makes one group of all parameters below its module that no earlier call has claimed.
+One call of `fully_shard` makes one group of all parameters below its modules that no earlier call has claimed.
 A group knows how to do four things, and nothing about when:
 
     unshard              start to gather the parameters                       (twice a step)
@@ -10,6 +10,11 @@ A group knows how to do four things, and nothing about when:
 
 The *when* is in `hooks`. Groups of one model share an `FSDPCommContext`: the streams, what is in flight on them,
 and the order in which forwards ended.
+
+Note [Partial gradients]
+    Under hybrid sharding, gradients may be accumulated after the reduce-scatter and before the all-reduce: a shard's
+    size, not the whole parameter's. They are kept per parameter, because another micro-batch may reach other
+    parameters. The reduction that ends with an all-reduce takes them in.
 """
 
 from __future__ import annotations
@@ -20,12 +25,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hwfsdp import events
-from hwfsdp.collectives import Channel, Gathered, Reducing, all_gather, copy_out, reduce_scatter
+from hwfsdp import advice, events
+from hwfsdp.collectives import Channel, Gathered, Reducing, all_gather, all_reduce, copy_out, reduce_scatter
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.mesh import ShardMesh
 from hwfsdp.param import FSDPParam, ShardedState
-from hwfsdp.sharding import local_shape, offsets, padded_local_numel
+from hwfsdp.precision import CPUOffloadPolicy
+from hwfsdp.sharding import offsets
 from hwfsdp.streams import Stream, StreamEvent, streams_for
 
 
@@ -46,7 +52,8 @@ class FSDPCommContext:
         self.streams = streams_for(device_type)
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
-        self._reducing: deque[Reducing] = deque()
+        self._reducing: deque[Reducing] = deque()  # their inputs are in use
+        self._reduced: list[Reducing] = []  # their results are in use, by all-reduces
         self._copied_out: tuple[Gathered, StreamEvent] | None = None
 
     @property
@@ -81,6 +88,10 @@ class FSDPCommContext:
 
     def add_reduction(self, reducing: Reducing) -> None:
         """Keeps a reduction's input until `wait_for_reductions` saw it through."""
+        if reducing.stream is self.streams.reduce_scatter:  # what was to follow is part of it
+            reducing = reducing._replace(done=reducing.stream.record())
+        else:
+            self._reduced.append(reducing._replace(flat=reducing.result))
         self._reducing.append(reducing)
 
     def wait_for_reductions(self, leave: int = 0) -> None:
@@ -90,17 +101,39 @@ class FSDPCommContext:
             with events.owned_by(reducing.owner):
                 self.streams.compute.wait(reducing.done)
 
+    def settle(self) -> None:
+        """Gradients may be looked at afterwards, and added to."""
+        self.streams.reduce_scatter.settle()
+        self.streams.all_reduce.settle()
+
+    def synchronize(self) -> None:
+        """The host waits for the streams that write gradients; it is about to read offloaded ones."""
+        self.streams.reduce_scatter.synchronize()
+        self.streams.all_reduce.synchronize()
+
+    def finish_reductions(self) -> None:
+        """Compute waits for all reductions; no buffer of theirs is held afterwards."""
+        self.wait_for_reductions()
+        self.settle()
+        for stream in dict.fromkeys(reducing.stream for reducing in self._reduced):
+            self.streams.compute.wait(stream.record())
+        self._reduced.clear()
+
 
 class ParamGroup:
     """Parameters that travel together.
 
     Attributes:
-        fqn: of the module that the group was made for; names it in errors, traces and pictures.
+        fqn: of the modules that the group was made for; names it in errors, traces and pictures.
         params: in the order in which they lie in the flat buffers.
-        reshard_after_forward: free the whole parameters after forward, and gather them again for backward.
+        reshard_mesh: over whose ranks parameters are sharded after forward, to be gathered again for backward: `mesh`,
+            or a smaller one. None: they stay whole.
         reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
         reduce_grads: reduce in backward; off, gradients add up in the whole parameters' gradients.
+        all_reduce_grads: reduce over replicas, too; off, partial gradients add up (Note [Partial gradients]).
+        reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
         unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        max_reductions: see `FSDPCommContext`, which takes the largest of its groups.
         post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
     """
 
@@ -109,19 +142,21 @@ class ParamGroup:
         params: Sequence[FSDPParam],
         mesh: ShardMesh,
         comm_ctx: FSDPCommContext,
-        reshard_after_forward: bool,
+        reshard_mesh: ShardMesh | None,
     ) -> None:
         self.fqn = ""
         self.params = list(params)
         self.mesh = mesh
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_mesh = reshard_mesh
         self.reshard_after_backward = True
-        self.reduce_grads = True
+        self.reduce_grads = self.all_reduce_grads = True
+        self.reduce_unused = False
+        self.max_reductions = 1
         self.unshard_in_backward = True
         self.post_forward_indices: list[int] = []
         self._gathered: Gathered | None = None
         self.comm_ctx = comm_ctx
-        self.channel = Channel(mesh.group, mesh.device, comm_ctx.streams, self.fqn)
+        self.channel = Channel(mesh.shard, mesh.device, comm_ctx.streams, self.fqn, replicate=mesh.replicate)
 
     def use(self, comm_ctx: FSDPCommContext) -> None:
         """Communicates through this context from now on."""
@@ -135,6 +170,10 @@ class ParamGroup:
     def is_unsharded(self) -> bool:
         return all(p.state is ShardedState.UNSHARDED for p in self.params)
 
+    @property
+    def is_offloaded(self) -> bool:
+        return any(isinstance(p.offload, CPUOffloadPolicy) for p in self.params)
+
     # --- parameters ---
 
     def unshard(self) -> None:
@@ -142,8 +181,10 @@ class ParamGroup:
         if self.is_unsharded or self._gathered is not None:
             return
         self.comm_ctx.release_gather_buffer()
-        shards = [p.padded_shard for p in self.params]
-        self._gathered = all_gather(shards, [p.dtypes.gathered for p in self.params], self.channel)
+        with torch.no_grad():
+            shards = [shard for p in self.params for shard in p.gather_inputs()]
+        dtypes = [dtype for p in self.params for dtype in p.gather_dtypes]
+        self._gathered = all_gather(shards, dtypes, self.params[0].gather_mesh.shard, self.channel)
 
     def wait_for_unshard(self) -> None:
         """The modules have the whole parameters afterwards, if `unshard` was called before."""
@@ -160,7 +201,7 @@ class ParamGroup:
         if self._gathered is None:
             return
         gathered, self._gathered = self._gathered, None
-        copy_out(gathered, [p.allocate() for p in self.params], self.channel)
+        copy_out(gathered, [memory for p in self.params for memory in p.allocate()], self.fqn)
         self.comm_ctx.keep_until_copied_out(gathered)
         for param in self.params:
             param.to_unsharded()
@@ -168,8 +209,18 @@ class ParamGroup:
     def reshard(self) -> None:
         """The modules have the shards afterwards; the whole parameters' memory is free."""
         for param in self.params:
-            if param.state is ShardedState.UNSHARDED:
+            if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
+
+    def reshard_after_forward(self) -> None:
+        """What `reshard_mesh` asks for."""
+        if self.reshard_mesh is self.mesh:
+            self.reshard()
+        elif self.reshard_mesh is not None:
+            for param in self.params:
+                if param.state is ShardedState.UNSHARDED:
+                    param.to_post_forward(self.reshard_mesh)
+            self.comm_ctx.streams.copy.wait(self.comm_ctx.streams.compute.record())  # it reads those shards
 
     def drop_gather(self) -> None:
         """Forgets a gather that nobody came for; its buffer is reused after it is done."""
@@ -183,6 +234,7 @@ class ParamGroup:
         self.reshard()
         for param in self.params:
             param.take_grad()
+            param.partial_grad = None
 
     # --- gradients ---
 
@@ -196,7 +248,9 @@ class ParamGroup:
                 self.reshard()
             for param in self.params:
                 param.accumulate_grad()
+            advice.note_unsynchronized(self, True)
             return
+        advice.note_unsynchronized(self, False)
         params, grads = self.take_grads()
         if self.reshard_after_backward:
             self.reshard()
@@ -204,8 +258,18 @@ class ParamGroup:
             self.reduce(params, grads)
 
     def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
-        """The parameters that got a gradient, and those gradients, no longer referred to from anywhere else."""
-        pairs = [(p, grad) for p in self.params if (grad := p.take_grad()) is not None]
+        """The parameters that have a gradient to reduce, and those gradients, no longer referred to from elsewhere.
+
+        A partial gradient counts; where there is nothing else, the gradient is zeros.
+        """
+        pairs: list[tuple[FSDPParam, Tensor]] = []
+        for param in self.params:
+            grad = param.take_grad()
+            unused = self.reduce_unused and param.sharded_param.requires_grad
+            if grad is None and (unused or (param.partial_grad is not None and self.all_reduce_grads)):
+                grad = torch.zeros(param.shape, dtype=param.dtypes.gathered, device=self.mesh.device)
+            if grad is not None:
+                pairs.append((param, grad))
         return [p for p, _ in pairs], [grad for _, grad in pairs]
 
     def reduce(self, params: Sequence[FSDPParam], grads: list[Tensor]) -> None:
@@ -214,35 +278,70 @@ class ParamGroup:
         Starts the reduction and returns. Before that, compute waits until fewer than `max_reductions` of the
         context are in flight. `grads` is empty afterwards.
         """
-        dtypes = {grad.dtype for grad in grads}
+        self.comm_ctx.wait_for_reductions(leave=self.comm_ctx.max_reductions - 1)
+        dtype = self.reduce_dtype(params, grads)
+        grads[:] = [p.rows_of(grad) for p, grad in zip(params, grads, strict=True)]
+        reducing = reduce_scatter(grads, dtype, self.channel)
+        if self.mesh.replicate.group and not self.all_reduce_grads:
+            reducing.then(lambda result: self.add_partial_grads(params, result))
+        else:
+            if any(p.partial_grad is not None for p in params):
+                reducing.then(lambda result: self.take_partial_grads(params, result))
+            reducing = all_reduce(reducing, self.channel)
+            reducing.then(lambda result: self.add_sharded_grads(params, _divided(result, reducing.divide)))
+        self.comm_ctx.add_reduction(reducing)
+
+    def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
+        """What to reduce these gradients in.
+
+        Raises:
+            UsageError: no reduce dtype was set and the gradients have several.
+        """
+        dtypes = {p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)}
         if len(dtypes) > 1:
             raise UsageError(
                 f"parameter group {self.fqn!r}",
-                expected="gradients of one dtype",
+                expected="gradients of one dtype, or a reduce_dtype",
                 got=" and ".join(sorted(map(str, dtypes))),
                 remedy="Wrap the modules with the other dtype in a fully_shard of their own.",
             )
-        self.comm_ctx.wait_for_reductions(leave=self.comm_ctx.max_reductions - 1)
-        reduce_dtype = params[0].dtypes.reduce or dtypes.pop()
+        return dtypes.pop()
 
-        def add_to_shards(reduced: Tensor) -> None:
-            with torch.no_grad():
-                self.add_sharded_grads(params, reduced)
-
-        self.comm_ctx.add_reduction(reduce_scatter(grads, reduce_dtype, add_to_shards, self.channel))
-
-    def add_sharded_grads(self, params: Sequence[FSDPParam], reduced: Tensor) -> None:
-        """Cuts the result of a reduction into the parameters' rows, as views, and adds them to the gradients.
+    def pieces(self, params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam, Tensor]]:
+        """Views of a reduction's result: each parameter's rows of this rank, `local_shape`.
 
         Args:
-            reduced: [n], reduce dtype: this rank's padded chunk of every parameter of `params`, end to end.
+            result: [n]: this rank's padded chunk of every parameter of `params`, end to end.
         """
-        reduced = reduced.to(params[0].dtypes.orig)
-        sizes = [padded_local_numel(p.shape, self.mesh.size) for p in params]
-        for param, start in zip(params, offsets(sizes), strict=True):
-            rows = local_shape(param.shape, self.mesh.size, self.mesh.rank)
-            numel = torch.Size(rows).numel()
-            param.add_sharded_grad(reduced[start : start + numel].view(rows))
+        starts = offsets([p.padded_numel for p in params])
+        numels = [p.local_numel for p in params]
+        return [
+            (p, result[start : start + n].view(p.local_shape))
+            for p, start, n in zip(params, starts, numels, strict=True)
+        ]
+
+    @torch.no_grad()
+    def add_sharded_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
+        """Adds the result of a reduction to the sharded parameters' gradients, cast to their dtype."""
+        dtypes = {p.dtypes.orig for p in params}
+        if len(dtypes) == 1:  # one cast for all
+            result = result.to(params[0].dtypes.orig)
+        for param, grad in self.pieces(params, result):
+            param.add_sharded_grad(grad.to(param.dtypes.orig))
+
+    @torch.no_grad()
+    def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
+        """Keeps the result of a reduction over the shard axis only (Note [Partial gradients])."""
+        for param, grad in self.pieces(params, result):
+            param.partial_grad = grad if param.partial_grad is None else param.partial_grad.add_(grad)
+
+    @torch.no_grad()
+    def take_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
+        """Adds partial gradients to the result of a reduction that goes on over the replicas."""
+        for param, grad in self.pieces(params, result):
+            if param.partial_grad is not None:
+                grad.add_(param.partial_grad)
+                param.partial_grad = None
 
     # --- checks ---
 
@@ -274,6 +373,18 @@ class ParamGroup:
                 got=" and ".join(sorted(map(str, dtypes))),
                 remedy="Cast them, or wrap the modules with the other dtype in a fully_shard of their own.",
             )
+        on_device = [p.fqn for p in self.params if p.padded_shard.device.type != "cpu"]
+        if self.is_offloaded and on_device:
+            raise StateError(
+                f"parameter group {self.fqn!r}",
+                expected="offloaded parameters in host memory",
+                got=f"{', '.join(on_device)} on {self.mesh.device.type}",
+                remedy='Call model.to_empty(device="cpu"), or load a state dict that is on the CPU.',
+            )
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.fqn}, {len(self.params)} parameters)"
+
+
+def _divided(tensor: Tensor, by: float) -> Tensor:
+    return tensor if by == 1 else tensor.div_(by)

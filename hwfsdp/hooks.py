@@ -13,9 +13,7 @@ Three groups A, B, C, time to the right; each line is a stream:
     compute            A  B  C     |     C     B     A
     reduce-scatter                 |           C     B     A
 
-Forward hooks are module hooks. Pre-backward is a hook on the tensors that the module returned: their gradient
-is the first thing that the module's backward gets. Post-backward is an autograd function around the tensors
-that the module was given: autograd calls it when their gradients, hence all others inside the module, are done.
+Forward hooks are module hooks; those of the backward are in `watch`.
 
 The first module to run a forward becomes the *root* of all those below it. The root's forward begins and ends
 an iteration, and when a backward has executed its last node, the root waits for what is still in flight.
@@ -28,28 +26,30 @@ Note [Recomputation]
     Activation checkpointing runs a forward inside the backward. Then the group's parameters are whole already,
     pre-backward saw to it, and post-backward will free them: the forward hooks stand aside.
 
-Note [Views as outputs]
-    An in-place operation on an output that is a view, such as `out += x` after `out = h.view(…)`, gives the output
-    a new history in which the hook on it does not occur; that of the tensor it views still does. So a view's base
-    gets a hook as well, which counts only if none of the outputs' own hooks came.
+Note [Several modules, one group]
+    `fully_shard([a, b])` makes one state for both. The first of them to run opens the forward, the last one ends it. If
+    the root's forward is over before all have run, it ends then. A member may be called by itself afterwards, as a
+    head that computes a long sequence's loss in chunks: each call gathers if it must, and each backward of such a
+    call reduces; nobody knows how many will follow, so the parameters stay whole in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hwfsdp import compat, events
+from hwfsdp import advice, compat, events
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.events import Draft
 from hwfsdp.group import FSDPCommContext, ParamGroup
-from hwfsdp.nested import map_tensors, replace_tensors_with_grad, tensors_with_grad
+from hwfsdp.nested import map_tensors
 from hwfsdp.precision import MixedPrecisionPolicy, cast_floating
 from hwfsdp.prefetch import ForwardOrder, next_in_backward
+from hwfsdp.watch import WatchedOutputs, watch_inputs
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -71,8 +71,8 @@ class RootContext:
         states: of all modules below the root, in `named_modules` order; empty until a root is found.
         forward_root: whose forward is running: the root, or a part of the model called by itself; else None.
         forwards_before: how many forwards were noted when the iteration began (a second one before its backward).
-        forward_order: the order in which groups run forward, learned for prefetching.
         guessed: groups that were gathered ahead in this forward; unused, they are stale after the next optimizer step.
+        post_optim_event: what the next iteration's gathers wait for, if the user said so.
         final_callback_queued: whether the backward in progress will call `finish_backward`.
         is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
         backwards: how many are over.
@@ -82,45 +82,60 @@ class RootContext:
         self.states: list[FSDPState] = []
         self.forward_root: FSDPState | None = None
         self.forwards_before = 0
-        self.forward_order: ForwardOrder[ParamGroup] = ForwardOrder()
         self.guessed: list[ParamGroup] = []
+        self.post_optim_event: torch.Event | None = None
         self.final_callback_queued = False
         self.is_last_backward = True
         self.backwards = 0
 
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return [group for state in self.states for group in state.groups]
+
 
 class FSDPState:
-    """The schedule of one module.
+    """The schedule of the modules of one `fully_shard` call.
 
     Attributes:
-        module: the module given to `fully_shard`; fqn: its name from the root, the root's is its class.
+        modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
         parent: the state of the closest sharded module above; None at the root.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
+        to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
         forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_order: the order in which groups ran when this state's forward was the outermost one.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         group: ParamGroup | None,
         comm_ctx: FSDPCommContext,
         policy: MixedPrecisionPolicy,
         device: torch.device,
         auto_reshard: bool,
     ) -> None:
-        self.module, self.group, self.comm_ctx = module, group, comm_ctx
+        self.modules, self.group, self.comm_ctx = tuple(modules), group, comm_ctx
         self.policy, self.device, self.auto_reshard = policy, device, auto_reshard
         self.fqn = ""
         self.parent: FSDPState | None = None
         self.root = RootContext()
         self.phase = Phase.IDLE
+        self.to_run: set[nn.Module] = set()
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
+        self.forward_order: ForwardOrder[ParamGroup] = ForwardOrder()
         self._forward_spans: list[Draft] = []
         self._backward_span: Draft | None = None
-        module.register_forward_pre_hook(self.on_pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.on_post_forward)
+        for module in self.modules:  # a compiler must not look inside the hooks: they do what it cannot see
+            pre_forward = torch.compiler.disable(self.on_pre_forward, reason="FSDP hooks")
+            post_forward = torch.compiler.disable(self.on_post_forward, reason="FSDP hooks")
+            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(post_forward)
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return [self.group] if self.group else []
 
     # --- the outer edge of the hooks: what the event log sees ---
 
@@ -139,20 +154,19 @@ class FSDPState:
     def on_post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         recorder = events.active()
         if recorder is None:
-            return self.post_forward(output)
+            return self.post_forward(module, output)
         if self._forward_spans:
             self._forward_spans.pop().close()
         with events.scope("backward" if compat.in_backward() else "forward", self.fqn):
             self._sample(recorder)
-            return self.post_forward(output)
+            return self.post_forward(module, output)
 
-    def on_pre_backward(self, grad: Tensor) -> Tensor:
+    def on_pre_backward(self) -> None:
         with events.scope("backward", self.fqn):
             entered = self.pre_backward()
             if entered and (recorder := events.active()):
                 self._sample(recorder)
                 self._open_backward_span(recorder)
-        return grad
 
     def _open_backward_span(self, recorder: events.Recorder) -> None:
         """Spans nest as modules do, although a module and the last one inside it are entered in either order."""
@@ -178,36 +192,37 @@ class FSDPState:
                 self.root.states[0]._sample(recorder)
 
     def _sample(self, recorder: events.Recorder) -> None:
-        if recorder.visit:
-            recorder.visit(self.module)
+        for module in self.modules if recorder.visit else ():
+            recorder.visit(module)  # type: ignore[misc]
         recorder.sample()
 
     # --- forward ---
 
     def pre_forward(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Before the module's forward.
+        """Before the forward of one of the modules.
 
         Afterwards the module has its whole parameters, the gather of the group expected next is in flight, and
         inputs are cast to the policy's param dtype and, if they need a gradient, wrapped so that autograd calls
-        post-backward. In a recomputation only the parameters and the cast matter (Note [Recomputation]).
+        post-backward. In a recomputation only the parameters and the cast matter (Note [Recomputation]), and in the
+        forward of a further module of the group, too.
         """
         if self.phase is Phase.PRE_BACKWARD:
             self._check_recomputation()
-            if self.group:
-                self.group.unshard()
-                self.group.wait_for_unshard()
-            return self.cast_inputs(args, kwargs)
-        if self.root.forward_root is None:
-            args, kwargs = self.begin_iteration(args, kwargs)
-        self.phase = Phase.FORWARD
+        first = self.phase not in (Phase.PRE_BACKWARD, Phase.FORWARD)
+        if first:
+            if self.root.forward_root is None:
+                args, kwargs = self.begin_iteration(args, kwargs)
+            self.phase, self.to_run = Phase.FORWARD, set(self.modules)
         args, kwargs = self.cast_inputs(args, kwargs)
-        if self.group:
-            self.group.unshard()
-            self.group.wait_for_gather()
-        self.prefetch_forward()
-        if self.group:
-            self.group.finish_unshard()
-            args, kwargs = self.watch_inputs(args, kwargs)
+        for group in self.groups:
+            group.unshard()
+            group.wait_for_gather()
+        if first:
+            self.prefetch_forward()
+        for group in self.groups:
+            group.finish_unshard()
+        if first and self.group:
+            args, kwargs = watch_inputs((args, kwargs), self.on_post_backward)
         return args, kwargs
 
     def _check_recomputation(self) -> None:
@@ -221,32 +236,54 @@ class FSDPState:
 
     def prefetch_forward(self) -> None:
         """Starts the gathers to hide behind this forward: those the user listed, else the one learned."""
-        learned = (
-            self.root.forward_order.enter(self.group) if self.group and not compat.in_backward() else None
-        )
-        listed = [state.group for state in self.forward_prefetch if state.group]
+        learned, outermost = None, self.root.forward_root
+        if self.group and outermost and not compat.in_backward():
+            learned = outermost.forward_order.enter(self.group)
+        listed = [group for state in self.forward_prefetch for group in state.groups]
         for group in listed or ([learned] if learned else []):
             group.unshard()
             self.root.guessed.append(group)
 
-    def post_forward(self, output: Any) -> Any:
-        """After the module's forward.
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """After the forward of one of the modules; returns the output, cast to the policy's output dtype.
 
-        Afterwards the parameters are freed unless they are to stay, the group's place in the order of forwards is
-        noted for the backward, and outputs that need a gradient will call pre-backward. Returns the output, cast to
-        the policy's output dtype. In a recomputation only the cast is left to do.
+        In a recomputation, and before the last module of the group has run, the cast is all there is to do.
         """
         if self.phase is Phase.PRE_BACKWARD:
             return self.cast_outputs(output)
+        self.to_run.discard(module)
+        if not self.to_run:
+            self.complete_forward(output)
+        elif self.root.forward_root in (None, self):  # called by itself
+            self.watch_part(output)
+        if self.root.forward_root is self:
+            self.end_iteration_forward(output)
+        return self.cast_outputs(output)
+
+    def complete_forward(self, output: Any) -> None:
+        """After the forward of all modules.
+
+        Afterwards the parameters are freed unless they are to stay, the group's place in the order of forwards is
+        noted for the backward, and tensors in `output` that need a gradient will call pre-backward.
+        """
         if self.group and not compat.in_backward():
-            if self.group.reshard_after_forward:
-                self.group.reshard()
+            self.group.reshard_after_forward()
             self.comm_ctx.note_forward(self.group)
         self.phase = Phase.IDLE
-        self.watch_outputs(output)
-        if self.root.forward_root is self:
-            self.end_iteration_forward()
-        return self.cast_outputs(output)
+        self.to_run.clear()
+        if torch.is_grad_enabled():
+            WatchedOutputs(self.on_pre_backward, lambda: self.root.backwards).watch(output)
+
+    def watch_part(self, output: Any) -> None:
+        """Has the parameters gathered, should they not be there, for the backward of one module of the group."""
+
+        def gather() -> None:
+            for group in self.groups:
+                group.unshard()
+                group.wait_for_unshard()
+
+        if torch.is_grad_enabled():
+            WatchedOutputs(gather, lambda: self.root.backwards).watch(output)
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The outermost forward begins: shards as the optimizer left them, inputs on the device."""
@@ -254,17 +291,34 @@ class FSDPState:
             self.become_root()
         self.root.forward_root = self
         self.root.forwards_before = len(self.comm_ctx.post_forward_order)
-        self.comm_ctx.streams.copy.wait(self.comm_ctx.streams.compute.record())
+        self._close_open_forwards()
+        streams = self.comm_ctx.streams
+        if self.root.post_optim_event is not None:
+            streams.copy.wait_for_device_event(self.root.post_optim_event)
+            self.root.post_optim_event = None
+        else:
+            streams.copy.wait(streams.compute.record())
         moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
         return moved
 
-    def end_iteration_forward(self) -> None:
-        """The outermost forward is over: wrong guesses are dropped, the order is learned."""
+    def _close_open_forwards(self) -> None:
+        """Modules called by themselves have left their groups whole; the optimizer may have stepped since."""
+        for state in self.root.states:
+            if state.phase is Phase.FORWARD:
+                state.phase = Phase.IDLE
+                for group in state.groups:
+                    group.reshard()
+
+    def end_iteration_forward(self, output: Any) -> None:
+        """The outermost forward is over: so are all inside it. Wrong guesses are dropped, the order is learned."""
+        for state in reversed(self.root.states):
+            if state is not self and state.phase is Phase.FORWARD:  # Note [Several modules, one group]
+                state.complete_forward(output)
         for group in self.root.guessed:
             group.drop_gather()
         self.root.guessed.clear()
         if not compat.in_backward():  # a recomputation is a part of the model only
-            self.root.forward_order.finish()
+            self.forward_order.finish()
         if not torch.is_grad_enabled():  # no backward will come and forget it
             self.comm_ctx.forget_forwards(keep=self.root.forwards_before)
         self.comm_ctx.release_gather_buffer()
@@ -284,32 +338,10 @@ class FSDPState:
 
     # --- backward ---
 
-    def watch_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Passes inputs that need a gradient through `PostBackward`."""
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        inputs = tensors_with_grad((args, kwargs))
-        if not inputs:
-            return args, kwargs
-        outputs: tuple[Tensor, ...] = PostBackward.apply(self, *inputs)  # type: ignore[no-untyped-call]
-        watched: tuple[Args, Kwargs] = replace_tensors_with_grad((args, kwargs), list(outputs))
-        return watched
-
-    def watch_outputs(self, output: Any) -> None:
-        """Hooks pre-backward to outputs that need a gradient (Note [Views as outputs])."""
-        if not torch.is_grad_enabled():
-            return
-        outputs = WatchedOutputs(self)
-        for tensor in tensors_with_grad(output):
-            tensor.register_hook(outputs.on_grad)
-            base = compat.base_of_view(tensor)
-            if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(outputs.on_base_grad)
-
     def pre_backward(self) -> bool:
-        """Before the module's backward; called once per output that gets a gradient.
+        """Before the modules' backward; called once per output that gets a gradient.
 
-        Afterwards the module has its whole parameters, the gather of the group whose backward is expected next is in
+        Afterwards the modules have their whole parameters, the gather of the group whose backward is expected next is in
         flight, and the root will be called when the backward is over.
 
         Returns:
@@ -331,18 +363,22 @@ class FSDPState:
         """Starts the gathers to hide behind this backward: those the user listed, else the one before in order."""
         index = self.group.post_forward_indices.pop() if self.group and self.group.post_forward_indices else 0
         if self.backward_prefetch:
-            targets = [state.group for state in self.backward_prefetch]
+            targets = [group for state in self.backward_prefetch for group in state.groups]
         else:
-            targets = [next_in_backward(self.comm_ctx.post_forward_order, index)]
+            before = next_in_backward(self.comm_ctx.post_forward_order, index)
+            targets = [before] if before else []
         for target in targets:
-            if target and target.unshard_in_backward:
+            if target.unshard_in_backward:
                 target.unshard()
 
     def post_backward(self) -> None:
-        """After the module's backward: frees the parameters, and reduces the gradients or accumulates them."""
+        """After the modules' backward: frees the parameters, and reduces the gradients or accumulates them."""
+        called_by_itself = self.phase is Phase.FORWARD  # Note [Several modules, one group]
         self.phase = Phase.POST_BACKWARD
-        if self.group:
-            self.group.finish_gradients()
+        for group in self.groups:
+            group.finish_gradients()
+        if called_by_itself:
+            self.comm_ctx.finish_reductions()
 
     def queue_final_callback(self) -> None:
         """Has the root called when this backward has executed its last node."""
@@ -363,15 +399,16 @@ class FSDPState:
             if state.phase is not Phase.POST_BACKWARD:  # Note [Groups without an input gradient]
                 state.on_post_backward()
             state.phase = Phase.IDLE
-        self.comm_ctx.streams.reduce_scatter.settle()  # gradients are looked at from here on
+        self.comm_ctx.settle()  # gradients are looked at from here on
         if not self.root.is_last_backward:
             return
-        self.comm_ctx.wait_for_reductions()
+        self.comm_ctx.finish_reductions()
         self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards()
-        for state in self.root.states:
-            if state.group:
-                state.group.drop_gather()
+        for group in self.root.groups:
+            group.drop_gather()
+        if any(group.is_offloaded for group in self.root.groups):
+            self.comm_ctx.synchronize()
 
     # --- the root ---
 
@@ -388,16 +425,17 @@ class FSDPState:
                 got="a module below it",
                 remedy="Call it on the module that is called first in a forward.",
             )
-        self.comm_ctx.wait_for_reductions()
+        self.comm_ctx.finish_reductions()
         self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards()
         for state in self.root.states or [self]:
             state.phase, state._backward_span = Phase.IDLE, None
+            state.to_run.clear()
             state._forward_spans.clear()
-            if state.group:
-                state.group.discard_iteration()
+            state.forward_order = ForwardOrder()
+            for group in state.groups:
+                group.discard_iteration()
         self.root.guessed.clear()
-        self.root.forward_order = ForwardOrder()
         self.root.forward_root, self.root.final_callback_queued = None, False
         self.root.backwards += 1
 
@@ -406,10 +444,45 @@ class FSDPState:
 
         Raises:
             StateError: a module below ran a forward before, or has parameters on the meta device.
-            UsageError: a group cannot be reduced as one.
+            UsageError: a group cannot be reduced as one, or is asked to be the root with several modules.
         """
-        named = [(fqn, state) for fqn, m in self.module.named_modules() if (state := state_of(m)) is not None]
-        for fqn, state in named:
+        named = self._name_states()
+        groups = [group for state in named for group in state.groups]
+        for group in groups:
+            group.adopt_registered()
+            group.check_ready()
+        for state in named:
+            state.root, state.comm_ctx = self.root, self.comm_ctx
+            for group in state.groups:
+                group.use(self.comm_ctx)
+        if self.group and self.auto_reshard:
+            self.group.reshard_mesh = None
+        self.root.states = list(named)
+        self.set_max_reductions()
+        for mesh in dict.fromkeys(group.mesh for group in groups):
+            lines = [f"{p.fqn} {tuple(p.shape)} in group {g.fqn!r}" for g in groups for p in g.params]
+            advice.compare_structure(mesh.shard if mesh.shard.group else mesh.replicate, lines)
+
+    def set_max_reductions(self) -> None:
+        """The groups share one queue of reductions: the longest that any of them asks for."""
+        self.comm_ctx.max_reductions = max((g.max_reductions for g in self.root.groups), default=1)
+
+    def _name_states(self) -> dict[FSDPState, None]:
+        """The states below, in order; they, groups and parameters have their names from the root afterwards."""
+        if len(self.modules) > 1:
+            raise UsageError(
+                "fully_shard: the module whose forward comes first",
+                expected="a single module, the root",
+                got=f"one of the {len(self.modules)} of a group",
+                remedy="Call fully_shard on the model as well, and run the forward of that.",
+            )
+        modules = {module: fqn for fqn, module in self.modules[0].named_modules()}
+        above: dict[str, FSDPState] = {}
+        found: dict[FSDPState, list[str]] = {}
+        for module, fqn in modules.items():
+            state = state_of(module)
+            if state is None:
+                continue
             if state.root.states:
                 raise StateError(
                     f"fully_shard: module {fqn!r}",
@@ -417,63 +490,25 @@ class FSDPState:
                     got="a forward of this module before that of its root",
                     remedy="Run the whole model once before calling a part of it by itself.",
                 )
-        self._name(named)
-        groups = [state.group for _, state in named if state.group]
-        for group in groups:
-            group.adopt_registered()
-            group.check_ready()
-        for _, state in named:
-            state.root, state.comm_ctx = self.root, self.comm_ctx
-            if state.group:
-                state.group.use(self.comm_ctx)
-        if self.group and self.auto_reshard:
-            self.group.reshard_after_forward = False
-        self.root.states = [state for _, state in named]
-
-    def _name(self, named: Sequence[tuple[str, FSDPState]]) -> None:
-        """Gives states, groups and parameters their names from the root."""
-        modules = {id(module): fqn for fqn, module in self.module.named_modules()}
-        states = dict(named)
-        for fqn, state in named:
-            above = [fqn.rsplit(".", depth)[0] for depth in range(1, fqn.count(".") + 1)] + [""]
-            state.parent = next((states[name] for name in above if name in states and name != fqn), None)
-            state.fqn = state.fqn or fqn or type(self.module).__name__.removeprefix("FSDP")
-            if state.group:
-                state.group.rename(state.fqn)
-                for param in state.group.params:
+            if state not in found:
+                state.parent = next((above[name] for name in _ancestors(fqn) if name in above), None)
+            above[fqn] = state
+            found.setdefault(state, []).append(fqn)
+        for state, fqns in found.items():
+            state.fqn = state.fqn or ", ".join(fqns) or type(self.modules[0]).__name__.removeprefix("FSDP")
+            for group in state.groups:
+                group.rename(state.fqn)
+                for param in group.params:
                     slot = param.slots[0]
-                    param.fqn = f"{modules[id(slot.module)]}.{slot.name}".lstrip(".")
+                    param.fqn = f"{modules.get(slot.module, '')}.{slot.name}".lstrip(".")
+        return dict.fromkeys(found)
 
 
-class WatchedOutputs:
-    """What one forward of a module returned; tells its state when the backward comes to it."""
-
-    def __init__(self, state: FSDPState) -> None:
-        self.state = state
-        self._seen_in = -1  # the backward in which an output's own hook came
-
-    def on_grad(self, grad: Tensor) -> Tensor:
-        self._seen_in = self.state.root.backwards
-        return self.state.on_pre_backward(grad)
-
-    def on_base_grad(self, grads: Sequence[Tensor]) -> None:
-        """Only counts if no output's own hook came before (Note [Views as outputs])."""
-        if self._seen_in != self.state.root.backwards:
-            self.on_grad(grads[0])
-
-
-class PostBackward(torch.autograd.Function):
-    """The identity on the inputs of a module; its backward runs when the module's backward is done."""
-
-    @staticmethod
-    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.state = state
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.state.on_post_backward()
-        return (None, *grads)
+def _ancestors(fqn: str) -> Iterator[str]:
+    """The names above `fqn`, closest first: `a.b.c` gives `a.b`, `a` and the root's, which is empty."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield fqn
 
 
 _STATE = "_hwfsdp_state"

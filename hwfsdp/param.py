@@ -2,48 +2,59 @@
 
 An `FSDPParam` stands for one parameter of the model, in two forms:
 
-- `sharded_param`, an `nn.Parameter` that is a DTensor, placement `Shard(0)`. It holds this rank's rows in the
-  original dtype. Optimizers and state dicts see only this one.
-- `unsharded_param`, an `nn.Parameter` that is a plain tensor of the original shape in the param dtype. Modules
-  compute with this one. Its memory comes and goes (see `storage`).
+- `sharded_param`, an `nn.Parameter` that is a DTensor, placement `Shard(0)` unless the user chose another dimension. It
+  holds this rank's rows in the original dtype. Optimizers and state dicts see only this one.
+- `unsharded_param`, an `nn.Parameter` like the original one, in the param dtype. Modules compute with this one. Its
+  memory comes and goes (see `storage`).
 
-| state     | registered on the modules | memory of the unsharded one | left by        | to        |
-| --------- | ------------------------- | --------------------------- | -------------- | --------- |
-| SHARDED   | `sharded_param`           | none                        | `to_unsharded` | UNSHARDED |
-| UNSHARDED | `unsharded_param`         | allocated, gathered         | `to_sharded`   | SHARDED   |
+| state        | registered on the modules | memory besides the shard        | left by            | to           |
+| ------------ | ------------------------- | ------------------------------- | ------------------ | ------------ |
+| SHARDED      | `sharded_param`           | none                            | `to_unsharded`     | UNSHARDED    |
+| UNSHARDED    | `unsharded_param`         | the whole parameter, gathered   | `to_sharded`       | SHARDED      |
+|              |                           |                                 | `to_post_forward`  | POST_FORWARD |
+| POST_FORWARD | a DTensor, to look at     | a larger shard, of fewer ranks  | `to_unsharded`     | UNSHARDED    |
+|              |                           |                                 | `to_sharded`       | SHARDED      |
 
-Both objects live as long as the model. A transition registers the other one; it never makes a new one.
+The first two objects live as long as the model. A transition registers the other one; it never makes a new one.
 
 Note [Padding lives in the shard]
     Ranks contribute equally to a gather, so a shard with fewer rows than a full chunk is padded (see
     `sharding`). Padding before every gather would cost a copy every time. Instead the shard is allocated with
     its padding once, as `padded_shard`, and the DTensor's rows are a view of its front. An optimizer that
     updates the rows updates the gather's input.
+
+Note [Rows]
+    Everything here speaks of rows, that is, of slices along dim 0. A parameter that is cut along another dimension is
+    seen with one row per rank (`rows_of`, `sharding.rows_shape`). That is a view of the whole parameter, so gathers
+    write through it and gradients are read through it, and nothing else has to know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hwfsdp import storage
-from hwfsdp.compat import (
-    local_of,
-    post_accumulate_grad_hooks,
-    register_parameter,
-    replace_local,
-    storage_key,
-    wrap_like,
-)
+from hwfsdp import compat, storage
+from hwfsdp.compat import local_of, replace_local, storage_key
 from hwfsdp.errors import UsageError
+from hwfsdp.extensions import Extension
 from hwfsdp.mesh import ShardMesh
-from hwfsdp.precision import Dtypes, MixedPrecisionPolicy, resolve_dtypes
-from hwfsdp.sharding import chunk_extent, local_shape, padded_local_shape
+from hwfsdp.placement import spread
+from hwfsdp.precision import CPUOffloadPolicy, Dtypes, MixedPrecisionPolicy, OffloadPolicy, resolve_dtypes
+from hwfsdp.sharding import (
+    chunk_extent,
+    contiguous_strides,
+    local_shape,
+    padded_local_numel,
+    padded_local_shape,
+    rows_shape,
+)
 
 
 class ShardedState(Enum):
@@ -51,6 +62,7 @@ class ShardedState(Enum):
 
     SHARDED = auto()
     UNSHARDED = auto()
+    POST_FORWARD = auto()
 
 
 class Slot(NamedTuple):
@@ -61,7 +73,7 @@ class Slot(NamedTuple):
 
     def register(self, param: nn.Parameter) -> None:
         """Makes `module.name` this parameter."""
-        register_parameter(self.module, self.name, param)
+        compat.register_parameter(self.module, self.name, param)
 
     def registered(self) -> nn.Parameter:
         """The parameter that is there now."""
@@ -73,19 +85,27 @@ class FSDPParam:
 
     Attributes:
         fqn: fully qualified name from the root module.
-        shape: of the whole parameter.
+        spread: how the parameter lies over the ranks, before and after sharding.
+        shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
+        rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
         dtypes: original, param and reduce dtype.
         state: which form is registered.
-        padded_shard: [ceil(d0 / W) * rest], original dtype: this rank's rows, then zeros.
-        sharded_param: DTensor of `shape`; its local part [rows, *rest] is a view of `padded_shard`.
-        gathered: [W * ceil(d0 / W) * rest], param dtype: every rank's padded shard.
+        padded_shard: [ceil(d0 / W) * rest], original dtype: this rank's rows, then zeros. In host memory if offloaded.
+        sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
+        gathered: [W * ceil(d0 / W) * rest], param dtype: memory of the whole parameter, its padding at the end.
         unsharded_param: `shape`, param dtype: an alias of the front of `gathered`; None before the first gather.
+        gather_mesh: whose shards the next gather puts together: `mesh`, or the smaller one that forward resharded to.
+        post_forward_shard: [ceil(d0 / S) * rest], param dtype: rows kept after forward by this rank of a smaller world
+            of S ranks; None in other states.
         accumulated_grad: `shape`, reduce dtype: gradients of backwards that were not reduced; else None.
+        partial_grad: this rank's rows, flat, reduce dtype: gradients that were reduced within the shard axis only.
+        extension: the local part's own way to be gathered, if it has one.
     """
 
     sharded_param: nn.Parameter
     padded_shard: Tensor
     gathered: Tensor
+    post_forward_shard: Tensor | None
     dtypes: Dtypes
 
     def __init__(
@@ -95,77 +115,193 @@ class FSDPParam:
         fqn: str,
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
+        dim: int = 0,
+        offload: OffloadPolicy = OffloadPolicy(),
     ) -> None:
-        self.fqn, self.slots, self.mesh, self.policy = fqn, tuple(slots), mesh, policy
-        self.shape = param.shape
+        self.fqn, self.slots, self.mesh, self.policy, self.offload = fqn, tuple(slots), mesh, policy, offload
+        self.spread = spread(param, dim, mesh, fqn)
         self.state = ShardedState.SHARDED
         self.unsharded_param: nn.Parameter | None = None
+        self.gather_mesh, self.post_forward_shard = mesh, None
         self.accumulated_grad: Tensor | None = None
-        self.shard(param)
+        self.partial_grad: Tensor | None = None
+        whole = local_of(param) if isinstance(param, DTensor) else param
+        self.shape = whole.shape
+        self.rows = rows_shape(self.shape, dim, mesh.size)
+        self.local_shape = local_shape(self.rows, mesh.size, mesh.rank) if dim == 0 else self.rows[1:]
+        self.shard(whole, param.requires_grad)
         self.dtypes = resolve_dtypes(param.dtype, policy)
-        self._register(self.sharded_param)
+        self.extension = Extension.of(self.local, fqn)
+        self.register(self.sharded_param)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, `local_shape`: the local part of the sharded parameter."""
+        assert isinstance(self.sharded_param, DTensor)
+        return local_of(self.sharded_param)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements that this rank contributes to a gather."""
+        return padded_local_numel(self.rows, self.mesh.size)
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of this rank's rows."""
+        return prod(self.local_shape)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """`whole` [`shape`] as a view of shape `rows` (Note [Rows])."""
+        dim = self.spread.dim
+        return whole if dim == 0 else whole.unflatten(dim, (self.mesh.size, -1)).movedim(dim, 0)
 
     @torch.no_grad()
-    def shard(self, param: Tensor) -> None:
+    def shard(self, whole: Tensor, requires_grad: bool) -> None:
         """Takes this rank's rows out of the whole parameter: sets `padded_shard` and `sharded_param`.
 
         Args:
-            param: `shape`, contiguous, on the mesh's device or on meta, the same values on every rank. It is
-                only read, so that other references to it stay valid.
+            whole: `shape`, contiguous, on the mesh's device or on meta, the same values on every rank of the mesh. It
+                is only read, so that other references to it stay valid.
+            requires_grad: of the parameter that is made.
 
-        `padded_shard` is flat and new, of `padded_local_shape`'s elements, in the dtype of `param`; elements
-        that are not rows of this rank are zero. `sharded_param` is a parameter that requires grad if `param`
-        does: a DTensor on the mesh, placement `Shard(0)`, with the global shape and stride of `param`, whose
-        local part is the front of `padded_shard` (no copy), [rows of this rank, *rest], possibly 0 rows.
+        `padded_shard` is flat and new, of `padded_numel` elements, in the dtype of `whole`; elements that are not rows
+        of this rank are zero. `sharded_param` is a DTensor laid out as `spread` says, whose local part is the front of
+        `padded_shard` (no copy), in `local_shape`, possibly without elements.
         """
-        extent = chunk_extent(self.shape[0], self.mesh.size, self.mesh.rank)
-        padded = param.new_zeros(padded_local_shape(self.shape, self.mesh.size))
-        rows = padded.narrow(0, 0, extent.length)
-        rows.copy_(param.narrow(0, extent.start, extent.length))
-        dtensor = DTensor.from_local(
-            rows, self.mesh.mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
-        )
+        rows = self.rows_of(whole)
+        extent = chunk_extent(rows.shape[0], self.mesh.size, self.mesh.rank)
+        padded = self._on_shard_device(whole.new_zeros(padded_local_shape(self.rows, self.mesh.size)))
+        front = padded.narrow(0, 0, extent.length)
+        front.copy_(rows.narrow(0, extent.start, extent.length))
         self.padded_shard = padded.view(-1)
-        self.sharded_param = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        grid = self.spread.sharded
+        local = front if self.spread.dim == 0 else front.view(self.local_shape)
+        dtensor = compat.dtensor(local, grid.mesh, grid.placements, self.spread.shape, self.spread.stride)
+        self.sharded_param = nn.Parameter(dtensor, requires_grad=requires_grad)
 
-    def allocate(self) -> Tensor:
+    def _on_shard_device(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or its copy in host memory if shards are offloaded, pinned if the mesh is on an accelerator."""
+        if not isinstance(self.offload, CPUOffloadPolicy) or tensor.is_meta:
+            return tensor
+        tensor = tensor.cpu()
+        pin = self.offload.pin_memory and self.mesh.device.type != "cpu" and not tensor.is_pinned()
+        return tensor.pin_memory() if pin else tensor
+
+    # --- gathering ---
+
+    def gather_inputs(self) -> list[Tensor]:
+        """What this rank contributes to a gather, each 1D: one tensor, unless an extension wants more."""
+        if self.post_forward_shard is not None:
+            return [self.post_forward_shard]
+        if self.extension is None:
+            return [self.padded_shard]
+        local = self.local.to(self.mesh.device, non_blocking=True)
+        arguments = (
+            self.mesh.shard_axis,
+            self.shape,
+            contiguous_strides(self.shape),
+            self.slots[0].module,
+            self.policy,
+        )
+        return self.extension.pack(local, padded_local_shape(self.rows, self.mesh.size), arguments)
+
+    @property
+    def gather_dtypes(self) -> list[torch.dtype]:
+        """What each of `gather_inputs` is gathered in."""
+        return self.extension.dtypes if self.extension else [self.dtypes.gathered]
+
+    def allocate(self) -> list[Tensor]:
         """Memory for the whole parameter; what a gather writes to.
 
         Returns:
-            `gathered`, flat, contents undefined. The same tensor each time, unless the param dtype changed.
+            Per gather input a view of dim 0 = ranks, contents undefined, into which each rank's contribution goes in
+            order. The memory is the same each time, unless the param dtype changed.
         """
+        if self.extension:
+            outputs = self.extension.allocate(self.mesh.size, self.mesh.device)
+            return [t.view(self.mesh.size, -1) for t in outputs]
         if self.unsharded_param is None or self.unsharded_param.dtype != self.dtypes.gathered:
             self._create_unsharded()
         storage.allocate(self.gathered)
-        return self.gathered
+        if self.post_forward_shard is not None:
+            ranks, numel = self.gather_mesh.size, self.post_forward_shard.numel()
+            return [self.gathered[: ranks * numel].view(ranks, -1)]
+        if self.spread.dim == 0:
+            return [self.gathered.view(self.mesh.size, -1)]
+        return [self.rows_of(self.gathered.view(self.shape))]
 
     def _create_unsharded(self) -> None:
         """`gathered` and `unsharded_param` on one storage (see `storage`, Note [Writing without being noticed])."""
         with torch.inference_mode(False), torch.no_grad():
-            numel = self.mesh.size * self.padded_shard.numel()
+            numel = self.mesh.size * self.padded_numel
             self.gathered = torch.empty(numel, dtype=self.dtypes.gathered, device=self.mesh.device)
-            alias = self.gathered.data[: self.shape.numel()].view(self.shape)
-            self.unsharded_param = nn.Parameter(alias, requires_grad=self.sharded_param.requires_grad)
+            self._set_unsharded(self.gathered.data[: self.shape.numel()].view(self.shape))
             storage.free(self.gathered)  # from here on every allocation is a resizing
 
+    def _set_unsharded(self, whole: Tensor) -> None:
+        if grid := self.spread.unsharded:
+            whole = compat.dtensor(whole, grid.mesh, grid.placements, self.spread.shape, self.spread.stride)
+        self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+
+    # --- transitions ---
+
     def to_unsharded(self) -> None:
-        """SHARDED → UNSHARDED: registers the unsharded parameter. `allocate` and a gather came before."""
+        """To UNSHARDED: registers the unsharded parameter. `allocate` and a gather came before."""
+        if self.extension:
+            with torch.inference_mode(False), torch.no_grad():
+                whole = self.extension.unpack(self.local, self.dtypes.gathered, self.unsharded_param)
+                if whole is not None:  # the first time; without the padding rows
+                    strides = contiguous_strides(self.shape)
+                    self._set_unsharded(
+                        whole if whole.shape == self.shape else whole.as_strided(self.shape, strides)
+                    )
         assert self.unsharded_param is not None, f"{self.fqn}: to_unsharded before allocate"
         if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
             self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
-        self._register(self.unsharded_param)
+        self.register(self.unsharded_param)
+        self.gather_mesh, self.post_forward_shard = self.mesh, None
         self.state = ShardedState.UNSHARDED
 
     def to_sharded(self) -> None:
-        """UNSHARDED → SHARDED: registers the sharded parameter and frees the memory of the whole one."""
-        self._register(self.sharded_param)
-        if self.unsharded_param is not None:
-            storage.free(self.gathered)
+        """To SHARDED: registers the sharded parameter and frees all other memory."""
+        self.register(self.sharded_param)
+        self._free()
+        self.gather_mesh, self.post_forward_shard = self.mesh, None
         self.state = ShardedState.SHARDED
 
-    def _register(self, param: nn.Parameter) -> None:
+    @torch.no_grad()
+    def to_post_forward(self, mesh: ShardMesh) -> None:
+        """UNSHARDED → POST_FORWARD: keeps the rows that this rank would hold if `mesh` were all there is.
+
+        Args:
+            mesh: of fewer shards, S; what is registered is a DTensor on it, in the param dtype.
+
+        `post_forward_shard` are those rows, padded to `ceil(d0 / S)`, in memory of their own. As S divides the world
+        size, S such chunks never exceed what was gathered.
+        """
+        n = padded_local_numel(self.shape, mesh.size)
+        self.post_forward_shard = self.gathered[mesh.rank * n : (mesh.rank + 1) * n].clone()
+        shape = local_shape(self.shape, mesh.size, mesh.rank)
+        local = self.post_forward_shard[: prod(shape)].view(shape)
+        placements = (Replicate(), Shard(0))
+        dtensor = compat.dtensor(local, mesh.mesh, placements, self.spread.shape, self.spread.stride)
+        self.register(nn.Parameter(dtensor, requires_grad=self.sharded_param.requires_grad))
+        self._free()
+        self.gather_mesh = mesh
+        self.state = ShardedState.POST_FORWARD
+
+    def _free(self) -> None:
+        if self.extension:
+            self.extension.free()
+        elif self.unsharded_param is not None:
+            storage.free(self.gathered)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Makes it the modules' parameter, at all places."""
         for slot in self.slots:
             slot.register(param)
+
+    # --- gradients ---
 
     def take_grad(self) -> Tensor | None:
         """The gradient to reduce, handed over: this object keeps no reference to it.
@@ -174,48 +310,70 @@ class FSDPParam:
             `shape`, in the reduce dtype if it was accumulated over several backwards, else as autograd left it;
             None if the parameter got no gradient.
         """
-        grad: Tensor | None
-        self.accumulate_grad(only_into_existing=True)
-        if self.accumulated_grad is not None:
-            grad, self.accumulated_grad = self.accumulated_grad, None
-        else:
-            grad = self.unsharded_param.grad if self.unsharded_param is not None else None
-            if self.unsharded_param is not None:
-                self.unsharded_param.grad = None
-        return grad
+        grad, accumulated = None, self.accumulated_grad
+        self.accumulated_grad = None
+        if self.unsharded_param is not None:
+            grad, self.unsharded_param.grad = self.unsharded_param.grad, None
+        if grad is not None:
+            grad = self._own_part(grad)
+        if accumulated is None or grad is None:
+            return grad if accumulated is None else accumulated
+        return accumulated.add_(grad)
 
-    def accumulate_grad(self, only_into_existing: bool = False) -> None:
-        """Moves autograd's gradient into the one accumulated in the reduce dtype, where the two dtypes differ.
+    @torch.no_grad()
+    def _own_part(self, grad: Tensor) -> Tensor:
+        """The part of a tensor-parallel gradient that belongs to this rank's part of the parameter."""
+        grid = self.spread.unsharded
+        if not isinstance(grad, DTensor) or grid is None:
+            return grad
+        names = (*self.mesh.dims.shard_names, *self.mesh.dims.replicate_names) if self.mesh.dims else ()
+        axes = grid.mesh.mesh_dim_names or ("",) * grid.mesh.ndim
+        # over the data-parallel axes it stays a sum to be made: that is what the reduction is for
+        wanted = tuple(
+            now if name in names else p
+            for name, now, p in zip(axes, grad.placements, grid.placements, strict=True)
+        )
+        return (grad if wanted == grad.placements else grad.redistribute(placements=wanted)).to_local()
 
-        Args:
-            only_into_existing: start no accumulation, go on with one.
+    def accumulate_grad(self) -> None:
+        """Keeps the gradient of a backward that is not reduced, in the reduce dtype where that differs.
+
+        Where it does not, autograd adds up the gradients itself.
         """
         grad = self.unsharded_param.grad if self.unsharded_param is not None else None
-        if grad is None or self.unsharded_param is None:
+        if grad is None or (self.accumulated_grad is None and self.dtypes.reduce in (None, grad.dtype)):
             return
-        if self.accumulated_grad is not None:
-            self.accumulated_grad += grad
-        elif self.dtypes.reduce not in (None, grad.dtype) and not only_into_existing:
-            self.accumulated_grad = grad.to(self.dtypes.reduce)
-        else:
-            return
-        self.unsharded_param.grad = None
+        taken = self.take_grad()
+        assert taken is not None
+        self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
+
+    @property
+    def has_unreduced_grad(self) -> bool:
+        """Whether a backward left a gradient that was not reduced."""
+        param = self.unsharded_param
+        return self.accumulated_grad is not None or (param is not None and param.grad is not None)
 
     def add_sharded_grad(self, grad: Tensor) -> None:
         """Adds the reduced gradient of this rank's rows to `sharded_param.grad`.
 
         Args:
-            grad: [rows of this rank, *rest], original dtype; it becomes the gradient if there is none yet.
+            grad: `local_shape`, original dtype; it becomes the gradient if there is none yet.
         """
         dtensor = self.sharded_param
         assert isinstance(dtensor, DTensor)
+        hooks = compat.post_accumulate_grad_hooks(dtensor)
+        if isinstance(self.offload, CPUOffloadPolicy):
+            used_at_once = bool(hooks) or dtensor.grad is not None
+            grad = grad.to("cpu", non_blocking=self.offload.pin_memory and not used_at_once)
         if dtensor.grad is None:
-            dtensor.grad = wrap_like(grad, dtensor)
+            dtensor.grad = compat.wrap_like(grad, dtensor)
         else:
             assert isinstance(dtensor.grad, DTensor)
             local_of(dtensor.grad).add_(grad)
-        for hook in post_accumulate_grad_hooks(dtensor):
+        for hook in hooks:
             hook(dtensor)
+
+    # --- parameters exchanged by the user ---
 
     @torch.no_grad()
     def adopt_registered(self) -> None:
@@ -228,31 +386,33 @@ class FSDPParam:
             UsageError: it is not a DTensor of the same global shape.
         """
         param = self.slots[0].registered()
-        if not isinstance(param, DTensor) or param.shape != self.shape:
+        if not isinstance(param, DTensor) or tuple(param.shape) != self.spread.shape:
             raise UsageError(
                 f"parameter {self.fqn!r}",
-                expected=f"a DTensor of shape {tuple(self.shape)}",
+                expected=f"a DTensor of shape {self.spread.shape}",
                 got=f"{type(param).__name__} of shape {tuple(param.shape)}",
                 remedy="Assign DTensors to a sharded model, such as those of its own state_dict.",
             )
         if param is not self.sharded_param:
             self.sharded_param = param
-            self._register(param)
+            self.register(param)
         self.dtypes = resolve_dtypes(param.dtype, self.policy)
-        self._hold_rows(param)
+        self.extension = self.extension or Extension.of(self.local, self.fqn)
+        if self.extension is None:
+            self._hold_rows(param)
 
     def _hold_rows(self, param: DTensor) -> None:
         rows = local_of(param)
         if _front(rows) == _front(self.padded_shard):
             return
-        padded_shape = padded_local_shape(self.shape, self.mesh.size)
-        if rows.shape == padded_shape and rows.is_contiguous():
+        padded_shape = padded_local_shape(self.rows, self.mesh.size)
+        if rows.numel() == self.padded_numel and rows.is_contiguous() and self._on_shard_device(rows) is rows:
             self.padded_shard = rows.view(-1)
             return
-        padded = rows.new_zeros(padded_shape)
-        front = padded.narrow(0, 0, local_shape(self.shape, self.mesh.size, self.mesh.rank)[0])
-        front.copy_(rows.view(front.shape))
-        self.padded_shard = padded.view(-1)
+        padded = self._on_shard_device(rows.new_zeros(padded_shape)).view(-1)
+        front = padded[: self.local_numel].view(self.local_shape)
+        front.copy_(rows)
+        self.padded_shard = padded
         replace_local(param, front)
 
     def __repr__(self) -> str:

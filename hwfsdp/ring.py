@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> None:
+def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None:
     """Sends one block to the next rank of the ring and receives one of the same size from the previous."""
-    rank, world_size = group.rank(), group.size()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, send, group=group, group_peer=(rank + 1) % world_size),
@@ -36,7 +36,7 @@ def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> None:
         work.wait()
 
 
-def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fills `output` with every rank's `input`, in rank order.
 
     Args:
@@ -46,7 +46,7 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> 
     Each rank sends n elements in each of W - 1 steps. In step s it passes on the block that it received in
     step s - 1, its own in the first step. Returns when `output` is complete on this rank.
     """
-    rank, world_size = group.rank(), group.size()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     blocks = output.view(world_size, -1)
     if blocks[rank].data_ptr() != input.data_ptr():
         blocks[rank].copy_(input)
@@ -54,7 +54,7 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> 
         exchange(blocks[(rank - step) % world_size], blocks[(rank - step - 1) % world_size], group)
 
 
-def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, mean: bool) -> None:
+def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None, mean: bool) -> None:
     """Sets `output` to this rank's block of the sum, or mean, of all ranks' `input`.
 
     Args:
@@ -66,7 +66,7 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup,
     in every later step it passes on what it just received plus its own share of that block. What arrives last
     is its own block. Returns when `output` is complete on this rank.
     """
-    rank, world_size = group.rank(), group.size()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     blocks = input.view(world_size, -1)
     partial = blocks[(rank - 1) % world_size]
     for step in range(1, world_size):

@@ -9,6 +9,9 @@ tensor, which is why the first `n` rows of what was gathered are the parameter.
     rows                             0 1      2 3      4        -
     on the wire (padding: .)         0 1      2 3      4 .      . .
 
+A parameter may be cut along another dimension instead. Then that dimension has to divide evenly, and the parameter is
+seen as one "row" per rank, its chunk, so that all of the above holds for it too (`rows_shape`).
+
 Nothing here touches a tensor, so all of it can be checked by enumeration.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 
@@ -78,6 +82,22 @@ def padded_local_numel(shape: Sequence[int], world_size: int) -> int:
     return prod(padded_local_shape(shape, world_size))
 
 
+def rows_shape(shape: Sequence[int], dim: int, world_size: int) -> tuple[int, ...]:
+    """The shape whose dim 0 is dealt out to the ranks when a tensor of this shape is cut along `dim`.
+
+    For dim 0 it is `shape`. For any other, whose length must be a multiple of `world_size`, it is that of the ranks'
+    chunks, stacked: (4, 6) cut along dim 1 for 3 ranks gives (3, 4, 2).
+    """
+    if dim == 0:
+        return tuple(shape)
+    return (world_size, *shape[:dim], shape[dim] // world_size, *shape[dim + 1 :])
+
+
 def offsets(lengths: Sequence[int]) -> list[int]:
     """Where each of several pieces starts when they are laid end to end: `[3, 0, 2]` → `[0, 3, 3]`."""
     return list(accumulate(lengths, initial=0))[:-1]
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape: `(2, 3, 4)` → `(12, 4, 1)`."""
+    return tuple(accumulate((max(n, 1) for n in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()

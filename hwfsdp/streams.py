@@ -19,6 +19,13 @@ Note [Deferred work]
     What has to happen on a communication stream after a collective, such as casting what was reduced, is handed
     over as a function (`Stream.then`). A device runs it at once, in stream order. The CPU keeps it until somebody
     waits for the stream, or until the end of the backward; before that its effects are not there.
+
+Note [Deferred collectives]
+    One collective may need the result of another, on another stream: the all-reduce of hybrid sharding takes what the
+    reduce-scatter gives. A device stream waits for the other's event and the host goes on. On the CPU the host must
+    not block here either, or nothing would overlap. So the wait becomes an entry of the queue, a gate, and whatever
+    comes after it is not even issued until somebody waited for the first collective. That happens at the same point
+    of the program on every rank, as collectives must; asking whether it is done would not.
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,6 +120,17 @@ class Stream(ABC):
     def settle(self) -> None:
         """Does what was put off until somebody waits; a device puts nothing off (Note [Deferred work])."""
 
+    def synchronize(self) -> None:
+        """The host waits for all that was issued here."""
+        self.settle()
+
+    def wait_for_device_event(self, event: torch.Event) -> None:
+        """As `wait`, for an event that the user recorded; without a device there is nothing to wait for."""
+
+    def over(self, native: Any) -> Stream:
+        """A stream of this one's kind and name over a device's own stream object; without a device, this one."""
+        return self
+
     @abstractmethod
     def _wait(self, event: StreamEvent) -> None: ...
 
@@ -146,12 +165,23 @@ class HostEvent(StreamEvent):
         super().__init__(stream.name)
         self.queue, self.ticket = stream, ticket
 
+    @property
+    def is_over(self) -> bool:
+        return self.queue._finished >= self.ticket
 
-class _Entry(NamedTuple):
-    """Something that a host stream has yet to finish."""
 
-    run: Callable[[], Any]
-    is_collective: bool
+@dataclass
+class _Entry:
+    """Something that a host stream has yet to finish.
+
+    Attributes:
+        finish: blocks until it is done.
+        start: called before, as soon as all gates before it are open; returns whether it could start.
+    """
+
+    finish: Callable[[], Any]
+    is_collective: bool = False
+    start: Callable[[], bool] = lambda: True
 
 
 class HostStream(Stream):
@@ -160,19 +190,51 @@ class HostStream(Stream):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._queue: deque[_Entry] = deque()
-        self._issued = self._finished = 0
+        self._issued = self._started = self._finished = 0  # entries ever
+        self._followers: list[HostStream] = []  # streams with a gate that waits for this one
 
     def record(self) -> HostEvent:
         return HostEvent(self, self._issued)
 
+    def wait(self, event: StreamEvent | None) -> None:
+        on_host = self.name in ("compute", "copy")
+        if on_host or not isinstance(event, HostEvent) or event.is_over or event.stream == self.name:
+            super().wait(event)
+            return
+        if self not in event.queue._followers:
+            event.queue._followers.append(self)
+        gate = event
+
+        def open_gate() -> bool:
+            if gate.is_over:
+                super(HostStream, self).wait(gate)
+            return gate.is_over
+
+        self._append(_Entry(lambda: gate.queue.finish(gate.ticket), start=open_gate))
+
     def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
-        work = _checked(lambda: issue(True), name, owner)
-        if work is not None:
-            self._append(_Entry(lambda: _checked(work.wait, name, owner), is_collective=True))
+        works: list[dist.Work] = []
+
+        def start() -> bool:
+            with events.owned_by(owner), self.run():
+                work = _checked(lambda: issue(True), name, owner)
+            works.extend([work] if work is not None else [])
+            return True
+
+        def finish() -> None:
+            for work in works:
+                _checked(work.wait, name, owner)
+
+        if self._started == self._issued:  # no gate ahead
+            start()
+            if works:
+                self._append(_Entry(finish, is_collective=True))
+        else:
+            self._append(_Entry(finish, is_collective=True, start=start))
 
     def then(self, function: Callable[[], None]) -> None:
         if self._queue:
-            self._append(_Entry(function, is_collective=False))
+            self._append(_Entry(function))
         else:
             function()
 
@@ -185,21 +247,35 @@ class HostStream(Stream):
         If a collective fails, the functions that were to follow it are dropped: their input never came.
         """
         while self._finished < ticket:
-            entry = self._take()
             try:
-                entry.run()
+                if self._finished == self._started:  # a closed gate: finish what it waits for
+                    self._queue[0].finish()
+                    self._start()
+                self._queue[0].finish()
             except BaseException:
+                self._take()
                 while self._queue and not self._queue[0].is_collective:
                     self._take()
                 raise
+            self._take()
+        for stream in self._followers:
+            stream._start()
 
-    def _take(self) -> _Entry:
+    def _start(self) -> None:
+        """Starts entries in order, up to a gate that is closed (Note [Deferred collectives])."""
+        while self._started < self._issued and self._queue[self._started - self._finished].start():
+            self._started += 1
+
+    def _take(self) -> None:
         self._finished += 1
-        return self._queue.popleft()
+        self._started = max(self._started, self._finished)
+        self._queue.popleft()
 
     def _append(self, entry: _Entry) -> None:
         self._queue.append(entry)
         self._issued += 1
+        if self._started == self._issued - 1:
+            self._start()
 
     def _wait(self, event: StreamEvent) -> None:
         assert isinstance(event, HostEvent)
@@ -250,11 +326,11 @@ class DeviceMark:
 class DeviceStream(Stream):
     """A stream of an accelerator; communication has priority, so that it starts as soon as it can."""
 
-    def __init__(self, name: str, device_type: str) -> None:
+    def __init__(self, name: str, device_type: str, native: Any = None) -> None:
         super().__init__(name)
         self._module: Any = torch.get_device_module(device_type)
         high = -1 if name in ("all_gather", "reduce_scatter", "copy") else 0
-        self._stream = None if name == "compute" else self._module.Stream(priority=high)
+        self._stream = native or (None if name == "compute" else self._module.Stream(priority=high))
 
     @property
     def native(self) -> Any:
@@ -269,6 +345,15 @@ class DeviceStream(Stream):
 
     def then(self, function: Callable[[], None]) -> None:
         function()
+
+    def over(self, native: Any) -> Stream:
+        return DeviceStream(self.name, native.device.type, native)
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
+
+    def wait_for_device_event(self, event: torch.Event) -> None:
+        self.native.wait_event(event)
 
     def _wait(self, event: StreamEvent) -> None:
         assert isinstance(event, DeviceEvent)

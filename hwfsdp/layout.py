@@ -1,0 +1,348 @@
+"""Placements: which part of a tensor a rank holds.
+
+A DTensor lives on a mesh of ranks, with one placement per mesh dim: `Shard(d)` cuts tensor dim `d` among the ranks
+along that mesh dim, `Replicate()` and `Partial()` leave it whole. Several mesh dims may cut the same tensor dim. Then
+the pieces are cut again, each as `torch.chunk` does it (see `sharding`), and all that matters is who cuts first.
+FSDP comes after tensor parallelism: the model was cut by tp already when FSDP cut what it found. Its mesh dim is the
+outer one nevertheless, and `_StridedShard` is how placements, which are read from left to right, say so:
+
+    8 rows, mesh (fsdp 2, tp 2)                ranks (0, 0)   (0, 1)   (1, 0)   (1, 1)
+    [Shard(0), Shard(0)]                             0 1      2 3      4 5      6 7       fsdp cuts first
+    [_StridedShard(0, split_factor=2), Shard(0)]     0 1      4 5      2 3      6 7       tp cuts first
+
+Hence the name: the ranks of one fsdp index hold stripes of the tensor, here 0 1 and 4 5. A single rank never does.
+It holds one box of the tensor, a shape at an offset, and that is what this module computes, also where nothing divides
+evenly: it finds the order of the cuts, and makes them.
+
+    7 rows, mesh (fsdp 3, tp 2), tp first      ranks (0, 0)   (0, 1)   (1, 0)   (1, 1)   (2, 0)   (2, 1)
+    after tp                                         0-3      4-6      0-3      4-6      0-3      4-6
+    after fsdp                                       0 1      4        2 3      5        -        6
+
+Left out: moving data between ranks, and gradients still to be summed (`Partial`) where values are asked for.
+
+Note [Right to left]
+    `_StridedShard(d, split_factor=f)` says how many pieces of dim d there are when its mesh dim cuts: f. It counts
+    only the cuts of mesh dims on its right, since those on its left speak for themselves. So mesh dims are looked at
+    from right to left, keeping per tensor dim the order of the cuts so far, and each is inserted where as many pieces
+    exist as it asks for: after the cuts whose mesh sizes multiply to f. A plain `Shard` is the case f = 1; it cuts
+    before everything on its right. Cuts inserted later, further left, shift those behind them without changing
+    their order, so nothing has to be revised.
+
+    Take [Shard(0), _StridedShard(0, split_factor=2), Shard(0)] on the mesh (2, 2, 2). Mesh dim 2: order 2. Mesh dim 1
+    wants two pieces, which is what mesh dim 2 makes: order 2, 1. Mesh dim 0 comes first: order 0, 2, 1.
+
+    Stepping through a tensor from left to right, and giving a strided rank one stripe of each of the f pieces that are
+    still to come, ends in the same place only if all of them are equally long. In the 7 rows above, the stripes of
+    rank 0 along fsdp would be 0 1 and 4, those of rank 2 only 6, and tp would then cut 6 for its rank 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Sized
+from itertools import accumulate, product
+from operator import mul
+from typing import Any, NamedTuple, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+# torch has no public name for the placement that FSDP over tensor parallelism gives to DTensors.
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hwfsdp.errors import UnsupportedError, UsageError
+from hwfsdp.sharding import chunk_extent
+
+# Whether a strided shard is a `Shard` depends on torch's version, so it is asked for first, and by name.
+_SHARDS = (_StridedShard, Shard)
+_PLACEMENTS = (*_SHARDS, Replicate, Partial)
+
+
+class LocalExtent(NamedTuple):
+    """The box that a rank holds: `shape` of it, and `offset` of its first element in the whole tensor."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def explicit_order_placements(
+    mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> list[tuple[int, Placement]]:
+    """(mesh dim, placement) in the order in which the cuts have to be made; every shard in it is plain.
+
+    Mesh dims stay in order except that a strided shard waits for the cuts that come before its own.
+
+    Raises:
+        UsageError: not one placement per mesh dim, a negative shard dim, or a split factor that no cuts make.
+    """
+    orders = _orders_of_cuts(mesh_shape, placements)
+    ordered: list[tuple[int, Placement]] = []
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, _SHARDS):
+            ordered.append((mesh_dim, placement))
+            continue
+        waiting = orders[placement.dim]
+        while waiting and waiting[0] <= mesh_dim:
+            ordered.append((waiting.pop(0), Shard(placement.dim)))
+    return ordered
+
+
+def _orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
+    """The mesh dims that cut each tensor dim, first cut first (Note [Right to left])."""
+    if len(placements) != len(mesh_shape):
+        raise UsageError(
+            "placements",
+            expected=f"one for each dim of the mesh {tuple(mesh_shape)}",
+            got=f"{len(placements)}: {list(placements)}",
+            remedy="Write Replicate() for mesh dims that cut nothing.",
+        )
+    orders: defaultdict[int, list[int]] = defaultdict(list)
+    for mesh_dim, placement in reversed(list(enumerate(placements))):
+        if not isinstance(placement, _SHARDS):
+            continue
+        if placement.dim < 0:
+            raise UsageError(
+                f"the placement {placement}",
+                expected="a tensor dim counted from the front",
+                got=f"{placement.dim}",
+                remedy=f"Add the tensor's number of dims to {placement.dim}.",
+            )
+        order = orders[placement.dim]
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        pieces = list(accumulate((mesh_shape[i] for i in order), mul, initial=1))
+        if factor not in pieces:
+            raise UsageError(
+                f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
+                expected=f"a number of pieces that the cuts on its right make: one of {sorted(set(pieces))}",
+                got=f"{factor}",
+                remedy="Multiply the sizes of those mesh dims on its right that cut this tensor dim before it.",
+            )
+        order.insert(pieces.index(factor), mesh_dim)
+    return orders
+
+
+def local_extent_of(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> LocalExtent:
+    """What the rank at this coordinate of the mesh holds of a tensor of this shape: integers only.
+
+    Returns:
+        Shape and offset. Where the rank gets nothing of a tensor dim, the offset in it is the dim's size, so that
+        no empty part ever shares its offset with a real one.
+
+    Raises:
+        UsageError: a coordinate outside the mesh, a shard dim that the tensor does not have, or what
+            `explicit_order_placements` raises.
+        UnsupportedError: a placement that is no shard, replica or partial value.
+    """
+    if len(coordinate) != len(mesh_shape) or not all(0 <= c < n for c, n in zip(coordinate, mesh_shape)):
+        raise UsageError(
+            "coordinate",
+            expected=f"one inside the mesh {tuple(mesh_shape)}",
+            got=f"{tuple(coordinate)}",
+            remedy="Give each mesh dim an index from 0 to its size - 1.",
+        )
+    shape, offset = list(global_shape), [0] * len(global_shape)
+    ordered = explicit_order_placements(mesh_shape, _normalized(placements, len(global_shape)))
+    for mesh_dim, placement in ordered:
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            start, shape[dim] = chunk_extent(shape[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
+            offset[dim] = offset[dim] + start if shape[dim] else global_shape[dim]
+    return LocalExtent(tuple(shape), tuple(offset))
+
+
+def _normalized(
+    placements: Sequence[Placement], ndim: int, known: tuple[type[Placement], ...] = _PLACEMENTS
+) -> list[Placement]:
+    """The same placements with shard dims counted from the front, for a tensor of `ndim` dims."""
+    normalized: list[Placement] = []
+    for placement in placements:
+        if not isinstance(placement, known):
+            raise UnsupportedError(
+                f"the placement {placement}",
+                expected=f"one of {[kind.__name__ for kind in known]}",
+                got=type(placement).__name__,
+                remedy="Redistribute the tensor to those first.",
+            )
+        if isinstance(placement, _SHARDS) and not -ndim <= placement.dim < ndim:
+            raise UsageError(
+                f"the placement {placement}",
+                expected=f"a dim of a tensor that has {ndim}",
+                got=f"{placement.dim}",
+                remedy="Shard a dim that exists, or replicate.",
+            )
+        if isinstance(placement, _StridedShard):
+            placement = _StridedShard(placement.dim % ndim, split_factor=placement.split_factor)
+        elif isinstance(placement, Shard):
+            placement = Shard(placement.dim % ndim)
+        normalized.append(placement)
+    return normalized
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`local_extent_of` this rank: (shape, offset), or ((0,), ()) if the mesh does not have the rank.
+
+    With `skip_offset` the offset is () as well.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalExtent((0,), ())
+    extent = local_extent_of(global_shape, mesh.shape, placements, coordinate)
+    return extent._replace(offset=()) if skip_offset else extent
+
+
+def compute_global_tensor_info(
+    tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[list[int], list[int]]:
+    """Shape and stride of the whole, if every rank holds a local tensor like this one.
+
+    The whole has the memory order of the part. Each cut that is undone makes its dim longer, and with it the steps of
+    all dims outside that dim. A dim of size 1 is inside the dim it shares a stride with.
+    """
+    placements = _normalized(placements, tensor.ndim)
+    shape, stride = list(tensor.shape), list(tensor.stride())
+    outwards = sorted(range(tensor.ndim), key=lambda d: (tensor.stride(d), tensor.shape[d] > 1, -d))
+    for mesh_dim, placement in explicit_order_placements(mesh.shape, placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= mesh.size(mesh_dim)
+            for outer in outwards[outwards.index(placement.dim) + 1 :]:
+                stride[outer] *= mesh.size(mesh_dim)
+    return shape, stride
+
+
+def compute_local_stride(global_stride: Sequence[int], local_shape: Sequence[int]) -> tuple[int, ...]:
+    """Stride of a dense tensor of this shape that has its dims in the memory order of the whole.
+
+    A size of 0 counts as 1, as in the stride that torch gives an empty tensor.
+    """
+    stride, step = [0] * len(local_shape), 1
+    for dim in sorted(range(len(local_shape)), key=lambda d: (global_stride[d], -d)):
+        stride[dim] = step
+        step *= max(local_shape[dim], 1)
+    return tuple(stride)
+
+
+def normalize_to_torch_size(
+    size: SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[SupportsIndex]],
+) -> torch.Size:
+    """A size in any of the ways in which one calls `torch.empty`: `3`, `(2, 3)`, `([2, 3],)`."""
+    sizes: Any = size if isinstance(size, Sized) else (size,)
+    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+        (sizes,) = sizes
+    return torch.Size(sizes)
+
+
+def try_find_mesh_from_args(op_call: object, args: Sequence[object]) -> DeviceMesh:
+    """The mesh of the first DTensor (or DTensor spec) among arguments of an operator, lists and tuples included.
+
+    Raises:
+        UsageError: there is none; `op_call` is named.
+    """
+    for arg in args:
+        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+            mesh = getattr(item, "device_mesh", None)
+            if isinstance(mesh, DeviceMesh):
+                return mesh
+    raise UsageError(
+        f"{op_call}",
+        expected="a DTensor among its arguments",
+        got=f"{[type(arg).__name__ for arg in args]}",
+        remedy="Distribute one of them over a mesh.",
+    )
+
+
+def shard_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part of a tensor that it has in whole, as a view; an empty tensor [0] outside the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tensor.new_empty(0)
+    return tensor[_slices(local_extent_of(tensor.shape, mesh.shape, placements, coordinate))]
+
+
+def shard_strided(
+    tensor: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], *, pad: bool = False
+) -> list[Tensor]:
+    """The local tensor of every coordinate, in row-major order of the mesh: contiguous copies.
+
+    Args:
+        pad: zeros are appended in each sharded dim, so that all have the largest local shape, as collectives want.
+
+    Raises:
+        What `local_extent_of` does, and UnsupportedError for Partial: which addend is whose, the sum does not tell.
+    """
+    extents = _extents(tensor.shape, mesh_shape, placements)
+    shards = []
+    for extent in extents.values():
+        shard = tensor.new_zeros(_largest(extents) if pad else extent.shape)
+        shard[_front(extent)] = tensor[_slices(extent)]
+        shards.append(shard)
+    return shards
+
+
+def unshard_strided(
+    shards: Sequence[Tensor],
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+) -> Tensor:
+    """The whole tensor, from the local tensors of all coordinates; the inverse of `shard_strided`.
+
+    Padding is taken off each shard, since in the whole it would be in the middle. Of replicas the first one counts.
+
+    Raises:
+        UsageError: a shard that is smaller than its extent, or larger than padding makes it, or not one for each
+            coordinate; and what `shard_strided` raises.
+    """
+    extents = _extents(global_shape, mesh_shape, placements)
+    if len(shards) != len(extents):
+        raise UsageError(
+            "shards",
+            expected=f"{len(extents)}, one for each coordinate of the mesh {tuple(mesh_shape)}",
+            got=f"{len(shards)}",
+            remedy="Give the shards of all ranks in row-major order, empty ones and replicas included.",
+        )
+    whole, done = shards[0].new_empty(tuple(global_shape)), set()
+    for (coordinate, extent), shard in zip(extents.items(), shards):
+        if extent in done:
+            continue
+        done.add(extent)
+        bounds = zip(extent.shape, _largest(extents))
+        if shard.ndim != len(extent.shape) or not all(a <= n <= b for n, (a, b) in zip(shard.shape, bounds)):
+            raise UsageError(
+                f"the shard at {coordinate}",
+                expected=f"shape {extent.shape}, padded to {_largest(extents)} at most",
+                got=f"shape {tuple(shard.shape)}",
+                remedy="Compare the global shape, mesh and placements with those that it was cut by.",
+            )
+        whole[_slices(extent)] = shard[_front(extent)]
+    return whole
+
+
+def _extents(
+    global_shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> dict[tuple[int, ...], LocalExtent]:
+    """The extent of every coordinate, in row-major order, for placements that say which values a rank has."""
+    placements = _normalized(placements, len(global_shape), known=(*_SHARDS, Replicate))
+    coordinates = product(*map(range, mesh_shape))
+    return {c: local_extent_of(global_shape, mesh_shape, placements, c) for c in coordinates}
+
+
+def _largest(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]:
+    """The first rank's shape: no chunk is longer than the first, and cutting a longer one gives longer chunks."""
+    return next(iter(extents.values())).shape
+
+
+def _slices(extent: LocalExtent) -> tuple[slice, ...]:
+    return tuple(slice(start, start + n) for start, n in zip(extent.offset, extent.shape))
+
+
+def _front(extent: LocalExtent) -> tuple[slice, ...]:
+    return tuple(slice(n) for n in extent.shape)

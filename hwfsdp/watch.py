@@ -1,0 +1,76 @@
+"""Where autograd calls: before the backward of a module, and after it.
+
+Before: a hook on the tensors that the module returned, since their gradient is the first thing that the module's
+backward gets. After: an autograd function around the tensors that the module was given, since their gradient is the
+last.
+
+Note [Views as outputs]
+    An in-place operation on an output that is a view, such as `out += x` after `out = h.view(…)`, gives the output
+    a new history in which the hook on it does not occur; that of the tensor it views still does. So a view's base
+    gets a hook as well, which counts only if none of the outputs' own hooks came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwfsdp import compat
+from hwfsdp.nested import replace_tensors_with_grad, tensors_with_grad
+
+
+class WatchedOutputs:
+    """What one forward of a module returned; calls back when a backward comes to it, for every output it comes to.
+
+    Args:
+        before_backward: the callback.
+        backwards: how many backwards are over; tells one from the next.
+    """
+
+    def __init__(self, before_backward: Callable[[], None], backwards: Callable[[], int]) -> None:
+        self._before_backward, self._backwards = before_backward, backwards
+        self._seen_in = -1  # the backward in which an output's own hook came
+
+    def watch(self, output: Any) -> None:
+        """Puts hooks on the tensors in `output` that need a gradient."""
+        for tensor in tensors_with_grad(output):
+            tensor.register_hook(self._on_grad)
+            base = compat.base_of_view(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(self._on_base_grad)
+
+    def _on_grad(self, grad: Tensor) -> Tensor:
+        self._seen_in = self._backwards()
+        self._before_backward()
+        return grad
+
+    def _on_base_grad(self, grads: Sequence[Tensor]) -> None:
+        """Only counts if no output's own hook came before (Note [Views as outputs])."""
+        if self._seen_in != self._backwards():
+            self._on_grad(grads[0])
+
+
+class PostBackward(torch.autograd.Function):
+    """The identity on the inputs of a module; its backward runs when the module's backward is done."""
+
+    @staticmethod
+    def forward(ctx: Any, after_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.after_backward = after_backward
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.after_backward()
+        return (None, *grads)
+
+
+def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:
+    """`inputs`, whose tensors that need a gradient have passed through `PostBackward`, all through the same."""
+    tensors = tensors_with_grad(inputs) if torch.is_grad_enabled() else []
+    if not tensors:
+        return inputs
+    outputs: tuple[Tensor, ...] = PostBackward.apply(after_backward, *tensors)  # type: ignore[no-untyped-call]
+    return replace_tensors_with_grad(inputs, list(outputs))
