@@ -18,8 +18,9 @@ from hwfsdp import advice, compat
 from hwfsdp.errors import UnsupportedError, UsageError
 from hwfsdp.extensions import METHODS
 from hwfsdp.hooks import state_of
-from hwfsdp.mesh import ShardMesh, smaller_mesh
+from hwfsdp.mesh import ShardMesh, is_in_place, smaller_mesh
 from hwfsdp.param import Slot
+from hwfsdp.placement import Spread, spread
 
 PlacementFn = Callable[[nn.Parameter], Any]
 
@@ -29,13 +30,13 @@ class Claim(NamedTuple):
 
     Attributes:
         slots: all places where it is registered; fqn: the name of the first, from the module given.
-        dim: the dimension to cut.
+        spread: how it is to lie over the ranks.
     """
 
     param: nn.Parameter
     slots: list[Slot]
     fqn: str
-    dim: int
+    spread: Spread
 
 
 def claim(
@@ -57,7 +58,7 @@ def claim(
             if param not in claims:
                 _check_param(prefix + name, param)
                 dim = _chosen_dim(prefix + name, param, choose, mesh)
-                claims[param] = Claim(param, [], prefix + name, dim)
+                claims[param] = Claim(param, [], prefix + name, spread(param, dim, mesh, prefix + name))
             claims[param].slots.append(Slot(owner, name))
     return list(claims.values())
 
@@ -215,5 +216,5 @@ def move_to(device: torch.device, claims: Sequence[Claim], modules: Sequence[nn.
     buffers = [b for _, owner in managed_modules(modules) for b in owner.buffers(recurse=False)]
     tensors: list[Tensor] = [*(c.param for c in claims), *buffers]
     for tensor in tensors:
-        if tensor.device.type not in (device.type, "meta"):
+        if not is_in_place(tensor, device):
             compat.move_in_place(tensor, device)

@@ -28,7 +28,7 @@ from torch import Tensor
 from hwfsdp import advice, events
 from hwfsdp.collectives import Channel, Gathered, Reducing, all_gather, all_reduce, copy_out, reduce_scatter
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.mesh import ShardMesh
+from hwfsdp.mesh import ShardMesh, is_in_place
 from hwfsdp.param import FSDPParam, ShardedState
 from hwfsdp.precision import CPUOffloadPolicy
 from hwfsdp.sharding import offsets
@@ -373,12 +373,12 @@ class ParamGroup:
                 got=" and ".join(sorted(map(str, dtypes))),
                 remedy="Cast them, or wrap the modules with the other dtype in a fully_shard of their own.",
             )
-        on_device = [p.fqn for p in self.params if p.padded_shard.device.type != "cpu"]
+        on_device = [p.fqn for p in self.params if not is_in_place(p.padded_shard, torch.device("cpu"))]
         if self.is_offloaded and on_device:
             raise StateError(
                 f"parameter group {self.fqn!r}",
                 expected="offloaded parameters in host memory",
-                got=f"{', '.join(on_device)} on {self.mesh.device.type}",
+                got=f"{', '.join(on_device)} on {self.mesh.device}",
                 remedy='Call model.to_empty(device="cpu"), or load a state dict that is on the CPU.',
             )
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -101,6 +102,17 @@ class ShardMesh:
         """Of a plain parameter that is sharded along its dimension `dim`."""
         replicate = (Replicate(),) if self.replicate.group else ()
         return (*replicate, Shard(dim)) if self.shard.group else replicate
+
+
+def is_in_place(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device of this type already, or has no memory yet."""
+    return tensor.device.type in (device.type, "meta")
+
+
+def in_host_memory(tensor: Tensor, device: torch.device, pin: bool) -> Tensor:
+    """`tensor`, or its copy in host memory; if `pin`, page-locked where `device` is an accelerator."""
+    tensor = tensor.cpu()
+    return tensor.pin_memory() if pin and device.type != "cpu" and not tensor.is_pinned() else tensor
 
 
 def shard_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardMesh:

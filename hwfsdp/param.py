@@ -44,8 +44,8 @@ from hwfsdp import compat, storage
 from hwfsdp.compat import local_of, replace_local, storage_key
 from hwfsdp.errors import UsageError
 from hwfsdp.extensions import Extension
-from hwfsdp.mesh import ShardMesh
-from hwfsdp.placement import spread
+from hwfsdp.mesh import ShardMesh, in_host_memory
+from hwfsdp.placement import Spread
 from hwfsdp.precision import CPUOffloadPolicy, Dtypes, MixedPrecisionPolicy, OffloadPolicy, resolve_dtypes
 from hwfsdp.sharding import (
     chunk_extent,
@@ -115,11 +115,11 @@ class FSDPParam:
         fqn: str,
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
-        dim: int = 0,
+        spread: Spread,
         offload: OffloadPolicy = OffloadPolicy(),
     ) -> None:
         self.fqn, self.slots, self.mesh, self.policy, self.offload = fqn, tuple(slots), mesh, policy, offload
-        self.spread = spread(param, dim, mesh, fqn)
+        self.spread = spread
         self.state = ShardedState.SHARDED
         self.unsharded_param: nn.Parameter | None = None
         self.gather_mesh, self.post_forward_shard = mesh, None
@@ -127,8 +127,8 @@ class FSDPParam:
         self.partial_grad: Tensor | None = None
         whole = local_of(param) if isinstance(param, DTensor) else param
         self.shape = whole.shape
-        self.rows = rows_shape(self.shape, dim, mesh.size)
-        self.local_shape = local_shape(self.rows, mesh.size, mesh.rank) if dim == 0 else self.rows[1:]
+        self.rows = rows_shape(self.shape, spread.dim, mesh.size)
+        self.local_shape = local_shape(self.rows, mesh.size, mesh.rank) if spread.dim == 0 else self.rows[1:]
         self.shard(whole, param.requires_grad)
         self.dtypes = resolve_dtypes(param.dtype, policy)
         self.extension = Extension.of(self.local, fqn)
@@ -180,12 +180,10 @@ class FSDPParam:
         self.sharded_param = nn.Parameter(dtensor, requires_grad=requires_grad)
 
     def _on_shard_device(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or its copy in host memory if shards are offloaded, pinned if the mesh is on an accelerator."""
+        """`tensor`, or its copy in host memory if shards are offloaded."""
         if not isinstance(self.offload, CPUOffloadPolicy) or tensor.is_meta:
             return tensor
-        tensor = tensor.cpu()
-        pin = self.offload.pin_memory and self.mesh.device.type != "cpu" and not tensor.is_pinned()
-        return tensor.pin_memory() if pin else tensor
+        return in_host_memory(tensor, self.mesh.device, self.offload.pin_memory)
 
     # --- gathering ---
 

@@ -86,7 +86,7 @@ def fully_shard(
 
     comm_ctx = comm_ctx or FSDPCommContext(resolved.device.type)
     offload = _own_offload_policy(offload_policy)
-    params = [FSDPParam(c.param, c.slots, c.fqn, resolved, mp_policy, c.dim, offload) for c in claims]
+    params = [FSDPParam(c.param, c.slots, c.fqn, resolved, mp_policy, c.spread, offload) for c in claims]
     for c in claims:
         advice.mark_claimed(c.param, c.fqn)
     group = ParamGroup(params, resolved, comm_ctx, reshard_mesh) if params else None

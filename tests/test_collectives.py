@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from math import prod
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from hwfsdp.collectives import (
     mean_scaling,
     reduce_scatter,
 )
+from hwfsdp.mesh import Axis
 from hwfsdp.streams import streams_for
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -40,11 +42,6 @@ CPU = torch.device("cpu")
 def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32, first: int = 1) -> Tensor:
     """1, 2, 3 … in this shape; small enough to be exact in every dtype."""
     return (torch.arange(prod(shape)) + first).remainder(100).to(dtype).view(*shape)
-
-
-def no_channel(world_size: int) -> Any:
-    """What a copy needs to know of a channel."""
-    return SimpleNamespace(world_size=world_size, owner="")
 
 
 def bytes_of(number: Tensor) -> list[int]:
@@ -92,11 +89,11 @@ def test_a_gather_is_spread_so_that_each_parameter_has_its_shards_in_rank_order(
         [numbered([n], dtype, first=10 * i + 3 * rank) for i, n in enumerate(sizes)]
         for rank in range(world_size)
     ]
-    flat = torch.cat([shard for of_rank in shards for shard in of_rank])
-    wholes = [torch.full((world_size * n,), -1, dtype=dtype) for n in sizes]
-    copy_out(Gathered(flat, sizes, None), wholes, no_channel(world_size))
+    flat = torch.stack([torch.cat(of_rank) for of_rank in shards])
+    wholes = [torch.full((world_size, n), -1, dtype=dtype) for n in sizes]
+    copy_out(Gathered(flat, sizes, None), wholes, "group")
     for i, whole in enumerate(wholes):
-        assert whole.tolist() == [x for of_rank in shards for x in of_rank[i].tolist()]
+        assert whole.tolist() == [of_rank[i].tolist() for of_rank in shards]
 
 
 @given(sizes_of_shards, st.integers(1, 4), st.data())
@@ -112,10 +109,10 @@ def test_what_was_gathered_as_bytes_comes_out_in_the_dtypes_it_went_in(
     ]
     for part, of_rank in zip(flat, shards, strict=True):
         copy_in(of_rank, dtypes, part, in_bytes)
-    wholes = [torch.zeros(world_size * n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
-    copy_out(Gathered(flat.view(-1), in_bytes, None), wholes, no_channel(world_size))
+    wholes = [torch.zeros(world_size, n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
+    copy_out(Gathered(flat, in_bytes, None), wholes, "group")
     for i, whole in enumerate(wholes):
-        assert same_bits(whole, torch.cat([of_rank[i] for of_rank in shards]))
+        assert same_bits(whole, torch.stack([of_rank[i] for of_rank in shards]))
 
 
 # --- Copy-in of gradients ----------------------------------------------------------------------------------
@@ -201,23 +198,39 @@ def test_copying_in_leaves_the_gradients_as_they_were() -> None:
 # --- Scaling -----------------------------------------------------------------------------------------------
 
 
-def scaling_of_torch(world_size: int, dtype: torch.dtype) -> tuple[float, Any, float]:
-    group: Any = SimpleNamespace(size=lambda: world_size)
-    before, after, op, _ = _get_gradient_divide_factors(group, None, dtype)
-    return before or 1, op, after or 1
+FACTORS = (None, 1.0, 2.0, 3.0, 4.0, 7.5, 64.0)
 
 
+def scaling_of_torch(shards: int, replicas: int, *options: Any) -> tuple[float, Any, Any, float]:
+    shard, replicate = (
+        SimpleNamespace(size=lambda n=n: n) if n > 1 else None for n in (shards, replicas)
+    )  # type: Any, Any
+    dtype, factor, force_sum = options
+    before, after, *ops = _get_gradient_divide_factors(shard, replicate, dtype, "", factor, force_sum)
+    return before or 1, *ops, after or 1
+
+
+@pytest.mark.parametrize("force_sum", [False, True])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_means_are_taken_as_fsdp2_takes_them(dtype: torch.dtype) -> None:
-    for world_size in range(1, 65):
-        assert tuple(mean_scaling(world_size, dtype)) == scaling_of_torch(world_size, dtype), world_size
+def test_means_are_taken_as_fsdp2_takes_them(dtype: torch.dtype, force_sum: bool) -> None:
+    for shards, replicas in itertools.product((1, 2, 3, 4, 6, 8, 16, 64), (1, 2, 3, 4)):
+        expected = scaling_of_torch(shards, replicas, dtype, None, force_sum)
+        assert tuple(mean_scaling(shards, replicas, dtype, None, force_sum)) == expected, (shards, replicas)
 
 
+@pytest.mark.parametrize("force_sum", [False, True])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_the_divisors_multiply_to_the_world_size_unless_the_backend_divides(dtype: torch.dtype) -> None:
-    for world_size in range(1, 65):
-        before, op, after = mean_scaling(world_size, dtype)
-        assert before * after == (1 if op == dist.ReduceOp.AVG else world_size)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_whatever_the_backend_does_not_divide_by_is_divided_apart(
+    factor: float | None, dtype: torch.dtype, force_sum: bool
+) -> None:
+    for shards, replicas in itertools.product((1, 2, 3, 4, 8), (1, 2, 3)):
+        before, scatter, reduce, after = mean_scaling(shards, replicas, dtype, factor, force_sum)
+        by_backend = shards if scatter == dist.ReduceOp.AVG else 1
+        by_backend *= replicas if reduce == dist.ReduceOp.AVG else 1
+        wanted = shards * replicas if factor is None else factor
+        assert before * after * by_backend == wanted
+        assert not force_sum or by_backend == 1
 
 
 # --- All the way, on ranks ---------------------------------------------------------------------------------
@@ -231,7 +244,8 @@ PARAM_SHAPES = [(5, 2), (3,), (8, 1), (1,)]
 
 def channel_of(transport: str) -> Channel:
     make_gather, make_reduction = TRANSPORTS[transport]
-    return Channel(dist.group.WORLD, CPU, streams_for("cpu"), "test", make_gather(), make_reduction())
+    axis = Axis(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    return Channel(axis, CPU, streams_for("cpu"), "test", make_gather(), make_reduction())
 
 
 def padded_chunks(whole: Tensor, world_size: int) -> list[Tensor]:
@@ -243,22 +257,22 @@ def padded_chunks(whole: Tensor, world_size: int) -> list[Tensor]:
 
 def gather_there_and_back(transport: str, dtypes: Sequence[torch.dtype]) -> bool:
     channel = channel_of(transport)
-    world_size, rank = channel.world_size, dist.get_rank()
+    world_size, rank = channel.shard.size, dist.get_rank()
     wholes = [numbered(shape, first=7 * i) for i, shape in enumerate(PARAM_SHAPES)]
     shards = [padded_chunks(whole, world_size)[rank] for whole in wholes]
-    gathered = all_gather(shards, dtypes, channel)
+    gathered = all_gather(shards, dtypes, channel.shard, channel)
     channel.streams.compute.wait(gathered.done)
-    outs = [torch.empty(world_size * s.numel(), dtype=d) for s, d in zip(shards, dtypes, strict=True)]
-    copy_out(gathered, outs, channel)
+    outs = [torch.empty(world_size, s.numel(), dtype=d) for s, d in zip(shards, dtypes, strict=True)]
+    copy_out(gathered, outs, "test")
     return all(
-        same_bits(out[: whole.numel()].view(whole.shape), whole.to(dtype))
+        same_bits(out.view(-1)[: whole.numel()].view(whole.shape), whole.to(dtype))
         for out, whole, dtype in zip(outs, wholes, dtypes, strict=True)
     )
 
 
 def reduce_all_the_way(transport: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, bool]:
     channel = channel_of(transport)
-    world_size, rank = channel.world_size, dist.get_rank()
+    world_size, rank = channel.shard.size, dist.get_rank()
 
     def grads_of(any_rank: int) -> list[Tensor]:
         return [
@@ -266,9 +280,10 @@ def reduce_all_the_way(transport: str, grad_dtype: torch.dtype, reduce_dtype: to
         ]
 
     given, results = grads_of(rank), []
-    reducing = reduce_scatter(given, reduce_dtype, results.append, channel)
+    reducing = reduce_scatter(given, reduce_dtype, channel)
     emptied = given == []
-    channel.streams.compute.wait(reducing.done)
+    reducing.then(lambda result: results.append(result / reducing.divide))
+    channel.streams.compute.wait(reducing.stream.record())
     of_ranks = [grads_of(r) for r in range(world_size)]
     means = [torch.stack([g.double() for g in grads]).mean(0) for grads in zip(*of_ranks, strict=True)]
     expected = torch.cat([padded_chunks(mean, world_size)[rank] for mean in means])

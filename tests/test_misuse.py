@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import hwfsdp
 import models
-from hwfsdp import CPUOffloadPolicy, StateError, UnsupportedError, UsageError, fully_shard, launch, record
+from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch, record
 from oracles import cpu_mesh, ours, wrap
 
 Action = Callable[[], Any]
@@ -110,9 +110,15 @@ def not_a_module() -> tuple[nn.Module, Action]:
     return model, lambda: ours(model.stem.weight)
 
 
-def several_modules() -> tuple[nn.Module, Action]:
-    model = models.stem()
-    return model, lambda: ours([model.stem, model.head])
+def no_modules() -> tuple[nn.Module, Action]:
+    return models.stem(), lambda: ours([])
+
+
+def plain_on_named_axes() -> tuple[nn.Module, Action]:
+    dims = DataParallelMeshDims("dp")
+    return shard(
+        models.stem, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")), dp_mesh_dims=dims
+    )
 
 
 def with_scalar() -> nn.Module:
@@ -225,48 +231,49 @@ MISTAKES: dict[str, Mistake] = {
     "a ModuleDict": Mistake(module_dict, UsageError, ("nn.ModuleDict", "forward", "one by one")),
     "a module twice": Mistake(twice, UsageError, ("Block", "children before their parents")),
     "not a module": Mistake(not_a_module, UsageError, ("nn.Module", "Parameter")),
-    "several modules": Mistake(several_modules, UnsupportedError, ("[…]", "one by one")),
+    "an empty list": Mistake(no_modules, UsageError, ("at least one module", "empty")),
     "a scalar parameter": Mistake(
         functools.partial(shard, with_scalar), UsageError, ("blocks.1.scale", "scalar", "1D")
     ),
     "a parameter that is not contiguous": Mistake(
         functools.partial(shard, with_transposed), UsageError, ("blocks.1.up.weight", "(1, 12)", "contiguous")
     ),
-    "a DTensor": Mistake(
-        functools.partial(shard, with_dtensor),
-        UnsupportedError,
-        ("head.weight", "DTensor", "tensor parallelism"),
+    "a DTensor on a mesh of its own": Mistake(
+        functools.partial(shard, with_dtensor), UsageError, ("head.weight", "DTensor", "slice both from it")
     ),
     "a parameter tied over two groups": Mistake(
-        tied_over_groups, UsageError, ("'weight'", "tied", "above both")
+        tied_over_groups, UsageError, ("'weight'", "tied", "fully_shard([a, b])")
     ),
     "a parameter tied to the root": Mistake(
         tied_to_the_root, UsageError, ("head.weight", "tied", "above both")
     ),
     "a 3D mesh": Mistake(functools.partial(mesh_of, 1, 1, 1), UsageError, ("1D", "(1, 1, 1)")),
     "an unnamed 2D mesh": Mistake(functools.partial(mesh_of, 1, 1), UsageError, ("(1, 1)", "mesh_dim_names")),
-    "a 2D mesh": Mistake(
-        functools.partial(mesh_of, 1, 1, names=("a", "b")), UnsupportedError, ("1D", "('a', 'b')", "mesh[")
-    ),
-    "reshard to a number": Mistake(
+    "reshard to a number that does not divide": Mistake(
         functools.partial(shard, models.stem, reshard_after_forward=2),
-        UnsupportedError,
-        ("reshard_after_forward=<int>", "True, False or None"),
+        UsageError,
+        ("reshard_after_forward", "factor of the 1 ranks", "got 2"),
     ),
-    "a placement function": Mistake(
-        functools.partial(shard, models.stem, shard_placement_fn=lambda param: Shard(1)),
-        UnsupportedError,
-        ("shard_placement_fn", "dim 0"),
+    "a placement beyond the shape": Mistake(
+        functools.partial(shard, models.stem, shard_placement_fn=lambda param: Shard(2)),
+        UsageError,
+        ("shard_placement_fn", "blocks.0.up.weight", "dimension of shape (12, 8)", "Shard(dim=2)"),
     ),
-    "offloading": Mistake(
-        functools.partial(shard, models.stem, offload_policy=CPUOffloadPolicy()),
-        UnsupportedError,
-        ("offload_policy", "Leave it out"),
+    "a placement that is none": Mistake(
+        functools.partial(shard, models.stem, shard_placement_fn=lambda param: 1),
+        UsageError,
+        ("shard_placement_fn", "a Shard, or None", "got 1"),
     ),
-    "mesh dims": Mistake(
-        functools.partial(shard, models.stem, dp_mesh_dims=("dp",)),
-        UnsupportedError,
-        ("dp_mesh_dims", "mesh["),
+    "mesh dims of another type": Mistake(
+        functools.partial(shard, models.stem, dp_mesh_dims=("dp",)), UsageError, ("dp_mesh_dims", "('dp',)")
+    ),
+    "mesh dims that the mesh does not have": Mistake(
+        functools.partial(shard, models.stem, dp_mesh_dims=DataParallelMeshDims("dp")),
+        UsageError,
+        ("dp_mesh_dims", "'dp'", "mesh_dim_names"),
+    ),
+    "mesh dims for plain parameters": Mistake(
+        plain_on_named_axes, UsageError, ("blocks.0.up.weight", "plain tensor", "distribute_module")
     ),
     "a copy": Mistake(copied, UsageError, ("deepcopy", "FSDPStem", "state_dict")),
     "a copy from above": Mistake(copied_from_above, UsageError, ("deepcopy", "FSDPBlock", "state_dict")),
@@ -316,7 +323,11 @@ def test_a_mistake_is_answered_with_its_class_of_error(mistake):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_an_error_is_also_the_builtin_one_that_a_caller_would_catch(mistake):
-    builtin = {UsageError: "ValueError", UnsupportedError: "NotImplementedError", StateError: "RuntimeError"}
+    builtin = {
+        UsageError: "ValueError",
+        hwfsdp.UnsupportedError: "NotImplementedError",
+        StateError: "RuntimeError",
+    }
     assert builtin[MISTAKES[mistake].error] in reports()[mistake].bases
 
 
@@ -366,7 +377,7 @@ def fill(model: nn.Module) -> None:
         (on_meta, fill),
         (partly_on_meta, fill),
         (mixed_dtypes, lambda model: model.to(torch.float32)),
-        (functools.partial(shard, models.stem, reshard_after_forward=2), lambda model: wrap(model, ours)),
+        (functools.partial(shard, models.stem, reshard_after_forward=3), lambda model: wrap(model, ours)),
         (functools.partial(mesh_of, 1, 2), lambda model: wrap(model, ours)),
         (module_list, lambda model: wrap(model, ours)),
     ],

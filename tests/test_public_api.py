@@ -12,7 +12,6 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 import hwfsdp
-from hwfsdp.wrap import NOT_BUILT
 
 SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
 
@@ -62,14 +61,23 @@ METHODS = [
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_of_torchs_has_its_parameters_or_says_that_it_is_not_built(name: str) -> None:
-    ours = getattr(hwfsdp.FSDPModule, name)
-    if name in NOT_BUILT:
-        with pytest.raises(hwfsdp.UnsupportedError, match=name):
-            ours(None)
-    else:
-        theirs = inspect.signature(getattr(torch_fsdp.FSDPModule, name)).parameters
-        assert [*inspect.signature(ours).parameters] == [*theirs]
+def test_every_method_of_torchs_is_there_with_its_parameters(name: str) -> None:
+    ours, theirs = (
+        inspect.signature(getattr(lib.FSDPModule, name)).parameters for lib in (hwfsdp, torch_fsdp)
+    )
+    assert [(n, p.kind, p.default) for n, p in ours.items()] == [
+        (n, p.kind, p.default) for n, p in theirs.items()
+    ]
+
+
+def test_every_name_that_fsdp2_exports_is_there() -> None:
+    assert set(torch_fsdp._fully_shard.__all__) <= set(hwfsdp.__all__)
+
+
+@pytest.mark.parametrize("name", ["register_fsdp_forward_method", "share_comm_ctx"])
+def test_functions_have_torchs_parameters(name: str) -> None:
+    ours, theirs = (inspect.signature(getattr(lib, name)).parameters for lib in (hwfsdp, torch_fsdp))
+    assert [*ours] == [*theirs]
 
 
 def test_there_is_no_method_that_torch_does_not_have() -> None:
