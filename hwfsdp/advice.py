@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hwfsdp import compat, events
 from hwfsdp.mesh import Axis
+from hwfsdp.streams import run_named
 
 _CLAIMED = "_hwfsdp_claimed"
 _checked: WeakSet[Optimizer] = WeakSet()
@@ -84,13 +86,18 @@ def _warn_of_unsynchronized(optimizer: Optimizer) -> None:
         )
 
 
-def compare_structure(axis: Axis, lines: Sequence[str]) -> None:
-    """Warns if another rank of `axis` describes its model by other lines; only under DETAIL debugging."""
+def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
+    """Warns if another rank of `axis` describes its model by other lines; only under DETAIL debugging.
+
+    Args:
+        owner: the parameter group to name, should the comparison fail or hang.
+    """
     if axis.group is None or not compat.collectives_are_checked():
         return
     everyone: list[Any] = [None] * axis.size
     with events.paused():
-        dist.all_gather_object(everyone, list(lines), group=axis.group)
+        gather = partial(dist.all_gather_object, everyone, list(lines), group=axis.group)
+        run_named(gather, "all_gather", owner)
     other = next((rank for rank in range(axis.size) if everyone[rank] != everyone[0]), None)
     if other is None:
         return

@@ -459,9 +459,10 @@ class FSDPState:
             self.group.reshard_mesh = None
         self.root.states = list(named)
         self.set_max_reductions()
-        for mesh in dict.fromkeys(group.mesh for group in groups):
+        if groups:
+            mesh, owner = groups[0].mesh, groups[0].fqn
             lines = [f"{p.fqn} {tuple(p.shape)} in group {g.fqn!r}" for g in groups for p in g.params]
-            advice.compare_structure(mesh.shard if mesh.shard.group else mesh.replicate, lines)
+            advice.compare_structure(mesh.shard if mesh.shard.group else mesh.replicate, owner, lines)
 
     def set_max_reductions(self) -> None:
         """The groups share one queue of reductions: the longest that any of them asks for."""

@@ -336,7 +336,7 @@ def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
         result = fn(*args, **kwargs)
         sys.stdout.flush()
         send(("return", cloudpickle.dumps(result)))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # pytest's failures are no Exceptions
         sys.stdout.flush()
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
     finally:

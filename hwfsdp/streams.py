@@ -217,13 +217,13 @@ class HostStream(Stream):
 
         def start() -> bool:
             with events.owned_by(owner), self.run():
-                work = _checked(lambda: issue(True), name, owner)
+                work = run_named(lambda: issue(True), name, owner)
             works.extend([work] if work is not None else [])
             return True
 
         def finish() -> None:
             for work in works:
-                _checked(work.wait, name, owner)
+                run_named(work.wait, name, owner)
 
         if self._started == self._issued:  # no gate ahead
             start()
@@ -285,7 +285,7 @@ class HostStream(Stream):
         return nullcontext()
 
 
-def _checked(call: Callable[[], Any], name: str, owner: str) -> Any:
+def run_named(call: Callable[[], Any], name: str, owner: str) -> Any:
     """Calls, and names the collective and the parameter group if that fails or hangs."""
     global pending_collective
     pending_collective = f"{name} of parameter group {owner!r}"
@@ -341,7 +341,7 @@ class DeviceStream(Stream):
         return DeviceEvent(self.name, self.native.record_event())
 
     def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
-        _checked(lambda: issue(False), name, owner)
+        run_named(lambda: issue(False), name, owner)
 
     def then(self, function: Callable[[], None]) -> None:
         function()
