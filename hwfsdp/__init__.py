@@ -8,9 +8,7 @@ a book, in this order; each imports only from those before it.
     I    Arithmetic
          errors        what can go wrong, and how it is said
          sharding      which rows belong to which rank: integers only
-         accounting    what a step costs, before it is run: bytes in closed form
          compat        the corners of torch that have no public door
-         layout        placements of a DTensor and the part that a rank holds, strided and uneven ones too
          nested        tensors inside whatever a forward takes or returns
          precision     which dtype for what: policies and casts
          events        what happened, when, on which stream
@@ -34,6 +32,8 @@ a book, in this order; each imports only from those before it.
          module        what every sharded module also is
          wrap          the public door
     V    Instruments
+         accounting    what a step costs, before it is run: bytes in closed form
+         layout        placements of a DTensor and the part that a rank holds, strided and uneven ones too
          perfetto      an event log as a file that ui.perfetto.dev opens
          eventlog      a finished recording: questions about it, and its file
          memory        what is alive, by kind, read from the storages themselves

@@ -171,6 +171,11 @@ class ParamGroup:
         return all(p.state is ShardedState.UNSHARDED for p in self.params)
 
     @property
+    def has_late_gradients(self) -> bool:
+        """Whether there are gradients that a backward which reduces them has left behind."""
+        return self.reduce_grads and any(p.has_unreduced_grad for p in self.params)
+
+    @property
     def is_offloaded(self) -> bool:
         return any(isinstance(p.offload, CPUOffloadPolicy) for p in self.params)
 

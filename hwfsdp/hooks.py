@@ -20,7 +20,8 @@ an iteration, and when a backward has executed its last node, the root waits for
 
 Note [Groups without an input gradient]
     A module whose inputs need no gradient, such as an embedding of token ids, gets no post-backward call from
-    autograd. The root's final callback makes it for every group that was left out.
+    autograd. The root's final callback makes it for every group that was left out, and once more for those that got
+    gradients after it, because a module ran twice and autograd came to one of the runs late.
 
 Note [Recomputation]
     Activation checkpointing runs a forward inside the backward. Then the group's parameters are whole already,
@@ -396,7 +397,8 @@ class FSDPState:
         self.root.forward_root = None
         self.root.backwards += 1
         for state in self.root.states:
-            if state.phase is not Phase.POST_BACKWARD:  # Note [Groups without an input gradient]
+            late = any(group.has_late_gradients for group in state.groups)
+            if state.phase is not Phase.POST_BACKWARD or late:  # Note [Groups without an input gradient]
                 state.on_post_backward()
             state.phase = Phase.IDLE
         self.comm_ctx.settle()  # gradients are looked at from here on

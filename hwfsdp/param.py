@@ -380,9 +380,13 @@ class FSDPParam:
         The registered parameter becomes `sharded_param`. Its memory becomes `padded_shard`, unless it already is, or
         lacks the padding: then the rows move into a new one.
 
+        Does nothing while another form than the sharded one is registered.
+
         Raises:
             UsageError: it is not a DTensor of the same global shape.
         """
+        if self.state is not ShardedState.SHARDED:
+            return
         param = self.slots[0].registered()
         if not isinstance(param, DTensor) or tuple(param.shape) != self.spread.shape:
             raise UsageError(
