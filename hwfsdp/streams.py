@@ -76,13 +76,15 @@ class Stream(ABC):
         """What is issued here from now on runs after `event`. None, or an event of this stream: no effect."""
         if event is None or event.stream == self.name:
             return
-        recorder = events.active()
-        if recorder is None:
+        if self.name == "compute":
+            with events.span("wait", self.name, after=event.after):
+                self._wait(event)
+        else:
             self._wait(event)
-            return
-        with events.span("wait", self.name, after=event.after) if self.name == "compute" else nullcontext():
-            self._wait(event)
-        if self.name != "compute":
+            self._note_order(event)
+
+    def _note_order(self, event: StreamEvent) -> None:
+        if recorder := events.active():
             recorder.ordered_after(self.name, *event.after)
 
     @contextmanager
@@ -207,7 +209,7 @@ class HostStream(Stream):
 
         def open_gate() -> bool:
             if gate.is_over:
-                super(HostStream, self).wait(gate)
+                self._note_order(gate)
             return gate.is_over
 
         self._append(_Entry(lambda: gate.queue.finish(gate.ticket), start=open_gate))
