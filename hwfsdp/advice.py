@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,18 +24,19 @@ from hwfsdp.mesh import Axis
 from hwfsdp.streams import run_named
 
 _CLAIMED = "_hwfsdp_claimed"
-_checked: WeakSet[Optimizer] = WeakSet()
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → claims when it was looked at
+_warned: WeakSet[Optimizer] = WeakSet()
 _unsynchronized: WeakSet[Any] = WeakSet()
-_watching = False
+_claims = 0
 
 
 def mark_claimed(param: Tensor, fqn: str) -> None:
     """The model has a sharded parameter in place of this one."""
-    global _watching
+    global _claims
     setattr(param, _CLAIMED, fqn)
-    if not _watching:
-        _watching = True
+    if not _claims:
         register_optimizer_step_pre_hook(_before_step)
+    _claims += 1
 
 
 def is_claimed(param: Tensor) -> bool:
@@ -49,8 +50,8 @@ def note_unsynchronized(group: Any, unsynchronized: bool) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _checked:
-        _checked.add(optimizer)
+    if optimizer not in _warned and _checked.get(optimizer) != _claims:
+        _checked[optimizer] = _claims
         _warn_of_claimed(optimizer)
     if _unsynchronized:
         _warn_of_unsynchronized(optimizer)
@@ -61,6 +62,7 @@ def _warn_of_claimed(optimizer: Optimizer) -> None:
         getattr(p, _CLAIMED) for group in optimizer.param_groups for p in group["params"] if is_claimed(p)
     ]
     if stale:
+        _warned.add(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} has {len(stale)} parameters that are no longer the model's, "
             f"{stale[0]!r} among them: it was built before fully_shard, and its steps change nothing. "

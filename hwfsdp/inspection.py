@@ -77,21 +77,16 @@ def explain(model: nn.Module) -> Explanation:
             got=type(model).__name__,
             remedy="Call fully_shard on it first.",
         )
-    rows, sharded = [], set()
+    fqns = {param: fqn for fqn, param in model.named_parameters()}
+    rows = []
     for state in states:
         group = ", ".join(
             names[m] or type(m).__name__.removeprefix("FSDP") for m in state.modules if m in names
         )
         for param in (p for group in state.groups for p in group.params):
-            sharded.add(param.sharded_param)
-            slot = param.slots[0]
-            rows.append(_row(param, f"{names.get(slot.module, '')}.{slot.name}".lstrip("."), group))
-    left = [fqn for fqn, param in model.named_parameters() if not _is_sharded(param, rows, fqn)]
-    return Explanation(rows, left)
-
-
-def _is_sharded(param: nn.Parameter, rows: list[ParamRow], fqn: str) -> bool:
-    return any(row.fqn == fqn for row in rows)
+            fqn = fqns.pop(param.slots[0].registered(), param.fqn)
+            rows.append(_row(param, fqn, group))
+    return Explanation(rows, not_sharded=list(fqns.values()))
 
 
 def _row(param: FSDPParam, fqn: str, group: str) -> ParamRow:
