@@ -102,31 +102,23 @@ def reshard_target(reshard: bool | int | None, mesh: ShardMesh, claims: Sequence
         return None
     if reshard is None or reshard is True:
         return mesh
-    smaller = smaller_mesh(mesh, reshard) if reshard not in (1, mesh.size) else mesh
-    kinds = {"DTensors": DTensor, f"tensors with {METHODS[0]}": object}
-    for kind, cls in kinds.items():
-        found = [
-            c.fqn for c in claims if isinstance(c.param, cls) and (cls is DTensor or _is_extended(c.param))
-        ]
-        if found and smaller is not mesh:
-            raise UnsupportedError(
-                "fully_shard(reshard_after_forward=<number of ranks>)",
-                expected="plain parameters",
-                got=f"{kind}: {', '.join(found)}",
-                remedy="Pass True or False.",
-            )
-    if reshard == 1 != mesh.size:
+    if reshard == 1:
         warnings.warn(
             "reshard_after_forward=1 is a world size: parameters stay whole after forward. Pass True to reshard them.",
             UserWarning,
             stacklevel=3,
         )
         return None
+    smaller = smaller_mesh(mesh, reshard)
+    special = [c.fqn for c in claims if isinstance(c.param, DTensor) or hasattr(c.param.data, METHODS[0])]
+    if special and smaller is not mesh:
+        raise UnsupportedError(
+            "fully_shard(reshard_after_forward=<number of ranks>)",
+            expected="plain parameters",
+            got=f"DTensors, or tensors with {METHODS[0]}: {', '.join(special)}",
+            remedy="Pass True or False.",
+        )
     return smaller
-
-
-def _is_extended(param: nn.Parameter) -> bool:
-    return hasattr(param.data, METHODS[0])
 
 
 def _check_module(module: Any) -> None:

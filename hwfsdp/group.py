@@ -213,6 +213,8 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """The modules have the shards afterwards; the whole parameters' memory is free."""
+        if self.params[0].gather_mesh is not self.mesh:
+            self.drop_gather()  # of larger shards, which are about to go
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()

@@ -58,7 +58,7 @@ class Explanation:
 def _cells(row: ParamRow) -> tuple[str, ...]:
     shape = " × ".join(map(str, row.shape))
     start, stop = row.rows
-    rows = f"{start}…{stop - 1}" if stop > start else "none"
+    rows = "none" if stop == start else f"{start}…{stop - 1}" if stop - start > 1 else str(start)
     return (row.fqn, row.group, shape, row.dtype, row.placement, rows, str(row.padding))
 
 

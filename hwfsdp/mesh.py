@@ -186,6 +186,8 @@ def smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
             got=str(size),
             remedy="Pass the number of ranks of one host, True, or False.",
         )
+    if size == mesh.size:
+        return mesh
     made = _smaller.setdefault(dist.group.WORLD, {})
     key = (mesh.mesh, size)
     if key not in made:
