@@ -272,7 +272,8 @@ class ParamGroup:
         pairs: list[tuple[FSDPParam, Tensor]] = []
         for param in self.params:
             grad = param.take_grad()
-            unused = self.reduce_unused and param.sharded_param.requires_grad
+            gathered = param.unsharded_param is not None  # once at least: nobody has run it otherwise
+            unused = self.reduce_unused and gathered and param.sharded_param.requires_grad
             if grad is None and (unused or (param.partial_grad is not None and self.all_reduce_grads)):
                 grad = torch.zeros(param.shape, dtype=param.dtypes.gathered, device=self.mesh.device)
             if grad is not None:
