@@ -1,0 +1,1141 @@
+"""Which parameters travel together, and where each of them is cut.
+
+Lists of modules as one group, heads that are called chunk by chunk, ties, parameters that are left out, placements
+other than `Shard(0)`. The oracles are those of `test_parity`: FSDP2 in the same processes, bit for bit at world sizes
+1 and 2, and the model that is not sharded.
+
+A model of this file may list in `blocks` not only modules but also lists of modules: each entry is one call of
+`fully_shard`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import hwfsdp
+import models
+from hwfsdp import launch, record
+from oracles import (
+    BITS,
+    REGROUPING,
+    ROUNDING,
+    Case,
+    Check,
+    Library,
+    Tolerance,
+    Training,
+    compare,
+    complaints,
+    fresh,
+    objective,
+    ours,
+    rank_rows,
+    run_checks,
+    theirs,
+    wrap,
+)
+from test_parity import accumulate_unreduced, reload, train_in_float64, two_forwards_one_backward
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LIBRARIES = (ours, theirs)
+
+
+def against_fsdp2(world_size: int) -> Tolerance:
+    return BITS if world_size <= 2 else ROUNDING
+
+
+def checks_of(cases: dict[str, Case], world_size: int, no_fsdp2: Iterable[str] = ()) -> dict[str, Check]:
+    """Every case against both oracles; those in `no_fsdp2` against the unsharded model only."""
+    return {
+        name: functools.partial(
+            compare, case, None if name in no_fsdp2 else against_fsdp2(world_size), REGROUPING
+        )
+        for name, case in cases.items()
+    }
+
+
+def moved(case: Case, library: Library) -> list[tuple[str, int, str]]:
+    """The collectives that a case issues, in order: op, bytes, dtype."""
+    training = Training(case.build, library, case.how, **case.options)
+    with record() as log:
+        case.scenario(training)
+    return [(event.op, event.bytes, event.dtype) for event in log.collectives()]
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    """Which form of each parameter is registered."""
+    return {
+        name: "sharded" if isinstance(param, DTensor) else "whole" for name, param in model.named_parameters()
+    }
+
+
+def step(training: Training) -> None:
+    """A forward and a backward."""
+    training.loss(0).backward()
+
+
+# --- A list of modules is one group ------------------------------------------------------------------------
+
+
+class Grouped(models.Model):
+    """Runs its layers in the order given by `path`; they are sharded in lists, by number."""
+
+    groups: tuple[tuple[int, ...], ...] = ((0, 1), (2,))
+    path: tuple[int, ...] = (0, 1, 2)
+    reentrant: bool | None = None  # None: no activation checkpointing
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList([models.Block(8, hidden, 8) for hidden in (5, 12, 7)])
+
+    @property
+    def blocks(self) -> list[list[nn.Module]]:
+        return [[self.layers[number] for number in group] for group in self.groups]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for number in self.path:
+            layer = self.layers[number]
+            out = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = x + out
+        return self.head(x)
+
+
+def grouped(**attributes: Any) -> Grouped:
+    model = Grouped()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+def walk(training: Training, path: Iterable[tuple[int, ...]]) -> None:
+    """A step along each of these paths."""
+    for seed, training.model.path in enumerate(path):
+        training.loss(seed).backward()
+        training.update()
+    training.keep_params()
+
+
+def evaluate(training: Training) -> None:
+    """A forward without gradients before every step, along another path than the step."""
+    for seed in range(3):
+        training.model.path = (2, 1, 0)
+        with torch.no_grad():
+            training.loss(10 + seed)
+        training.model.path = (0, 1, 2)
+        training.loss(seed).backward()
+        training.update()
+    training.keep_params()
+
+
+PATHS: dict[str, tuple[int, ...]] = {
+    "in order": (0, 1, 2),
+    "the other way round": (2, 1, 0),
+    "with another group in between": (0, 2, 1),
+    "twice, apart": (0, 1, 2, 0, 1),
+    "one of them twice": (0, 1, 2, 0),
+    "one of them twice at once": (0, 0, 1, 2),
+    "the last one left out": (0, 2),
+    "the first one left out": (1, 2),
+    "all left out": (2,),
+}
+
+
+def grouped_case(scenario: Callable[[Training], None], **attributes: Any) -> Case:
+    return Case(functools.partial(grouped, **attributes), scenario)
+
+
+def train(training: Training) -> None:
+    training.steps()
+
+
+LISTS: dict[str, Case] = {
+    **{f"members run {name}": grouped_case(train, path=path) for name, path in PATHS.items()},
+    "three members": grouped_case(train, groups=((0, 1, 2),)),
+    "first and last": grouped_case(train, groups=((0, 2), (1,))),
+    "listed the other way round": grouped_case(train, groups=((2, 1, 0),)),
+    "a list of one": grouped_case(train, groups=((0,), (1,), (2,))),
+    "another path each step": grouped_case(
+        functools.partial(walk, path=[(0, 1, 2), (2, 0, 1), (0, 2), (1, 0, 2), (0, 1, 2)])
+    ),
+    "evaluated in between": grouped_case(evaluate),
+    "two forwards, one backward": grouped_case(two_forwards_one_backward),
+    "accumulated": grouped_case(functools.partial(accumulate_unreduced, keep_whole=False)),
+    "accumulated, stay whole": grouped_case(functools.partial(accumulate_unreduced, keep_whole=True)),
+    "float64": grouped_case(train_in_float64),
+    "state loaded": grouped_case(functools.partial(reload, assign=False)),
+    "state assigned": grouped_case(functools.partial(reload, assign=True)),
+    "checkpointed": grouped_case(train, reentrant=False),
+    "checkpointed, reentrant": grouped_case(train, reentrant=True),
+    "kept after forward": dataclasses.replace(grouped_case(train), options={"reshard_after_forward": False}),
+    "resharded after forward": dataclasses.replace(
+        grouped_case(train), options={"reshard_after_forward": True}
+    ),
+}
+
+
+class Nested(Grouped):
+    """One layer of a member is a group of its own, one member lies inside another, and the root takes what is left."""
+
+    groups = ()
+
+    @property
+    def blocks(self) -> list[nn.Module | list[nn.Module]]:
+        first, second, third = self.layers
+        return [first.up, [first, second, second.down]]
+
+
+LISTS["nested"] = Case(Nested)
+
+
+LIST_CASES = [(2, name) for name in LISTS] + [
+    (world_size, name) for world_size in (1, 3) for name in ("members run in order", "nested")
+]
+
+
+@functools.cache
+def lists(world_size: int) -> Any:
+    cases = {name: LISTS[name] for size, name in LIST_CASES if size == world_size}
+    return launch(run_checks, world_size, checks_of(cases, world_size), timeout=200)
+
+
+@pytest.mark.parametrize("world_size, case", LIST_CASES)
+def test_a_group_of_several_modules_trains_as_under_fsdp2(world_size, case):
+    assert complaints(lists(world_size), case, "FSDP2") == []
+
+
+@pytest.mark.parametrize("world_size, case", LIST_CASES)
+def test_a_group_of_several_modules_trains_as_without_sharding(world_size, case):
+    assert complaints(lists(world_size), case, "unsharded") == []
+
+
+@functools.cache
+def traffic_of_lists() -> Any:
+    """By rank and case: what the first step of each library moves."""
+
+    def on_a_rank() -> Any:
+        steps = {name: dataclasses.replace(case, scenario=step) for name, case in LISTS.items()}
+        return {name: [moved(case, library) for library in LIBRARIES] for name, case in steps.items()}
+
+    return launch(on_a_rank, 2, timeout=200)
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_the_first_step_of_a_list_moves_the_same_bytes_in_the_same_order_as_fsdp2(case):
+    for rank in traffic_of_lists():
+        mine, reference = rank[case]
+        assert mine == reference != []
+
+
+def test_a_list_is_gathered_in_one_collective_and_reduced_in_one():
+    def on_a_rank() -> Any:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        ours([model[0], model[2]])
+        ours(model)
+        with record() as log:
+            model(torch.randn(3, 4)).square().mean().backward()
+        return [(event.op, event.phase, event.bytes) for event in log.collectives()]
+
+    nbytes = 4 * (6 * 4 + 6 + 2 * 6 + 2)
+    for events in launch(on_a_rank, 2, timeout=60):
+        assert sorted(events) == [
+            ("all_gather", "backward", nbytes),
+            ("all_gather", "forward", nbytes),
+            ("reduce_scatter", "backward", nbytes),
+        ]
+
+
+def test_collectives_of_a_list_have_one_owner():
+    def on_a_rank() -> Any:
+        training = Training(Grouped, ours)
+        with record() as log:
+            step(training)
+        return Counter(event.owner for event in log.collectives())
+
+    [owners] = launch(on_a_rank, 1, timeout=60)
+    assert owners == {}  # one rank moves nothing
+    for owners in launch(on_a_rank, 2, timeout=60):
+        assert sorted(owners.values()) == [2, 3, 3]  # the root stays whole after its forward
+        assert len([owner for owner in owners if "layers.0" in owner and "layers.1" in owner]) == 1
+
+
+# --- What counts for one member counts for all -------------------------------------------------------------
+
+
+def tell_members(library: Library) -> dict[str, dict[str, str]]:
+    """Forms of all parameters after something was done with one member of a list."""
+    training = Training(Grouped, library)
+    model, turns = training.model, {}
+    first, second, third = model.layers
+    first.unshard()
+    turns["the first unsharded"] = kinds(model)
+    second.reshard()
+    turns["the second resharded"] = kinds(model)
+    handle = second.unshard(async_op=True)
+    turns["the second unsharding"] = kinds(model)
+    handle.wait()
+    turns["waited for"] = kinds(model)
+    first.unshard()
+    first.reshard()
+    turns["the first unsharded again, and resharded"] = kinds(model)
+    loss = training.loss(0)
+    turns["after a forward"] = kinds(model)
+    loss.backward()
+    turns["after a backward"] = kinds(model)
+    second.set_reshard_after_forward(False, recurse=False)
+    loss = training.loss(1)
+    turns["after a forward that keeps"] = kinds(model)
+    first.set_reshard_after_backward(False, recurse=False)
+    loss.backward()
+    turns["after a backward that keeps"] = kinds(model)
+    model.state_dict()
+    turns["after a state dict"] = kinds(model)
+    first.set_reshard_after_forward(True, recurse=False)
+    training.loss(2)
+    turns["after a forward that reshards"] = kinds(model)
+    model.zero_grad()
+    second.set_requires_gradient_sync(False, recurse=False)
+    training.loss(3).backward()
+    turns["gradients"] = {name: str(param.grad is None) for name, param in model.named_parameters()}
+    turns["classes"] = {
+        name: str(isinstance(module, (hwfsdp.FSDPModule, fsdp.FSDPModule)))
+        for name, module in model.named_modules()
+    }
+    return turns
+
+
+def test_what_one_member_is_told_counts_for_all_of_them_as_in_fsdp2():
+    for mine, reference in launch(lambda: [tell_members(library) for library in LIBRARIES], 2, timeout=60):
+        assert list(mine) == list(reference)
+        for turn in reference:
+            assert mine[turn] == reference[turn], turn
+        by_member = {mine["the first unsharded"][f"layers.{n}.up.weight"] for n in (0, 1)}
+        assert by_member == {"whole"} and mine["the first unsharded"]["layers.2.up.weight"] == "sharded"
+
+
+def test_unsharding_two_members_gathers_once():
+    def on_a_rank() -> int:
+        model = Training(Grouped, ours).model
+        with record() as log:
+            model.layers[0].unshard()
+            model.layers[1].unshard()
+        return len(log.collectives())
+
+    assert launch(on_a_rank, 2, timeout=60) == [1, 1]
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_fully_shard_returns_the_sequence_it_was_given(sequence):
+    def on_a_rank() -> list[bool]:
+        facts = []
+        for library in LIBRARIES:
+            modules = sequence([nn.Linear(2, 2), nn.Linear(2, 3)])
+            before = [*modules]
+            facts += [library(modules) is modules, [*modules] == before]
+        return facts
+
+    assert launch(on_a_rank, 1, timeout=60) == [[True] * 4]
+
+
+def test_a_member_inside_another_belongs_to_the_outer_one_as_in_fsdp2():
+    def on_a_rank() -> Any:
+        facts = []
+        for library in LIBRARIES:
+            model = models.even()
+            first, second, _ = model.blocks
+            given = [first.up, first, second]
+            returned = library(given)
+            library(model)
+            facts.append(
+                {
+                    "returned": returned is given,
+                    "classes": {name: type(module).__name__ for name, module in model.named_modules()},
+                    "sharded": kinds(model),
+                }
+            )
+        return facts
+
+    for mine, reference in launch(on_a_rank, 2, timeout=60):
+        assert mine == reference
+        assert mine["classes"]["blocks.0"] == "FSDPBlock" and mine["classes"]["blocks.0.up"] == "Linear"
+
+
+# --- Lists that cannot be a group --------------------------------------------------------------------------
+
+
+def sharded_before(model: nn.Module) -> list[nn.Module]:
+    ours(model.blocks[1])
+    return [model.blocks[0], model.blocks[1]]
+
+
+def with_a_tensor(model: nn.Module) -> list[Any]:
+    return [model.blocks[0], model.stem.weight]
+
+
+@pytest.mark.parametrize(
+    "list_of, words",
+    [
+        (lambda model: [], ("module",)),
+        (sharded_before, ("Block",)),
+        (with_a_tensor, ("nn.Module", "Parameter")),
+    ],
+    ids=["nothing", "one that is sharded", "a tensor"],
+)
+def test_a_list_that_is_no_group_is_refused_before_anything_changes(list_of, words):
+    def on_a_rank() -> str:
+        model = models.stem()
+        modules = list_of(model)
+        before = kinds(model), [type(module) for module in model.modules()]
+        with pytest.raises(ValueError) as caught:
+            ours(modules)
+        assert (kinds(model), [type(module) for module in model.modules()]) == before
+        return str(caught.value)
+
+    [message] = launch(on_a_rank, 1, timeout=60)
+    assert (
+        message.startswith("fully_shard") and [word for word in words if word not in message] == []
+    ), message
+
+
+def test_a_module_listed_twice_counts_once():
+    def on_a_rank() -> Any:
+        grads = []
+        for twice in (False, True):
+            model = fresh(models.stem)
+            first, second, _ = model.blocks
+            ours([first, second, first] if twice else [first, second])
+            ours(model)
+            with record() as log:
+                objective(model(*map(rank_rows, model.inputs(4, 0)))).backward()
+            grads.append(([param.grad.full_tensor() for param in model.parameters()], len(log.collectives())))
+        (once, moves), (again, same_moves) = grads
+        return all(torch.equal(a, b) for a, b in zip(once, again, strict=True)) and moves == same_moves
+
+    assert launch(on_a_rank, 2, timeout=60) == [True, True]
+
+
+def test_a_list_as_root_is_refused_at_its_forward_and_helped_by_a_root_above():
+    def on_a_rank() -> str:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        ours([*model])
+        with pytest.raises(hwfsdp.FSDPError) as caught:
+            model(torch.ones(1, 2))
+        ours(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+        return str(caught.value)
+
+    for message in launch(on_a_rank, 2, timeout=60):
+        assert "root" in message and "fully_shard" in message, message
+
+
+def test_a_list_of_one_module_may_be_the_root():
+    def on_a_rank() -> Any:
+        grads = []
+        for library in LIBRARIES:
+            model = fresh(models.uneven)
+            library([model])
+            objective(model(*map(rank_rows, model.inputs(4, 0)))).backward()
+            grads.append([param.grad.full_tensor() for param in model.parameters()])
+        return [torch.equal(a, b) for a, b in zip(*grads, strict=True)]
+
+    for facts in launch(on_a_rank, 2, timeout=60):
+        assert len(facts) == 12 and all(facts)
+
+
+# --- A head that is called chunk by chunk ------------------------------------------------------------------
+
+
+class Chunked(models.Model):
+    """Its forward ends with the norm; whoever trains it calls the head. Norm and head are one group."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([models.Block(8, hidden, 8) for hidden in (5, 12)])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 9)
+
+    @property
+    def blocks(self) -> list[nn.Module | list[nn.Module]]:
+        return [*self.layers, [self.norm, self.head]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x)
+
+
+def chunk_losses(training: Training, hidden: Tensor, chunks: int = 3) -> Iterable[Tensor]:
+    """The head's loss on one part of the rows after the other; they add up to the loss of all rows."""
+    for chunk in hidden.chunk(chunks):
+        yield objective(training.model.head(chunk)) * (len(chunk) / len(hidden))
+
+
+def chunk_by_chunk(training: Training, seed: int) -> Tensor:
+    """Forward and backward of the head for each chunk, then the backward of the rest."""
+    hidden = training.model(*training.batch(seed))
+    leaf = hidden.detach().requires_grad_()
+    total = torch.zeros(())
+    for loss in chunk_losses(training, leaf):
+        loss.backward()
+        total += loss.detach()
+    hidden.backward(leaf.grad)
+    return total
+
+
+def all_chunks_then_one_backward(training: Training, seed: int) -> Tensor:
+    hidden = training.model(*training.batch(seed))
+    leaf = hidden.detach().requires_grad_()
+    total = torch.stack([*chunk_losses(training, leaf)]).sum()
+    total.backward()
+    hidden.backward(leaf.grad)
+    return total
+
+
+def chunks_in_one_graph(training: Training, seed: int) -> Tensor:
+    """Nothing is detached: one backward for heads and body."""
+    total = torch.stack([*chunk_losses(training, training.model(*training.batch(seed)))]).sum()
+    total.backward()
+    return total
+
+
+def chunk_by_chunk_through_the_body(training: Training, seed: int) -> Tensor:
+    """Nothing is detached: the backward of each chunk goes down to the stem."""
+    hidden = training.model(*training.batch(seed))
+    total = torch.zeros(())
+    for loss in chunk_losses(training, hidden):
+        loss.backward(retain_graph=True)
+        total += loss.detach()
+    return total
+
+
+def head_on_a_constant(training: Training, seed: int) -> Tensor:
+    """The head's input needs no gradient; the body has a loss of its own."""
+    hidden = training.model(*training.batch(seed))
+    total = torch.zeros(())
+    for loss in chunk_losses(training, hidden.detach()):
+        loss.backward()
+        total += loss.detach()
+    own = objective(hidden)
+    own.backward()
+    return total + own.detach()
+
+
+def head_in_one_piece(training: Training, seed: int) -> Tensor:
+    loss = objective(training.model.head(training.model(*training.batch(seed))))
+    loss.backward()
+    return loss
+
+
+def no_head(training: Training, seed: int) -> Tensor:
+    """One member of the list has no part in the step."""
+    loss = objective(training.model(*training.batch(seed)))
+    loss.backward()
+    return loss
+
+
+def head_before_the_body(training: Training, seed: int) -> Tensor:
+    """The model runs once, as a root has to; from then on the head comes first and last."""
+    if not seed:
+        return head_in_one_piece(training, seed)
+    before = objective(training.model.head(*training.batch(10 + seed)))
+    loss = before + objective(training.model.head(training.model(*training.batch(seed))))
+    loss.backward()
+    return loss
+
+
+Step = Callable[[Training, int], Tensor]
+STEPS: dict[str, Step] = {
+    "chunk by chunk": chunk_by_chunk,
+    "all chunks, then one backward": all_chunks_then_one_backward,
+    "chunks in one graph": chunks_in_one_graph,
+    "chunk by chunk, through the body": chunk_by_chunk_through_the_body,
+    "on a constant": head_on_a_constant,
+    "in one piece": head_in_one_piece,
+    "not at all": no_head,
+    "before the body": head_before_the_body,
+}
+
+
+def run_steps(training: Training, steps: Iterable[Step]) -> None:
+    for seed, one in enumerate(steps):
+        training.trace.keep("loss", one(training, seed))
+        training.update()
+    training.keep_params()
+
+
+def evaluate_between(training: Training) -> None:
+    """Before each step the head runs without gradients, in chunks, too."""
+    for seed in range(3):
+        with torch.no_grad():
+            hidden = training.model(*training.batch(10 + seed))
+            training.trace.keep("loss", torch.stack([*chunk_losses(training, hidden)]).sum())
+        training.trace.keep("loss", chunk_by_chunk(training, seed))
+        training.update()
+    training.keep_params()
+
+
+def accumulate_chunks(training: Training) -> None:
+    """Of two micro-batches, each in chunks, only the second one reduces."""
+    for seed in range(4):
+        training.call("set_requires_gradient_sync", seed % 2 == 1)
+        training.trace.keep("loss", chunk_by_chunk(training, seed))
+        if seed % 2 == 1:
+            training.update()
+    training.keep_params()
+
+
+CHUNKED: dict[str, Case] = {
+    **{name: Case(Chunked, functools.partial(run_steps, steps=[one] * 3)) for name, one in STEPS.items()},
+    "every way in turn": Case(
+        Chunked, functools.partial(run_steps, steps=[head_in_one_piece, *STEPS.values()])
+    ),
+    "chunk by chunk, evaluated in between": Case(Chunked, evaluate_between),
+    "chunk by chunk, accumulated": Case(Chunked, accumulate_chunks),
+    **{
+        f"chunk by chunk, reshard_after_forward={reshard}": Case(
+            Chunked,
+            functools.partial(run_steps, steps=[chunk_by_chunk] * 3),
+            options={"reshard_after_forward": reshard},
+        )
+        for reshard in (True, False)
+    },
+}
+
+
+CHUNKED_CASES = [(2, name) for name in CHUNKED] + [
+    (world_size, name) for world_size in (1, 3, 4) for name in ("chunk by chunk", "every way in turn")
+]
+
+
+@functools.cache
+def chunked(world_size: int) -> Any:
+    cases = {name: CHUNKED[name] for size, name in CHUNKED_CASES if size == world_size}
+    return launch(run_checks, world_size, checks_of(cases, world_size), timeout=200)
+
+
+@pytest.mark.parametrize("world_size, head", CHUNKED_CASES)
+def test_a_head_called_by_the_trainer_trains_as_under_fsdp2(world_size, head):
+    assert complaints(chunked(world_size), head, "FSDP2") == []
+
+
+@pytest.mark.parametrize("world_size, head", CHUNKED_CASES)
+def test_a_head_called_by_the_trainer_trains_as_without_sharding(world_size, head):
+    assert complaints(chunked(world_size), head, "unsharded") == []
+
+
+@functools.cache
+def traffic_of_chunks() -> Any:
+    """By rank and way: what each library moves in the first step, and in the third."""
+
+    def on_a_rank() -> Any:
+        found = {}
+        for name, one in STEPS.items():
+            for library in LIBRARIES:
+                training = Training(Chunked, library)
+                for seed in range(3):
+                    with record() as log:
+                        one(training, seed)
+                    found[name, library.__name__, seed] = Counter((e.op, e.bytes) for e in log.collectives())
+        return found
+
+    return launch(on_a_rank, 2, timeout=200)
+
+
+@pytest.mark.parametrize("seed", [0, 2], ids=["first step", "third step"])
+@pytest.mark.parametrize("head", [name for name in STEPS if name != "before the body"])
+def test_a_head_called_by_the_trainer_moves_what_it_moves_under_fsdp2(head, seed):
+    for rank in traffic_of_chunks():
+        assert rank[head, "ours", seed] == rank[head, "theirs", seed] != {}
+
+
+def test_each_chunk_with_a_backward_of_its_own_reduces_its_head():
+    head, norm = 4 * (10 * 8 + 10), 4 * 2 * 8  # at 2 ranks, 9 rows are padded to 10
+    for rank in traffic_of_chunks():
+        scatters = {way: rank[way, "ours", 0] for way in STEPS}
+        assert scatters["chunk by chunk"]["reduce_scatter", head] == 3
+        assert scatters["chunk by chunk"]["reduce_scatter", norm] == 1
+        assert scatters["all chunks, then one backward"]["reduce_scatter", head] == 1
+
+
+# --- Mixed precision, module by module ---------------------------------------------------------------------
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "bf16": {"param_dtype": BF16},
+    "bf16, reduce fp32, output fp32": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
+    "fp16, output bf16": {"param_dtype": FP16, "output_dtype": BF16},
+    "inputs not cast": {"reduce_dtype": BF16, "cast_forward_inputs": False},
+}
+
+
+def watch_dtypes(training: Training, one: Step) -> None:
+    """Keeps what every member of the list is given and what it returns; dtypes are part of what is compared."""
+
+    def keep(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        training.trace.keep(f"input of {name} (local)", args[0])
+
+    for name in ("norm", "head"):
+        getattr(training.model, name).register_forward_hook(functools.partial(keep, name), prepend=True)
+    training.trace.keep("hidden (local)", training.model(*training.batch(7)))
+    training.trace.keep("head alone (local)", training.model.head(training.batch(8)[0]))
+    training.call("reset_iter_state")
+    run_steps(training, [one] * 3)
+
+
+PRECISE: dict[str, Case] = {
+    f"{name}, {way}": Case(
+        Chunked, functools.partial(watch_dtypes, one=STEPS[way]), options={"policy": policy}
+    )
+    for name, policy in POLICIES.items()
+    for way in (
+        ("chunk by chunk", "chunks in one graph", "in one piece") if "fp32" in name else ("chunk by chunk",)
+    )
+}
+
+
+@functools.cache
+def precise() -> Any:
+    checks: dict[str, Check] = {
+        name: functools.partial(compare, case, BITS, None) for name, case in PRECISE.items()
+    }
+    return launch(run_checks, 2, checks, timeout=200)
+
+
+@pytest.mark.parametrize("case", PRECISE)
+def test_every_member_of_a_list_casts_what_it_takes_and_returns_as_under_fsdp2(case):
+    assert complaints(precise(), case, "FSDP2") == []
+
+
+# --- Tied parameters ---------------------------------------------------------------------------------------
+
+
+class Tied(models.Model):
+    """Tokens in, logits out. Embedding and head are one parameter of 11 rows, and members of one list."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embed = nn.Embedding(11, 6)
+        self.layer = models.Block(6, 5, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    @property
+    def blocks(self) -> list[nn.Module | list[nn.Module]]:
+        return [self.layer, [self.embed, self.norm, self.head]]
+
+    inputs = models.Transformer.inputs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(self.embed(tokens))))
+
+
+class TiedInside(Tied):
+    """The same tie inside one module, the root."""
+
+    @property
+    def blocks(self) -> list[nn.Module | list[nn.Module]]:
+        return [self.layer]
+
+
+TIED: dict[str, Case] = {
+    "over a list": Case(Tied),
+    "over a list, kept": Case(Tied, options={"reshard_after_forward": False}),
+    "over a list, accumulated": Case(Tied, functools.partial(accumulate_unreduced, keep_whole=True)),
+    "over a list, state loaded": Case(Tied, functools.partial(reload, assign=False)),
+    "inside a module": Case(TiedInside),
+}
+
+
+TIED_CASES = [(2, name) for name in TIED] + [
+    (world_size, name) for world_size in (1, 3, 4) for name in ("over a list", "inside a module")
+]
+
+
+@functools.cache
+def tied(world_size: int) -> Any:
+    cases = {name: TIED[name] for size, name in TIED_CASES if size == world_size}
+    return launch(run_checks, world_size, checks_of(cases, world_size), timeout=200)
+
+
+@pytest.mark.parametrize("world_size, case", TIED_CASES)
+def test_a_tied_parameter_with_uneven_rows_trains_as_under_fsdp2(world_size, case):
+    assert complaints(tied(world_size), case, "FSDP2") == []
+
+
+@pytest.mark.parametrize("world_size, case", TIED_CASES)
+def test_a_tied_parameter_with_uneven_rows_trains_as_without_sharding(world_size, case):
+    assert complaints(tied(world_size), case, "unsharded") == []
+
+
+@pytest.mark.parametrize("build", [Tied, TiedInside])
+def test_a_tied_parameter_is_one_object_moved_once(build):
+    def on_a_rank() -> Any:
+        training = Training(build, ours)
+        model = training.model
+        same = [model.head.weight is model.embed.weight]
+        model.register_forward_pre_hook(lambda *_: same.append(model.head.weight is model.embed.weight))
+        with record() as log:
+            loss = training.loss(0)
+            same.append(model.head.weight is model.embed.weight)
+            loss.backward()
+        same += [model.head.weight is model.embed.weight, model.head.weight.grad is model.embed.weight.grad]
+        training.optimizer.step()
+        whole = model.head.weight.full_tensor()
+        same.append(torch.equal(whole, model.embed.weight.full_tensor()))
+        return same, len([*model.parameters()]), max(e.bytes for e in log.select("reduce_scatter"))
+
+    padded = 4 * (12 * 6 + 2 * 6)  # the tied one with a row of padding, weight and bias of the norm
+    for same, number, nbytes in launch(on_a_rank, 2, timeout=60):
+        assert same == [True] * 6
+        assert number == 4 + 1 + 2
+        assert nbytes == padded
+
+
+def split_over_lists(model: Tied, library: Library) -> None:
+    library([model.embed, model.layer])
+    library([model.norm, model.head])
+    library(model)
+
+
+def split_over_modules(model: Tied, library: Library) -> None:
+    library(model.head)
+    library(model)
+
+
+@pytest.mark.parametrize("split", [split_over_lists, split_over_modules])
+def test_a_tie_over_two_groups_is_an_error_that_names_the_parameter_and_the_remedy(split):
+    def on_a_rank(library: Library) -> str:
+        model = Tied()
+        with pytest.raises(ValueError) as caught:
+            split(model, library)
+            model(*model.inputs(2, 0))
+        return str(caught.value)
+
+    [message] = launch(on_a_rank, 1, ours, timeout=60)
+    assert [word for word in ("weight", "tied", "fully_shard", "group") if word not in message] == [], message
+    launch(on_a_rank, 1, theirs, timeout=60)
+
+
+# --- Parameters left out -----------------------------------------------------------------------------------
+
+
+def without_some(training: Training) -> None:
+    """Biases of the layers and a weight of the root are nobody's."""
+    model = fresh(training.build)
+    ignored = {p for p in model.parameters() if p.shape == (12,)} | {model.stem.weight}
+    assert len(ignored) == 4
+    pointers = {p.data_ptr() for p in ignored}
+    values = {p: p.detach().clone() for p in ignored}
+    training.model = wrap(model, training.library, training.how, ignored_params=ignored)
+    left = {p for p in model.parameters() if not isinstance(p, DTensor)}
+    if training.is_sharded:
+        assert left == ignored and {p.data_ptr() for p in left} == pointers
+        assert all(type(p) is nn.Parameter and torch.equal(p, values[p]) for p in left)
+    for name, tensor in model.state_dict().items():
+        training.trace.keep(
+            f"state {name} (local)", tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        )
+    training.loss(0).backward()
+    if training.is_sharded:
+        assert all(not isinstance(p.grad, DTensor) and p.grad.shape == p.shape for p in left)
+        assert {p.data_ptr() for p in left} == pointers
+    training.update()
+    training.steps()
+
+
+IGNORING: dict[str, Case] = {
+    f"{how}, {world_size} ranks": Case(models.stem, without_some, how)
+    for how, world_size in (("root", 2), ("blocks", 2), ("nested", 2), ("blocks", 3))
+}
+
+
+@functools.cache
+def ignoring(world_size: int) -> Any:
+    checks: dict[str, Check] = {
+        name: functools.partial(compare, case, against_fsdp2(world_size), None)
+        for name, case in IGNORING.items()
+        if name.endswith(f"{world_size} ranks")
+    }
+    return launch(run_checks, world_size, checks, timeout=200)
+
+
+@pytest.mark.parametrize("case", IGNORING)
+def test_ignored_parameters_are_neither_touched_nor_reduced_as_in_fsdp2(case):
+    world_size = int(case.split()[-2])
+    assert complaints(ignoring(world_size), case, "FSDP2") == []
+
+
+def test_gradients_of_ignored_parameters_are_those_of_the_rank():
+    def on_a_rank() -> Any:
+        model, alone = fresh(models.stem), fresh(models.stem)
+        ours(model, ignored_params={model.head.weight, model.head.bias})
+        for each in (model, alone):
+            objective(each(*each.inputs(4, seed=dist.get_rank()))).backward()
+        return [torch.equal(a.grad, b.grad) for a, b in zip(model.head.parameters(), alone.head.parameters())]
+
+    assert launch(on_a_rank, 2, timeout=60) == [[True, True]] * 2
+
+
+def test_ignored_parameters_move_nothing():
+    def on_a_rank() -> Any:
+        found = []
+        for library in LIBRARIES:
+            model = models.stem()
+            library([*model.blocks], ignored_params={*model.blocks[1].parameters()})
+            library(model, ignored_params={*model.stem.parameters()})
+            with record() as log:
+                objective(model(*model.inputs(4, 0))).backward()
+            found.append([(event.op, event.bytes) for event in log.collectives()])
+        return found
+
+    block, head = 4 * (12 * 8 + 12 + 8 * 12 + 8), 4 * (4 * 8 + 4)  # 3 rows of the head are padded to 4
+    for mine, reference in launch(on_a_rank, 2, timeout=60):
+        assert mine == reference
+        assert {nbytes for _, nbytes in mine} == {2 * block, head}
+
+
+# --- Where a parameter is cut ------------------------------------------------------------------------------
+
+Placement = Callable[[nn.Parameter], Any]
+
+
+def by_columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+def by_the_last_dim(param: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def by_kernel_rows(param: nn.Parameter) -> Shard | None:
+    return Shard(2) if param.ndim == 4 else None
+
+
+def by_the_longest_dim(param: nn.Parameter) -> Shard:
+    """Weights of one linear layer are cut by rows, those of the next one by columns."""
+    return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
+
+
+def by_default(param: nn.Parameter) -> None:
+    return None
+
+
+def embedding_by_columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.shape[0] == 11 else None
+
+
+class Kernels(models.Model):
+    """Convolutions whose weights, [8, 4, 4, 2], can be cut along dim 0, 1 and 2 for 4 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Sequential(nn.Conv2d(4, 8, (4, 2)), nn.Tanh()), nn.Linear(8, 4)])
+
+    def inputs(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        return (torch.randn(rows, 4, 5, 3, generator=torch.Generator().manual_seed(seed)),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolution, linear = self.blocks
+        return linear(convolution(x).mean((2, 3)))
+
+
+def cut(build: Callable[[], models.Model], fn: Placement, scenario: Any = train, **options: Any) -> Case:
+    return Case(build, scenario, options={"shard_placement_fn": fn, **options})
+
+
+PLACEMENTS: dict[str, Case] = {
+    "by columns": cut(models.even, by_columns),
+    "by the last dim": cut(models.even, by_the_last_dim),
+    "by the longest dim": cut(models.even, by_the_longest_dim),
+    "by default": cut(models.even, by_default),
+    "uneven, by default": cut(models.uneven, by_default),
+    "kernels, by columns": cut(Kernels, by_columns),
+    "kernels, by rows of the kernel": cut(Kernels, by_kernel_rows),
+    "tied, by columns": cut(Tied, embedding_by_columns),
+    "kept after forward": cut(models.even, by_the_longest_dim, reshard_after_forward=False),
+    "accumulated": cut(
+        models.even, by_the_longest_dim, functools.partial(accumulate_unreduced, keep_whole=False)
+    ),
+    "float64": cut(models.even, by_the_longest_dim, train_in_float64),
+    "state loaded": cut(models.even, by_the_longest_dim, functools.partial(reload, assign=False)),
+    "state assigned": cut(models.even, by_the_longest_dim, functools.partial(reload, assign=True)),
+}
+PRECISE_PLACEMENTS: dict[str, Case] = {
+    f"{name}, {build.__name__}": cut(build, fn, policy=policy)
+    for name, policy in list(POLICIES.items())[:2]
+    for build, fn in ((models.even, by_the_longest_dim), (Kernels, by_kernel_rows))
+}
+PLACEMENT_CASES = [
+    *[(1, name) for name in ("by the longest dim", "kernels, by rows of the kernel", "tied, by columns")],
+    *[(2, name) for name in PLACEMENTS],
+    *[(4, name) for name in ("by columns", "by the last dim", "by the longest dim")],
+    *[(4, name) for name in PLACEMENTS if name.startswith("kernels")],
+]
+
+
+@functools.cache
+def placements(world_size: int) -> Any:
+    cases = {name: PLACEMENTS[name] for size, name in PLACEMENT_CASES if size == world_size}
+    checks = checks_of(cases, world_size)
+    if world_size == 2:
+        for name, case in PRECISE_PLACEMENTS.items():
+            checks[name] = functools.partial(compare, case, BITS, None)
+    return launch(run_checks, world_size, checks, timeout=200)
+
+
+@pytest.mark.parametrize("world_size, cut_how", PLACEMENT_CASES)
+def test_parameters_cut_along_any_dim_train_as_under_fsdp2(world_size, cut_how):
+    assert complaints(placements(world_size), cut_how, "FSDP2") == []
+
+
+@pytest.mark.parametrize("world_size, cut_how", PLACEMENT_CASES)
+def test_parameters_cut_along_any_dim_train_as_without_sharding(world_size, cut_how):
+    assert complaints(placements(world_size), cut_how, "unsharded") == []
+
+
+@pytest.mark.parametrize("case", PRECISE_PLACEMENTS)
+def test_mixed_precision_along_any_dim_is_that_of_fsdp2(case):
+    assert complaints(placements(2), case, "FSDP2") == []
+
+
+SHAPED = {"by columns", "by the last dim", "by the longest dim", "kernels, by columns"} | {
+    "kernels, by rows of the kernel",
+    "by default",
+    "uneven, by default",
+}
+
+
+@functools.cache
+def shards(world_size: int) -> Any:
+    """By rank and case: what is wrong with each shard, with its gradient and optimizer state, and the traffic."""
+
+    def on_a_rank() -> Any:
+        return {
+            name: (wrong_shards(case), traffic(case)) for name, case in PLACEMENTS.items() if name in SHAPED
+        }
+
+    def traffic(case: Case) -> Any:
+        return [moved(dataclasses.replace(case, scenario=step), library) for library in LIBRARIES]
+
+    return launch(on_a_rank, world_size, timeout=200)
+
+
+def wrong_shards(case: Case) -> list[str]:
+    mine, reference = (Training(case.build, library, case.how, **case.options) for library in LIBRARIES)
+    plain = fresh(case.build).state_dict()
+    found = []
+    for name, tensor in mine.model.state_dict().items():
+        dim = (case.options["shard_placement_fn"](plain[name]) or Shard(0)).dim % tensor.ndim
+        chunks = plain[name].chunk(dist.get_world_size(), dim)
+        rank = dist.get_rank()
+        part = chunks[rank] if rank < len(chunks) else plain[name].narrow(dim, 0, 0)
+        facts = {
+            "placement": tensor.placements == (Shard(dim),) == reference.model.state_dict()[name].placements,
+            "rows": tensor.to_local().shape == part.shape and torch.equal(tensor.to_local(), part),
+            "whole": torch.equal(tensor.full_tensor(), plain[name]),
+            "contiguous": tensor.to_local().is_contiguous(),
+            "shape": (tensor.shape, tensor.stride()) == (plain[name].shape, plain[name].stride()),
+        }
+        found += [f"{what} of {name}" for what, holds in facts.items() if not holds]
+    step(mine)
+    mine.optimizer.step()
+    for name, param in mine.model.named_parameters():
+        for what, tensor in (("gradient", param.grad), ("state", mine.optimizer.state[param]["exp_avg"])):
+            local = tensor.to_local()
+            if tensor.placements != param.placements or local.shape != param.to_local().shape:
+                found.append(f"{what} of {name}: {tensor.placements}, {tuple(local.shape)}")
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("cut_how", sorted(SHAPED))
+def test_shards_are_what_torch_chunk_gives_the_rank_along_the_chosen_dim(world_size, cut_how):
+    assert [rank[cut_how][0] for rank in shards(world_size)] == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("cut_how", sorted(SHAPED))
+def test_cutting_along_another_dim_moves_the_bytes_of_fsdp2(world_size, cut_how):
+    for rank in shards(world_size):
+        mine, reference = rank[cut_how][1]
+        assert mine == reference != []
+
+
+def test_cutting_along_another_dim_moves_no_padding():
+    nbytes = sum(4 * param.numel() for param in models.even().blocks[0].parameters())
+    for rank in shards(4):
+        assert {moved for _, moved, _ in rank["by the longest dim"][1][0]} == {nbytes}
+
+
+def test_the_placement_function_sees_each_whole_parameter():
+    def on_a_rank() -> Any:
+        model = models.Transformer()
+        expected = {id(param): tuple(param.shape) for param in model.parameters()}
+        seen = {}
+
+        def note(param: nn.Parameter) -> None:
+            assert type(param) is nn.Parameter
+            seen[id(param)] = tuple(param.shape)
+
+        wrap(model, ours, shard_placement_fn=note)
+        return seen == expected
+
+    assert launch(on_a_rank, 2, timeout=60) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "place, error",
+    [
+        (lambda param: Shard(1) if param.ndim > 1 else None, NotImplementedError),
+        (lambda param: Shard(-1) if param.ndim > 1 else None, NotImplementedError),
+        (lambda param: Shard(2) if param.shape == (8, 5) else None, ValueError),
+        (lambda param: Shard(-3) if param.shape == (8, 5) else None, ValueError),
+        (lambda param: Replicate() if param.shape == (8, 5) else None, ValueError),
+        (lambda param: 1 if param.shape == (8, 5) else None, ValueError),
+    ],
+    ids=[
+        "uneven",
+        "uneven from the end",
+        "no such dim",
+        "no such dim from the end",
+        "replicated",
+        "a number",
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused_with_the_name_before_anything_changes(place, error):
+    def on_a_rank() -> str:
+        model = models.Stem([models.Block(8, 6, 8), models.Block(8, 5, 8)])
+        before = [type(module) for module in model.modules()], [*model.parameters()]
+        with pytest.raises(error) as caught:
+            ours(model, shard_placement_fn=place)
+        after = [type(module) for module in model.modules()], [*model.parameters()]
+        assert before[0] == after[0] and all(a is b for a, b in zip(before[1], after[1], strict=True))
+        model(*model.inputs(2, 0)).sum().backward()
+        assert isinstance(caught.value, hwfsdp.FSDPError)
+        return str(caught.value)
+
+    for message in launch(on_a_rank, 2, timeout=60):
+        assert "blocks.1.down.weight" in message, message
+
+
+def test_a_placement_chosen_for_one_model_is_none_of_another():
+    def on_a_rank() -> Any:
+        by_column, by_row = wrap(models.even(), ours, shard_placement_fn=by_columns), wrap(
+            models.even(), ours
+        )
+        return [{p.placements for p in model.parameters() if p.ndim > 1} for model in (by_column, by_row)]
+
+    assert launch(on_a_rank, 2, timeout=60) == [[{(Shard(1),)}, {(Shard(0),)}]] * 2

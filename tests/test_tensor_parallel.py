@@ -1,0 +1,723 @@
+"""Sharding over the data-parallel axes of a mesh whose last axis is tensor parallel.
+
+Three runs of the same task are compared: hwfsdp over a model cut by torch's tensor parallelism, FSDP2 over the same,
+and the model as it is on the whole batch. Along an axis of two ranks sums have one order, so where no axis is longer
+the bits are compared with FSDP2. Each rank compares what it holds; which part of a whole tensor that should be is
+said here, not by DTensor: chunks of chunks, the last axis of the mesh cut first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import hwfsdp
+import models
+from hwfsdp import launch
+from hwfsdp.layout import local_extent_of, shard_strided, unshard_strided
+from oracles import (
+    BITS,
+    REGROUPING,
+    ROUNDING,
+    ROWS,
+    Check,
+    Tolerance,
+    Trace,
+    Training,
+    complaints,
+    differences,
+    fresh,
+    run_checks,
+    unsharded,
+    wrap,
+)
+
+HERE: ModuleType = hwfsdp  # what is tested; it has the names of `torch.distributed.fsdp`
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Shape = tuple[int, ...]
+
+# --- Meshes ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def mesh_of(shape: Shape) -> DeviceMesh:
+    """All ranks as (dp, tp), or as (replicate, shard, tp). Made once, because process groups take their time."""
+    names = ("dp", "tp") if len(shape) == 2 else ("replicate", "shard", "tp")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """What fully_shard is given."""
+    return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "shard"]
+
+
+def is_cut(placement: Placement) -> bool:
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def chunk(tensor: Tensor, parts: int, index: int, dim: int) -> Tensor:
+    """The part that `torch.chunk` makes for this index, without elements where it makes none."""
+    chunks = tensor.chunk(parts, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def part_of(whole: Tensor, sizes: Shape, placements: tuple[Placement, ...], coordinate: Shape) -> Tensor:
+    """What the rank at `coordinate` holds of a tensor: chunks of chunks, cut along the last axis first."""
+    for size, placement, index in reversed(list(zip(sizes, placements, coordinate, strict=True))):
+        if is_cut(placement):
+            whole = chunk(whole, size, index, placement.dim)
+    return whole
+
+
+class Layout(NamedTuple):
+    """Which part of a tensor a rank holds."""
+
+    sizes: Shape
+    placements: tuple[Placement, ...]
+    coordinate: Shape
+
+    def part(self, whole: Tensor) -> Tensor:
+        return part_of(whole, *self)
+
+
+def layout_of(tensor: DTensor) -> Layout:
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return Layout(tuple(tensor.device_mesh.shape), tensor.placements, tuple(coordinate))
+
+
+class LocalTrace(Trace):
+    """Local parts, and which they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts: dict[str, Layout] = {}
+
+    def keep(self, name: str, tensor: Tensor | None) -> None:
+        if isinstance(tensor, DTensor):
+            self.layouts[f"{name} #{self.counts[name]}"] = layout_of(tensor)
+            tensor = tensor.to_local()
+        super().keep(name, tensor)
+
+    def parts(self, whole: Trace) -> Trace:
+        """What a trace of whole tensors comes to on this rank."""
+        trace = Trace()
+        for name, tensor in whole.tensors.items():
+            is_part = tensor is not None and name in self.layouts
+            trace.tensors[name] = self.layouts[name].part(tensor) if is_part else tensor
+        return trace
+
+
+# --- Models ------------------------------------------------------------------------------------------------
+
+Cut = Callable[[models.Model, DeviceMesh], None]
+PLAN = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+
+
+def cut_blocks(model: models.Model, tp: DeviceMesh) -> None:
+    """The first linear of each block is cut along its outputs, the second along its inputs."""
+    for block in model.blocks:
+        parallelize_module(block, tp, PLAN)
+
+
+class Norm(nn.Module):
+    """A residual around a norm and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.mlp = models.Block(8, 12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Sequence(models.Stem):
+    """Four vectors per row."""
+
+    def __init__(self) -> None:
+        super().__init__([Norm() for _ in range(2)])
+
+    def inputs(self, rows: int, seed: int) -> tuple[Tensor, ...]:
+        return (torch.randn(rows, 4, 8, generator=torch.Generator().manual_seed(seed)),)
+
+
+def cut_mlps(model: models.Model, tp: DeviceMesh) -> None:
+    """Norms, stem and head stay plain, the norms in one group with what is cut."""
+    for block in model.blocks:
+        parallelize_module(block.mlp, tp, PLAN)
+
+
+def cut_sequence(model: models.Model, tp: DeviceMesh) -> None:
+    """Between the blocks the sequence is cut, and so is what the norms see: their gradients are sums over tp."""
+    parallelize_module(
+        model,
+        tp,
+        {
+            "stem": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for block in model.blocks:
+        plan = {
+            "norm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, tp, plan)
+
+
+class Words(models.Model):
+    """Two embeddings of integer tokens: one cut along the words, one along the vector."""
+
+    def __init__(self) -> None:
+        super().__init__([models.Block(6, 8, 5)])
+        self.by_word, self.by_vector = nn.Embedding(11, 6), nn.Embedding(11, 6)
+
+    inputs = models.Transformer.inputs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(self.by_word(tokens) + self.by_vector(tokens))
+
+
+def cut_words(model: models.Model, tp: DeviceMesh) -> None:
+    plan = {
+        "by_word": RowwiseParallel(input_layouts=Replicate()),
+        "by_vector": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, plan)
+    cut_blocks(model, tp)
+
+
+class Shift(nn.Module):
+    """Linear without a bias, then a bias: the one is plain, the other may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if isinstance(self.bias, DTensor):
+            mesh = self.bias.device_mesh
+            x = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(-1)])
+            return torch.tanh(x + self.bias).redistribute(placements=[Replicate()]).to_local()
+        return torch.tanh(x + self.bias)
+
+
+def shift() -> models.Model:
+    return models.Model([Shift() for _ in range(2)])
+
+
+def cut_biases(model: models.Model, tp: DeviceMesh) -> None:
+    for block in model.blocks:
+        block.bias = nn.Parameter(distribute_tensor(block.bias.detach(), tp, [Shard(0)]))
+
+
+def frozen() -> models.Model:
+    """A whole block, and one parameter of each kind in the others."""
+    model = models.even()
+    model.blocks[1].requires_grad_(False)
+    for param in (model.blocks[0].up.weight, model.blocks[0].down.bias, model.blocks[2].down.weight):
+        param.requires_grad_(False)
+    return model
+
+
+# --- Tasks -------------------------------------------------------------------------------------------------
+
+
+def accumulate(training: Training, sync: tuple[bool, ...], keep_whole: bool = False) -> None:
+    """Two steps of as many micro-batches as `sync` has entries, which say whether to reduce."""
+    for step in range(2):
+        for micro, reduce in enumerate(sync):
+            training.call("set_requires_gradient_sync", reduce)
+            training.call("set_reshard_after_backward", reduce or not keep_whole)
+            training.call("set_is_last_backward", micro == len(sync) - 1)
+            training.loss(len(sync) * step + micro).backward()
+        training.update()
+    training.keep_params()
+
+
+def clip(training: Training, p: float) -> None:
+    """The norm is over all parameters, wherever they are."""
+    for seed in range(2):
+        training.loss(seed).backward()
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05, norm_type=p)
+        training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        training.update()
+    training.keep_params()
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model, how it is cut and wrapped, and what is done with it."""
+
+    build: Callable[[], models.Model] = models.even
+    cut: Cut = cut_blocks
+    scenario: Callable[[Training], None] = functools.partial(Training.steps, number=2)
+    how: str = "blocks"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    policy: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def shard(self, library: ModuleType, mesh: DeviceMesh) -> models.Model:
+        model = fresh(self.build)
+        self.cut(model, mesh["tp"])
+        shard = functools.partial(
+            library.fully_shard,
+            mesh=data_axes(mesh),
+            mp_policy=library.MixedPrecisionPolicy(**self.policy),
+            **self.options,
+        )
+        return wrap(model, shard, self.how)
+
+    def run(self, library: ModuleType | None, shape: Shape) -> LocalTrace:
+        training = ParallelTraining(self, library, shape)
+        self.scenario(training)
+        return training.trace
+
+
+class ParallelTraining(Training):
+    """Ranks of one tensor-parallel group get the same rows. No library: not sharded, not cut, all rows."""
+
+    def __init__(self, task: Task, library: ModuleType | None, shape: Shape) -> None:
+        self.library = library or unsharded
+        self.trace = LocalTrace()
+        if library is None:
+            self.model = fresh(task.build)
+        else:
+            mesh = mesh_of(shape)
+            self.model = task.shard(library, mesh)
+            self.parts = mesh.size() // shape[-1]
+            self.part = dist.get_rank() // shape[-1]
+
+    def batch(self, seed: int) -> tuple[Tensor, ...]:
+        inputs = self.model.inputs(ROWS, seed)
+        return tuple(t.chunk(self.parts)[self.part] if self.is_sharded else t for t in inputs)
+
+
+TASKS: dict[str, Task] = {
+    "blocks": Task(),
+    "root": Task(how="root"),
+    "nested": Task(how="nested"),
+    "uneven": Task(models.uneven),
+    "uneven, root": Task(models.uneven, how="root"),
+    "plain stem and head": Task(models.stem),
+    "plain norms in one group with cut layers": Task(Sequence, cut_mlps),
+    "sequence parallel": Task(Sequence, cut_sequence),
+    "embeddings": Task(Words, cut_words),
+    "biases alone": Task(shift, cut_biases),
+    "frozen": Task(frozen),
+    "keep after forward": Task(models.stem, options={"reshard_after_forward": False}),
+    "accumulate reduced": Task(scenario=functools.partial(accumulate, sync=(True,) * 3)),
+    "accumulate unreduced": Task(
+        models.uneven, scenario=functools.partial(accumulate, sync=(False, False, True))
+    ),
+    "accumulate unreduced, stay whole": Task(
+        Sequence, cut_sequence, functools.partial(accumulate, sync=(False, False, True), keep_whole=True)
+    ),
+    "reduce, then not": Task(scenario=functools.partial(accumulate, sync=(True, False, True))),
+    **{f"clip, p={p}": Task(scenario=functools.partial(clip, p=p)) for p in (1, 2, float("inf"))},
+    "clip, uneven": Task(models.uneven, scenario=functools.partial(clip, p=2)),
+}
+LOW_PRECISION: dict[str, Task] = {
+    "bf16": Task(policy={"param_dtype": BF16}),
+    "bf16, reduce fp32": Task(models.uneven, policy={"param_dtype": BF16, "reduce_dtype": FP32}),
+    "bf16, sequence parallel": Task(
+        Sequence, cut_sequence, policy={"param_dtype": BF16, "reduce_dtype": FP32}
+    ),
+    "bf16, output fp32": Task(policy={"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32}),
+    "reduce bf16, plain stem and head": Task(models.stem, policy={"reduce_dtype": BF16}),
+    "bf16, accumulate unreduced": Task(
+        scenario=functools.partial(accumulate, sync=(False, False, True)),
+        policy={"param_dtype": BF16, "reduce_dtype": FP32},
+    ),
+}
+ON_TWO_RANKS = [(2, 1), (1, 2)]
+ON_MORE: dict[Shape, tuple[str, ...]] = {
+    (2, 2): (
+        *(
+            "blocks",
+            "uneven",
+            "uneven, root",
+            "plain stem and head",
+            "plain norms in one group with cut layers",
+        ),
+        *("sequence parallel", "embeddings", "biases alone", "frozen", "bf16, reduce fp32"),
+        *(
+            "accumulate unreduced",
+            "accumulate unreduced, stay whole",
+            "clip, p=1",
+            "clip, p=2",
+            "clip, p=inf",
+        ),
+    ),
+    (3, 1): ("uneven", "sequence parallel", "bf16", "clip, p=2"),
+    (4, 1): ("uneven", "sequence parallel", "bf16", "accumulate unreduced"),
+    (2, 1, 2): ("uneven", "sequence parallel", "bf16, reduce fp32", "accumulate unreduced", "clip, p=2"),
+    (1, 2, 2): ("uneven", "sequence parallel", "bf16, reduce fp32", "accumulate unreduced", "clip, p=2"),
+}
+CASES = [(shape, task) for shape in ON_TWO_RANKS for task in (*TASKS, *LOW_PRECISION)]
+CASES += [(shape, task) for shape, tasks in ON_MORE.items() for task in tasks]
+
+
+def against_fsdp2(shape: Shape, task: str) -> Tolerance:
+    if max(shape) <= 2:
+        return BITS
+    return ROUNDING if task in TASKS else Tolerance(2e-2, 1e-3)  # a bit of bf16
+
+
+def compare(task: str, shape: Shape) -> dict[str, list[str]]:
+    """What differs from FSDP2, and from the model that is neither sharded nor cut."""
+    todo = (TASKS | LOW_PRECISION)[task]
+    got = todo.run(HERE, shape)
+    found = {"FSDP2": differences(got, todo.run(fsdp, shape), *against_fsdp2(shape, task))}
+    if task in TASKS:
+        plain = got.parts(todo.run(None, shape))
+        found["unsharded"] = differences(got.whole(), plain.whole(), *REGROUPING)
+    return found
+
+
+def world_size(shape: Shape) -> int:
+    return int(torch.Size(shape).numel())
+
+
+@functools.cache
+def results(ranks: int) -> Any:
+    checks: dict[str, Check] = {
+        f"{task} on {shape}": functools.partial(compare, task, shape)
+        for shape, task in CASES
+        if world_size(shape) == ranks
+    }
+    return launch(run_checks, ranks, checks, timeout=300)
+
+
+@pytest.mark.parametrize("shape, task", CASES)
+def test_a_cut_model_trains_as_under_fsdp2(shape, task):
+    assert complaints(results(world_size(shape)), f"{task} on {shape}", "FSDP2") == []
+
+
+@pytest.mark.parametrize("shape, task", [case for case in CASES if case[1] in TASKS])
+def test_a_cut_model_trains_as_if_neither_sharded_nor_cut(shape, task):
+    assert complaints(results(world_size(shape)), f"{task} on {shape}", "unsharded") == []
+
+
+# --- Layouts -----------------------------------------------------------------------------------------------
+
+AXES_CUT: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "nothing": Replicate()}
+LAYOUT_SHAPES: list[Shape] = [*ON_TWO_RANKS, *ON_MORE]
+
+
+class Rows(nn.Module):
+    """Parameters of 1 to 9 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in itertools.product(AXES_CUT, range(1, 10)):
+            self.register_parameter(f"{name}_{rows}", nn.Parameter(torch.randn(rows, 3)))
+
+
+def cut_rows(model: nn.Module, tp: DeviceMesh) -> None:
+    """Along rows, columns or not at all, as the parameter's name says."""
+    for name, param in list(model.named_parameters()):
+        placement = AXES_CUT[name.split("_")[0]]
+        local = part_of(param.detach(), (tp.size(),), (placement,), (tp.get_local_rank(),))
+        shape = {"shape": param.shape, "stride": param.stride()}
+        cut = DTensor.from_local(local.contiguous(), tp, [placement], run_check=False, **shape)
+        setattr(model, name, nn.Parameter(cut))
+
+
+def sharded_rows(library: ModuleType, mesh: DeviceMesh) -> nn.Module:
+    model = fresh(Rows)
+    cut_rows(model, mesh["tp"])
+    return library.fully_shard(model, mesh=data_axes(mesh))
+
+
+def expected_placements(name: str, shape: Shape) -> tuple[Placement, ...]:
+    """The data-parallel axis is strided where tensor parallelism had made several pieces of the rows before."""
+    cut = AXES_CUT[name.split("_")[0]]
+    strided = cut == Shard(0) and shape[-1] > 1
+    data = _StridedShard(0, split_factor=shape[-1]) if strided else Shard(0)
+    return (*(Replicate() for _ in shape[2:]), data, cut)
+
+
+def check_layouts(shape: Shape) -> dict[str, list[str]]:
+    """By what was compared: the parameters that fail."""
+    mesh = mesh_of(shape)
+    plain, model, reference = fresh(Rows), sharded_rows(HERE, mesh), sharded_rows(fsdp, mesh)
+    found: dict[str, list[str]] = {}
+    for name, param in model.named_parameters():
+        other, whole, local = reference.get_parameter(name), plain.get_parameter(name), param.to_local()
+        expected = Layout(shape, expected_placements(name, shape), tuple(mesh.get_coordinate() or ()))
+        facts = {
+            "placements of FSDP2": param.placements == other.placements,
+            "mesh of FSDP2": (param.device_mesh, param.device_mesh.mesh_dim_names)
+            == (other.device_mesh, other.device_mesh.mesh_dim_names),
+            "rows of FSDP2": torch.equal(local, other.to_local()) and local.shape == other.to_local().shape,
+            "placements": param.placements == expected.placements,
+            "mesh": param.device_mesh == mesh and param.device_mesh.mesh_dim_names == mesh.mesh_dim_names,
+            "rows": torch.equal(local, expected.part(whole)) and local.is_contiguous(),
+            "shape of the whole": (param.shape, param.stride()) == (whole.shape, whole.stride()),
+            "parameter": isinstance(param, nn.Parameter) and isinstance(param, DTensor) and param.is_leaf,
+        }
+        for fact, holds in facts.items():
+            found.setdefault(fact, [])
+            if not holds:
+                found[fact].append(f"{name}: {param.placements}, {tuple(local.shape)}")
+    return found
+
+
+@functools.cache
+def layouts(ranks: int) -> Any:
+    checks: dict[str, Check] = {
+        str(shape): functools.partial(check_layouts, shape)
+        for shape in LAYOUT_SHAPES
+        if world_size(shape) == ranks
+    }
+    return launch(run_checks, ranks, checks, timeout=60)
+
+
+@pytest.mark.parametrize("shape", LAYOUT_SHAPES)
+@pytest.mark.parametrize("what", ["placements", "mesh", "rows"])
+def test_layouts_are_those_of_fsdp2(shape, what):
+    assert complaints(layouts(world_size(shape)), str(shape), f"{what} of FSDP2") == []
+
+
+@pytest.mark.parametrize("shape", LAYOUT_SHAPES)
+@pytest.mark.parametrize("what", ["placements", "mesh", "shape of the whole", "parameter"])
+def test_placements_say_that_tensor_parallelism_cut_before_fsdp(shape, what):
+    assert complaints(layouts(world_size(shape)), str(shape), what) == []
+
+
+@pytest.mark.parametrize("shape", LAYOUT_SHAPES)
+def test_ranks_hold_the_chunks_of_their_tensor_parallel_chunks(shape):
+    assert complaints(layouts(world_size(shape)), str(shape), "rows") == []
+
+
+def test_gradients_and_optimizer_state_lie_like_their_parameters():
+    def on_a_rank() -> list[str]:
+        wrong = []
+        for shape in ((2, 1), (1, 2)):
+            for task in (Task(models.uneven), Task(Sequence, cut_sequence)):
+                training = ParallelTraining(task, HERE, shape)
+                training.loss(0).backward()
+                training.optimizer.step()
+                for name, param in training.model.named_parameters():
+                    state = training.optimizer.state[param]
+                    for kind, tensor in {"grad": param.grad, **state}.items():
+                        if kind != "step" and layout_of(tensor) != layout_of(param):
+                            wrong.append(f"{kind} of {name}: {layout_of(tensor)}")
+                        if kind != "step" and tensor.to_local().shape != param.to_local().shape:
+                            wrong.append(f"{kind} of {name}: {tuple(tensor.to_local().shape)}")
+        return wrong
+
+    assert launch(on_a_rank, 2, timeout=60) == [[], []]
+
+
+def test_the_whole_tensor_of_an_even_layout_is_the_parameter_before_sharding():
+    def on_a_rank() -> list[str]:
+        wrong = []
+        for shape in ((2, 2), (2, 1, 2), (1, 2, 2)):
+            for task in (Task(), Task(Sequence, cut_sequence)):
+                model = task.shard(HERE, mesh_of(shape))
+                for name, param in fresh(task.build).named_parameters():
+                    if not torch.equal(model.get_parameter(name).full_tensor(), param):
+                        wrong.append(f"{name} on {shape}")
+        return wrong
+
+    assert launch(on_a_rank, 4, timeout=60) == [[]] * 4
+
+
+# --- Right where torch 2.13 is wrong -----------------------------------------------------------------------
+
+
+def fake_layouts(shape: Shape) -> list[str]:
+    """Plays every rank of a mesh in turn, in one process: sharding needs no communication."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    wrong = []
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # it would check the collectives of a group that has none
+    plain = fresh(Rows)
+    for rank in range(world_size(shape)):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(shape))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        for name, param in sharded_rows(HERE, mesh).named_parameters():
+            layout = Layout(shape, param.placements, tuple(mesh.get_coordinate() or ()))
+            whole = plain.get_parameter(name)
+            extent = local_extent_of(param.shape, *layout)
+            if extent.shape != tuple(param.to_local().shape):
+                wrong.append(f"{name} at {layout.coordinate}: {extent} for {tuple(param.to_local().shape)}")
+            box = whole[tuple(slice(o, o + n) for o, n in zip(extent.offset, extent.shape, strict=True))]
+            if not (
+                torch.equal(param.to_local(), layout.part(whole)) and torch.equal(box, layout.part(whole))
+            ):
+                wrong.append(f"{name} at {layout.coordinate}: {param.to_local().tolist()}")
+        dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (4, 3), (5, 2)])
+def test_where_torch_is_wrong_local_shapes_of_uneven_strided_shards_have_a_closed_form(shape):
+    """torch 2.13 says that 7 rows on (3, 2) give the rank at (2, 0) one row. There is none left for it."""
+    assert launch(fake_layouts, 1, shape, timeout=60) == [[]]
+
+
+def test_where_torch_is_wrong_seven_rows_on_three_by_two_ranks_leave_one_rank_empty():
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    held = [
+        tuple(local_extent_of((7,), (3, 2), placements, c)) for c in itertools.product(range(3), range(2))
+    ]
+    assert held == [((2,), (0,)), ((1,), (4,)), ((2,), (2,)), ((1,), (5,)), ((0,), (7,)), ((1,), (6,))]
+
+
+UNEVEN_ON_FOUR: list[Shape] = [(2, 2), (4, 1), (2, 1, 2), (1, 2, 2)]
+
+
+def everyones(tensor: Tensor) -> list[Tensor]:
+    """This tensor of every rank, which is the row-major order of a mesh of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.detach())
+    return parts
+
+
+def check_whole_tensors(shape: Shape) -> dict[str, list[str]]:
+    """Whole tensors cut by `shard_strided` and put together by `unshard_strided`, against fully_shard's shards."""
+    plain, model = fresh(Rows), sharded_rows(HERE, mesh_of(shape))
+    found: dict[str, list[str]] = {"cut": [], "padded": [], "joined": []}
+    for name, param in model.named_parameters():
+        whole = plain.get_parameter(name).detach()
+        held, placements = everyones(param.to_local()), param.placements
+        cut = shard_strided(whole, shape, placements)
+        padded = shard_strided(whole, shape, placements, pad=True)
+        if [t.tolist() for t in cut] != [t.tolist() for t in held]:
+            found["cut"].append(f"{name}: {cut} instead of {held}")
+        if len({t.shape for t in padded}) != 1:
+            found["padded"].append(f"{name}: {[tuple(t.shape) for t in padded]}")
+        for what, shards in {"joined": held, "padded": padded}.items():
+            joined = unshard_strided(shards, whole.shape, shape, placements)
+            if not torch.equal(joined, whole):
+                found[what].append(f"{name}: {joined.tolist()}")
+    return found
+
+
+@functools.cache
+def whole_tensors() -> Any:
+    checks: dict[str, Check] = {
+        str(shape): functools.partial(check_whole_tensors, shape) for shape in UNEVEN_ON_FOUR
+    }
+    return launch(run_checks, 4, checks, timeout=60)
+
+
+@pytest.mark.parametrize("shape", UNEVEN_ON_FOUR)
+def test_where_torch_raises_a_whole_tensor_is_cut_into_an_uneven_strided_layout(shape):
+    """torch 2.13's distribute_tensor cannot."""
+    assert complaints(whole_tensors(), str(shape), "cut") == []
+
+
+@pytest.mark.parametrize("shape", UNEVEN_ON_FOUR)
+@pytest.mark.parametrize("what", ["joined", "padded"])
+def test_where_torch_may_be_wrong_uneven_strided_shards_are_put_together_again(shape, what):
+    assert complaints(whole_tensors(), str(shape), what) == []
+
+
+def test_where_torch_raises_rank_0_hands_out_a_state_in_an_uneven_strided_layout():
+    """Broadcast whole and cut by each rank, or cut by rank 0 into shards of one size and scattered."""
+
+    def on_a_rank() -> list[str]:
+        wrong = []
+        for shape, by_scatter in itertools.product(((2, 2), (1, 2, 2)), (False, True)):
+            mesh = mesh_of(shape)
+            torch.manual_seed(1 + dist.get_rank())  # only rank 0 has the values that all shall have
+            source = models.uneven()
+            model = Task(models.uneven).shard(HERE, mesh)
+            for name, param in model.named_parameters():
+                whole = source.get_parameter(name).detach()
+                take = scattered if by_scatter else broadcast
+                param.to_local().copy_(take(whole, layout_of(param)))
+            torch.manual_seed(1)
+            plain = models.uneven()
+            (x,) = plain.inputs(ROWS, 0)
+            if not torch.allclose(model(x), plain(x), *REGROUPING):
+                wrong.append(f"output on {shape}, by_scatter={by_scatter}")
+            model.reshard()
+            for name, param in model.named_parameters():
+                if not torch.equal(param.to_local(), layout_of(param).part(plain.get_parameter(name))):
+                    wrong.append(f"{name} on {shape}, by_scatter={by_scatter}")
+        return wrong
+
+    assert launch(torch.no_grad()(on_a_rank), 4, timeout=60) == [[]] * 4
+
+
+def broadcast(whole: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of rank 0's tensor."""
+    whole = whole.clone()
+    dist.broadcast(whole, 0)
+    return shard_strided(whole, layout.sizes, layout.placements)[dist.get_rank()]
+
+
+def scattered(whole: Tensor, layout: Layout) -> Tensor:
+    """The same, with less on the wire."""
+    shards = shard_strided(whole, layout.sizes, layout.placements, pad=True)
+    mine = torch.empty_like(shards[0])
+    dist.scatter(mine, shards if dist.get_rank() == 0 else None, 0)
+    for dim, size in enumerate(local_extent_of(whole.shape, *layout).shape):
+        mine = mine.narrow(dim, 0, size)
+    return mine
+
+
+# --- Mistakes ----------------------------------------------------------------------------------------------
+
+
+def lonely_mesh() -> DeviceMesh:
+    """Of this rank alone, not taken from the mesh of all."""
+    return DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("tp",))
+
+
+FOREIGN: dict[str, Callable[[], DeviceMesh]] = {
+    "a mesh of its own": lonely_mesh,
+    "the data-parallel axis itself": lambda: mesh_of((2, 1))["dp"],
+}
+
+
+@pytest.mark.parametrize("where", FOREIGN)
+def test_a_parameter_on_a_mesh_that_does_not_go_with_the_data_parallel_one_is_refused(where):
+    """The error names the parameter, its mesh and what to do; the model stays as it was."""
+
+    def on_a_rank() -> tuple[str, list[str], str]:
+        model = fresh(models.even)
+        weight = model.blocks[1].up.weight
+        model.blocks[1].up.weight = nn.Parameter(
+            distribute_tensor(weight.detach(), FOREIGN[where](), [Shard(0)])
+        )
+        before = dict(model.named_parameters())
+        with pytest.raises(hwfsdp.UsageError) as error:
+            HERE.fully_shard(model, mesh=mesh_of((2, 1))["dp"])
+        changed = [name for name, param in model.named_parameters() if param is not before[name]]
+        return str(error.value), changed, type(model).__name__
+
+    for message, changed, name in launch(on_a_rank, 2, timeout=60):
+        assert "blocks.1.up.weight" in message and "mesh" in message
+        assert (changed, name) == ([], "Model")
