@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp import advice, compat
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.extensions import METHODS
+from hwfsdp.extensions import METHODS, Extension
 from hwfsdp.hooks import state_of
 from hwfsdp.mesh import ShardMesh, is_in_place, smaller_mesh
 from hwfsdp.param import Slot
@@ -118,6 +118,14 @@ def reshard_target(reshard: bool | int | None, mesh: ShardMesh, claims: Sequence
             got=f"DTensors, or tensors with {METHODS[0]}: {', '.join(special)}",
             remedy="Pass True or False.",
         )
+    uneven = [c.fqn for c in claims if c.spread.dim and c.param.shape[0] % smaller.size]
+    if uneven and smaller is not mesh:
+        raise UnsupportedError(
+            "fully_shard(reshard_after_forward=<number of ranks>)",
+            expected=f"a multiple of {smaller.size} rows where another dimension than 0 is sharded",
+            got=", ".join(uneven),
+            remedy="Pass True or False, or shard dimension 0.",
+        )
     return smaller
 
 
@@ -162,8 +170,9 @@ def _check_param(name: str, param: nn.Parameter) -> None:
             remedy="Make it 1D with one element: nn.Parameter(torch.tensor([value])).",
         )
     local = compat.local_of(param) if isinstance(param, DTensor) else param
+    Extension.of(local, name)  # raises if it is half of one
     if not local.is_contiguous():
-        raise UsageError(
+        raise UnsupportedError(
             subject,
             expected="contiguous memory",
             got=f"shape {tuple(param.shape)} with strides {param.stride()}",

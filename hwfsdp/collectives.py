@@ -395,7 +395,7 @@ def all_reduce(reducing: Reducing, channel: Channel) -> Reducing:
             )
         if hook := channel.all_reduce_hook:
             stream.then(lambda: hook(result))
-    return reducing._replace(stream=stream)
+    return reducing._replace(flat=result, stream=stream)
 
 
 def _scaling(channel: Channel, dtype: torch.dtype) -> Scaling:

@@ -24,6 +24,8 @@ _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_ga
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
+StridedShard = _StridedShard  # the placement of a DTensor that later axes of its mesh have cut before
+
 LATE_IMPORT = (
     "torch._dynamo"  # the first DTensor or optimizer of a process imports it, which takes half a second
 )

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.compat import local_of
 from hwfsdp.errors import StateError
+from hwfsdp.hooks import state_of
 from hwfsdp.layout import compute_local_shape_and_global_offset
 
 Init = Callable[[str, Tensor, torch.Generator], object]
@@ -36,6 +37,9 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
     Raises:
         StateError: a parameter is still on the meta device.
     """
+    for module in model.modules():
+        for group in state.groups if (state := state_of(module)) else ():
+            group.reshard()  # whole parameters would be forgotten
     for fqn, param in model.named_parameters():
         if param.is_meta:
             raise StateError(

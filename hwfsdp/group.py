@@ -86,12 +86,16 @@ class FSDPCommContext:
             self.streams.copy.wait(self._copied_out[1])
             self._copied_out = None
 
-    def add_reduction(self, reducing: Reducing) -> None:
-        """Keeps a reduction's input until `wait_for_reductions` saw it through."""
-        if reducing.stream is self.streams.reduce_scatter:  # what was to follow is part of it
+    def add_reduction(self, reducing: Reducing, reduced: Reducing) -> None:
+        """Keeps a reduction's input until `wait_for_reductions` saw it through.
+
+        Args:
+            reduced: the same reduction, gone on with on another stream; its result is kept until backward ends.
+        """
+        if reduced.stream is reducing.stream:  # what was to follow is part of it
             reducing = reducing._replace(done=reducing.stream.record())
         else:
-            self._reduced.append(reducing._replace(flat=reducing.result))
+            self._reduced.append(reduced)
         self._reducing.append(reducing)
 
     def wait_for_reductions(self, leave: int = 0) -> None:
@@ -107,9 +111,9 @@ class FSDPCommContext:
         self.streams.all_reduce.settle()
 
     def synchronize(self) -> None:
-        """The host waits for the streams that write gradients; it is about to read offloaded ones."""
-        self.streams.reduce_scatter.synchronize()
-        self.streams.all_reduce.synchronize()
+        """The host waits for all gradients; it is about to read offloaded ones."""
+        self.finish_reductions()
+        self.streams.compute.synchronize()
 
     def finish_reductions(self) -> None:
         """Compute waits for all reductions; no buffer of theirs is held afterwards."""
@@ -186,7 +190,7 @@ class ParamGroup:
         if self.is_unsharded or self._gathered is not None:
             return
         self.comm_ctx.release_gather_buffer()
-        with torch.no_grad():
+        with torch.no_grad(), self.comm_ctx.streams.copy.run():  # extensions compute what they gather
             shards = [shard for p in self.params for shard in p.gather_inputs()]
         dtypes = [dtype for p in self.params for dtype in p.gather_dtypes]
         self._gathered = all_gather(shards, dtypes, self.params[0].gather_mesh.shard, self.channel)
@@ -240,8 +244,7 @@ class ParamGroup:
         self.drop_gather()
         self.reshard()
         for param in self.params:
-            param.take_grad()
-            param.partial_grad = None
+            param.drop_grads()
 
     # --- gradients ---
 
@@ -289,15 +292,16 @@ class ParamGroup:
         self.comm_ctx.wait_for_reductions(leave=self.comm_ctx.max_reductions - 1)
         dtype = self.reduce_dtype(params, grads)
         grads[:] = [p.rows_of(grad) for p, grad in zip(params, grads, strict=True)]
-        reducing = reduce_scatter(grads, dtype, self.channel)
+        reducing = reduced = reduce_scatter(grads, dtype, self.channel)
+        divide = reducing.divide
         if self.mesh.replicate.group and not self.all_reduce_grads:
             reducing.then(lambda result: self.add_partial_grads(params, result))
         else:
             if any(p.partial_grad is not None for p in params):
                 reducing.then(lambda result: self.take_partial_grads(params, result))
-            reducing = all_reduce(reducing, self.channel)
-            reducing.then(lambda result: self.add_sharded_grads(params, _divided(result, reducing.divide)))
-        self.comm_ctx.add_reduction(reducing)
+            reduced = all_reduce(reducing, self.channel)
+            reduced.then(lambda result: self.add_sharded_grads(params, _divided(result, divide)))
+        self.comm_ctx.add_reduction(reducing, reduced)
 
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
         """What to reduce these gradients in.
@@ -340,6 +344,8 @@ class ParamGroup:
     @torch.no_grad()
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Keeps the result of a reduction over the shard axis only (Note [Partial gradients])."""
+        if self.mesh.size == 1:  # the result is the input, which belongs to the compute stream
+            result = result.clone()
         for param, grad in self.pieces(params, result):
             param.partial_grad = grad if param.partial_grad is None else param.partial_grad.add_(grad)
 

@@ -30,13 +30,13 @@ Note [Recomputation]
 Note [Several modules, one group]
     `fully_shard([a, b])` makes one state for both. The first of them to run opens the forward, the last one ends it. If
     the root's forward is over before all have run, it ends then. A member may be called by itself afterwards, as a
-    head that computes a long sequence's loss in chunks: each call gathers if it must, and each backward of such a
-    call reduces; nobody knows how many will follow, so the parameters stay whole in between.
+    head that computes a long sequence's loss in chunks: each call gathers if it must, and a backward that reaches the
+    input of such a call reduces; nobody knows how many calls will follow, so the parameters stay whole until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -126,13 +126,15 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
         self.forward_order: ForwardOrder[ParamGroup] = ForwardOrder()
+        self._part_callback_queued = False
         self._forward_spans: list[Draft] = []
         self._backward_span: Draft | None = None
-        for module in self.modules:  # a compiler must not look inside the hooks: they do what it cannot see
-            pre_forward = torch.compiler.disable(self.on_pre_forward, reason="FSDP hooks")
-            post_forward = torch.compiler.disable(self.on_post_forward, reason="FSDP hooks")
-            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(post_forward)
+        # a compiler must not look inside the hooks: they do what it cannot see
+        self.pre_forward_hook = torch.compiler.disable(self.on_pre_forward, reason="FSDP hooks")
+        self.post_forward_hook = torch.compiler.disable(self.on_post_forward, reason="FSDP hooks")
+        for module in self.modules:
+            module.register_forward_pre_hook(self.pre_forward_hook, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward_hook)
 
     @property
     def groups(self) -> list[ParamGroup]:
@@ -258,7 +260,7 @@ class FSDPState:
         elif self.root.forward_root in (None, self):  # called by itself
             self.watch_part(output)
         if self.root.forward_root is self:
-            self.end_iteration_forward(output)
+            output = self.end_iteration_forward(output)
         return self.cast_outputs(output)
 
     def complete_forward(self, output: Any) -> None:
@@ -282,9 +284,26 @@ class FSDPState:
             for group in self.groups:
                 group.unshard()
                 group.wait_for_unshard()
+            if not self._part_callback_queued:
+                self._part_callback_queued = True
+                compat.call_after_backward(self.finish_part)
 
         if torch.is_grad_enabled():
             WatchedOutputs(gather, lambda: self.root.backwards).watch(output)
+
+    def finish_part(self) -> None:
+        """When the backward of a module called by itself is over.
+
+        Gradients that came after post-backward are reduced now. Those of a module whose inputs need no gradient wait
+        for the model's own backward; should there be none before the optimizer's step, it warns.
+        """
+        self._part_callback_queued = False
+        late = any(group.has_late_gradients for group in self.groups)
+        if late and self.phase is Phase.POST_BACKWARD:
+            self.on_post_backward()
+            self.comm_ctx.finish_reductions()
+        elif late and self.group:
+            advice.note_unsynchronized(self.group, True)
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The outermost forward begins: shards as the optimizer left them, inputs on the device."""
@@ -299,6 +318,8 @@ class FSDPState:
             self.root.post_optim_event = None
         else:
             streams.copy.wait(streams.compute.record())
+        if self.device == torch.device("cpu"):
+            return args, kwargs
         moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
         return moved
 
@@ -310,11 +331,16 @@ class FSDPState:
                 for group in state.groups:
                     group.reshard()
 
-    def end_iteration_forward(self, output: Any) -> None:
-        """The outermost forward is over: so are all inside it. Wrong guesses are dropped, the order is learned."""
+    def end_iteration_forward(self, output: Any) -> Any:
+        """The outermost forward is over: so are all inside it. Wrong guesses are dropped, the order is learned.
+
+        Returns:
+            `output`, cast to the output dtypes of groups that it ends for.
+        """
         for state in reversed(self.root.states):
             if state is not self and state.phase is Phase.FORWARD:  # Note [Several modules, one group]
                 state.complete_forward(output)
+                output = state.cast_outputs(output)
         for group in self.root.guessed:
             group.drop_gather()
         self.root.guessed.clear()
@@ -324,6 +350,7 @@ class FSDPState:
             self.comm_ctx.forget_forwards(keep=self.root.forwards_before)
         self.comm_ctx.release_gather_buffer()
         self.root.forward_root = None
+        return output
 
     def cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Floating-point tensors in the param dtype, if the policy has one and wants it."""
@@ -434,6 +461,7 @@ class FSDPState:
             state.phase, state._backward_span = Phase.IDLE, None
             state.to_run.clear()
             state._forward_spans.clear()
+            state._part_callback_queued = False
             state.forward_order = ForwardOrder()
             for group in state.groups:
                 group.discard_iteration()
@@ -493,8 +521,9 @@ class FSDPState:
                     got="a forward of this module before that of its root",
                     remedy="Run the whole model once before calling a part of it by itself.",
                 )
-            if state not in found:
-                state.parent = next((above[name] for name in _ancestors(fqn) if name in above), None)
+            if state not in found:  # `named_modules` gives parents before their children
+                prefixes = [name for name in above if name == "" or fqn.startswith(f"{name}.")]
+                state.parent = above[max(prefixes, key=len)] if prefixes else None
             above[fqn] = state
             found.setdefault(state, []).append(fqn)
         for state, fqns in found.items():
@@ -507,13 +536,6 @@ class FSDPState:
         return dict.fromkeys(found)
 
 
-def _ancestors(fqn: str) -> Iterator[str]:
-    """The names above `fqn`, closest first: `a.b.c` gives `a.b`, `a` and the root's, which is empty."""
-    while fqn:
-        fqn = fqn.rpartition(".")[0]
-        yield fqn
-
-
 _STATE = "_hwfsdp_state"
 
 
@@ -524,7 +546,7 @@ def attach_state(module: nn.Module, state: FSDPState) -> None:
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state that `fully_shard` gave the module; None if it was not called on it."""
-    state: FSDPState | None = module.__dict__.get(_STATE)
+    state: FSDPState | None = getattr(module, "__dict__", {}).get(_STATE)
     return state
 
 

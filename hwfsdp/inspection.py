@@ -9,8 +9,8 @@ from torch import nn
 
 from hwfsdp.errors import UsageError
 from hwfsdp.hooks import state_of
+from hwfsdp.layout import compute_local_shape_and_global_offset
 from hwfsdp.param import FSDPParam
-from hwfsdp.sharding import chunk_extent
 
 _HEAD = ("parameter", "group", "shape", "dtype", "placement", "rows here", "padding")
 
@@ -90,14 +90,14 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def _row(param: FSDPParam, fqn: str, group: str) -> ParamRow:
-    length, mesh = param.shape[param.spread.dim], param.mesh
-    extent = chunk_extent(length, mesh.size, mesh.rank)
+    dim, grid = param.spread.dim, param.spread.sharded
+    shape, offset = compute_local_shape_and_global_offset(param.spread.shape, grid.mesh, grid.placements)
     return ParamRow(
         fqn,
         group,
         param.spread.shape,
         str(param.dtypes.orig).removeprefix("torch."),
         ", ".join(map(str, param.spread.sharded.placements)),
-        (extent.start, extent.stop),
+        (offset[dim], offset[dim] + shape[dim]),
         param.padded_numel - param.local_numel,
     )

@@ -49,14 +49,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-# torch has no public name for the placement that FSDP over tensor parallelism gives to DTensors.
-from torch.distributed.tensor.placement_types import _StridedShard
-
+from hwfsdp.compat import StridedShard
 from hwfsdp.errors import UnsupportedError, UsageError
 from hwfsdp.sharding import chunk_extent
 
 # Whether a strided shard is a `Shard` depends on torch's version, so it is asked for first, and by name.
-_SHARDS = (_StridedShard, Shard)
+_SHARDS = (StridedShard, Shard)
 _PLACEMENTS = (*_SHARDS, Replicate, Partial)
 
 
@@ -110,7 +108,7 @@ def _orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) 
                 remedy=f"Add the tensor's number of dims to {placement.dim}.",
             )
         order = orders[placement.dim]
-        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         pieces = list(accumulate((mesh_shape[i] for i in order), mul, initial=1))
         if factor not in pieces:
             raise UsageError(
@@ -177,8 +175,8 @@ def _normalized(
                 got=f"{placement.dim}",
                 remedy="Shard a dim that exists, or replicate.",
             )
-        if isinstance(placement, _StridedShard):
-            placement = _StridedShard(placement.dim % ndim, split_factor=placement.split_factor)
+        if isinstance(placement, StridedShard):
+            placement = StridedShard(placement.dim % ndim, split_factor=placement.split_factor)
         elif isinstance(placement, Shard):
             placement = Shard(placement.dim % ndim)
         normalized.append(placement)

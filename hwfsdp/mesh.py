@@ -105,8 +105,8 @@ class ShardMesh:
 
 
 def is_in_place(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device of this type already, or has no memory yet."""
-    return tensor.device.type in (device.type, "meta")
+    """Whether a tensor is on this device already, or has no memory yet."""
+    return tensor.is_meta or tensor.device == device
 
 
 def in_host_memory(tensor: Tensor, device: torch.device, pin: bool) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -305,16 +306,7 @@ def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:
     Raises:
         UsageError: one of them is not sharded.
     """
-    modules = list(modules)
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise UsageError(
-                caller,
-                expected="modules that fully_shard was called on",
-                got=type(module).__name__,
-                remedy="Call fully_shard on each of them first.",
-            )
-    return [module._state() for module in modules]
+    return [checked_state(module, caller) for module in modules]
 
 
 _classes: dict[type, type] = {}
@@ -356,11 +348,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     state = module._state()
 
     @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.on_pre_forward(module, args, kwargs)
-        return state.on_post_forward(module, args, method(*args, **kwargs))
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = state.pre_forward_hook(self, args, kwargs)
+        return state.post_forward_hook(self, args, method(*args, **kwargs))
 
-    setattr(module, method_name, wrapped)
+    setattr(module, method_name, MethodType(wrapped, module))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -345,6 +345,12 @@ class FSDPParam:
         assert taken is not None
         self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
 
+    def drop_grads(self) -> None:
+        """Forgets gradients that were not reduced, or not over the replicas; no communication."""
+        self.accumulated_grad = self.partial_grad = None
+        if self.unsharded_param is not None:
+            self.unsharded_param.grad = None
+
     @property
     def has_unreduced_grad(self) -> bool:
         """Whether a backward left a gradient that was not reduced."""
@@ -383,16 +389,21 @@ class FSDPParam:
         Does nothing while another form than the sharded one is registered.
 
         Raises:
-            UsageError: it is not a DTensor of the same global shape.
+            UsageError: it is not a DTensor of the same global shape, cut in the same way.
         """
         if self.state is not ShardedState.SHARDED:
             return
-        param = self.slots[0].registered()
-        if not isinstance(param, DTensor) or tuple(param.shape) != self.spread.shape:
+        param, grid = self.slots[0].registered(), self.spread.sharded
+        if (
+            not isinstance(param, DTensor)
+            or (tuple(param.shape), tuple(param.placements)) != (self.spread.shape, grid.placements)
+            or tuple(local_of(param).shape) != tuple(self.local_shape)
+        ):
             raise UsageError(
                 f"parameter {self.fqn!r}",
-                expected=f"a DTensor of shape {self.spread.shape}",
-                got=f"{type(param).__name__} of shape {tuple(param.shape)}",
+                expected=f"a DTensor of shape {self.spread.shape}, placements {grid.placements}",
+                got=f"{type(param).__name__} of shape {tuple(param.shape)}"
+                + (f", placements {param.placements}" if isinstance(param, DTensor) else ""),
                 remedy="Assign DTensors to a sharded model, such as those of its own state_dict.",
             )
         if param is not self.sharded_param:

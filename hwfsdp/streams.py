@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,6 +172,11 @@ class HostEvent(StreamEvent):
     def is_over(self) -> bool:
         return self.queue._finished >= self.ticket
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the last entry before it failed, or was dropped."""
+        return any(start < self.ticket <= stop for start, stop in self.queue._lost)
+
 
 @dataclass
 class _Entry:
@@ -178,12 +184,14 @@ class _Entry:
 
     Attributes:
         finish: blocks until it is done.
-        start: called before, as soon as all gates before it are open; returns whether it could start.
+        start: called before, as soon as all gates before it are open.
+        gate: an event of another stream; if there is one, nothing behind it starts before that is over.
     """
 
     finish: Callable[[], Any]
     is_collective: bool = False
-    start: Callable[[], bool] = lambda: True
+    start: Callable[[], Any] = lambda: None
+    gate: HostEvent | None = None
 
 
 class HostStream(Stream):
@@ -193,6 +201,7 @@ class HostStream(Stream):
         super().__init__(name)
         self._queue: deque[_Entry] = deque()
         self._issued = self._started = self._finished = 0  # entries ever
+        self._lost: list[tuple[int, int]] = []  # runs of entries that failed or were dropped
         self._followers: list[HostStream] = []  # streams with a gate that waits for this one
 
     def record(self) -> HostEvent:
@@ -205,23 +214,16 @@ class HostStream(Stream):
             return
         if self not in event.queue._followers:
             event.queue._followers.append(self)
-        gate = event
-
-        def open_gate() -> bool:
-            if gate.is_over:
-                self._note_order(gate)
-            return gate.is_over
-
-        self._append(_Entry(lambda: gate.queue.finish(gate.ticket), start=open_gate))
+        finish, note = partial(event.queue.finish, event.ticket), partial(self._note_order, event)
+        self._append(_Entry(finish, start=note, gate=event))
 
     def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
         works: list[dist.Work] = []
 
-        def start() -> bool:
+        def start() -> None:
             with events.owned_by(owner), self.run():
                 work = run_named(lambda: issue(True), name, owner)
             works.extend([work] if work is not None else [])
-            return True
 
         def finish() -> None:
             for work in works:
@@ -246,7 +248,7 @@ class HostStream(Stream):
     def finish(self, ticket: int) -> None:
         """Blocks until the first `ticket` entries ever queued are done.
 
-        If a collective fails, the functions that were to follow it are dropped: their input never came.
+        If an entry fails, what was to follow it is dropped, here and behind gates: its input never came.
         """
         while self._finished < ticket:
             try:
@@ -255,23 +257,35 @@ class HostStream(Stream):
                     self._start()
                 self._queue[0].finish()
             except BaseException:
-                self._take()
-                while self._queue and not self._queue[0].is_collective:
-                    self._take()
+                dropped = self._drop(1, and_collectives=self._queue[0].gate is not None)
+                self._lost.append((self._finished, self._finished + 1 + dropped))
                 raise
-            self._take()
+            finally:
+                self._finished += 1
+                self._started = max(self._started, self._finished)
+                self._queue.popleft()
         for stream in self._followers:
             stream._start()
 
     def _start(self) -> None:
         """Starts entries in order, up to a gate that is closed (Note [Deferred collectives])."""
-        while self._started < self._issued and self._queue[self._started - self._finished].start():
+        while self._started < self._issued:
+            index = self._started - self._finished
+            gate = self._queue[index].gate
+            if gate and not gate.is_over:
+                return
+            if gate and gate.is_lost:
+                self._drop(index + 1, and_collectives=True)
+            self._queue[index].start()
             self._started += 1
 
-    def _take(self) -> None:
-        self._finished += 1
-        self._started = max(self._started, self._finished)
-        self._queue.popleft()
+    def _drop(self, index: int, and_collectives: bool) -> int:
+        """Makes nothing of the entries from `index` on, up to the next that does not depend on them; how many."""
+        for number, entry in enumerate(list(self._queue)[index:]):
+            if entry.gate or (entry.is_collective and not and_collectives):
+                return number
+            self._queue[index + number] = _Entry(lambda: None)
+        return max(0, len(self._queue) - index)
 
     def _append(self, entry: _Entry) -> None:
         self._queue.append(entry)

@@ -236,7 +236,9 @@ MISTAKES: dict[str, Mistake] = {
         functools.partial(shard, with_scalar), UsageError, ("blocks.1.scale", "scalar", "1D")
     ),
     "a parameter that is not contiguous": Mistake(
-        functools.partial(shard, with_transposed), UsageError, ("blocks.1.up.weight", "(1, 12)", "contiguous")
+        functools.partial(shard, with_transposed),
+        hwfsdp.UnsupportedError,
+        ("blocks.1.up.weight", "(1, 12)", "contiguous"),
     ),
     "a DTensor on a mesh of its own": Mistake(
         functools.partial(shard, with_dtensor), UsageError, ("head.weight", "DTensor", "slice both from it")
@@ -290,12 +292,12 @@ MISTAKES: dict[str, Mistake] = {
     "forward prefetch of a plain module": Mistake(
         functools.partial(prefetch_unsharded, "set_modules_to_forward_prefetch"),
         UsageError,
-        ("set_modules_to_forward_prefetch", "Block", "fully_shard on each"),
+        ("set_modules_to_forward_prefetch", "Block", "fully_shard on it"),
     ),
     "backward prefetch of a plain module": Mistake(
         functools.partial(prefetch_unsharded, "set_modules_to_backward_prefetch"),
         UsageError,
-        ("set_modules_to_backward_prefetch", "Block", "fully_shard on each"),
+        ("set_modules_to_backward_prefetch", "Block", "fully_shard on it"),
     ),
     "set reshard to a number": Mistake(
         reshard_to_a_number, UsageError, ("set_reshard_after_forward", "2", "True or False")
