@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from hwfsdp import FSDPCommContext, StateError, UsageError, fully_shard, launch, record
+from hwfsdp import (
+    FSDPCommContext,
+    StateError,
+    UsageError,
+    explain,
+    fully_shard,
+    init_shards,
+    launch,
+    record,
+)
+from hwfsdp.collectives import DefaultReduceScatter
 from oracles import cpu_mesh, theirs
 
 
@@ -189,3 +203,153 @@ def test_ignored_parameters_come_in_any_collection_and_policies_of_torch_are_tak
         return [type(p).__name__ for p in (module.weight, module.bias)]
 
     assert launch(shard, 1, timeout=60) == [["DTensor", "Parameter"]]
+
+
+# --- Found by a review -------------------------------------------------------------------------------------
+
+
+class Chunked(nn.Module):
+    """Norm and head are one group; whoever trains it calls the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.trunk(x))
+
+
+def test_two_calls_of_a_head_with_a_backward_each_give_the_gradients_of_both() -> None:
+    def on_a_rank() -> bool:
+        torch.manual_seed(1)
+        x, found = torch.randn(2, 4), []
+        for sharded in (True, False):
+            model = Chunked()
+            if sharded:
+                fully_shard([model.norm, model.head])
+                fully_shard(model)
+            hidden = model(x).detach()
+            chunks = [chunk.clone().requires_grad_() for chunk in hidden.split(1)]
+            losses = [model.head(chunk).square().sum() for chunk in chunks]
+            for loss in losses:
+                loss.backward()
+            grad = (
+                model.head.weight.grad if not sharded else dict(model.named_parameters())["head.weight"].grad
+            )
+            found.append(grad.full_tensor() if sharded else grad)
+        return torch.allclose(*found)
+
+    assert launch(on_a_rank, 2, timeout=60) == [True, True]
+
+
+def test_gradients_of_a_head_on_a_frozen_trunk_that_no_backward_reduced_are_warned_of() -> None:
+    def on_a_rank() -> list[str]:
+        model = Chunked()
+        model.trunk.requires_grad_(False)
+        model.norm.requires_grad_(False)
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model.head(model(torch.ones(2, 4))).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        return [str(w.message) for w in caught if "norm, head" in str(w.message)]
+
+    for messages in launch(on_a_rank, 2, timeout=60):
+        assert len(messages) == 1 and "synchronized" in messages[0]
+
+
+def test_a_reset_after_an_exception_runs_no_collective_under_tensor_parallelism() -> None:
+    def on_a_rank() -> int:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        parallelize_module(model, mesh["tp"], {"0": SequenceParallel(), "1": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        model.set_requires_gradient_sync(False)
+        model(torch.randn(2, 2, 4)).sum().backward()  # leaves partial gradients
+        with record() as log:
+            model.reset_iter_state()
+        return len(log.collectives())
+
+    assert launch(on_a_rank, 2, timeout=60) == [0, 0]
+
+
+def test_a_shard_of_another_dimension_cannot_be_assigned() -> None:
+    def on_a_rank() -> str:
+        model = nn.Linear(4, 4, bias=False)
+        fully_shard(model)
+        other = distribute_tensor(torch.ones(4, 4), cpu_mesh(), [Shard(1)])
+        with pytest.raises(UsageError) as caught:
+            model.load_state_dict({"weight": other}, assign=True)
+        return str(caught.value)
+
+    for message in launch(on_a_rank, 2, timeout=60):
+        assert "dim=0" in message and "dim=1" in message
+
+
+def test_half_of_an_extension_is_refused_before_anything_is_sharded() -> None:
+    class Half(Tensor):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            raise AssertionError("not called")
+
+    def on_a_rank() -> bool:
+        model = nn.Linear(4, 4)
+        model.bias = nn.Parameter(torch.ones(4).as_subclass(Half))
+        with pytest.raises(UsageError, match="fsdp_post_all_gather"):
+            fully_shard(model)
+        return type(model) is nn.Linear and not isinstance(model.weight, DTensor)
+
+    assert launch(on_a_rank, 2, timeout=60) == [True, True]
+
+
+def test_buffers_of_reductions_are_bounded_under_hybrid_sharding_too() -> None:
+    """By counting those alive when the backward comes to an end."""
+
+    def alive_at_the_end() -> int:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        buffers: list[weakref.ref[Tensor]] = []
+
+        class Counting(DefaultReduceScatter):
+            def allocate(self, size: Any, **kind: Any) -> Tensor:
+                buffer = super().allocate(size, **kind)
+                if size == (64 * 64,):
+                    buffers.append(weakref.ref(buffer))
+                return buffer
+
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+            layer.set_custom_reduce_scatter(Counting())
+        fully_shard(model, mesh=mesh)
+        alive: list[int] = []
+        x = torch.randn(2, 64, requires_grad=True) * 1
+        x.register_hook(lambda grad: alive.append(sum(ref() is not None for ref in buffers)))
+        model(x).sum().backward()
+        return alive[0]
+
+    assert max(launch(alive_at_the_end, 4, timeout=60)) <= 2
+
+
+def test_shards_initialized_after_a_forward_are_kept() -> None:
+    def on_a_rank() -> float:
+        model = build()
+        model.set_reshard_after_forward(False)
+        model(torch.ones(1, 8))
+        init_shards(model, lambda fqn, row, generator: row.fill_(7.0), seed=0)
+        model.reshard()
+        return float(min(p.full_tensor().min() for p in model.parameters()))
+
+    assert launch(on_a_rank, 2, timeout=60) == [7.0, 7.0]
+
+
+def test_the_table_of_a_parameter_cut_twice_has_rows_of_the_whole() -> None:
+    def on_a_rank() -> tuple[int, int]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 6, bias=False))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        return explain(model).rows[0].rows
+
+    assert launch(on_a_rank, 2, timeout=60) == [(0, 3), (3, 6)]

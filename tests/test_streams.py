@@ -537,3 +537,66 @@ def test_device_times_of_one_stream_follow_each_other() -> None:
             torch.zeros(1 << 20, device="cuda").add_(1)
     times = [mark.us() for mark in marks]
     assert times == sorted(times)
+
+
+# --- Gates: collectives that wait for collectives of another stream ------------------------------------------
+
+
+def test_a_collective_behind_a_gate_is_issued_when_somebody_waited_for_what_it_needs(
+    gathers: HostStream, compute: HostStream, diary: Diary
+) -> None:
+    reduced = HostStream("all_reduce")
+    diary.collective(gathers, "scatter")
+    scattered = gathers.record()
+    reduced.wait(scattered)
+    diary.collective(reduced, "all-reduce")
+    diary.then(reduced, "add")
+    assert diary == ["issued scatter"]
+    compute.wait(scattered)
+    assert diary[1:] == ["waited for scatter", "issued all-reduce"]
+    compute.wait(reduced.record())
+    assert diary[3:] == ["waited for all-reduce", "add"]
+
+
+def test_each_gate_opens_for_its_own_event_and_settling_opens_all(
+    gathers: HostStream, compute: HostStream, diary: Diary
+) -> None:
+    reduced, points = HostStream("all_reduce"), []
+    for name in "ab":
+        diary.collective(gathers, f"scatter {name}")
+        points.append(gathers.record())
+        reduced.wait(points[-1])
+        diary.collective(reduced, f"all-reduce {name}")
+    diary.clear()
+    compute.wait(points[0])
+    assert diary == ["waited for scatter a", "issued all-reduce a"]
+    reduced.settle()
+    assert diary[2:] == [
+        *("waited for all-reduce a", "waited for scatter b", "issued all-reduce b", "waited for all-reduce b")
+    ]
+
+
+def test_what_a_failed_collective_should_have_fed_is_lost_behind_its_gate_and_nothing_else(
+    gathers: HostStream, compute: HostStream, diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    reduced = HostStream("all_reduce")
+
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("lost")
+
+    gathers.collective(lambda async_op: Broken(), "reduce_scatter", "first")  # type: ignore[arg-type, return-value]
+    reduced.wait(gathers.record())
+    diary.collective(reduced, "all-reduce first")
+    diary.then(reduced, "add first")
+    diary.collective(gathers, "scatter second")
+    reduced.wait(gathers.record())
+    diary.collective(reduced, "all-reduce second")
+    diary.then(reduced, "add second")
+    with pytest.raises(CollectiveError, match="first"):
+        gathers.settle()
+    gathers.settle()
+    reduced.settle()
+    assert not [line for line in diary if "first" in line]
+    assert diary[-2:] == ["waited for all-reduce second", "add second"]
