@@ -5,9 +5,10 @@ Supported: torch 2.11 to 2.15. Everything else in this package uses documented A
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 StridedShard = _StridedShard  # the placement of a DTensor that later axes of its mesh have cut before
 
@@ -68,6 +71,19 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread is executing a backward pass (true during the recomputation of a checkpoint)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def outside_transforms(method: F) -> F:
+    """Runs a method outside the `torch.func` transforms in progress: what it does is not part of the function."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return method(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return method(*args, **kwargs)
+
+    return cast(F, wrapped)
 
 
 def read_debug_level() -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hwfsdp import advice, events
 from hwfsdp.collectives import Channel, Gathered, Reducing, all_gather, all_reduce, copy_out, reduce_scatter
+from hwfsdp.compat import outside_transforms
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.mesh import ShardMesh, is_in_place
 from hwfsdp.param import FSDPParam, ShardedState
@@ -185,6 +186,7 @@ class ParamGroup:
 
     # --- parameters ---
 
+    @outside_transforms
     def unshard(self) -> None:
         """Starts to gather the parameters; nothing if they are whole already, or on their way."""
         if self.is_unsharded or self._gathered is not None:
@@ -205,6 +207,7 @@ class ParamGroup:
         if self._gathered is not None:
             self.comm_ctx.streams.compute.wait(self._gathered.done)
 
+    @outside_transforms
     def finish_unshard(self) -> None:
         """Allocates the whole parameters, copies the finished gather out and registers them on the modules."""
         if self._gathered is None:
@@ -215,6 +218,7 @@ class ParamGroup:
         for param in self.params:
             param.to_unsharded()
 
+    @outside_transforms
     def reshard(self) -> None:
         """The modules have the shards afterwards; the whole parameters' memory is free."""
         if self.params[0].gather_mesh is not self.mesh:
@@ -223,6 +227,7 @@ class ParamGroup:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
 
+    @outside_transforms
     def reshard_after_forward(self) -> None:
         """What `reshard_mesh` asks for."""
         if self.reshard_mesh is self.mesh:

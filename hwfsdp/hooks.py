@@ -469,6 +469,7 @@ class FSDPState:
         self.root.forward_root, self.root.final_callback_queued = None, False
         self.root.backwards += 1
 
+    @compat.outside_transforms
     def become_root(self) -> None:
         """At the first forward: gathers the states below, names everything, and checks that it can run.
 

@@ -54,17 +54,29 @@ class WatchedOutputs:
 
 
 class PostBackward(torch.autograd.Function):
-    """The identity on the inputs of a module; its backward runs when the module's backward is done."""
+    """The identity on the inputs of a module; its backward runs when the module's backward is done.
+
+    Its form, with the context set apart, is the one that `torch.func` transforms can see through.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, after_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.after_backward = after_backward
+    def forward(after_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.after_backward = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.after_backward()
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, after_backward: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
 
 
 def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:

@@ -344,6 +344,29 @@ def test_shards_initialized_after_a_forward_are_kept() -> None:
     assert launch(on_a_rank, 2, timeout=60) == [7.0, 7.0]
 
 
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(4, 8))[0],
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_functions_see_through_a_sharded_model(transform: str) -> None:
+    def on_a_rank() -> bool:
+        torch.manual_seed(3)
+        x, apply = torch.randn(4, 8), TRANSFORMS[transform]
+        model, plain = build(), build(lambda module: module)
+        for _ in range(2):  # the second finds what the first left
+            same = torch.allclose(apply(model, x), apply(plain, x), atol=1e-6)
+        run(model, 1), run(plain, 1)
+        return same and all(map(torch.allclose, grads(model), [p.grad for p in plain.parameters()]))
+
+    assert launch(on_a_rank, 2, timeout=60) == [True, True]
+
+
 def test_the_table_of_a_parameter_cut_twice_has_rows_of_the_whole() -> None:
     def on_a_rank() -> tuple[int, int]:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
