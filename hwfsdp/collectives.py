@@ -42,41 +42,35 @@ from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.sharding import chunk_length, offsets, padded_local_numel
 from hwfsdp.streams import Stream, StreamEvent, StreamSet
 
+Group = dist.ProcessGroup | None
+Work = dist.Work | None
 
-class AllGather(ABC):
-    """How an all-gather allocates its buffer and moves its bytes; see `FSDPModule.set_custom_all_gather`."""
+
+class Buffers:
+    """Where the buffers of a collective come from: ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of this size, contents undefined."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class AllGather(Buffers, ABC):
+    """How an all-gather allocates its buffer and moves its bytes; see `FSDPModule.set_custom_all_gather`."""
+
     @abstractmethod
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
+    ) -> Work:
         """Fills `output_tensor` [W * n] from every rank's `input_tensor` [n], its own part of the output."""
 
 
-class ReduceScatter(ABC):
+class ReduceScatter(Buffers, ABC):
     """How a reduce-scatter allocates its buffers and moves its bytes."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of this size, contents undefined."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     @abstractmethod
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> Work:
         """Sets `output_tensor` [n] to this rank's part of the reduction of `input_tensor` [W * n] by `op`."""
 
 
@@ -84,12 +78,8 @@ class DefaultAllGather(AllGather):
     """The backend's own."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
+    ) -> Work:
         return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
@@ -97,13 +87,8 @@ class DefaultReduceScatter(ReduceScatter):
     """The backend's own."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> Work:
         return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
@@ -111,12 +96,8 @@ class RingAllGather(AllGather):
     """The one of `ring`, which blocks the host."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
+    ) -> Work:
         ring_all_gather(output_tensor, input_tensor, group)
         return None
 
@@ -125,25 +106,19 @@ class RingReduceScatter(ReduceScatter):
     """The one of `ring`, which blocks the host; sums and means only."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> Work:
         ring_reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
         return None
 
 
-class FromGroup:
+class FromGroup(Buffers):
     """Buffers from the process group's own allocator, where it has one (NCCL: memory that switches can reduce in)."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of this size, contents undefined."""
         return compat.empty_from_group(self._group, size, dtype, device)
 
 
