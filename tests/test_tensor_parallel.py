@@ -211,6 +211,32 @@ def cut_words(model: models.Model, tp: DeviceMesh) -> None:
     cut_blocks(model, tp)
 
 
+class Tied(models.Model):
+    """The embedding is the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__([models.Block(6, 8, 6)])
+        self.embed = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    inputs = models.Transformer.inputs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(super().forward(self.embed(tokens)))
+
+
+def cut_tied(model: models.Model, tp: DeviceMesh) -> None:
+    """By words; cutting makes two parameters of one, so they are tied again."""
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, plan)
+    model.head.weight = model.embed.weight
+    cut_blocks(model, tp)
+
+
 class Shift(nn.Module):
     """Linear without a bias, then a bias: the one is plain, the other may be cut."""
 
@@ -271,6 +297,25 @@ def clip(training: Training, p: float) -> None:
     training.keep_params()
 
 
+def evaluate(training: Training, mode: Callable[[], Any]) -> None:
+    """A forward without gradients before and after each step."""
+    for seed in range(2):
+        training.steps(1, first_seed=seed)
+        with mode():
+            training.loss(10 + seed)
+        training.call("reshard")
+
+
+def load(training: Training) -> None:
+    """The state of one step goes into the model of the next, once copied and once assigned."""
+    for seed, assign in enumerate([False, True]):
+        state = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
+        training.steps(1, first_seed=seed)
+        training.model.load_state_dict(state, assign=assign)
+        training.optimizer = training.new_optimizer()
+        training.steps(1, first_seed=seed + 2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A model, how it is cut and wrapped, and what is done with it."""
@@ -328,7 +373,14 @@ TASKS: dict[str, Task] = {
     "plain norms in one group with cut layers": Task(Sequence, cut_mlps),
     "sequence parallel": Task(Sequence, cut_sequence),
     "embeddings": Task(Words, cut_words),
+    "tied embedding": Task(Tied, cut_tied),
     "biases alone": Task(shift, cut_biases),
+    "sharded along the last dim": Task(options={"shard_placement_fn": lambda param: Shard(param.ndim - 1)}),
+    "no_grad in between": Task(Sequence, cut_sequence, functools.partial(evaluate, mode=torch.no_grad)),
+    "inference_mode in between": Task(
+        models.uneven, cut_blocks, functools.partial(evaluate, mode=torch.inference_mode)
+    ),
+    "load a state": Task(models.uneven, cut_blocks, load),
     "frozen": Task(frozen),
     "keep after forward": Task(models.stem, options={"reshard_after_forward": False}),
     "accumulate reduced": Task(scenario=functools.partial(accumulate, sync=(True,) * 3)),
@@ -365,7 +417,8 @@ ON_MORE: dict[Shape, tuple[str, ...]] = {
             "plain stem and head",
             "plain norms in one group with cut layers",
         ),
-        *("sequence parallel", "embeddings", "biases alone", "frozen", "bf16, reduce fp32"),
+        *("sequence parallel", "embeddings", "tied embedding", "biases alone", "frozen", "load a state"),
+        *("sharded along the last dim", "bf16, reduce fp32"),
         *(
             "accumulate unreduced",
             "accumulate unreduced, stay whole",
