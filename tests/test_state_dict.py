@@ -1,0 +1,854 @@
+"""State dicts of sharded models: what they hold, what they cost, and where they can go.
+
+A state dict holds the shards themselves, so taking one is free and it stays up to date. Everything torch builds on
+that (its state-dict helpers, distributed checkpoints, optimizers) is run over hwfsdp and over FSDP2; the tensors, and
+what training makes of them afterwards, are the same. Each check runs over every way a model can lie over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hwfsdp
+import models
+from hwfsdp import launch, record
+from oracles import (
+    BITS,
+    REGROUPING,
+    ROUNDING,
+    ROWS,
+    Check,
+    Trace,
+    Training,
+    complaints,
+    differences,
+    fresh,
+    run_checks,
+    wrap,
+)
+
+HERE: ModuleType = hwfsdp  # what is tested; it has the names of `torch.distributed.fsdp`
+
+BOTH = ("hwfsdp", "FSDP2")
+State = dict[str, Any]
+
+
+# --- Places ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def grid(shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """Made once, because process groups take their time."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How a model lies over the ranks."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...] = ("shard",)
+    build: Callable[[], models.Model] = models.uneven
+    columns: bool = False
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return grid(self.shape, self.axes)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that get the same rows of a batch."""
+        return self.shape[-1] if "tp" in self.axes else 1
+
+    def shard(self, library: ModuleType, model: models.Model, **options: Any) -> models.Model:
+        axes, data = self.axes, self.mesh
+        if "tp" in axes:
+            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+            for block in model.blocks:
+                parallelize_module(block, self.mesh["tp"], plan)
+            data = self.mesh[axes[:-1]]
+        if self.columns:
+            options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
+        return wrap(model, functools.partial(library.fully_shard, mesh=data, **options))
+
+
+PLACES: dict[str, Place] = {  # of 2 ranks
+    "rows": Place((2,)),
+    "columns": Place((2,), build=models.even, columns=True),
+    "one shard, two replicas": Place((2, 1), ("replicate", "shard")),
+    "two shards, one replica": Place((1, 2), ("replicate", "shard")),
+    "tensor parallel": Place((1, 2), ("shard", "tp"), models.even),
+    "uneven tensor parallel": Place((1, 2), ("shard", "tp")),
+    "buffers": Place((2,), build=models.Normalized),
+    "tied": Place((2,), build=models.Transformer),
+}
+FEW = ("rows", "columns", "one shard, two replicas", "tensor parallel")
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    **{
+        f"AdamW, {name}": functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3, foreach=foreach)
+        for name, foreach in (("for loop", False), ("foreach", True))
+    },
+    **{
+        f"SGD, {name}": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=foreach)
+        for name, foreach in (("for loop", False), ("foreach", True))
+    },
+    "AdamW, fused": functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3, fused=True),
+    "AdamW, amsgrad": functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3, amsgrad=True),
+}
+
+
+class PlacedTraining(Training):
+    """A model in its place, with the same values everywhere; `seed` makes other values."""
+
+    def __init__(
+        self,
+        place: Place,
+        library: ModuleType,
+        seed: int = 0,
+        make: Make = OPTIMIZERS["AdamW, for loop"],
+        **options: Any,
+    ) -> None:
+        self.place, self.library, self.make, self.trace = place, library, make, Trace()
+        torch.manual_seed(seed)
+        self.model = place.shard(library, place.build(), **options)
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return self.make(self.model.parameters())
+
+    def batch(self, seed: int) -> tuple[Tensor, ...]:
+        replicas = self.place.replicas
+        parts, part = dist.get_world_size() // replicas, dist.get_rank() // replicas
+        return tuple(t.chunk(parts)[part] for t in self.model.inputs(ROWS, seed))
+
+
+def libraries() -> dict[str, ModuleType]:
+    return {"hwfsdp": HERE, "FSDP2": fsdp}
+
+
+def locals_of(state: State) -> dict[str, Tensor]:
+    """Copies of what this rank holds."""
+    return {
+        name: (t.to_local() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()
+    }
+
+
+def unequal(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Names under which two dicts differ, of tensors any bit."""
+    wrong = [] if list(got) == list(expected) else [f"names differ: {sorted(set(got) ^ set(expected))}"]
+    for name in got.keys() & expected.keys():
+        a, b = got[name], expected[name]
+        if isinstance(a, DTensor) or isinstance(b, DTensor):
+            if type(a) is not type(b) or a.placements != b.placements or a.shape != b.shape:
+                wrong.append(f"{name}: {a} instead of {b}")
+                continue
+            a, b = a.to_local(), b.to_local()
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        else:
+            same = a == b
+        if not same:
+            wrong.append(f"{name}: {a} instead of {b}")
+    return wrong
+
+
+def flat(state: State, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts and lists as one dict."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    found: dict[str, Any] = {}
+    for key, value in items:
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict | list) else {name: value}
+    return found
+
+
+PlaceCheck = Callable[..., list[str]]
+ON_FEW: set[PlaceCheck] = set()
+
+
+def on_few(check: PlaceCheck) -> PlaceCheck:
+    """Marks a check that is not run everywhere, because it takes its time."""
+    ON_FEW.add(check)
+    return check
+
+
+@functools.cache
+def everywhere(places: tuple[str, ...], check: PlaceCheck, *args: Any) -> Any:
+    """The check in these places, in one launch."""
+    checks: dict[str, Check] = {name: functools.partial(named, check, PLACES[name], *args) for name in places}
+    return launch(run_checks, 2, checks, timeout=100)
+
+
+def named(check: PlaceCheck, *args: Any) -> dict[str, list[str]]:
+    return {"": check(*args)}
+
+
+def wrong_in(place: str, check: PlaceCheck, *args: Any) -> list[str]:
+    """What the ranks complain of."""
+    places = FEW if check in ON_FEW else tuple(PLACES)
+    return complaints(everywhere(places, check, *args), place, "")
+
+
+# --- A state dict holds the shards -------------------------------------------------------------------------
+
+
+def check_names(place: Place) -> list[str]:
+    """Against the model without sharding: names, order, kinds, shapes, values."""
+    plain, training = fresh(place.build), PlacedTraining(place, HERE)
+    state, expected = training.model.state_dict(), plain.state_dict()
+    params = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    wrong = [] if list(state) == list(expected) else [f"names {list(state)}"]
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor) != (name in params):
+            wrong.append(f"{name} is a {type(tensor).__name__}")
+        if tensor.requires_grad:
+            wrong.append(f"{name} requires grad")
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if tensor.shape != expected[name].shape or not torch.equal(whole, expected[name]):
+            wrong.append(f"{name}: {whole}")
+    return wrong
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_dict_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place):
+    assert wrong_in(place, check_names) == []
+
+
+def check_vars(place: Place) -> list[str]:
+    """With `keep_vars`, also while whole parameters are registered."""
+    training = PlacedTraining(place, HERE)
+    params = dict(training.model.named_parameters(remove_duplicate=False))
+    training.loss(0)
+    state = training.model.state_dict(keep_vars=True)
+    return [name for name, param in params.items() if state[name] is not param]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_dict_that_keeps_variables_has_the_sharded_parameters_themselves(place):
+    assert wrong_in(place, check_vars) == []
+
+
+def check_like_fsdp2(place: Place) -> list[str]:
+    """After two steps, and in the middle of a step."""
+    wrong = []
+    trainings = [PlacedTraining(place, library) for library in libraries().values()]
+    for training in trainings:
+        training.steps(2)
+    wrong += unequal(*(training.model.state_dict() for training in trainings))
+    wrong += unequal(*(training.model.blocks[0].state_dict(prefix="part.") for training in trainings))
+    losses = [training.loss(5) for training in trainings]
+    wrong += unequal(*(training.model.state_dict() for training in trainings))
+    for training, loss in zip(trainings, losses, strict=True):
+        loss.backward()
+        training.update()
+    wrong += unequal(*(training.model.state_dict() for training in trainings))
+    return wrong
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_dict_holds_what_that_of_fsdp2_holds_also_between_forward_and_backward(place):
+    assert wrong_in(place, check_like_fsdp2) == []
+
+
+def storages(state: State) -> dict[str, int]:
+    """Where the memory of each tensor begins; shards without elements are left out."""
+    found = {}
+    for name, tensor in state.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel():
+            found[name] = local.untyped_storage().data_ptr()
+    return found
+
+
+def check_live(place: Place) -> list[str]:
+    """A state dict taken first sees every later step, and what is loaded later."""
+    training = PlacedTraining(place, HERE)
+    state = training.model.state_dict()
+    before = locals_of(state)
+    params = dict(training.model.named_parameters(remove_duplicate=False)) | dict(
+        training.model.named_buffers()
+    )
+    wrong = unequal(storages(state), {name: storages(params)[name] for name in storages(state)})
+    for first_seed in (0, 2):
+        training.steps(2, first_seed)
+        wrong += unequal(locals_of(state), locals_of(training.model.state_dict()))
+    moved = {name for name, tensor in locals_of(state).items() if not torch.equal(tensor, before[name])}
+    wrong += [f"{name} did not move" for name in storages(state).keys() - moved if "running" not in name]
+    loaded = {name: copy.deepcopy(tensor) for name, tensor in state.items()}
+    for name, tensor in loaded.items():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(before[name])
+    training.model.load_state_dict(loaded)
+    wrong += unequal(locals_of(state), before)
+    training.steps(1)
+    wrong += unequal(locals_of(state), locals_of(training.model.state_dict()))
+    return wrong
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_dict_taken_early_shares_memory_with_the_parameters_and_sees_later_steps(place):
+    assert wrong_in(place, check_live) == []
+
+
+def check_self_load(place: Place) -> list[str]:
+    """Loading a live state dict into its own model changes nothing, and training goes on as under FSDP2."""
+    traces = []
+    wrong = []
+    for library in libraries().values():
+        training = PlacedTraining(place, library)
+        state = training.model.state_dict()
+        training.steps(1)
+        before = locals_of(state)
+        training.model.load_state_dict(state)
+        wrong += unequal(locals_of(training.model.state_dict()), before)
+        training.steps(1, first_seed=1)
+        wrong += unequal(locals_of(state), locals_of(training.model.state_dict()))
+        traces.append(training.trace)
+    return wrong + differences(*traces, *BITS)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_live_state_dict_can_be_loaded_into_its_own_model(place):
+    assert wrong_in(place, check_self_load) == []
+
+
+def check_reads_the_live_one(place: Place) -> list[str]:
+    """A second model follows the first one's state dict, which was taken before the first step."""
+    first, second = PlacedTraining(place, HERE), PlacedTraining(place, HERE, seed=1)
+    state = first.model.state_dict()
+    wrong = []
+    for seed in range(2):
+        first.steps(1, first_seed=seed)
+        second.model.load_state_dict(state)
+        wrong += unequal(locals_of(second.model.state_dict()), locals_of(first.model.state_dict()))
+        with torch.no_grad():
+            wrong += differences(traced(second.loss(7)), traced(first.loss(7)), *BITS)
+    return wrong
+
+
+def traced(tensor: Tensor) -> Trace:
+    trace = Trace()
+    trace.keep("tensor", tensor)
+    return trace
+
+
+@pytest.mark.parametrize("place", [name for name in PLACES if name != "buffers"])
+def test_another_model_can_load_a_live_state_dict_after_each_step(place):
+    """Without batch normalization, whose statistics the comparison itself would move."""
+    assert wrong_in(place, check_reads_the_live_one) == []
+
+
+# --- Loading -----------------------------------------------------------------------------------------------
+
+
+def check_loaded(place: Place, assign: bool, on_meta: bool, ran: bool) -> list[str]:
+    """One model's state goes into another, fresh or used, which trains on; with both libraries the same way."""
+    traces, wrong = [], []
+    for library in libraries().values():
+        source = PlacedTraining(place, library)
+        source.steps(1)
+        state = {name: tensor.detach().clone() for name, tensor in source.model.state_dict().items()}
+        with torch.device("meta" if on_meta else "cpu"):
+            target = PlacedTraining(place, library, seed=1)
+        if ran:
+            target.loss(3).backward()
+            target.model.zero_grad()
+            with torch.no_grad():
+                target.loss(4)  # leaves the root whole
+        result = target.model.load_state_dict(state, assign=assign)
+        wrong += [] if not any(result) else [str(result)]
+        wrong += unequal(locals_of(target.model.state_dict()), locals_of(state))
+        wrong += [f"{n} is no leaf that trains" for n, p in target.model.named_parameters() if not p.is_leaf]
+        wrong += [f"{n} is not trained" for n, p in target.model.named_parameters() if not p.requires_grad]
+        target.steps(1, first_seed=1)
+        target.trace.keep("a whole output", target.model(*target.model.inputs(ROWS, 9)).detach())
+        traces.append(target.trace)
+    return wrong + differences(*traces, *BITS)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "in use"])
+def test_a_model_takes_over_a_state(place, ran):
+    assert wrong_in(place, check_loaded, False, False, ran) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "in use"])
+def test_a_model_takes_over_the_dtensors_of_a_state(place, ran):
+    assert wrong_in(place, check_loaded, True, False, ran) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_on_the_meta_device_takes_over_the_dtensors_of_a_state(place):
+    assert wrong_in(place, check_loaded, True, True, False) == []
+
+
+def check_in_flight(place: Place) -> list[str]:
+    """What was being gathered when a state was loaded is gathered anew."""
+    source, target = PlacedTraining(place, HERE, seed=1), PlacedTraining(place, HERE)
+    wrong = []
+    for assign in (False, True):
+        state = {name: tensor.detach().clone() for name, tensor in source.model.state_dict().items()}
+        for module in (target.model, *target.model.blocks):
+            module.unshard(async_op=True)
+        target.model.load_state_dict(state, assign=assign)
+        losses = [traced(training.loss(5)) for training in (target, source)]
+        wrong += differences(*losses, *BITS)
+        source.steps(1)
+    return wrong
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_loaded_while_parameters_are_gathered_counts(place):
+    assert wrong_in(place, check_in_flight) == []
+
+
+def check_file(place: Place) -> list[str]:
+    """torch.save and torch.load of what each rank has."""
+    wrong, traces = [], []
+    for library in libraries().values():
+        source, target = PlacedTraining(place, library), PlacedTraining(place, library, seed=1)
+        source.steps(1)
+        file = io.BytesIO()
+        torch.save({"model": source.model.state_dict(), "optimizer": source.optimizer.state_dict()}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        target.model.load_state_dict(loaded["model"])
+        target.optimizer.load_state_dict(loaded["optimizer"])
+        wrong += unequal(locals_of(target.model.state_dict()), locals_of(source.model.state_dict()))
+        wrong += trained_on(source, target)
+        traces.append(target.trace)
+    return wrong + differences(*traces, *BITS)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_training_goes_on_from_files_of_each_rank(place):
+    assert wrong_in(place, check_file) == []
+
+
+def check_adoption(place: Place) -> list[str]:
+    """The optimizer made after assigning updates what the model computes with."""
+    training = PlacedTraining(place, HERE)
+    assigned = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
+    training.model.load_state_dict(assigned, assign=True)
+    before, seen = locals_of(assigned), locals_of(training.model.state_dict())
+    wrong = unequal(before, seen)
+    training.steps(1)
+    after = locals_of(training.model.state_dict())
+    wrong += [f"{n} stands still" for n in after if after[n].numel() and torch.equal(after[n], before[n])]
+    training.model.unshard()
+    for block in training.model.blocks:
+        block.unshard()
+    gathered = {n: p.detach().clone() for n, p in training.model.named_parameters() if p.numel()}
+    training.model.reshard()
+    for block in training.model.blocks:
+        block.reshard()
+    for name, param in training.model.named_parameters():
+        whole = param.full_tensor()
+        got = gathered[name]
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        wrong += [] if torch.equal(whole, got) else [f"{name} is gathered from elsewhere"]
+    return wrong
+
+
+@pytest.mark.parametrize("place", [name for name in PLACES if name != "buffers"])
+def test_after_assigning_the_optimizer_updates_what_is_gathered(place):
+    assert wrong_in(place, check_adoption) == []
+
+
+# --- What it costs -----------------------------------------------------------------------------------------
+
+
+def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
+    """What an action communicates, seen by the event log and by torch, and what it returns."""
+    with record() as log, CommDebugMode() as counted:
+        result = action()
+    logged = [f"{event.op} of {event.owner}" for event in log.collectives()]
+    return logged + [f"{number} × {op}" for op, number in counted.get_comm_counts().items()], result
+
+
+def check_silence(place: Place, reshard_after_forward: bool) -> list[str]:
+    """At every turn of a training."""
+    training = PlacedTraining(place, HERE, reshard_after_forward=reshard_after_forward)
+    model, wrong = training.model, []
+
+    def turn(when: str) -> None:
+        issued, state = collectives_of(model.state_dict)
+        names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+        wrong.extend(f"{when}: {op}" for op in issued)
+        wrong.extend(f"{when}: {n} is no DTensor" for n in names if not isinstance(state[n], DTensor))
+        copied = {name: tensor.detach().clone() for name, tensor in state.items()}
+        issued, _ = collectives_of(lambda: model.load_state_dict(copied))
+        wrong.extend(f"{when}, loading: {op}" for op in issued)
+        issued, _ = collectives_of(lambda: model.load_state_dict(copied, assign=True))
+        wrong.extend(f"{when}, assigning: {op}" for op in issued)
+        wrong.extend(f"{when}: {w}" for w in unequal(locals_of(model.state_dict()), locals_of(copied)))
+
+    turn("before the first forward")
+    with torch.no_grad():
+        training.loss(0)
+    turn("after a forward without gradients")
+    training.loss(0)
+    turn("after a forward")
+    training.loss(0).backward()
+    turn("after a backward")
+    for block in model.blocks:
+        block.unshard()
+    turn("unsharded by hand")
+    model.set_reshard_after_backward(False)
+    training.loss(0).backward()
+    turn("after a backward that keeps")
+    return wrong
+
+
+def test_both_instruments_see_communication_where_there_is_some():
+    """Guards the test below: gathers of parameters are in the log, those of DTensors are counted by torch."""
+
+    def on_a_rank() -> list[bool]:
+        training = PlacedTraining(PLACES["rows"], HERE)
+        gathers, _ = collectives_of(training.model.blocks[0].unshard)
+        training.model.blocks[0].reshard()
+        wholes_made, _ = collectives_of(lambda: wholes(training.model.state_dict()))
+        return ["all_gather of" in " ".join(gathers), " × " in " ".join(wholes_made)]
+
+    assert launch(on_a_rank, 2, timeout=60) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_state_dicts_are_taken_and_loaded_without_communication(place, reshard_after_forward):
+    """Also while whole parameters are registered; what comes out are DTensors all the same."""
+    assert wrong_in(place, check_silence, reshard_after_forward) == []
+
+
+# --- Strictness --------------------------------------------------------------------------------------------
+
+
+def spoil(state: State, how: str) -> State:
+    """A state dict with a mistake."""
+    state = dict(state)
+    first, *_, last = (name for name, tensor in state.items() if isinstance(tensor, DTensor))
+    if how == "missing":
+        del state[first], state[last]
+    if how == "unexpected":
+        state["blocks.0.nobody"] = state[first]
+    if how == "another shape":
+        shard = state[first]
+        wide = torch.cat([shard.to_local()] * 2, 1 if shard.ndim > 1 else 0)
+        state[first] = DTensor.from_local(wide, shard.device_mesh, shard.placements, run_check=False)
+    if how == "plain tensors":
+        state[first] = state[first].full_tensor()
+    return state
+
+
+@on_few
+def check_mistake(place: Place, how: str) -> list[str]:
+    """The error of each library, and of the strict and the lenient way."""
+    said = []
+    for library in libraries().values():
+        training = PlacedTraining(place, library)
+        before = locals_of(training.model.state_dict())
+        state = spoil(PlacedTraining(place, library, seed=1).model.state_dict(), how)
+        with pytest.raises(RuntimeError) as error:
+            training.model.load_state_dict(state)
+        said.append(str(error.value))
+        training.model.load_state_dict({}, strict=False)
+        if how in ("missing", "unexpected"):
+            said[-1] += str(training.model.load_state_dict(state, strict=False))
+            if how == "missing":
+                name = next(iter(before.keys() - state.keys()))
+                kept = locals_of(training.model.state_dict())[name]
+                said[-1] += f"{name} kept: {torch.equal(kept, before[name])}"
+        training.steps(1)
+    return [] if said[0] == said[1] else said
+
+
+@pytest.mark.parametrize("place", FEW)
+@pytest.mark.parametrize("how", ["missing", "unexpected", "another shape", "plain tensors"])
+def test_a_state_that_does_not_fit_is_refused_in_the_words_of_fsdp2(place, how):
+    assert wrong_in(place, check_mistake, how) == []
+
+
+def test_plain_tensors_cannot_be_assigned_to_a_sharded_model():
+    def on_a_rank() -> list[str]:
+        training = PlacedTraining(PLACES["rows"], HERE)
+        training.loss(0)
+        state = {name: tensor.full_tensor() for name, tensor in training.model.state_dict().items()}
+        with pytest.raises(ValueError, match="DTensor") as error:
+            training.model.load_state_dict(state, assign=True)
+        return [str(error.value)]
+
+    for (message,) in launch(on_a_rank, 2, timeout=60):
+        assert "blocks.0.up.weight" in message
+
+
+# --- torch's helpers ---------------------------------------------------------------------------------------
+
+HELPER_OPTIONS: dict[str, StateDictOptions] = {
+    "sharded": StateDictOptions(),
+    "sharded, on the CPU": StateDictOptions(cpu_offload=True),
+    "full": StateDictOptions(full_state_dict=True),
+    "full, on the CPU": StateDictOptions(full_state_dict=True, cpu_offload=True),
+    "full, from rank 0": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    "full, from rank 0, on the CPU": StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True
+    ),
+}
+
+
+def wholes(state: State) -> State:
+    """Copies of whole tensors."""
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
+
+
+@on_few
+def check_helpers(place: Place, how: str) -> list[str]:
+    """Model and optimizer state of one training go into another, whose values were others."""
+    wrong, taken, traces = [], [], []
+    for library in libraries().values():
+        source, target = PlacedTraining(place, library), PlacedTraining(place, library, seed=1)
+        source.steps(1)
+        states = taken_from(source, how)
+        taken.append(flat(copy.deepcopy(states)))
+        if "full" in how:
+            whole = wholes(source.model.state_dict())
+            rank_0_only = "CPU" in how and dist.get_rank() != 0
+            wrong += unequal(states["model"], {} if rank_0_only else whole)
+        given_to(target, how, states)
+        wrong += unequal(locals_of(target.model.state_dict()), locals_of(source.model.state_dict()))
+        wrong += trained_on(source, target)
+        traces.append(target.trace)
+    return wrong + unequal(*taken) + differences(*traces, *BITS)
+
+
+def taken_from(training: PlacedTraining, how: str) -> State:
+    """What torch's helpers return for the model and its optimizer."""
+    options = dataclasses.replace(HELPER_OPTIONS[how], broadcast_from_rank0=False)
+    return {
+        "model": get_model_state_dict(training.model, options=options),
+        "optimizer": get_optimizer_state_dict(training.model, training.optimizer, options=options),
+    }
+
+
+def given_to(training: PlacedTraining, how: str, states: State) -> None:
+    """Hands the states to torch's helpers; broadcasts leave all ranks but the first without."""
+    options, states = HELPER_OPTIONS[how], copy.deepcopy(states)  # or else both optimizers would share theirs
+    if how == "full, on the CPU":  # only rank 0 was given something
+        message = [states]
+        dist.broadcast_object_list(message, 0)
+        states = message[0]
+    if options.broadcast_from_rank0 and dist.get_rank() != 0:
+        states = {"model": {}, "optimizer": {}}
+    set_model_state_dict(training.model, states["model"], options=options)
+    set_optimizer_state_dict(training.model, training.optimizer, states["optimizer"], options=options)
+
+
+def trained_on(source: PlacedTraining, target: PlacedTraining) -> list[str]:
+    """What becomes of two equal trainings in one more step differs in this."""
+    for training in (source, target):
+        training.trace = Trace()
+        training.steps(1, first_seed=2)
+    return differences(target.trace, source.trace, *BITS)
+
+
+@pytest.mark.parametrize("place", FEW)
+@pytest.mark.parametrize("how", HELPER_OPTIONS)
+def test_torchs_state_dict_helpers_carry_a_training_over_as_under_fsdp2(place, how):
+    assert wrong_in(place, check_helpers, how) == []
+
+
+@on_few
+def check_joint_helpers(place: Place) -> list[str]:
+    """Both states in one call, sharded; and what was taken is live."""
+    wrong = []
+    source, target = PlacedTraining(place, HERE), PlacedTraining(place, HERE, seed=1)
+    source.steps(1)
+    model, optimizer = get_state_dict(source.model, source.optimizer)
+    source.steps(1, first_seed=1)
+    wrong += unequal(locals_of(model), locals_of(source.model.state_dict()))
+    set_state_dict(
+        target.model, target.optimizer, model_state_dict=model, optim_state_dict=copy.deepcopy(optimizer)
+    )
+    wrong += unequal(locals_of(target.model.state_dict()), locals_of(source.model.state_dict()))
+    target.steps(1)
+    return wrong
+
+
+@pytest.mark.parametrize("place", FEW)
+def test_torchs_helpers_take_and_set_both_states_at_once(place):
+    assert wrong_in(place, check_joint_helpers) == []
+
+
+# --- Optimizers --------------------------------------------------------------------------------------------
+
+
+@on_few
+def check_optimizer(place: Place, name: str) -> list[str]:
+    """The state of one optimizer goes into another, made for another model with the same values."""
+    wrong, taken, traces = [], [], []
+    for library in libraries().values():
+        source, target = (PlacedTraining(place, library, make=OPTIMIZERS[name]) for _ in range(2))
+        source.steps(1)
+        state = copy.deepcopy(source.optimizer.state_dict())
+        taken.append(flat(state))
+        target.model.load_state_dict(source.model.state_dict())
+        target.optimizer.load_state_dict(state)
+        wrong += trained_on(source, target)
+        traces.append(target.trace)
+    return wrong + unequal(*taken) + differences(*traces, *BITS)
+
+
+@pytest.mark.parametrize("place", FEW)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_an_optimizer_loads_and_trains_on_as_under_fsdp2(place, optimizer):
+    assert wrong_in(place, check_optimizer, optimizer) == []
+
+
+# --- Distributed checkpoints -------------------------------------------------------------------------------
+
+WIDE: dict[int, dict[str, Place]] = {  # by world size
+    2: {
+        "rows": Place((2,)),
+        "replicas": Place((1, 2), ("replicate", "shard")),
+        "columns": Place((2,), build=models.even, columns=True),
+        "tensor parallel": Place((1, 2), ("shard", "tp"), models.even),
+    },
+    4: {
+        "rows": Place((4,)),
+        "replicas": Place((2, 2), ("replicate", "shard")),
+        "columns": Place((4,), build=models.even, columns=True),
+        "tensor parallel": Place((2, 2), ("shard", "tp"), models.even),
+    },
+}
+TO_ANOTHER_PLACE = {"columns": "tensor parallel", "tensor parallel": "columns"}
+TO_ANOTHER_PLACE |= {"rows": "replicas", "replicas": "rows"}
+
+
+def file_of(world_size: int, place: str, library: str) -> str:
+    return f"{place}, {library}, {world_size} ranks"
+
+
+def save_all(directory: Path) -> dict[str, State]:
+    """On a rank: trains and saves in every place with both libraries; returns what was saved, whole."""
+    saved = {}
+    for name, place in WIDE[dist.get_world_size()].items():
+        for library in BOTH:
+            training = PlacedTraining(place, libraries()[library])
+            training.steps(1)
+            model, optimizer = get_state_dict(training.model, training.optimizer)
+            file = file_of(dist.get_world_size(), name, library)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory / file)
+            saved[file] = wholes(tensors_of({"model": model, "optimizer": optimizer}))
+    return saved
+
+
+def tensors_of(state: State) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in flat(state).items() if isinstance(tensor, Tensor)}
+
+
+def loaded_from(path: Path, place: Place, library: str) -> PlacedTraining:
+    """A training of other values before its first forward, into which the checkpoint was loaded."""
+    training = PlacedTraining(place, libraries()[library], seed=1)
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return training
+
+
+def check_checkpoint(
+    path: Path, saved: State, place: Place, build: Callable[[], models.Model]
+) -> dict[str, list[str]]:
+    """Loads with both libraries: values, what the model computes, what training makes of it."""
+    exact = BITS if max(place.shape) <= 2 else ROUNDING
+    place = dataclasses.replace(place, build=build)
+    trainings = [loaded_from(path, place, library) for library in BOTH]
+    found: dict[str, list[str]] = {"values": [], "output": [], "training": []}
+    for training in trainings:
+        model, optimizer = get_state_dict(training.model, training.optimizer)
+        got = wholes(tensors_of({"model": model, "optimizer": optimizer}))
+        found["values"] += unequal(got, saved)
+    plain = fresh(build)
+    plain.load_state_dict({n.removeprefix("model."): t for n, t in saved.items() if n.startswith("model.")})
+    batch = plain.inputs(ROWS, 5)
+    output = trainings[0].model(*batch)
+    if not torch.allclose(output, plain(*batch), *REGROUPING):
+        found["output"].append(f"{output} instead of {plain(*batch)}")
+    trainings[0].model.reshard()
+    for training in trainings:
+        training.steps(1, first_seed=2)
+    found["training"] += differences(trainings[0].trace, trainings[1].trace, *exact)
+    return found
+
+
+def load_all(directory: Path, saved_by: int, saved: dict[str, State]) -> Any:
+    """On a rank: every checkpoint of the other world size, in the same place and in another."""
+    here = WIDE[dist.get_world_size()]
+    checks: dict[str, Check] = {}
+    for source, library in ((source, library) for source in WIDE[saved_by] for library in BOTH):
+        file = file_of(saved_by, source, library)
+        for target in (source, TO_ANOTHER_PLACE[source]):
+            checks[f"{file} to {target}"] = functools.partial(
+                check_checkpoint, directory / file, saved[file], here[target], here[source].build
+            )
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Any]:
+    """Results of saving with one number of ranks and loading with another; each done once."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def saved(world_size: int) -> dict[str, State]:
+        return launch(save_all, world_size, directory, timeout=100)[0]
+
+    @functools.cache
+    def results(save: int, load: int) -> Any:
+        return launch(load_all, load, directory, save, saved(save), timeout=200)
+
+    return results
+
+
+@pytest.mark.parametrize("save, load", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("source", WIDE[2])
+@pytest.mark.parametrize("library", BOTH)
+@pytest.mark.parametrize("moves", [False, True], ids=["same place", "another place"])
+@pytest.mark.parametrize("what", ["values", "output", "training"])
+def test_a_distributed_checkpoint_of_either_library_loads_into_both_at_another_world_size(
+    checkpoints, save, load, source, library, moves, what
+):
+    target = TO_ANOTHER_PLACE[source] if moves else source
+    check = f"{file_of(save, source, library)} to {target}"
+    assert complaints(checkpoints(save, load), check, what) == []
