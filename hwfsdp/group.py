@@ -221,8 +221,11 @@ class ParamGroup:
     @outside_transforms
     def reshard(self) -> None:
         """The modules have the shards afterwards; the whole parameters' memory is free."""
-        if self.params[0].gather_mesh is not self.mesh:
-            self.drop_gather()  # of larger shards, which are about to go
+        if (
+            self.params[0].gather_mesh is not self.mesh
+        ):  # larger shards are about to go; a gather may be reading them
+            self.wait_for_gather()
+            self.drop_gather()
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()

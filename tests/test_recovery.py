@@ -205,7 +205,7 @@ def test_ignored_parameters_come_in_any_collection_and_policies_of_torch_are_tak
     assert launch(shard, 1, timeout=60) == [["DTensor", "Parameter"]]
 
 
-# --- Found by a review -------------------------------------------------------------------------------------
+# --- Narrow places -----------------------------------------------------------------------------------------
 
 
 class Chunked(nn.Module):
