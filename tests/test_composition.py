@@ -87,15 +87,12 @@ class Plan:
 
 
 def shard_by(shard: Callable[..., Any], model: models.Model, how: str) -> None:
-    """Each block and the root; or the first two blocks as one group; or only the root; or also each linear."""
+    """Each block and the root; or the first two blocks as one group; or only the root."""
     blocks = list(model.blocks)
     if how == "lists":
         shard(blocks[:2])
         blocks = blocks[2:]
     for block in blocks if how != "root" else ():
-        for layer in block.modules() if how == "nested" else ():
-            if isinstance(layer, nn.Linear):
-                shard(layer)
         shard(block)
     shard(model)
 
@@ -716,7 +713,22 @@ def load_packed(training: Composed) -> None:
     training.steps(1)
 
 
-PACKED_SCENARIOS: dict[str, Scenario] = {"accumulated": accumulate, "loaded": load_packed}
+def evaluate_packed(training: Composed) -> None:
+    """The first forwards and the last are without gradients."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            training.loss(0)
+    training.call("reshard")
+    training.steps(1)
+    with torch.inference_mode():
+        training.loss(1)
+
+
+PACKED_SCENARIOS: dict[str, Scenario] = {
+    "accumulated": accumulate,
+    "loaded": load_packed,
+    "evaluated first": evaluate_packed,
+}
 
 
 def check_packed(kind: str, plan_name: str) -> dict[str, list[str]]:
@@ -755,6 +767,7 @@ PACKED_PLANS: dict[str, Plan] = {
     "kept after forward": Plan(models.even, options={"reshard_after_forward": False}),
     "shards and a replica": Plan(models.even, shape=(1, 2)),
     "accumulated": Plan(models.even),
+    "evaluated first": Plan(models.even),
     "loaded": Plan(models.even),
     "bf16": Plan(models.even, policy={"param_dtype": BF16, "reduce_dtype": FP32}),
 }

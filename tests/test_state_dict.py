@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,6 +110,7 @@ PLACES: dict[str, Place] = {  # of 2 ranks
     "tied": Place((2,), build=models.Transformer),
 }
 FEW = ("rows", "columns", "one shard, two replicas", "tensor parallel")
+WITHOUT_BUFFERS = [name for name in PLACES if name != "buffers"]
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     **{
@@ -190,20 +191,29 @@ def flat(state: State, prefix: str = "") -> dict[str, Any]:
 
 
 PlaceCheck = Callable[..., list[str]]
-ON_FEW: set[PlaceCheck] = set()
+OVER: dict[PlaceCheck, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {}
 
 
-def on_few(check: PlaceCheck) -> PlaceCheck:
-    """Marks a check that is not run everywhere, because it takes its time."""
-    ON_FEW.add(check)
-    return check
+def over(places: Iterable[str], *variants: tuple[Any, ...]) -> Callable[[PlaceCheck], PlaceCheck]:
+    """Where a check is run, and with what arguments besides the place."""
+
+    def remember(check: PlaceCheck) -> PlaceCheck:
+        OVER[check] = tuple(places), list(variants) or [()]
+        return check
+
+    return remember
 
 
 @functools.cache
-def everywhere(places: tuple[str, ...], check: PlaceCheck, *args: Any) -> Any:
-    """The check in these places, in one launch."""
-    checks: dict[str, Check] = {name: functools.partial(named, check, PLACES[name], *args) for name in places}
-    return launch(run_checks, 2, checks, timeout=100)
+def everywhere(check: PlaceCheck) -> Any:
+    """The check in all its places and variants, in one launch."""
+    places, variants = OVER[check]
+    checks: dict[str, Check] = {
+        f"{name} {args}": functools.partial(named, check, PLACES[name], *args)
+        for name in places
+        for args in variants
+    }
+    return launch(run_checks, 2, checks, timeout=200)
 
 
 def named(check: PlaceCheck, *args: Any) -> dict[str, list[str]]:
@@ -212,13 +222,13 @@ def named(check: PlaceCheck, *args: Any) -> dict[str, list[str]]:
 
 def wrong_in(place: str, check: PlaceCheck, *args: Any) -> list[str]:
     """What the ranks complain of."""
-    places = FEW if check in ON_FEW else tuple(PLACES)
-    return complaints(everywhere(places, check, *args), place, "")
+    return complaints(everywhere(check), f"{place} {args}", "")
 
 
 # --- A state dict holds the shards -------------------------------------------------------------------------
 
 
+@over(PLACES)
 def check_names(place: Place) -> list[str]:
     """Against the model without sharding: names, order, kinds, shapes, values."""
     plain, training = fresh(place.build), PlacedTraining(place, HERE)
@@ -241,6 +251,7 @@ def test_a_state_dict_has_the_names_and_values_of_the_unsharded_model_as_dtensor
     assert wrong_in(place, check_names) == []
 
 
+@over(PLACES)
 def check_vars(place: Place) -> list[str]:
     """With `keep_vars`, also while whole parameters are registered."""
     training = PlacedTraining(place, HERE)
@@ -255,6 +266,7 @@ def test_a_state_dict_that_keeps_variables_has_the_sharded_parameters_themselves
     assert wrong_in(place, check_vars) == []
 
 
+@over(PLACES)
 def check_like_fsdp2(place: Place) -> list[str]:
     """After two steps, and in the middle of a step."""
     wrong = []
@@ -287,6 +299,7 @@ def storages(state: State) -> dict[str, int]:
     return found
 
 
+@over(PLACES)
 def check_live(place: Place) -> list[str]:
     """A state dict taken first sees every later step, and what is loaded later."""
     training = PlacedTraining(place, HERE)
@@ -316,6 +329,7 @@ def test_a_state_dict_taken_early_shares_memory_with_the_parameters_and_sees_lat
     assert wrong_in(place, check_live) == []
 
 
+@over(FEW)
 def check_self_load(place: Place) -> list[str]:
     """Loading a live state dict into its own model changes nothing, and training goes on as under FSDP2."""
     traces = []
@@ -333,11 +347,12 @@ def check_self_load(place: Place) -> list[str]:
     return wrong + differences(*traces, *BITS)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", FEW)
 def test_a_live_state_dict_can_be_loaded_into_its_own_model(place):
     assert wrong_in(place, check_self_load) == []
 
 
+@over(FEW)
 def check_reads_the_live_one(place: Place) -> list[str]:
     """A second model follows the first one's state dict, which was taken before the first step."""
     first, second = PlacedTraining(place, HERE), PlacedTraining(place, HERE, seed=1)
@@ -358,15 +373,17 @@ def traced(tensor: Tensor) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "buffers"])
+@pytest.mark.parametrize("place", FEW)
 def test_another_model_can_load_a_live_state_dict_after_each_step(place):
-    """Without batch normalization, whose statistics the comparison itself would move."""
     assert wrong_in(place, check_reads_the_live_one) == []
 
 
 # --- Loading -----------------------------------------------------------------------------------------------
 
 
+@over(
+    PLACES, *((assign, False, ran) for assign in (False, True) for ran in (False, True)), (True, True, False)
+)
 def check_loaded(place: Place, assign: bool, on_meta: bool, ran: bool) -> list[str]:
     """One model's state goes into another, fresh or used, which trains on; with both libraries the same way."""
     traces, wrong = [], []
@@ -409,6 +426,7 @@ def test_a_model_on_the_meta_device_takes_over_the_dtensors_of_a_state(place):
     assert wrong_in(place, check_loaded, True, True, False) == []
 
 
+@over(PLACES)
 def check_in_flight(place: Place) -> list[str]:
     """What was being gathered when a state was loaded is gathered anew."""
     source, target = PlacedTraining(place, HERE, seed=1), PlacedTraining(place, HERE)
@@ -429,6 +447,7 @@ def test_a_state_loaded_while_parameters_are_gathered_counts(place):
     assert wrong_in(place, check_in_flight) == []
 
 
+@over(FEW)
 def check_file(place: Place) -> list[str]:
     """torch.save and torch.load of what each rank has."""
     wrong, traces = [], []
@@ -447,11 +466,12 @@ def check_file(place: Place) -> list[str]:
     return wrong + differences(*traces, *BITS)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", FEW)
 def test_a_training_goes_on_from_files_of_each_rank(place):
     assert wrong_in(place, check_file) == []
 
 
+@over(WITHOUT_BUFFERS)
 def check_adoption(place: Place) -> list[str]:
     """The optimizer made after assigning updates what the model computes with."""
     training = PlacedTraining(place, HERE)
@@ -477,7 +497,7 @@ def check_adoption(place: Place) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "buffers"])
+@pytest.mark.parametrize("place", WITHOUT_BUFFERS)
 def test_after_assigning_the_optimizer_updates_what_is_gathered(place):
     assert wrong_in(place, check_adoption) == []
 
@@ -493,6 +513,7 @@ def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
     return logged + [f"{number} × {op}" for op, number in counted.get_comm_counts().items()], result
 
 
+@over(PLACES, (True,), (False,))
 def check_silence(place: Place, reshard_after_forward: bool) -> list[str]:
     """At every turn of a training."""
     training = PlacedTraining(place, HERE, reshard_after_forward=reshard_after_forward)
@@ -550,6 +571,9 @@ def test_state_dicts_are_taken_and_loaded_without_communication(place, reshard_a
 # --- Strictness --------------------------------------------------------------------------------------------
 
 
+MISTAKES = ("missing", "unexpected", "another shape", "plain tensors")
+
+
 def spoil(state: State, how: str) -> State:
     """A state dict with a mistake."""
     state = dict(state)
@@ -567,7 +591,7 @@ def spoil(state: State, how: str) -> State:
     return state
 
 
-@on_few
+@over(FEW, *((how,) for how in MISTAKES))
 def check_mistake(place: Place, how: str) -> list[str]:
     """The error of each library, and of the strict and the lenient way."""
     said = []
@@ -590,7 +614,7 @@ def check_mistake(place: Place, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", FEW)
-@pytest.mark.parametrize("how", ["missing", "unexpected", "another shape", "plain tensors"])
+@pytest.mark.parametrize("how", MISTAKES)
 def test_a_state_that_does_not_fit_is_refused_in_the_words_of_fsdp2(place, how):
     assert wrong_in(place, check_mistake, how) == []
 
@@ -627,7 +651,7 @@ def wholes(state: State) -> State:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
 
 
-@on_few
+@over(FEW, *((how,) for how in HELPER_OPTIONS))
 def check_helpers(place: Place, how: str) -> list[str]:
     """Model and optimizer state of one training go into another, whose values were others."""
     wrong, taken, traces = [], [], []
@@ -683,7 +707,7 @@ def test_torchs_state_dict_helpers_carry_a_training_over_as_under_fsdp2(place, h
     assert wrong_in(place, check_helpers, how) == []
 
 
-@on_few
+@over(FEW)
 def check_joint_helpers(place: Place) -> list[str]:
     """Both states in one call, sharded; and what was taken is live."""
     wrong = []
@@ -708,7 +732,7 @@ def test_torchs_helpers_take_and_set_both_states_at_once(place):
 # --- Optimizers --------------------------------------------------------------------------------------------
 
 
-@on_few
+@over(FEW, *((name,) for name in OPTIMIZERS))
 def check_optimizer(place: Place, name: str) -> list[str]:
     """The state of one optimizer goes into another, made for another model with the same values."""
     wrong, taken, traces = [], [], []
@@ -818,7 +842,7 @@ def load_all(directory: Path, saved_by: int, saved: dict[str, State]) -> Any:
     checks: dict[str, Check] = {}
     for source, library in ((source, library) for source in WIDE[saved_by] for library in BOTH):
         file = file_of(saved_by, source, library)
-        for target in (source, TO_ANOTHER_PLACE[source]):
+        for target in (source, TO_ANOTHER_PLACE[source])[: 2 if library == "hwfsdp" else 1]:
             checks[f"{file} to {target}"] = functools.partial(
                 check_checkpoint, directory / file, saved[file], here[target], here[source].build
             )
@@ -841,14 +865,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int]
     return results
 
 
+CHECKPOINTS = [(library, source, source) for library in BOTH for source in WIDE[2]]
+CHECKPOINTS += [("hwfsdp", source, target) for source, target in TO_ANOTHER_PLACE.items()]
+
+
 @pytest.mark.parametrize("save, load", [(2, 4), (4, 2)])
-@pytest.mark.parametrize("source", WIDE[2])
-@pytest.mark.parametrize("library", BOTH)
-@pytest.mark.parametrize("moves", [False, True], ids=["same place", "another place"])
+@pytest.mark.parametrize("library, source, target", CHECKPOINTS)
 @pytest.mark.parametrize("what", ["values", "output", "training"])
 def test_a_distributed_checkpoint_of_either_library_loads_into_both_at_another_world_size(
-    checkpoints, save, load, source, library, moves, what
+    checkpoints, save, load, library, source, target, what
 ):
-    target = TO_ANOTHER_PLACE[source] if moves else source
     check = f"{file_of(save, source, library)} to {target}"
     assert complaints(checkpoints(save, load), check, what) == []

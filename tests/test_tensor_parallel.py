@@ -287,6 +287,16 @@ def accumulate(training: Training, sync: tuple[bool, ...], keep_whole: bool = Fa
     training.keep_params()
 
 
+def accumulate_over_replicas(training: Training) -> None:
+    """Micro-batches are reduced over the shards at once, over the replicas only at the end."""
+    for step in range(2):
+        for micro in range(3):
+            training.call("set_requires_all_reduce", micro == 2)
+            training.loss(3 * step + micro).backward()
+        training.update()
+    training.keep_params()
+
+
 def clip(training: Training, p: float) -> None:
     """The norm is over all parameters, wherever they are."""
     for seed in range(2):
@@ -390,6 +400,7 @@ TASKS: dict[str, Task] = {
     "accumulate unreduced, stay whole": Task(
         Sequence, cut_sequence, functools.partial(accumulate, sync=(False, False, True), keep_whole=True)
     ),
+    "accumulate over replicas": Task(Sequence, cut_sequence, accumulate_over_replicas),
     "reduce, then not": Task(scenario=functools.partial(accumulate, sync=(True, False, True))),
     **{f"clip, p={p}": Task(scenario=functools.partial(clip, p=p)) for p in (1, 2, float("inf"))},
     "clip, uneven": Task(models.uneven, scenario=functools.partial(clip, p=2)),
@@ -429,7 +440,14 @@ ON_MORE: dict[Shape, tuple[str, ...]] = {
     ),
     (3, 1): ("uneven", "sequence parallel", "bf16", "clip, p=2"),
     (4, 1): ("uneven", "sequence parallel", "bf16", "accumulate unreduced"),
-    (2, 1, 2): ("uneven", "sequence parallel", "bf16, reduce fp32", "accumulate unreduced", "clip, p=2"),
+    (2, 1, 2): (
+        "uneven",
+        "accumulate over replicas",
+        "sequence parallel",
+        "bf16, reduce fp32",
+        "accumulate unreduced",
+        "clip, p=2",
+    ),
     (1, 2, 2): ("uneven", "sequence parallel", "bf16, reduce fp32", "accumulate unreduced", "clip, p=2"),
 }
 CASES = [(shape, task) for shape in ON_TWO_RANKS for task in (*TASKS, *LOW_PRECISION)]
