@@ -36,14 +36,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwfsdp import compat, events
+from hwfsdp import compat, events, shared_memory
 from hwfsdp.mesh import Axis
 from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.sharding import chunk_length, offsets, padded_local_numel
-from hwfsdp.streams import Stream, StreamEvent, StreamSet
+from hwfsdp.streams import Stream, StreamEvent, StreamSet, Work
 
 Group = dist.ProcessGroup | None
-Work = dist.Work | None
 
 
 class Buffers:
@@ -60,7 +59,7 @@ class AllGather(Buffers, ABC):
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
-    ) -> Work:
+    ) -> Work | None:
         """Fills `output_tensor` [W * n] from every rank's `input_tensor` [n], its own part of the output."""
 
 
@@ -70,26 +69,72 @@ class ReduceScatter(Buffers, ABC):
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
-    ) -> Work:
+    ) -> Work | None:
         """Sets `output_tensor` [n] to this rank's part of the reduction of `input_tensor` [W * n] by `op`."""
 
 
-class DefaultAllGather(AllGather):
+class BackendAllGather(AllGather):
     """The backend's own."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
-    ) -> Work:
+    ) -> Work | None:
         return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
-class DefaultReduceScatter(ReduceScatter):
+class BackendReduceScatter(ReduceScatter):
     """The backend's own."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
-    ) -> Work:
+    ) -> Work | None:
         return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+class Readable(Buffers):
+    """Buffers that the ranks of one machine can read where they lie; ordinary memory for other groups."""
+
+    _group: Group = None
+
+    def __init__(self, group: Group = None) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._group is not None and shared_memory.reaches(self._group, device):
+            return shared_memory.allocate(size, dtype)
+        return super().allocate(size, dtype=dtype, device=device)
+
+
+class DefaultAllGather(Readable, BackendAllGather):
+    """Through shared memory between ranks that compute on one machine's CPU, else the backend's own."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
+    ) -> Work | None:
+        if not shared_memory.reaches(group, input_tensor.device):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        return _issued(shared_memory.all_gather(output_tensor, input_tensor, group), async_op)
+
+
+class DefaultReduceScatter(Readable, BackendReduceScatter):
+    """Through shared memory between ranks that compute on one machine's CPU, else the backend's own."""
+
+    def allocate_result(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return Buffers.allocate(self, size, dtype=dtype, device=device)  # it becomes the gradients
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> Work | None:
+        if not (shared_memory.reaches(group, input_tensor.device) and shared_memory.adds(op)):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        return _issued(shared_memory.reduce_scatter(output_tensor, input_tensor, op, group), async_op)
+
+
+def _issued(transfer: shared_memory.Transfer, async_op: bool) -> shared_memory.Transfer | None:
+    if async_op:
+        return transfer
+    transfer.wait()
+    return None
 
 
 class RingAllGather(AllGather):
@@ -97,7 +142,7 @@ class RingAllGather(AllGather):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
-    ) -> Work:
+    ) -> Work | None:
         ring_all_gather(output_tensor, input_tensor, group)
         return None
 
@@ -107,7 +152,7 @@ class RingReduceScatter(ReduceScatter):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
-    ) -> Work:
+    ) -> Work | None:
         ring_reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
         return None
 
@@ -122,11 +167,11 @@ class FromGroup(Buffers):
         return compat.empty_from_group(self._group, size, dtype, device)
 
 
-class GroupAllocAllGather(FromGroup, DefaultAllGather):
+class GroupAllocAllGather(FromGroup, BackendAllGather):
     """The backend's own, in the process group's memory."""
 
 
-class GroupAllocReduceScatter(FromGroup, DefaultReduceScatter):
+class GroupAllocReduceScatter(FromGroup, BackendReduceScatter):
     """The backend's own, in the process group's memory."""
 
 
@@ -332,7 +377,9 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
             flat.div_(scaling.before)
         result = flat
         if world_size > 1:
-            result = channel.reduce_scatter.allocate((numel,), dtype=reduce_dtype, device=channel.device)
+            how = channel.reduce_scatter  # not necessarily one of the classes above
+            allocate = getattr(how, "allocate_result", how.allocate)
+            result = allocate((numel,), dtype=reduce_dtype, device=channel.device)
             group = channel.reduce_group or channel.shard.group
             streams.reduce_scatter.collective(
                 lambda async_op: channel.reduce_scatter(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -58,6 +59,19 @@ def empty_from_group(
     if backend is None or not backend.supports_tensor_alloc(device):
         return torch.empty(*size, dtype=dtype, device=device)
     return backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+
+
+def cpu_backend(group: dist.ProcessGroup) -> str:
+    """Name of the backend that moves CPU tensors of this group, for example "gloo"; "" if none does."""
+    config: str = getattr(dist, "get_backend_config")(group)  # noqa: B009  (exported, but not declared)
+    return dict(part.split(":") for part in config.split(",") if ":" in part).get("cpu", "")
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of the group's CPU backend gives up."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return timeout.total_seconds()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from hwfsdp import advice, events
-from hwfsdp.collectives import Channel, Gathered, Reducing, all_gather, all_reduce, copy_out, reduce_scatter
+from hwfsdp.collectives import (
+    Channel,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    Gathered,
+    Reducing,
+    all_gather,
+    all_reduce,
+    copy_out,
+    reduce_scatter,
+)
 from hwfsdp.compat import outside_transforms
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.mesh import ShardMesh, is_in_place
@@ -161,7 +171,15 @@ class ParamGroup:
         self.post_forward_indices: list[int] = []
         self._gathered: Gathered | None = None
         self.comm_ctx = comm_ctx
-        self.channel = Channel(mesh.shard, mesh.device, comm_ctx.streams, self.fqn, replicate=mesh.replicate)
+        self.channel = Channel(
+            mesh.shard,
+            mesh.device,
+            comm_ctx.streams,
+            self.fqn,
+            DefaultAllGather(mesh.shard.group),
+            DefaultReduceScatter(mesh.shard.group),
+            mesh.replicate,
+        )
 
     def use(self, comm_ctx: FSDPCommContext) -> None:
         """Communicates through this context from now on."""

@@ -264,8 +264,10 @@ class FSDPModule:
                     remedy="Allocate in the custom collective's own `allocate`.",
                 )
             shard, reduce = channel.shard.group, channel.reduce_group or channel.shard.group
-            channel.all_gather = GroupAllocAllGather(shard) if enable else DefaultAllGather()
-            channel.reduce_scatter = GroupAllocReduceScatter(reduce) if enable else DefaultReduceScatter()
+            channel.all_gather = GroupAllocAllGather(shard) if enable else DefaultAllGather(shard)
+            channel.reduce_scatter = (
+                GroupAllocReduceScatter(reduce) if enable else DefaultReduceScatter(reduce)
+            )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Not built: raises UnsupportedError, which names the alternative."""

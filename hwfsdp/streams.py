@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,18 @@ from hwfsdp.errors import CollectiveError, UsageError
 from hwfsdp.events import HostMark, Mark
 
 pending_collective = ""  # what the host is blocked in, for whoever has to say where a rank hangs
+
+
+class Work(Protocol):
+    """A collective in flight: a `torch.distributed.Work`, or what does the same."""
+
+    def wait(self) -> Any:
+        """Returns when it is done."""
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether the host computes on this device itself, in memory that other processes could share."""
+    return device.type == "cpu"
 
 
 class StreamEvent(ABC):
@@ -108,7 +120,7 @@ class Stream(ABC):
         """An event after all that was issued here so far."""
 
     @abstractmethod
-    def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
+    def collective(self, issue: Callable[[bool], Work | None], name: str, owner: str) -> None:
         """Issues a collective here. Called inside `run`.
 
         Args:
@@ -217,8 +229,8 @@ class HostStream(Stream):
         finish, note = partial(event.queue.finish, event.ticket), partial(self._note_order, event)
         self._append(_Entry(finish, start=note, gate=event))
 
-    def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
-        works: list[dist.Work] = []
+    def collective(self, issue: Callable[[bool], Work | None], name: str, owner: str) -> None:
+        works: list[Work] = []
 
         def start() -> None:
             with events.owned_by(owner), self.run():
@@ -356,7 +368,7 @@ class DeviceStream(Stream):
     def record(self) -> DeviceEvent:
         return DeviceEvent(self.name, self.native.record_event())
 
-    def collective(self, issue: Callable[[bool], dist.Work | None], name: str, owner: str) -> None:
+    def collective(self, issue: Callable[[bool], Work | None], name: str, owner: str) -> None:
         run_named(lambda: issue(False), name, owner)
 
     def then(self, function: Callable[[], None]) -> None:

@@ -1,0 +1,444 @@
+"""Collectives between ranks of one machine: bytes through shared memory, words through Unix sockets.
+
+Ranks of one machine need no network. Each keeps blocks of memory that the others can read. The buffers of collectives
+lie in them. In a collective, a rank tells the others where its part is, and goes on. When the result is needed, it
+waits until the others have told, and reads their parts:
+
+    rank 0   copy-in a0 | tell | compute …         | wait | read a1
+    rank 1   copy-in a1 | tell | compute …         | wait | read a0
+
+The backend's own collectives copy each byte into the network stack and out again, by threads that compete with
+compute for the cores. Here the rank itself copies it once (figures: docs/performance.md).
+
+Note [Words]
+    What ranks tell each other is a record of fixed size (`_Record`): the number of the collective, what it is, and
+    where its bytes lie. A record travels over a socket, so the kernel orders it after the bytes it is about, a rank that
+    waits sleeps, and a rank that died is noticed at once. Every rank checks that the others call the same collective
+    as itself. All of that would be missing from a flag in shared memory.
+
+Note [When a block is free]
+    A block may be written again when the tensor in it is gone and all others have read it. Nobody waits for that, and
+    nobody is told extra: each record also says up to which collective its sender has read. If no block is known to be
+    free, another one is made; a training needs a handful. Only its owner decides about a block, so ranks need not
+    agree on anything.
+
+Note [The order of a sum]
+    Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
+    order of its ring: it cuts the input into chunks, one per rank, and the sum of a chunk starts at the rank before its
+    own and goes round, down, to its own. Gloo's chunks have an even number of elements; if those of the ranks do not, a
+    rank has the last elements of the chunk before, too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hwfsdp import compat, events
+from hwfsdp.streams import is_host
+
+_OPS = ("all_gather", "reduce_scatter")
+_REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_LOOKS = 40  # at a socket that has nothing yet, before sleeping: a neighbor is seldom far behind
+
+
+class Transfer:
+    """A collective in flight; `wait` finishes it. Stands where a `torch.distributed.Work` would."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._callbacks: list[Callable[[], None]] = []
+
+    @compat.outside_transforms
+    def wait(self) -> bool:
+        """Blocks until the output is there.
+
+        Raises:
+            RuntimeError: a rank is gone, is too late, or called another collective.
+        """
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            with torch.inference_mode():  # the caller's may be off, and the tensors of a block that had it on
+                finish()
+            for callback in self._callbacks:
+                callback()
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the output is there."""
+        self._callbacks.append(callback)
+
+
+def reaches(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether the ranks of `group` can exchange tensors on `device` here: all on one CPU, and their backend is gloo.
+
+    The first call for a group finds out together with its other ranks. `HWFSDP_SHARED_MEMORY=0` in the environment of
+    a rank means no.
+    """
+    return is_host(device) and _find_neighbors(group) is not None
+
+
+def adds(op: object) -> bool:
+    """Whether `reduce_scatter` can reduce by this operation: sums and means."""
+    return op in _REDUCE_OPS
+
+
+def allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor that other ranks may read where it lies, contents undefined. Its memory is reused when it is gone."""
+    return _pool.allocate(size, dtype)
+
+
+def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None) -> Transfer:
+    """`output_tensor` [W * n] receives every rank's `input_tensor` [n], in rank order.
+
+    Both are contiguous; the input may be this rank's part of the output, and is not to be written as long as it
+    lives. `group` is one that `reaches` says yes for.
+    """
+    return _neighbors(group).all_gather(output_tensor, input_tensor)
+
+
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> Transfer:
+    """`output` [n] receives this rank's part of the sum, or mean, of all ranks' `input` [W * n].
+
+    The input is not to be written as long as it lives. Sums are in the tensors' dtype (Note [The order of a sum]).
+    """
+    return _neighbors(group).reduce_scatter(output, input, mean=op == dist.ReduceOp.AVG)
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+class _Block:
+    """Memory that one rank writes and others read.
+
+    Attributes:
+        bytes: [capacity], uint8, over its file.
+        tensor: the buffer of the tensor that lies in it, as long as it lives.
+        readers: neighbors that were told of it, and the number of the collective that they were told of.
+    """
+
+    def __init__(self, file: int, capacity: int) -> None:
+        self.file, self.memory = file, mmap.mmap(file, capacity)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.tensor: Callable[[], memoryview | None] = lambda: None
+        self.readers: dict[Neighbors, int] = {}
+
+    @property
+    def is_free(self) -> bool:
+        """Note [When a block is free]."""
+        if self.tensor() is not None:
+            return False
+        self.readers = {n: number for n, number in self.readers.items() if number > n.read_by_all}
+        return not self.readers
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
+class _Pool:
+    """The blocks that this process writes."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self._index_at: dict[int, int] = {}  # by address
+
+    def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = prod(size) * dtype.itemsize
+        block = self.blocks[self._free(nbytes)]
+        buffer = memoryview(block.memory)[: max(nbytes, dtype.itemsize)]
+        block.tensor = weakref.ref(buffer)
+        return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
+
+    def _free(self, nbytes: int) -> int:
+        """Index of the smallest free block that is large enough, made if there is none."""
+        free = [(block.bytes.numel(), index) for index, block in enumerate(self.blocks) if block.is_free]
+        if large_enough := [place for place in free if place[0] >= nbytes]:
+            return min(large_enough)[1]
+        index = max(free)[1] if free else len(self.blocks)  # a small one makes room for it
+        block = _Block(_anonymous_file(capacity := max(nbytes, mmap.PAGESIZE)), capacity)
+        self.blocks[index : index + 1] = [block]
+        self._index_at = {block.bytes.data_ptr(): index for index, block in enumerate(self.blocks)}
+        return index
+
+    def find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Where a tensor lies: index of its block, and offset in bytes; None if it lies elsewhere."""
+        index = self._index_at.get(tensor.untyped_storage().data_ptr())
+        return None if index is None else (index, int(tensor.storage_offset()) * tensor.element_size())
+
+
+def _anonymous_file(nbytes: int) -> int:
+    """A file in memory that has no name, so that nothing is left of it when its users are gone."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("hwfsdp")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, nbytes)
+    return file
+
+
+_pool = _Pool()
+
+
+# --- One group ---------------------------------------------------------------------------------------------
+
+
+class _Record(NamedTuple):
+    """What one rank tells another about a collective; all integers.
+
+    Attributes:
+        number: of the collective, from 1; the same on every rank.
+        op: index in `_OPS`. nbytes: of the sender's input.
+        read: all collectives up to this number have been read by the sender.
+        block, offset: where the input is: in which of the sender's blocks, and at which byte.
+        capacity: of that block if the receiver does not have it yet, and then its file follows; else 0.
+    """
+
+    number: int
+    op: int
+    nbytes: int
+    read: int
+    block: int
+    offset: int
+    capacity: int
+
+
+_LAYOUT = struct.Struct("=7q")
+
+
+class Neighbors:
+    """The other ranks of a group, all on this machine.
+
+    Args:
+        rank: this one's number in the group.
+        sockets: to the other ranks, by their numbers.
+        timeout: seconds that a rank may be late.
+
+    Attributes:
+        read_by_all: all collectives up to this number have been read by all others.
+    """
+
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        self.rank, self.size = rank, len(sockets) + 1
+        self._sockets, self._timeout = sockets, timeout
+        self._given: dict[int, _Block] = {}  # blocks that the others have, by index
+        self._theirs: dict[int, dict[int, Tensor]] = {peer: {} for peer in sockets}  # bytes of their blocks
+        self._told: dict[int, dict[int, _Record]] = {peer: {} for peer in sockets}  # by number, not yet used
+        self._read_by: dict[int, int] = dict.fromkeys(sockets, 0)
+        self._issued = 0  # number of the last collective
+        self._unread: dict[int, None] = {}  # numbers of those in flight, in order
+        self._looks = _LOOKS if self.size <= (os.cpu_count() or 1) else 0
+
+    @property
+    def read_by_all(self) -> int:
+        return min(self._read_by.values())
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Transfer:
+        number, nbytes = self._tell(0, input), input.nbytes
+        rows = output.view(self.size, -1)
+        if rows[self.rank].data_ptr() != input.data_ptr():
+            rows[self.rank].copy_(input)
+
+        def finish() -> None:
+            for peer in self._sockets:
+                rows[peer].copy_(self._part(peer, number, 0, nbytes, 0, nbytes).view(output.dtype))
+            del self._unread[number]
+
+        return Transfer(finish)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, mean: bool) -> Transfer:
+        number = self._tell(1, input)
+        own = input.view(self.size, -1)[self.rank]
+
+        def part(rank: int) -> Tensor:
+            start = self.rank * output.nbytes
+            return self._part(rank, number, 1, input.nbytes, start, output.nbytes).view(output.dtype)
+
+        def finish() -> None:
+            parts = [own if rank == self.rank else part(rank) for rank in range(self.size)]
+            for start, stop, last in self._sums(output):
+                order = [(last - step) % self.size for step in range(1, self.size + 1)]
+                first, second, *rest = [parts[rank][start:stop] for rank in order]
+                total = torch.add(first, second, out=output[start:stop])
+                for term in rest:
+                    total.add_(term)
+            if mean:
+                output.div_(self.size)
+            del self._unread[number]
+
+        return Transfer(finish)
+
+    def _sums(self, output: Tensor) -> list[tuple[int, int, int]]:
+        """Note [The order of a sum]: which elements of the output to add in the order of which ring's last rank."""
+        if not output.numel():
+            return []
+        begin, end = self.rank * output.numel(), (self.rank + 1) * output.numel()  # in the input
+        chunk = output.numel() + output.numel() % 2
+        return [
+            (max(begin, last * chunk) - begin, min(end, (last + 1) * chunk) - begin, last)
+            for last in range(begin // chunk, (end - 1) // chunk + 1)
+        ]
+
+    def _tell(self, op: int, input: Tensor) -> int:
+        """Tells the others where the input is, in a copy if it is in no block; returns the collective's number."""
+        place = _pool.find(input)
+        if place is None:
+            input = allocate(input.shape, input.dtype).copy_(input)
+            place = _pool.find(input)
+            assert place is not None
+        self._issued += 1
+        number, (index, offset) = self._issued, place
+        self._unread[number] = None
+        block = _pool.blocks[index]
+        block.readers[self] = number
+        is_new = self._given.get(index) is not block
+        self._given[index] = block
+        capacity = block.bytes.numel() if is_new else 0
+        read = next(iter(self._unread)) - 1
+        record = _LAYOUT.pack(number, op, input.nbytes, read, index, offset, capacity)
+        for peer, connection in self._sockets.items():
+            self._send(peer, connection, record, block.file if is_new else None)
+        return number
+
+    def _part(self, peer: int, number: int, op: int, nbytes: int, start: int, length: int) -> Tensor:
+        """Bytes from `start` of what `peer` gives to a collective, once it has told: [length], uint8.
+
+        Raises:
+            RuntimeError: it called something else.
+        """
+        told = self._told[peer]
+        while number not in told:
+            self._listen(peer)
+        record = told.pop(number)
+        if (record.op, record.nbytes) != (op, nbytes):
+            raise RuntimeError(
+                f"ranks call different collectives: number {number} of their group is {_OPS[op]} of {nbytes} bytes "
+                f"on rank {self.rank}, {_OPS[record.op]} of {record.nbytes} bytes on rank {peer}"
+            )
+        return self._theirs[peer][record.block].narrow(0, record.offset + start, length)
+
+    def _listen(self, peer: int) -> None:
+        """Takes in the next record of `peer`."""
+        connection = self._sockets[peer]
+        record = _Record._make(_LAYOUT.unpack(self._receive(peer, connection)))
+        if record.capacity:
+            self._sleep(peer, connection)
+            _, (file,), _, _ = socket.recv_fds(connection, 1, 1)
+            self._theirs[peer][record.block] = torch.frombuffer(
+                mmap.mmap(file, record.capacity), dtype=torch.uint8
+            )
+            os.close(file)
+        self._read_by[peer] = record.read
+        self._told[peer][record.number] = record
+
+    def _receive(self, peer: int, connection: socket.socket) -> bytes:
+        data, looks = b"", self._looks
+        while len(data) < _LAYOUT.size:
+            try:
+                more = connection.recv(_LAYOUT.size - len(data), socket.MSG_DONTWAIT)
+                if not more:
+                    raise ConnectionResetError
+                data += more
+            except BlockingIOError:
+                looks -= 1
+                if looks < 0:
+                    self._sleep(peer, connection)
+            except OSError as error:
+                raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
+        return data
+
+    def _sleep(self, peer: int, connection: socket.socket) -> None:
+        """Until there is something to receive."""
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        if not poll.poll(self._timeout * 1e3):
+            raise RuntimeError(f"Timed out after {self._timeout:g} s waiting for rank {peer} of the group")
+
+    def _send(self, peer: int, connection: socket.socket, record: bytes, file: int | None) -> None:
+        try:
+            connection.sendall(record)
+            if file is not None:
+                socket.send_fds(connection, [b"f"], [file])
+        except OSError as error:
+            raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
+
+    def __del__(self) -> None:
+        for connection in self._sockets.values():
+            connection.close()
+
+
+# --- Finding each other ------------------------------------------------------------------------------------
+
+_neighbors_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbors | None] = weakref.WeakKeyDictionary()
+
+
+def _neighbors(group: dist.ProcessGroup | None) -> Neighbors:
+    neighbors = _find_neighbors(group)
+    assert neighbors is not None, "a collective in shared memory over a group that does not share any"
+    return neighbors
+
+
+def _find_neighbors(group: dist.ProcessGroup | None) -> Neighbors | None:
+    """The neighbors in this group; None if its ranks share no memory. All ranks call the first time."""
+    group = group or dist.group.WORLD
+    assert group is not None, "no process group"
+    if group not in _neighbors_of:
+        uses_gloo = compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1
+        with events.paused():
+            _neighbors_of[group] = _meet(group) if uses_gloo else None
+    return _neighbors_of[group]
+
+
+def _meet(group: dist.ProcessGroup) -> Neighbors | None:
+    """Connects the ranks of `group`, if they all find one directory, that is, are on one machine."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    offer = [tempfile.mkdtemp(prefix="hwfsdp-") if rank == 0 else ""]
+    dist.broadcast_object_list(offer, group=group, group_src=0)
+    place = Path(offer[0])
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.environ.get("HWFSDP_SHARED_MEMORY", "1") != "0" and _listen_at(listener, place / str(rank))
+        everywhere: list[bool] = [False] * size
+        dist.all_gather_object(everywhere, here, group=group)
+        sockets = _connect(listener, place, rank, size) if all(everywhere) else None
+    dist.barrier(group)
+    if rank == 0:
+        shutil.rmtree(place, ignore_errors=True)
+    return Neighbors(rank, sockets, compat.timeout_of(group)) if sockets else None
+
+
+def _listen_at(listener: socket.socket, address: Path) -> bool:
+    try:
+        listener.bind(str(address))
+        listener.listen(64)
+    except OSError:  # no such directory: another machine
+        return False
+    return True
+
+
+def _connect(listener: socket.socket, place: Path, rank: int, size: int) -> dict[int, socket.socket]:
+    """Sockets to all others: this rank calls those below it, and is called by those above."""
+    found = {}
+    for below in range(rank):
+        found[below] = socket.socket(socket.AF_UNIX)
+        found[below].connect(str(place / str(below)))
+        found[below].sendall(rank.to_bytes(4, "little"))
+    for _ in range(rank + 1, size):
+        caller, _ = listener.accept()
+        found[int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "little")] = caller
+    return dict(sorted(found.items()))
