@@ -1,82 +1,71 @@
-"""`python -m benchmarks`: step times of hwfsdp against torch's FSDP2, in one process group, taking turns.
+"""`python -m benchmarks`: measures, prints tables, keeps the results and draws them.
 
-Prints milliseconds (medians) and ratios; writes them to `runs/bench.json`.
+Without names of parts it runs all that need no GPU, but for `profile`. `report` prints what was measured before.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from benchmarks import figure, gpu, overhead, peak, profile, scaling, startup, steps
+from benchmarks.contenders import SIZES
+from benchmarks.records import Record, load, machine_of, of_part, save
+from benchmarks.report import TITLES, as_markdown, as_text
 
-from hwfsdp import fully_shard, launch
+DEFAULT = ("steps", "scaling", "overhead", "memory", "startup")
+REPORT = "report"
 
-SIZES = {"0.2 M": (6, 64, 256), "3 M": (6, 256, 1024), "13 M": (6, 512, 2048)}  # blocks, width, inner width
-
-
-def build(size: str) -> nn.Sequential:
-    blocks, dim, inner = SIZES[size]
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(dim, inner), nn.ReLU(), nn.Linear(inner, dim)) for _ in range(blocks)]
-    )
-
-
-def measure(size: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians in ms on this rank, of forward + backward and of a full AdamW step, by library."""
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-    models = {}
-    for name, shard in (("hwfsdp", fully_shard), ("FSDP2", torch_fully_shard), ("unsharded", None)):
-        model = build(size)
-        for block in model if shard else []:
-            shard(block)
-        models[name] = shard(model) if shard else model
-    optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
-    x = torch.randn(64, SIZES[size][1])
-    times: dict[str, dict[str, list[float]]] = {name: {"fwd+bwd": [], "step": []} for name in models}
-    for _ in range(rounds):
-        for name, model in models.items():
-            dist.barrier()
-            start = time.perf_counter()
-            model(x).square().mean().backward()
-            middle = time.perf_counter()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            times[name]["fwd+bwd"].append((middle - start) * 1e3)
-            times[name]["step"].append((time.perf_counter() - start) * 1e3)
-    return {name: {k: statistics.median(v[2:]) for k, v in kinds.items()} for name, kinds in times.items()}
+Part = Callable[[argparse.Namespace], list[Record]]
+PARTS: dict[str, Part] = {
+    "steps": lambda chosen: steps.run(chosen.ranks, chosen.sizes, chosen.rounds),
+    "scaling": lambda chosen: scaling.run(chosen.rounds),
+    "overhead": lambda chosen: overhead.run(chosen.rounds),
+    "memory": lambda chosen: peak.run(chosen.sizes),
+    "startup": lambda chosen: startup.run(chosen.rounds),
+    "gpu": lambda chosen: gpu.run(chosen.device, chosen.rounds),
+    "profile": lambda chosen: profile.run(chosen.sizes, chosen.rounds),
+}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    parts = chosen.parts or list(DEFAULT)
+    if unknown := set(parts) - {*PARTS, REPORT}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, REPORT])}")
+    if REPORT in parts:
+        print(as_markdown(machine_of(chosen.out), load(chosen.out)))
+        return
+    began, measured = time.monotonic(), False
+    for part in parts:
+        fresh = PARTS[part](chosen)
+        for title in TITLES:  # `steps` measures the limits, too
+            if found := of_part(fresh, title):
+                print(as_text(title, found), flush=True)
+        if fresh:
+            save(chosen.out, fresh)
+            measured = True
+    picture = chosen.out.with_suffix(".png")
+    if measured and figure.draw(load(chosen.out), picture):
+        print(f"{chosen.out}, {picture}: {time.monotonic() - began:.0f} s")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    args = parser.parse_args()
-    results = []
-    print(
-        f"{'size':>6} {'ranks':>5} {'':>8} {'hwfsdp':>9} {'FSDP2':>9} {'unsharded':>9} {'hwfsdp/FSDP2':>13}"
-    )
-    for ranks in args.ranks:
-        for size in SIZES:
-            medians = launch(measure, ranks, size, args.rounds)[0]
-            for kind in ("fwd+bwd", "step"):
-                ms = {name: medians[name][kind] for name in medians}
-                ratio = ms["hwfsdp"] / ms["FSDP2"]
-                results.append(
-                    {"size": size, "ranks": ranks, "kind": kind, "ms": ms, "ratio_to_fsdp2": ratio}
-                )
-                row = " ".join(f"{value:9.1f}" for value in ms.values())
-                print(f"{size:>6} {ranks:>5} {kind:>8} {row} {ratio:13.2f}", flush=True)
-    out = Path("runs/bench.json")
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(results, indent=2) + "\n")
+    parser.add_argument("parts", nargs="*", metavar="part", help=_names())
+    parser.add_argument("--rounds", type=int, help="of every part; by default as many as its size needs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="world sizes of `steps`")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="parameters")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of `gpu`")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench.json"), help="file of results")
+    return parser
+
+
+def _names() -> str:
+    return f"{', '.join([*PARTS, REPORT])}; default: {', '.join(DEFAULT)}"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ a book, in this order; each imports only from those before it.
     III  Moving bytes
          streams       several things at once, the same on every device
          ring          all-gather and reduce-scatter from send and receive
+         shared_memory  collectives between ranks of one machine
          collectives   many tensors, one collective
     IV   The schedule
          prefetch      what to gather next
@@ -41,6 +42,7 @@ a book, in this order; each imports only from those before it.
          inspection    a model's parameters as a table
          filling       the same weights whatever the number of ranks
     VI   Workbench
+         optim         torch's optimizers, their steps over local parts
          models        a byte-level GPT to shard
          data          text to train it on
          ranks         processes to run on

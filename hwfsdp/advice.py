@@ -46,7 +46,10 @@ def is_claimed(param: Tensor) -> bool:
 
 def note_unsynchronized(group: Any, unsynchronized: bool) -> None:
     """A parameter group's gradients were left unreduced by a backward, or reduced by a later one."""
-    (_unsynchronized.add if unsynchronized else _unsynchronized.discard)(group)
+    if unsynchronized:
+        _unsynchronized.add(group)
+    elif _unsynchronized:
+        _unsynchronized.discard(group)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -27,6 +27,7 @@ Note [Why flat buffers outlive their use]
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Buffers:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of this size, contents undefined."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
 
 
 class AllGather(Buffers, ABC):
@@ -95,14 +96,22 @@ class Readable(Buffers):
     """Buffers that the ranks of one machine can read where they lie; ordinary memory for other groups."""
 
     _group: Group = None
+    _shares: bool | None = None
 
     def __init__(self, group: Group = None) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._group is not None and shared_memory.reaches(self._group, device):
+        if self._group is not None and self._reaches(self._group, device):
             return shared_memory.allocate(size, dtype)
         return super().allocate(size, dtype=dtype, device=device)
+
+    def _reaches(self, group: Group, device: torch.device) -> bool:
+        if group is not self._group or group is None:
+            return shared_memory.reaches(group, device)
+        if self._shares is None:
+            self._shares = shared_memory.reaches(group, device)
+        return self._shares
 
 
 class DefaultAllGather(Readable, BackendAllGather):
@@ -111,7 +120,7 @@ class DefaultAllGather(Readable, BackendAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
-        if not shared_memory.reaches(group, input_tensor.device):
+        if not self._reaches(group, input_tensor.device):
             return super().__call__(output_tensor, input_tensor, group, async_op)
         return _issued(shared_memory.all_gather(output_tensor, input_tensor, group), async_op)
 
@@ -125,7 +134,7 @@ class DefaultReduceScatter(Readable, BackendReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> Work | None:
-        if not (shared_memory.reaches(group, input_tensor.device) and shared_memory.adds(op)):
+        if not (self._reaches(group, input_tensor.device) and shared_memory.adds(op)):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         return _issued(shared_memory.reduce_scatter(output_tensor, input_tensor, op, group), async_op)
 
@@ -244,7 +253,7 @@ class Reducing(NamedTuple):
 # --- Parameters: copy-in, all-gather, copy-out -------------------------------------------------------------
 
 
-@torch.no_grad()
+@compat.outside_autograd
 def all_gather(
     shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], axis: Axis, channel: Channel
 ) -> Gathered:
@@ -260,7 +269,7 @@ def all_gather(
         dtype = torch.uint8 if mixed else dtypes[0]
         sizes = [s.numel() * (d.itemsize if mixed else 1) for s, d in zip(shards, dtypes, strict=True)]
         flat = channel.all_gather.allocate((axis.size * sum(sizes),), dtype=dtype, device=channel.device)
-        part = flat.view(axis.size, -1)[axis.rank]  # [n]
+        part = flat.narrow(0, axis.rank * sum(sizes), sum(sizes))  # [n]
         with events.span("copy_in", "copy", bytes=part.numel() * part.element_size()):
             copy_in(shards, dtypes, part, sizes)
     streams.all_gather.wait(streams.copy.record())
@@ -287,10 +296,13 @@ def copy_in(
     """
     if part.dtype == torch.uint8:
         shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
-    compat.copy_each(part.split(list(sizes)), shards)
+    if all(s.dtype == part.dtype and s.device == part.device for s in shards):
+        torch.cat(list(shards), out=part)
+    else:
+        compat.copy_each(part.split(list(sizes)), shards)
 
 
-@torch.no_grad()
+@compat.outside_autograd
 def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
     """Spreads a finished gather over the parameters' own memory. The compute stream has waited for it.
 
@@ -303,7 +315,9 @@ def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
         wholes = [whole.view(torch.uint8) for whole in wholes]
     with events.span("copy_out", "compute", owner=owner, bytes=flat.numel() * flat.element_size()):
         if all(whole.is_contiguous() for whole in wholes):
-            rows = [whole.view(len(flat), -1) for whole in wholes]  # each [W, elements of a shard]
+            rows = [
+                whole if whole.ndim == 2 else whole.view(len(flat), -1) for whole in wholes
+            ]  # [W, of a shard]
             torch.split_with_sizes_copy(flat, gathered.sizes, dim=1, out=rows)
         else:
             columns = flat.split(gathered.sizes, dim=1)
@@ -326,6 +340,7 @@ class Scaling(NamedTuple):
     after: float
 
 
+@functools.cache
 def mean_scaling(
     shards: int,
     replicas: int,
@@ -352,7 +367,7 @@ def mean_scaling(
     return Scaling(before, total, total, divide / before)
 
 
-@torch.no_grad()
+@compat.outside_autograd
 def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Channel) -> Reducing:
     """Starts to reduce gradients over the shard axis; returns before it is done.
 
@@ -396,7 +411,7 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
         return Reducing(channel.owner, flat, result, scaling.after, stream, stream.record())
 
 
-@torch.no_grad()
+@compat.outside_autograd
 def all_reduce(reducing: Reducing, channel: Channel) -> Reducing:
     """Goes on with a reduction over the replicas, and with the user's hook, on the all-reduce stream.
 
@@ -435,6 +450,9 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
             zeros to `chunk_length(d0, W)` rows.
     """
     world_size = flat.shape[0]
+    if all(g.shape[0] % world_size == 0 and g.dtype == flat.dtype and g.is_contiguous() for g in grads):
+        torch.cat([grad.view(world_size, -1) for grad in grads], dim=1, out=flat)  # no chunk needs padding
+        return
     sizes = [padded_local_numel(grad.shape, world_size) for grad in grads]
     targets, sources = [], []
     for grad, start, size in zip(grads, offsets(sizes), sizes, strict=True):

@@ -87,6 +87,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_transforms() -> bool:
+    """Whether a `torch.func` transform, such as `grad` or `vmap`, is running."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def outside_transforms(method: F) -> F:
     """Runs a method outside the `torch.func` transforms in progress: what it does is not part of the function."""
 
@@ -95,6 +100,25 @@ def outside_transforms(method: F) -> F:
         if not torch._C._are_functorch_transforms_active():
             return method(*args, **kwargs)
         with torch._C._DisableFuncTorch():
+            return method(*args, **kwargs)
+
+    return cast(F, wrapped)
+
+
+def outside_autograd(method: F) -> F:
+    """As `outside_transforms`, and without recording anything for a backward.
+
+    Costs next to nothing where autograd is off already, as in a backward; `torch.no_grad` as a decorator does not.
+    """
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            with torch._C._DisableFuncTorch(), torch.no_grad():
+                return method(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+        with torch.no_grad():
             return method(*args, **kwargs)
 
     return cast(F, wrapped)
@@ -112,7 +136,8 @@ def collectives_are_checked() -> bool:
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """What `register_post_accumulate_grad_hook` registered; FSDP sets gradients itself, and so calls them."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -177,7 +202,10 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
 
     `DTensor.from_local` does the same for 300 µs a call, which every gradient of every step would pay.
     """
-    return DTensor(local, like._spec, requires_grad=False)
+    made: DTensor = DTensor.__new__(
+        DTensor, local, like._spec, requires_grad=False
+    )  # its __init__ does nothing
+    return made
 
 
 def local_of(tensor: DTensor) -> Tensor:

@@ -37,12 +37,11 @@ from hwfsdp.collectives import (
     copy_out,
     reduce_scatter,
 )
-from hwfsdp.compat import outside_transforms
+from hwfsdp.compat import outside_autograd
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.mesh import ShardMesh, is_in_place
 from hwfsdp.param import FSDPParam, ShardedState
 from hwfsdp.precision import CPUOffloadPolicy
-from hwfsdp.sharding import offsets
 from hwfsdp.streams import Stream, StreamEvent, streams_for
 
 
@@ -89,7 +88,9 @@ class FSDPCommContext:
     def keep_until_copied_out(self, gathered: Gathered) -> None:
         """Keeps a gather's buffer, which the copy-out just issued still reads."""
         self.release_gather_buffer()
-        self._copied_out = gathered, self.streams.compute.record()
+        copied_out = self.streams.compute.record()
+        if not copied_out.is_over:
+            self._copied_out = gathered, copied_out
 
     def release_gather_buffer(self) -> None:
         """Lets the copy stream reuse the buffer kept (see `collectives`, Note [Why flat buffers outlive…])."""
@@ -191,7 +192,7 @@ class ParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        return all(p.state is ShardedState.UNSHARDED for p in self.params)
+        return self.params[0].state is ShardedState.UNSHARDED  # they change it together
 
     @property
     def has_late_gradients(self) -> bool:
@@ -204,13 +205,13 @@ class ParamGroup:
 
     # --- parameters ---
 
-    @outside_transforms
+    @outside_autograd
     def unshard(self) -> None:
         """Starts to gather the parameters; nothing if they are whole already, or on their way."""
         if self.is_unsharded or self._gathered is not None:
             return
         self.comm_ctx.release_gather_buffer()
-        with torch.no_grad(), self.comm_ctx.streams.copy.run():  # extensions compute what they gather
+        with self.comm_ctx.streams.copy.run():  # extensions compute what they gather
             shards = [shard for p in self.params for shard in p.gather_inputs()]
         dtypes = [dtype for p in self.params for dtype in p.gather_dtypes]
         self._gathered = all_gather(shards, dtypes, self.params[0].gather_mesh.shard, self.channel)
@@ -225,7 +226,7 @@ class ParamGroup:
         if self._gathered is not None:
             self.comm_ctx.streams.compute.wait(self._gathered.done)
 
-    @outside_transforms
+    @outside_autograd
     def finish_unshard(self) -> None:
         """Allocates the whole parameters, copies the finished gather out and registers them on the modules."""
         if self._gathered is None:
@@ -236,7 +237,7 @@ class ParamGroup:
         for param in self.params:
             param.to_unsharded()
 
-    @outside_transforms
+    @outside_autograd
     def reshard(self) -> None:
         """The modules have the shards afterwards; the whole parameters' memory is free."""
         if (
@@ -248,7 +249,7 @@ class ParamGroup:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
 
-    @outside_transforms
+    @outside_autograd
     def reshard_after_forward(self) -> None:
         """What `reshard_mesh` asks for."""
         if self.reshard_mesh is self.mesh:
@@ -274,6 +275,7 @@ class ParamGroup:
 
     # --- gradients ---
 
+    @outside_autograd
     def finish_gradients(self) -> None:
         """After the group's backward: frees the whole parameters and reduces, or accumulates, the gradients.
 
@@ -351,23 +353,22 @@ class ParamGroup:
         Args:
             result: [n]: this rank's padded chunk of every parameter of `params`, end to end.
         """
-        starts = offsets([p.padded_numel for p in params])
-        numels = [p.local_numel for p in params]
+        chunks = result.split([p.padded_numel for p in params])
         return [
-            (p, result[start : start + n].view(p.local_shape))
-            for p, start, n in zip(params, starts, numels, strict=True)
+            (p, (chunk if p.local_numel == p.padded_numel else chunk[: p.local_numel]).view(p.local_shape))
+            for p, chunk in zip(params, chunks, strict=True)
         ]
 
-    @torch.no_grad()
+    @outside_autograd
     def add_sharded_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Adds the result of a reduction to the sharded parameters' gradients, cast to their dtype."""
         dtypes = {p.dtypes.orig for p in params}
         if len(dtypes) == 1:  # one cast for all
             result = result.to(params[0].dtypes.orig)
         for param, grad in self.pieces(params, result):
-            param.add_sharded_grad(grad.to(param.dtypes.orig))
+            param.add_sharded_grad(grad if grad.dtype == param.dtypes.orig else grad.to(param.dtypes.orig))
 
-    @torch.no_grad()
+    @outside_autograd
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Keeps the result of a reduction over the shard axis only (Note [Partial gradients])."""
         if self.mesh.size == 1:  # the result is the input, which belongs to the compute stream
@@ -375,7 +376,7 @@ class ParamGroup:
         for param, grad in self.pieces(params, result):
             param.partial_grad = grad if param.partial_grad is None else param.partial_grad.add_(grad)
 
-    @torch.no_grad()
+    @outside_autograd
     def take_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Adds partial gradients to the result of a reduction that goes on over the replicas."""
         for param, grad in self.pieces(params, result):

@@ -44,7 +44,7 @@ from hwfsdp import compat, storage
 from hwfsdp.compat import local_of, replace_local, storage_key
 from hwfsdp.errors import UsageError
 from hwfsdp.extensions import Extension
-from hwfsdp.mesh import ShardMesh, in_host_memory
+from hwfsdp.mesh import ShardMesh, in_host_memory, is_in_place
 from hwfsdp.placement import Spread
 from hwfsdp.precision import CPUOffloadPolicy, Dtypes, MixedPrecisionPolicy, OffloadPolicy, resolve_dtypes
 from hwfsdp.sharding import (
@@ -88,6 +88,7 @@ class FSDPParam:
         spread: how the parameter lies over the ranks, before and after sharding.
         shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
         rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
+        local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
         dtypes: original, param and reduce dtype.
         state: which form is registered.
         padded_shard: [ceil(d0 / W) * rest], original dtype: this rank's rows, then zeros. In host memory if offloaded.
@@ -129,6 +130,8 @@ class FSDPParam:
         self.shape = whole.shape
         self.rows = rows_shape(self.shape, spread.dim, mesh.size)
         self.local_shape = local_shape(self.rows, mesh.size, mesh.rank) if spread.dim == 0 else self.rows[1:]
+        self.padded_numel = padded_local_numel(self.rows, mesh.size)
+        self.local_numel = prod(self.local_shape)
         self.shard(whole, param.requires_grad)
         self.dtypes = resolve_dtypes(param.dtype, policy)
         self.extension = Extension.of(self.local, fqn)
@@ -139,16 +142,6 @@ class FSDPParam:
         """This rank's rows, `local_shape`: the local part of the sharded parameter."""
         assert isinstance(self.sharded_param, DTensor)
         return local_of(self.sharded_param)
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements that this rank contributes to a gather."""
-        return padded_local_numel(self.rows, self.mesh.size)
-
-    @property
-    def local_numel(self) -> int:
-        """Elements of this rank's rows."""
-        return prod(self.local_shape)
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """`whole` [`shape`] as a view of shape `rows` (Note [Rows])."""
@@ -193,7 +186,9 @@ class FSDPParam:
             return [self.post_forward_shard]
         if self.extension is None:
             return [self.padded_shard]
-        local = self.local.to(self.mesh.device, non_blocking=True)
+        local = self.local
+        if not is_in_place(local, self.mesh.device):
+            local = local.to(self.mesh.device, non_blocking=True)
         arguments = (
             self.mesh.shard_axis,
             self.shape,
@@ -224,9 +219,7 @@ class FSDPParam:
         if self.post_forward_shard is not None:
             ranks, numel = self.gather_mesh.size, self.post_forward_shard.numel()
             return [self.gathered[: ranks * numel].view(ranks, -1)]
-        if self.spread.dim == 0:
-            return [self.gathered.view(self.mesh.size, -1)]
-        return [self.rows_of(self.gathered.view(self.shape))]
+        return [self._rows]
 
     def _create_unsharded(self) -> None:
         """`gathered` and `unsharded_param` on one storage (see `storage`, Note [Writing without being noticed])."""
@@ -234,6 +227,12 @@ class FSDPParam:
             numel = self.mesh.size * self.padded_numel
             self.gathered = torch.empty(numel, dtype=self.dtypes.gathered, device=self.mesh.device)
             self._set_unsharded(self.gathered.data[: self.shape.numel()].view(self.shape))
+            by_rank = self.spread.dim == 0
+            self._rows = (
+                self.gathered.view(self.mesh.size, -1)
+                if by_rank
+                else self.rows_of(self.gathered.view(self.shape))
+            )
             storage.free(self.gathered)  # from here on every allocation is a resizing
 
     def _set_unsharded(self, whole: Tensor) -> None:
@@ -312,17 +311,16 @@ class FSDPParam:
         self.accumulated_grad = None
         if self.unsharded_param is not None:
             grad, self.unsharded_param.grad = self.unsharded_param.grad, None
-        if grad is not None:
+        if isinstance(grad, DTensor):
             grad = self._own_part(grad)
         if accumulated is None or grad is None:
             return grad if accumulated is None else accumulated
         return accumulated.add_(grad)
 
-    @torch.no_grad()
-    def _own_part(self, grad: Tensor) -> Tensor:
+    def _own_part(self, grad: DTensor) -> Tensor:
         """The part of a tensor-parallel gradient that belongs to this rank's part of the parameter."""
         grid = self.spread.unsharded
-        if not isinstance(grad, DTensor) or grid is None:
+        if grid is None:
             return grad
         names = (*self.mesh.dims.shard_names, *self.mesh.dims.replicate_names) if self.mesh.dims else ()
         axes = grid.mesh.mesh_dim_names or ("",) * grid.mesh.ndim

@@ -20,7 +20,7 @@ Note [When a block is free]
     A block may be written again when the tensor in it is gone and all others have read it. Nobody waits for that, and
     nobody is told extra: each record also says up to which collective its sender has read. If no block is known to be
     free, another one is made; a training needs a handful. Only its owner decides about a block, so ranks need not
-    agree on anything.
+    agree on anything. Of several free blocks one is used and the memory of the others goes back to the system.
 
 Note [The order of a sum]
     Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
@@ -31,6 +31,7 @@ Note [The order of a sum]
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -53,6 +54,7 @@ from hwfsdp.streams import is_host
 
 _OPS = ("all_gather", "reduce_scatter")
 _REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_ALL = 2**63  # more than any number of collectives
 _LOOKS = 40  # at a socket that has nothing yet, before sleeping: a neighbor is seldom far behind
 
 
@@ -128,24 +130,36 @@ class _Block:
     """Memory that one rank writes and others read.
 
     Attributes:
-        bytes: [capacity], uint8, over its file.
+        capacity: bytes. address: where it begins in this process.
         tensor: the buffer of the tensor that lies in it, as long as it lives.
         readers: neighbors that were told of it, and the number of the collective that they were told of.
+        is_used: whether it has memory behind it.
     """
 
     def __init__(self, file: int, capacity: int) -> None:
-        self.file, self.memory = file, mmap.mmap(file, capacity)
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.file, self.capacity, self.memory = file, capacity, mmap.mmap(file, capacity)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         self.tensor: Callable[[], memoryview | None] = lambda: None
         self.readers: dict[Neighbors, int] = {}
+        self.is_used = False
 
     @property
     def is_free(self) -> bool:
         """Note [When a block is free]."""
         if self.tensor() is not None:
             return False
-        self.readers = {n: number for n, number in self.readers.items() if number > n.read_by_all}
+        for neighbors, number in list(self.readers.items()):
+            if number > neighbors.read_by_all:
+                neighbors.catch_up()
+            if number <= neighbors.read_by_all:
+                del self.readers[neighbors]
         return not self.readers
+
+    def shrink(self) -> None:
+        """Gives the memory back; what is written or read there next finds new memory."""
+        if self.is_used and hasattr(mmap, "MADV_REMOVE"):
+            self.memory.madvise(mmap.MADV_REMOVE)
+        self.is_used = False
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -162,18 +176,22 @@ class _Pool:
         nbytes = prod(size) * dtype.itemsize
         block = self.blocks[self._free(nbytes)]
         buffer = memoryview(block.memory)[: max(nbytes, dtype.itemsize)]
-        block.tensor = weakref.ref(buffer)
+        block.tensor, block.is_used = weakref.ref(buffer), True
         return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
 
     def _free(self, nbytes: int) -> int:
         """Index of the smallest free block that is large enough, made if there is none."""
-        free = [(block.bytes.numel(), index) for index, block in enumerate(self.blocks) if block.is_free]
-        if large_enough := [place for place in free if place[0] >= nbytes]:
-            return min(large_enough)[1]
-        index = max(free)[1] if free else len(self.blocks)  # a small one makes room for it
+        free = [(block.capacity, index) for index, block in enumerate(self.blocks) if block.is_free]
+        large_enough = [place for place in free if place[0] >= nbytes]
+        index = min(large_enough or [max(free, default=(0, len(self.blocks)))])[1]
+        for _, other in free:
+            if other != index:
+                self.blocks[other].shrink()
+        if large_enough:
+            return index  # else a small one makes room for it
         block = _Block(_anonymous_file(capacity := max(nbytes, mmap.PAGESIZE)), capacity)
         self.blocks[index : index + 1] = [block]
-        self._index_at = {block.bytes.data_ptr(): index for index, block in enumerate(self.blocks)}
+        self._index_at = {block.address: index for index, block in enumerate(self.blocks)}
         return index
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -238,7 +256,7 @@ class Neighbors:
         self.rank, self.size = rank, len(sockets) + 1
         self._sockets, self._timeout = sockets, timeout
         self._given: dict[int, _Block] = {}  # blocks that the others have, by index
-        self._theirs: dict[int, dict[int, Tensor]] = {peer: {} for peer in sockets}  # bytes of their blocks
+        self._theirs: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}  # blocks, by index
         self._told: dict[int, dict[int, _Record]] = {peer: {} for peer in sockets}  # by number, not yet used
         self._read_by: dict[int, int] = dict.fromkeys(sockets, 0)
         self._issued = 0  # number of the last collective
@@ -257,25 +275,24 @@ class Neighbors:
 
         def finish() -> None:
             for peer in self._sockets:
-                rows[peer].copy_(self._part(peer, number, 0, nbytes, 0, nbytes).view(output.dtype))
+                rows[peer].copy_(self._part(peer, number, 0, nbytes, 0, rows[peer]))
             del self._unread[number]
 
         return Transfer(finish)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, mean: bool) -> Transfer:
-        number = self._tell(1, input)
-        own = input.view(self.size, -1)[self.rank]
-
-        def part(rank: int) -> Tensor:
-            start = self.rank * output.nbytes
-            return self._part(rank, number, 1, input.nbytes, start, output.nbytes).view(output.dtype)
+        number, nbytes = self._tell(1, input), input.nbytes
+        own, start = input.view(self.size, -1)[self.rank], self.rank * output.nbytes
 
         def finish() -> None:
-            parts = [own if rank == self.rank else part(rank) for rank in range(self.size)]
-            for start, stop, last in self._sums(output):
+            parts = [
+                own if rank == self.rank else self._part(rank, number, 1, nbytes, start, output)
+                for rank in range(self.size)
+            ]
+            for begin, end, last in self._sums(output):
                 order = [(last - step) % self.size for step in range(1, self.size + 1)]
-                first, second, *rest = [parts[rank][start:stop] for rank in order]
-                total = torch.add(first, second, out=output[start:stop])
+                first, second, *rest = [parts[rank][begin:end] for rank in order]
+                total = torch.add(first, second, out=output[begin:end])
                 for term in rest:
                     total.add_(term)
             if mean:
@@ -309,15 +326,15 @@ class Neighbors:
         block.readers[self] = number
         is_new = self._given.get(index) is not block
         self._given[index] = block
-        capacity = block.bytes.numel() if is_new else 0
+        capacity = block.capacity if is_new else 0
         read = next(iter(self._unread)) - 1
         record = _LAYOUT.pack(number, op, input.nbytes, read, index, offset, capacity)
         for peer, connection in self._sockets.items():
             self._send(peer, connection, record, block.file if is_new else None)
         return number
 
-    def _part(self, peer: int, number: int, op: int, nbytes: int, start: int, length: int) -> Tensor:
-        """Bytes from `start` of what `peer` gives to a collective, once it has told: [length], uint8.
+    def _part(self, peer: int, number: int, op: int, nbytes: int, start: int, like: Tensor) -> Tensor:
+        """What `peer` gives to a collective, once it has told: from byte `start` on, as much as `like` has.
 
         Raises:
             RuntimeError: it called something else.
@@ -331,7 +348,28 @@ class Neighbors:
                 f"ranks call different collectives: number {number} of their group is {_OPS[op]} of {nbytes} bytes "
                 f"on rank {self.rank}, {_OPS[record.op]} of {record.nbytes} bytes on rank {peer}"
             )
-        return self._theirs[peer][record.block].narrow(0, record.offset + start, length)
+        if not like.numel():
+            return like
+        memory = self._theirs[peer][record.block]
+        return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=record.offset + start)
+
+    def catch_up(self) -> None:
+        """Takes in what the others have told by now. Who has left reads no more."""
+        peers = {self._sockets[peer].fileno(): peer for peer in self._sockets if self._read_by[peer] < _ALL}
+        poll = select.poll()
+        for file in peers:
+            poll.register(file, select.POLLIN)
+        for file, _ in poll.poll(0):
+            try:
+                self._listen(peers[file])
+            except RuntimeError:
+                self._read_by[peers[file]] = _ALL
+
+    def leave(self) -> None:
+        """This rank reads no more."""
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):  # the other one has left before
+                connection.shutdown(socket.SHUT_WR)
 
     def _listen(self, peer: int) -> None:
         """Takes in the next record of `peer`."""
@@ -340,9 +378,7 @@ class Neighbors:
         if record.capacity:
             self._sleep(peer, connection)
             _, (file,), _, _ = socket.recv_fds(connection, 1, 1)
-            self._theirs[peer][record.block] = torch.frombuffer(
-                mmap.mmap(file, record.capacity), dtype=torch.uint8
-            )
+            self._theirs[peer][record.block] = mmap.mmap(file, record.capacity)
             os.close(file)
         self._read_by[peer] = record.read
         self._told[peer][record.number] = record
@@ -385,6 +421,7 @@ class Neighbors:
 
 # --- Finding each other ------------------------------------------------------------------------------------
 
+_UNKNOWN = "not asked yet"
 _neighbors_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbors | None] = weakref.WeakKeyDictionary()
 
 
@@ -398,11 +435,15 @@ def _find_neighbors(group: dist.ProcessGroup | None) -> Neighbors | None:
     """The neighbors in this group; None if its ranks share no memory. All ranks call the first time."""
     group = group or dist.group.WORLD
     assert group is not None, "no process group"
-    if group not in _neighbors_of:
-        uses_gloo = compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1
-        with events.paused():
-            _neighbors_of[group] = _meet(group) if uses_gloo else None
-    return _neighbors_of[group]
+    found = _neighbors_of.get(group, _UNKNOWN)
+    if not isinstance(found, str):
+        return found
+    uses_gloo = compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1
+    with events.paused():
+        neighbors = _neighbors_of[group] = _meet(group) if uses_gloo else None
+    if neighbors:
+        weakref.finalize(group, neighbors.leave).atexit = False
+    return neighbors
 
 
 def _meet(group: dist.ProcessGroup) -> Neighbors | None:

@@ -33,7 +33,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ from hwfsdp import events
 from hwfsdp.errors import CollectiveError, UsageError
 from hwfsdp.events import HostMark, Mark
 
+_NOTHING = nullcontext()
 pending_collective = ""  # what the host is blocked in, for whoever has to say where a rank hangs
 
 
@@ -74,6 +75,11 @@ class StreamEvent(ABC):
         self.after = recorder.over_on(stream) if recorder else ()
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing that was issued there before is still to be done, as far as the host knows."""
+        return False
+
+    @property
     def seq(self) -> int:
         """The last event that ended on the stream before this point; -1 if none was logged."""
         return self.after[0] if self.after else -1
@@ -100,14 +106,13 @@ class Stream(ABC):
         if recorder := events.active():
             recorder.ordered_after(self.name, *event.after)
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> AbstractContextManager[Any]:
         """Tensor operations in the block run on this stream."""
         recorder = events.active()
-        if recorder is None:
-            with self._current():
-                yield
-            return
+        return self._current() if recorder is None else self._run_recorded(recorder)
+
+    @contextmanager
+    def _run_recorded(self, recorder: events.Recorder) -> Iterator[None]:
         outer, recorder.stream = recorder.stream, self.name
         try:
             with self._current():
@@ -150,7 +155,7 @@ class Stream(ABC):
     def _wait(self, event: StreamEvent) -> None: ...
 
     @abstractmethod
-    def _current(self) -> Any: ...
+    def _current(self) -> AbstractContextManager[Any]: ...
 
 
 class StreamSet:
@@ -211,6 +216,7 @@ class HostStream(Stream):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self._is_host = name in ("compute", "copy")  # work there is done when its function returns
         self._queue: deque[_Entry] = deque()
         self._issued = self._started = self._finished = 0  # entries ever
         self._lost: list[tuple[int, int]] = []  # runs of entries that failed or were dropped
@@ -220,8 +226,9 @@ class HostStream(Stream):
         return HostEvent(self, self._issued)
 
     def wait(self, event: StreamEvent | None) -> None:
-        on_host = self.name in ("compute", "copy")
-        if on_host or not isinstance(event, HostEvent) or event.is_over or event.stream == self.name:
+        if not isinstance(event, HostEvent) or (event.is_over and events.active() is None):
+            return
+        if event.is_over or self._is_host or event.stream == self.name:
             super().wait(event)
             return
         if self not in event.queue._followers:
@@ -309,8 +316,8 @@ class HostStream(Stream):
         assert isinstance(event, HostEvent)
         event.queue.finish(event.ticket)
 
-    def _current(self) -> Any:
-        return nullcontext()
+    def _current(self) -> AbstractContextManager[Any]:
+        return _NOTHING
 
 
 def run_named(call: Callable[[], Any], name: str, owner: str) -> Any:
@@ -387,8 +394,8 @@ class DeviceStream(Stream):
         assert isinstance(event, DeviceEvent)
         self.native.wait_event(event.event)
 
-    def _current(self) -> Any:
-        return nullcontext() if self._stream is None else self._module.stream(self._stream)
+    def _current(self) -> AbstractContextManager[Any]:
+        return _NOTHING if self._stream is None else self._module.stream(self._stream)
 
 
 def _device_streams(device_type: str) -> StreamSet:

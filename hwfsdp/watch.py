@@ -84,5 +84,9 @@ def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:
     tensors = tensors_with_grad(inputs) if torch.is_grad_enabled() else []
     if not tensors:
         return inputs
+    if len(tensors) == 1 and not compat.in_transforms():
+        alias = tensors[0].view_as(tensors[0])
+        alias.register_hook(lambda grad: after_backward())
+        return replace_tensors_with_grad(inputs, [alias])
     outputs: tuple[Tensor, ...] = PostBackward.apply(after_backward, *tensors)  # type: ignore[no-untyped-call]
     return replace_tensors_with_grad(inputs, list(outputs))

@@ -1,0 +1,34 @@
+"""Many ranks played by one process: a process group that only pretends to communicate.
+
+Its collectives return at once and leave the data as they are. A model that is sharded over such a group has the
+shapes and the schedule of one rank of a large world, without the time of its communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hwfsdp import launch
+
+R = TypeVar("R")
+
+
+def in_fake_world(fn: Callable[..., R], world_size: int, *args: Any) -> R:
+    """Calls `fn(*args)` in a fresh process that is rank 0 of `world_size` pretended ranks.
+
+    The process group is "fake" for tensors on every device. A process has one default group at a time, so every call
+    takes a process of its own.
+    """
+    result: R = launch(_play, 1, fn, world_size, args)[0]
+    return result
+
+
+def _play(fn: Callable[..., R], world_size: int, args: tuple[Any, ...]) -> R:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()  # the real group of one rank that a launched process begins with
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    return fn(*args)

@@ -1,0 +1,97 @@
+"""What no schedule can beat: the compute of a step alone, and its collectives alone.
+
+A sharded step gathers every block twice and reduces its gradients once. The same collectives, over buffers of the
+same sizes, without a model around them, are one bar; an unsharded step is the other. A schedule that overlaps nothing
+takes their sum, a perfect one takes the longer of the two. Both are relative to how bytes are moved, so there is one
+pair of limits per transport.
+
+A transport is an entry of `TRANSPORTS`: two functions that take the number of elements of a whole block and return
+what to call for one blocking collective over that many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import FORWARD_BACKWARD, FSDP2, HWFSDP, UNSHARDED, Shape, build
+from benchmarks.records import Record, Spread, ratio
+from benchmarks.timing import Action, Samples, timed
+from hwfsdp import compat
+from hwfsdp.accounting import GroupSizes
+
+Collective = Callable[[], None]
+COLLECTIVES = "collectives"  # the lap under which their times are found
+
+
+class Transport(NamedTuple):
+    """How bytes move. Both take the elements of the whole tensor, a multiple of the number of ranks."""
+
+    make_gather: Callable[[int], Collective]
+    make_reduce: Callable[[int], Collective]
+
+
+def _gather(numel: int) -> Collective:
+    whole = torch.zeros(numel)
+    part = whole.view(dist.get_world_size(), -1)[dist.get_rank()]
+    return lambda: _done(compat.all_gather_single(whole, part, None, False))
+
+
+def _reduce(numel: int) -> Collective:
+    whole, part = torch.zeros(numel), torch.zeros(numel // dist.get_world_size())
+    return lambda: _done(compat.reduce_scatter_single(part, whole, dist.ReduceOp.AVG, None, False))
+
+
+def _done(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+TRANSPORTS: dict[str, Transport] = {"torch.distributed": Transport(_gather, _reduce)}
+
+
+def block_numels(shape: Shape, world_size: int) -> list[int]:
+    """Elements on the wire of every block."""
+    blocks = build(shape)
+    return [GroupSizes([p.shape for p in block.parameters()]).padded_numel(world_size) for block in blocks]
+
+
+def limit(numels: Sequence[int], transports: Mapping[str, Transport]) -> dict[str, Action]:
+    """By transport, an action of all collectives of a step over blocks of these sizes."""
+    return {name: timed(COLLECTIVES, _step(numels, transport)) for name, transport in transports.items()}
+
+
+def _step(numels: Sequence[int], transport: Transport) -> Collective:
+    gathers = [transport.make_gather(numel) for numel in numels]
+    reductions = [transport.make_reduce(numel) for numel in numels]
+
+    def step() -> None:
+        for gather in gathers:
+            gather()
+        for gather, reduction in zip(reversed(gathers), reversed(reductions), strict=True):
+            gather()
+            reduction()
+
+    return step
+
+
+def limit_records(samples: Samples, case: dict[str, str | int]) -> list[Record]:
+    """Of the same rounds as the steps: per transport both limits, and how far each library is from the lower."""
+    steps = samples[FORWARD_BACKWARD]
+    compute = steps[UNSHARDED]
+    records = []
+    for name, collectives in samples.get(COLLECTIVES, {}).items():
+        serial = [a + b for a, b in zip(compute, collectives, strict=True)]
+        overlapped = [max(a, b) for a, b in zip(compute, collectives, strict=True)]
+        values = {
+            "compute": Spread.of(compute),
+            "collectives": Spread.of(collectives),
+            "one after the other": Spread.of(serial),
+            "overlapped": Spread.of(overlapped),
+        }
+        checks = {f"{c} / overlapped": ratio(steps[c], overlapped) for c in (HWFSDP, FSDP2)}
+        records.append(Record("limit", {**case, "transport": name}, "ms", values, checks))
+    return records

@@ -1,0 +1,214 @@
+"""Every part of the benchmarks in a tiny configuration: that results have the right shape, never what they say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import figure, gpu, overhead, peak, profile, scaling, startup, steps
+from benchmarks import __main__ as program
+from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build, own_adamw
+from benchmarks.limit import TRANSPORTS, block_numels
+from benchmarks.records import Check, Record, Spread, load, of_part, ratio, save
+from benchmarks.report import as_markdown, as_text, number, tables
+from benchmarks.timing import slowest, take_turns, timed
+from hwfsdp.accounting import GroupSizes, step_traffic
+
+SMALLEST = "0.2 M"
+POINTS = {scaling.LAYERS: (2,), scaling.PARAMETERS: (4,), scaling.GROUPS: (3,), scaling.RANKS: (1,)}
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    """One round of each part. Collectives are not checked, which torch's DDP does not survive in launched ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+        return [
+            *steps.run([2], [SMALLEST], 1),
+            *scaling.run(1, POINTS),
+            *overhead.run(1, [2]),
+            *peak.run([SMALLEST]),
+            *gpu.run("cpu", 1, world_size=2),
+            *profile.run([SMALLEST], 1),
+        ]
+
+
+def test_steps_compare_everybody_in_both_kinds_of_step(records):
+    kinds = {str(record.case["kind"]): record for record in of_part(records, "steps")}
+    assert set(kinds) == {"fwd+bwd", "full step"}
+    for record in kinds.values():
+        assert {HWFSDP, FSDP2, DDP, UNSHARDED} <= set(record.values)
+        assert record.checks["hwfsdp / FSDP2"].target is not None
+    assert ("hwfsdp, its AdamW / FSDP2" in kinds["full step"].checks) == (own_adamw() is not None)
+
+
+def test_there_is_a_limit_for_every_transport(records):
+    found = of_part(records, "limit")
+    assert [record.case["transport"] for record in found] == list(TRANSPORTS)
+    for record in found:
+        spreads = record.values
+        assert spreads["overlapped"].median == max(spreads["compute"].median, spreads["collectives"].median)
+        assert spreads["one after the other"].median == pytest.approx(
+            spreads["compute"].median + spreads["collectives"].median
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_of_the_limit_move_what_a_step_moves(world_size):
+    blocks = build(SIZES[SMALLEST])
+    groups = [GroupSizes([p.shape for p in block.parameters()]) for block in blocks]
+    traffic = step_traffic(groups, world_size)
+    whole = 4 * sum(block_numels(SIZES[SMALLEST], world_size))
+    assert traffic == {"all_gather": 2 * whole, "reduce_scatter": whole}
+
+
+def test_scaling_visits_every_point(records):
+    found = [(record.case["axis"], record.case["at"]) for record in of_part(records, "scaling")]
+    assert found == [(axis, point) for axis, points in POINTS.items() for point in points]
+
+
+@pytest.mark.parametrize(
+    ("axis", "count"), [(scaling.LAYERS, 6), (scaling.PARAMETERS, 6), (scaling.GROUPS, 6)]
+)
+def test_points_of_an_axis_differ_in_nothing_else(axis, count):
+    points = scaling.POINTS[axis]
+    sizes = {sum(p.numel() for p in scaling.model_at(axis, point).parameters()) for point in points}
+    groups = {len(scaling.model_at(axis, point)) for point in points}
+    assert len(sizes) == (len(points) if axis == scaling.LAYERS else 1)
+    assert groups == ({count} if axis == scaling.PARAMETERS else set(points))
+
+
+def test_overhead_is_what_goes_beyond_the_unsharded_step():
+    samples = {"fwd+bwd": {HWFSDP: [1.5], FSDP2: [3.0], UNSHARDED: [1.0]}}
+    assert overhead.overheads(samples) == {HWFSDP: [500.0], FSDP2: [2000.0]}
+
+
+def test_whole_parameters_peak_at_the_closed_form(records):
+    (record,) = of_part(records, "memory")
+    check = record.checks["hwfsdp's whole parameters / closed form"]
+    assert (check.spread.q1, check.spread.median, check.spread.q3) == (1.0, 1.0, 1.0)
+
+
+def test_a_counter_sees_what_is_alive_at_once():
+    with peak.StorageCounter() as counter:
+        kept = torch.zeros(1000)
+        torch.zeros(500)  # gone at once
+        view = kept[:10]
+        last = torch.zeros(250)
+    assert counter.peak == 4 * (1000 + 500)
+    assert view.sum() + last.sum() == 0
+
+
+def test_a_counter_follows_storages_that_come_and_go():
+    with peak.StorageCounter() as counter:
+        tensor = torch.zeros(1000)
+        tensor.untyped_storage().resize_(0)
+        counter.reset()
+        before = counter.peak
+        tensor.untyped_storage().resize_(4000)
+    assert (before, counter.peak, counter.whole) == (0, 4000, 4000)
+
+
+def test_overlapping_memory_counts_once():
+    assert peak.covered([(0, 10), (5, 15), (20, 30), (22, 25)]) == 25
+
+
+def test_shared_memory_is_told_from_own_memory():
+    own, shared = torch.zeros(1000), torch.zeros(1000).share_memory_()
+    assert not peak.is_shared(own.data_ptr())
+    assert peak.is_shared(shared.data_ptr())
+
+
+def test_the_gpu_part_measures_time_issue_time_and_memory(records):
+    assert [record.case["kind"] for record in of_part(records, "gpu")] == ["fwd+bwd", "issue", "peak"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_the_gpu_part_says_why_it_is_skipped(capsys):
+    assert gpu.run("cuda", 1) == []
+    assert "torch.cuda is not available" in capsys.readouterr().out
+
+
+def test_a_profile_adds_up_to_the_step(records):
+    (record,) = of_part(records, "profile")
+    parts = [spread.median for name, spread in record.values.items() if name != "step"]
+    assert sum(parts) == pytest.approx(record.values["step"].median)
+
+
+def test_startup_compares_imports_of_the_same_round(monkeypatch):
+    monkeypatch.setattr(startup, "_python", lambda program: "0.5\n0.25\n")
+    imports, launches = startup.run(2)
+    assert list(imports.values) == list(startup.STATEMENTS)
+    assert imports.checks["added, import hwfsdp [s]"].target == startup.TARGET
+    assert [spread.median for spread in launches.values.values()] == [0.5, 0.25]
+
+
+def test_contenders_take_turns_at_going_first():
+    order: list[str] = []
+    actions = {name: timed("ms", lambda name=name: order.append(name)) for name in "abc"}
+    samples = take_turns(actions, rounds=2, warm_up=1)
+    assert "".join(order) == "cab" + "abc" + "bca"
+    assert {name: len(times) for name, times in samples["ms"].items()} == dict.fromkeys("abc", 2)
+
+
+def test_a_step_is_over_when_its_last_rank_is():
+    assert slowest([{"ms": {"a": [1.0, 4.0]}}, {"ms": {"a": [2.0, 3.0]}}]) == {"ms": {"a": [2.0, 4.0]}}
+
+
+def test_ratios_are_of_the_same_round():
+    check = ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0], target=0.5)
+    assert (check.spread, check.met) == (Spread(0.5, 0.5, 0.5, 3), True)
+
+
+def test_a_file_of_results_keeps_the_parts_that_were_not_measured_again(tmp_path):
+    path = tmp_path / "bench.json"
+    old, new = (Record("steps", {"at": n}, "ms", {"a": Spread(1, 1, 1, 1)}) for n in (1, 2))
+    other = Record("memory", {}, "MiB", {}, {"b": Check(Spread(1, 1, 1, 1), 1.0)}, ("a note",))
+    save(path, [old, other])
+    save(path, [new])
+    assert load(path) == [other, new]
+
+
+def test_results_of_another_machine_are_dropped(tmp_path):
+    path = tmp_path / "bench.json"
+    old, new = (Record(part, {}, "ms", {}) for part in ("steps", "memory"))
+    save(path, [old])
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "machine": {"cpu": "another"}}))
+    save(path, [new])
+    assert load(path) == [new]
+
+
+def test_tables_have_a_cell_for_every_value_and_check(records):
+    for table in tables(records):
+        assert {len(row) for row in table.rows} == {len(table.headers)}
+    text = "\n".join(as_text(part, of_part(records, part)) for part in ("steps", "memory"))
+    assert "targets met" in text
+    assert as_markdown({"cores": 2}, records).count("\n## ") == 6 + 1  # steps come with limits
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123, "0.012"), (0.5, "0.50"), (9.996, "10.0"), (12.34, "12.3"), (1234.5, "1234"), (-12.34, "-12.3")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
+
+
+def test_the_picture_is_drawn_from_whatever_was_measured(records, tmp_path):
+    for name, shown in {"all": records, "memory": of_part(records, "memory")}.items():
+        assert figure.draw(shown, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert not figure.draw([], tmp_path / "nothing.png")
+
+
+def test_the_command_measures_keeps_and_reports(tmp_path, monkeypatch, capsys, records):
+    monkeypatch.setitem(program.PARTS, "memory", lambda chosen: of_part(records, "memory"))
+    path = tmp_path / "bench.json"
+    program.main(["memory", "--out", str(path)])
+    assert load(path) == of_part(records, "memory")
+    assert path.with_suffix(".png").exists()
+    program.main(["report", "--out", str(path)])
+    assert "| params | ranks |" in capsys.readouterr().out

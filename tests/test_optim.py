@@ -1,0 +1,902 @@
+"""Optimizers over local parts: the same bits, the same state and the same manners as torch's over DTensors.
+
+Two oracles: `torch.optim` over the same DTensors, and `torch.optim` over plain tensors, the local parts. Parameters lie
+over the ranks in every way at once: even, uneven and empty shards, cut along another dimension, replicated.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hwfsdp.optim
+import models
+from hwfsdp import UsageError, launch, record
+from hwfsdp.compat import replace_local
+from oracles import BITS, Check, Training, complaints, differences, ours, run_checks
+
+Make = Callable[..., torch.optim.Optimizer]
+NAMES = [name for name in hwfsdp.optim.__all__ if name not in ("LocalStep", "local")]
+
+
+def both(name: str) -> tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]]:
+    """Ours, torch's."""
+    return getattr(hwfsdp.optim, name), getattr(torch.optim, name)
+
+
+# --- Parameters and what is compared -----------------------------------------------------------------------
+
+LAYOUTS = [  # of 2 ranks
+    ((4, 3), Shard(0)),  # even
+    ((5, 2), Shard(0)),  # uneven
+    ((1, 3), Shard(0)),  # nothing on the second rank
+    ((3, 4), Shard(1)),
+    ((3,), Replicate()),
+]
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    """Made once, because process groups take their time."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def whole(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def lay_out(tensor: Tensor, *placements: Placement) -> DTensor:
+    """No communication, since every rank has the whole tensor."""
+    return distribute_tensor(tensor, mesh(), placements, src_data_rank=None)
+
+
+def dtensors(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """One parameter of each layout; those of two calls share no memory."""
+    return [
+        nn.Parameter(lay_out(whole(shape, seed, dtype), placement))
+        for seed, (shape, placement) in enumerate(LAYOUTS)
+    ]
+
+
+def local_copies(params: Iterable[Tensor]) -> list[nn.Parameter]:
+    """The local parts of DTensors, and plain tensors, in memory of their own."""
+    return [nn.Parameter(part(p.detach()).clone(), p.requires_grad) for p in params]
+
+
+def part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def give_grads(params: Iterable[Tensor], step: int) -> None:
+    """The same gradients at each call."""
+    for number, param in enumerate(params):
+        grad = whole(tuple(param.shape), 100 * step + number + 50, param.dtype)
+        if isinstance(param, DTensor):
+            grad = lay_out(grad, *param.placements)
+        param.grad = grad if param.requires_grad else None
+
+
+def copy_grads(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        grad = source.grad if source.grad is None or isinstance(target, DTensor) else part(source.grad)
+        target.grad = None if grad is None else grad.clone()
+
+
+def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def unequal(got: Any, expected: Any, where: str = "", locally: bool = False) -> list[str]:
+    """Where two nests of dicts and lists differ, of tensors any bit; `locally`: DTensors may stand for local parts."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        if list(got) != list(expected):
+            return [f"{where}: {list(got)} instead of {list(expected)}"]
+        return [c for key in got for c in unequal(got[key], expected[key], f"{where}.{key}", locally)]
+    if isinstance(expected, list | tuple) and len(got) == len(expected):
+        return [
+            c for i, (a, b) in enumerate(zip(got, expected)) for c in unequal(a, b, f"{where}[{i}]", locally)
+        ]
+    if isinstance(got, DTensor) and isinstance(expected, DTensor):
+        layouts = [(t.stride(), t.device_mesh, t.placements, t._spec.tensor_meta) for t in (got, expected)]
+        if layouts[0] != layouts[1]:
+            return [f"{where}: {layouts[0]} instead of {layouts[1]}"]
+    elif not locally and type(got) is not type(expected):
+        return [f"{where}: {type(got).__name__} instead of {type(expected).__name__}"]
+    if isinstance(got, Tensor):
+        got, expected = part(got.detach()), part(expected.detach())
+        same = got.dtype == expected.dtype and torch.equal(got, expected)
+    else:
+        same = got == expected
+    return [] if same else [f"{where}: {got} instead of {expected}"]
+
+
+def contents(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Parameters, groups, and the state, in the order in which it came to be."""
+    order = [next(i for i, p in enumerate(all_params(optimizer)) if p is key) for key in optimizer.state]
+    return {"params": all_params(optimizer), "order": order, **optimizer.state_dict()}
+
+
+def compare(optimizer: torch.optim.Optimizer, *oracles: torch.optim.Optimizer, steps: int = 2) -> list[str]:
+    """Steps all of them with the same gradients; the oracles are over DTensors laid out alike, or over local parts."""
+    wrong = []
+    for step in range(steps):
+        params = all_params(optimizer)
+        give_grads(params, step)
+        for oracle in oracles:
+            copy_grads(params, all_params(oracle))
+            oracle.step()
+        grads = [param.grad for param in params]
+        optimizer.step()
+        wrong += [f"gradient {i} is another" for i, p in enumerate(params) if p.grad is not grads[i]]
+        for oracle in oracles:
+            locally = not any(isinstance(p, DTensor) for p in all_params(oracle))
+            wrong += unequal(
+                contents(optimizer), contents(oracle), f"step {step}, locally {locally}", locally
+            )
+    return wrong
+
+
+CHECKS: dict[str, Callable[[], list[str]]] = {}
+WORLDS = (1, 2)
+worlds = pytest.mark.parametrize("world_size", WORLDS)
+
+
+def on_ranks(check: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    """Remembers a check that runs on 1 and 2 ranks."""
+    CHECKS[check.__name__] = check
+    return check
+
+
+@functools.cache
+def results(world_size: int) -> Any:
+    """All checks, in one launch."""
+    checks: dict[str, Check] = {name: functools.partial(named, check) for name, check in CHECKS.items()}
+    return launch(run_checks, world_size, checks, timeout=200)
+
+
+def named(check: Callable[[], list[str]]) -> dict[str, list[str]]:
+    return {"": check()}
+
+
+def wrong_in(check: str, world_size: int) -> list[str]:
+    return complaints(results(world_size), check, "")
+
+
+# --- Numbers and states ------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "ASGD": [{}, {"lr": 0.1, "lambd": 0.1, "t0": 1, "weight_decay": 0.1, "maximize": True}],
+    "Adadelta": [{}, {"weight_decay": 0.1, "maximize": True}],
+    "Adagrad": [
+        {},
+        {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.1, "maximize": True},
+    ],
+    "Adam": [{}, {"weight_decay": 0.1, "amsgrad": True, "maximize": True}],
+    "AdamW": [{}, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True, "maximize": True}],
+    "Adamax": [{}, {"weight_decay": 0.1, "maximize": True}],
+    "NAdam": [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}],
+    "RAdam": [{}, {"betas": (0.5, 0.6), "weight_decay": 0.1, "decoupled_weight_decay": True}],
+    "RMSprop": [{}, {"weight_decay": 0.1, "momentum": 0.9, "centered": True, "maximize": True}],
+    "Rprop": [{}, {"etas": (0.4, 1.3), "maximize": True}],
+    "SGD": [
+        {},
+        {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "nesterov": True},
+    ],
+}
+WAYS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+
+
+TORCH_CANNOT = [("Rprop", "foreach"), ("Adagrad", "fused"), ("SGD", "fused")]  # over DTensors, in torch 2.13
+
+
+def variants(name: str) -> list[tuple[dict[str, Any], torch.dtype]]:
+    takes = inspect.signature(getattr(torch.optim, name)).parameters
+    ways = [way for way in WAYS if set(way) <= set(takes)]
+    found = [(options | way, torch.float32) for options in OPTIONS[name] for way in ways]
+    return found + [(OPTIONS[name][1] | way, torch.bfloat16) for way in ways]
+
+
+def check_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    """Two groups of DTensors, one of them frozen, and a group of a plain tensor."""
+    fast, slow = both(name)
+    plain = whole((2, 2), 40, dtype)
+
+    def made(make: Make, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        params[0].requires_grad_(False)
+        groups = [{"params": params[:2], "lr": 0.05}, {"params": params[2:]}]
+        return make([*groups, {"params": [nn.Parameter(plain.clone())]}], **options)
+
+    oracles = [made(slow, local_copies(dtensors(dtype)))]
+    if not any(name == other and way in options for other, way in TORCH_CANNOT):
+        oracles.append(made(slow, dtensors(dtype)))
+    return compare(made(fast, dtensors(dtype)), *oracles)
+
+
+for _name in OPTIONS:
+    for _options, _dtype in variants(_name):
+        CHECKS[f"{_name} {_options} {_dtype}"] = functools.partial(check_bits, _name, _options, _dtype)
+BITWISE = list(CHECKS)
+
+
+@worlds
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_and_states_are_bit_for_bit_those_of_torch_over_dtensors_and_over_local_parts(
+    name, world_size
+):
+    checks = [check for check in BITWISE if check.split()[0] == name]
+    assert checks
+    assert {check: wrong_in(check, world_size) for check in checks} == {check: [] for check in checks}
+
+
+# --- Gradients and parameters that local parts do not tell about -------------------------------------------
+
+
+def half_sums(params: Iterable[Tensor]) -> list[DTensor]:
+    """A partial sum for each parameter, other numbers on every rank; the sum of two numbers has one value."""
+    rank = dist.get_rank()
+    return [
+        DTensor.from_local(whole(tuple(p.shape), 70 + 10 * rank + i), mesh(), [Partial()], run_check=False)
+        for i, p in enumerate(params)
+    ]
+
+
+def laid_out_like(tensors: Iterable[DTensor], params: Iterable[DTensor]) -> list[Tensor]:
+    return [t.redistribute(placements=p.placements) for t, p in zip(tensors, params, strict=True)]
+
+
+@on_ranks
+def check_partial_gradients() -> list[str]:
+    """Against torch, given gradients that were summed before."""
+    wrong = []
+    for name in ("SGD", "AdamW"):
+        fast, slow = (make(dtensors(), lr=0.1) for make in both(name))
+        for _ in range(2):
+            for params in (all_params(fast), all_params(slow)):
+                for param, grad in zip(params, half_sums(params), strict=True):
+                    param.grad = grad
+            for param, grad in zip(all_params(slow), laid_out_like(half_sums(params), params), strict=True):
+                param.grad = grad
+            fast.step()
+            slow.step()
+            wrong += unequal(contents(fast), contents(slow), name)
+            wrong += [f"{p.grad.placements}" for p in all_params(fast) if p.grad.placements != (Partial(),)]
+    return wrong
+
+
+@worlds
+def test_gradients_that_are_partial_sums_are_summed_first_and_stay_as_they_are(world_size):
+    assert wrong_in("check_partial_gradients", world_size) == []
+
+
+@on_ranks
+def check_partial_state() -> list[str]:
+    """A state that is a partial sum can be loaded; with the next step it lies as its parameter does."""
+    optimizer, oracle = (make(dtensors(), lr=0.1, momentum=0.9) for make in both("SGD"))
+    wrong = compare(optimizer, oracle, steps=1)
+    saved = oracle.state_dict()
+    buffers = half_sums(all_params(oracle))
+    for tensors, loading in (
+        (buffers, optimizer),
+        (laid_out_like(buffers, all_params(oracle)), oracle),
+    ):
+        for number, buffer in enumerate(tensors):
+            saved["state"][number] = {"momentum_buffer": buffer}
+        loading.load_state_dict(copy.deepcopy(saved))
+    return wrong + compare(optimizer, oracle)
+
+
+@worlds
+def test_a_state_that_is_a_partial_sum_becomes_laid_out_like_its_parameter(world_size):
+    assert wrong_in("check_partial_state", world_size) == []
+
+
+@on_ranks
+def check_slow_way() -> list[str]:
+    """One parameter without dimensions, and a differentiable step: as torch does it."""
+    wrong = []
+    for options, shapes in (({}, [(), (4, 2)]), ({"differentiable": True}, [(4, 2)])):
+        optimizers = [
+            make(
+                [nn.Parameter(lay_out(whole(s, 1), Shard(0) if s else Replicate())) for s in shapes],
+                **options,
+            )
+            for make in both("Adam")
+        ]
+        if options:  # parameters that are results
+            for optimizer in optimizers:
+                start = all_params(optimizer)[0]
+                optimizer.param_groups[0]["params"] = [start * 2]
+                give_grads(all_params(optimizer), 0)
+                optimizer.step()
+                all_params(optimizer)[0].sum().backward()
+                wrong += [] if start.grad is not None else ["not differentiable"]
+                wrong += unequal(all_params(optimizer), all_params(optimizers[0]))
+        else:
+            wrong += compare(*optimizers)
+            wrong += [f"{s['step']}" for s in optimizers[0].state.values() if isinstance(s["step"], DTensor)]
+    return wrong
+
+
+@worlds
+def test_what_local_parts_do_not_tell_about_goes_the_way_of_torch(world_size):
+    assert wrong_in("check_slow_way", world_size) == []
+
+
+@on_ranks
+def check_outcome() -> list[str]:
+    """A parameter that is a partial sum, a gradient that is no DTensor: the same end as with torch, be it an error."""
+
+    def end_of(make: Make, param: nn.Parameter, grad: Tensor) -> str:
+        param.grad = grad
+        before = part(param.detach()).clone()
+        try:
+            make([param], lr=0.1).step()
+        except Exception as error:
+            return type(error).__name__
+        return str(part(param.detach()) - before)
+
+    fast, slow = both("Adam")
+    wrong = []
+    for sharded in (True, False):
+        ends = []
+        for make in (fast, slow):
+            (param,) = dtensors()[:1]
+            grad: Tensor = whole((4, 3), 3)
+            if not sharded:
+                param, grad = nn.Parameter(half_sums([param])[0]), half_sums([param])[0]
+            ends.append(end_of(make, param, grad))
+        wrong += [] if ends[0] == ends[1] else [f"{ends[0]} instead of {ends[1]}"]
+    return wrong
+
+
+@worlds
+def test_what_torch_cannot_step_over_is_not_stepped_over(world_size):
+    assert wrong_in("check_outcome", world_size) == []
+
+
+@on_ranks
+def check_mixed() -> list[str]:
+    """Over a list of both, torch cannot run one operator for all, so there the oracle is over local parts."""
+    wrong = []
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+
+        def made(make: Make, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return make([nn.Parameter(whole((2, 2), 41)), *params, nn.Parameter(whole((3,), 42))], **options)
+
+        fast, slow = both("AdamW")
+        oracles = [made(slow, local_copies(dtensors()))]
+        if options == {"foreach": False}:
+            oracles.append(made(slow, dtensors()))
+        wrong += compare(made(fast, dtensors()), *oracles)
+    return wrong
+
+
+@worlds
+def test_plain_parameters_may_share_a_group_with_dtensors(world_size):
+    assert wrong_in("check_mixed", world_size) == []
+
+
+@on_ranks
+def check_other_dtype() -> list[str]:
+    """Gradients in float32 of parameters in bfloat16."""
+    optimizers = [make(dtensors(torch.bfloat16), lr=0.1) for make in both("SGD")]
+    for optimizer in optimizers:
+        for number, param in enumerate(all_params(optimizer)):
+            param.grad_dtype = None
+            param.grad = lay_out(whole(tuple(param.shape), number), *param.placements)
+        optimizer.step()
+    return unequal(contents(optimizers[0]), contents(optimizers[1]))
+
+
+@worlds
+def test_gradients_may_have_another_dtype_than_their_parameter(world_size):
+    assert wrong_in("check_other_dtype", world_size) == []
+
+
+# --- What a step leaves alone ------------------------------------------------------------------------------
+
+
+class Scripted(torch.optim.Optimizer):
+    """Counts its steps, keeps the last gradient in float32, then does what it is told; element-wise."""
+
+    def __init__(self, params: Any, then: Callable[[Any], Any] = lambda closure: None) -> None:
+        super().__init__(params, {"lr": 0.5})
+        self.then = then
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                state["last"] = param.grad.float()
+                state.setdefault("name", "kept")
+                param.add_(param.grad, alpha=-group["lr"])
+        return self.then(closure)
+
+
+@on_ranks
+def check_any_other() -> list[str]:
+    """An optimizer of somebody else, whose state is rebound, has another dtype, and is not tensors only."""
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer, theirs = (make(dtensors(dtype)) for make in (hwfsdp.optim.local(Scripted), Scripted))
+        wrong += compare(optimizer, theirs, Scripted(local_copies(dtensors(dtype))))
+    return wrong
+
+
+@worlds
+def test_any_other_element_wise_optimizer_can_run_locally(world_size):
+    assert wrong_in("check_any_other", world_size) == []
+
+
+@on_ranks
+def check_exception() -> list[str]:
+    def fail(closure: Any) -> None:
+        raise RuntimeError("in the step")
+
+    optimizers = [make(dtensors(), then=fail) for make in (hwfsdp.optim.local(Scripted), Scripted)]
+    mine = optimizers[0]
+    before = [mine.state, mine.param_groups, mine.param_groups[0]["params"]]
+    wrong = []
+    for _ in range(2):
+        for optimizer in optimizers:
+            give_grads(all_params(optimizer), 0)
+            with pytest.raises(RuntimeError, match="in the step"):
+                optimizer.step()
+        wrong += unequal(contents(mine), contents(optimizers[1]))
+        states = [mine.state[p] for p in all_params(mine)]
+    give_grads(all_params(mine), 1)
+    with pytest.raises(RuntimeError):
+        mine.step()
+    after = [mine.state, mine.param_groups, mine.param_groups[0]["params"]]
+    wrong += [f"{now} is another object" for was, now in zip(before, after, strict=True) if now is not was]
+    return wrong + [
+        f"{s} is another" for s, p in zip(states, all_params(mine), strict=True) if mine.state[p] is not s
+    ]
+
+
+@worlds
+def test_an_exception_in_a_step_leaves_what_torch_leaves_in_the_same_objects(world_size):
+    assert wrong_in("check_exception", world_size) == []
+
+
+@on_ranks
+def check_identity() -> list[str]:
+    """From the second step on, a state holds the same DTensors, in the same memory."""
+    optimizer = hwfsdp.optim.AdamW(dtensors(), amsgrad=True)
+    seen = []
+    for step in range(3):
+        give_grads(all_params(optimizer), step)
+        optimizer.step()
+        values = [v for state in optimizer.state.values() for v in state.values()]
+        seen.append([(id(v), part(v).data_ptr()) for v in values])
+    return [] if seen[0] == seen[1] == seen[2] else [str(seen)]
+
+
+@worlds
+def test_a_state_keeps_its_dtensors_and_their_memory(world_size):
+    assert wrong_in("check_identity", world_size) == []
+
+
+@on_ranks
+def check_exchanged_memory() -> list[str]:
+    """A model may give a parameter another local part between steps; that one is updated."""
+    optimizer, theirs = (make(dtensors()) for make in both("AdamW"))
+    wrong = compare(optimizer, theirs, steps=1)
+    old = [part(p.detach()) for p in all_params(optimizer)]
+    for param in all_params(optimizer):
+        replace_local(param, part(param.detach()).clone())
+    kept = [t.clone() for t in old]
+    wrong += compare(optimizer, theirs, steps=1)
+    return wrong + unequal(old, kept, "old memory")
+
+
+@worlds
+def test_a_step_updates_the_local_part_that_a_parameter_has_now(world_size):
+    assert wrong_in("check_exchanged_memory", world_size) == []
+
+
+@on_ranks
+def check_version() -> list[str]:
+    """A step between forward and backward is noticed by autograd, as with torch."""
+    wrong = []
+    for make in both("SGD"):
+        (param,) = params = dtensors()[:1]
+        loss = (param * param).sum()
+        give_grads(params, 0)
+        make(params, lr=0.1).step()
+        try:
+            loss.backward()
+            wrong.append(f"{make.__module__} not noticed")
+        except RuntimeError as error:
+            wrong += [] if "modified by an inplace operation" in str(error) else [str(error)]
+    return wrong
+
+
+@worlds
+def test_a_step_between_forward_and_backward_is_noticed(world_size):
+    assert wrong_in("check_version", world_size) == []
+
+
+class Dispatched(TorchDispatchMode):
+    """Collects the operators that run over DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks
+def check_no_dispatch() -> list[str]:
+    """Neither the first step nor a later one runs an operator over a DTensor; torch's does, or this would see nothing."""
+    wrong = []
+    for name in NAMES:
+        for make in both(name) if name == "AdamW" else both(name)[:1]:
+            optimizer = make(dtensors())
+            for step in range(2):
+                give_grads(all_params(optimizer), step)
+                with Dispatched() as dispatched:
+                    optimizer.step()
+                if bool(dispatched.operators) == (make is both(name)[0]):
+                    wrong.append(f"{make.__module__}.{name}, step {step}: {dispatched.operators}")
+    return wrong
+
+
+@worlds
+def test_a_step_runs_no_operator_over_dtensors(world_size):
+    assert wrong_in("check_no_dispatch", world_size) == []
+
+
+# --- Everything around a step ------------------------------------------------------------------------------
+
+
+@on_ranks
+def check_loading() -> list[str]:
+    """A state of either goes into the other, also as bytes, and both go on alike."""
+    wrong = []
+    for source, target in (both("AdamW"), both("AdamW")[::-1]):
+        for travel in (copy.deepcopy, through_bytes):
+            first = source(dtensors(), lr=0.1, amsgrad=True)
+            give_grads(all_params(first), 7)
+            first.step()
+            second = target([nn.Parameter(p.detach().clone()) for p in all_params(first)], lr=0.5)
+            second.load_state_dict(travel(first.state_dict()))
+            wrong += unequal(contents(second), contents(first)) + compare(second, first)
+    return wrong
+
+
+@worlds
+def test_states_go_from_torch_to_here_and_back(world_size):
+    assert wrong_in("check_loading", world_size) == []
+
+
+def through_bytes(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@on_ranks
+def check_closure() -> list[str]:
+    wrong = []
+    traces = []
+    for make in both("AdamW"):
+        params = dtensors()[:2]
+        optimizer, seen = make(params, lr=0.1), []
+
+        def closure() -> Tensor:
+            seen.append([p is q for p, q in zip(params, all_params(optimizer), strict=True)])
+            optimizer.zero_grad()
+            loss = torch.stack([(p * p).sum().full_tensor() for p in params]).sum()
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            losses = [optimizer.step(closure) for _ in range(3)]
+        wrong += [] if seen == [[True] * len(params)] * 3 else [str(seen)]
+        traces.append([losses, contents(optimizer)])
+    wrong += unequal(traces[0], traces[1])
+    twice = hwfsdp.optim.local(Scripted)(dtensors(), then=lambda closure: [closure(), closure()])
+    with pytest.raises(UsageError, match="expected an optimizer that calls its closure once"):
+        twice.step(lambda: 1.0)
+    return wrong
+
+
+@worlds
+def test_a_closure_sees_the_dtensors_and_is_called_once_a_step(world_size):
+    assert wrong_in("check_closure", world_size) == []
+
+
+@on_ranks
+def check_hooks() -> list[str]:
+    """Hooks of the optimizer and of all optimizers run once a step, and see DTensors, whichever class was used before."""
+    wrong = []
+    for name in ("AdamW", "SGD"):
+        fast, slow = both(name)
+        for make in (slow, fast):
+            optimizer, calls = make(dtensors(), lr=0.1), []
+
+            def note(kind: str, optimizer: Any, *_: Any) -> None:
+                local = [p for p in all_params(optimizer) if not isinstance(p, DTensor)]
+                state = [v for s in optimizer.state.values() for v in s.values() if v is not None]
+                calls.append((kind, local, [type(v) for v in state if v.ndim and not isinstance(v, DTensor)]))
+
+            handles = [
+                optimizer.register_step_pre_hook(functools.partial(note, "before")),
+                optimizer.register_step_post_hook(functools.partial(note, "after")),
+                register_optimizer_step_pre_hook(functools.partial(note, "before all")),
+                register_optimizer_step_post_hook(functools.partial(note, "after all")),
+            ]
+            for step in range(2):
+                give_grads(all_params(optimizer), step)
+                optimizer.step()
+            for handle in handles:
+                handle.remove()
+            expected = [(kind, [], []) for kind in ("before all", "before", "after", "after all")]
+            wrong += [] if calls == expected * 2 else [f"{make.__module__}: {calls}"]
+    return wrong
+
+
+@worlds
+def test_hooks_run_once_a_step_and_see_dtensors(world_size):
+    assert wrong_in("check_hooks", world_size) == []
+
+
+@on_ranks
+def check_record() -> list[str]:
+    optimizer = hwfsdp.optim.AdamW(dtensors())
+    torch.optim.AdamW(dtensors())
+    with record() as log:
+        for step in range(2):
+            give_grads(all_params(optimizer), step)
+            optimizer.step()
+    steps = [event.step for event in log.events if event.op == "optimizer"]
+    return [] if steps == [0, 1] else [str(steps)]
+
+
+@worlds
+def test_a_recording_has_one_event_a_step(world_size):
+    assert wrong_in("check_record", world_size) == []
+
+
+@on_ranks
+def check_manners() -> list[str]:
+    """A scheduler, a group added later, gradients set to zero; against torch over DTensors."""
+    traces = []
+    for make in both("SGD"):
+        params = dtensors()
+        optimizer = make(params[:3], lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": params[3:], "lr": 0.3})
+                schedule.base_lrs.append(0.3)
+            give_grads(all_params(optimizer), step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+            schedule.step()
+            traces += [contents(optimizer), [p.grad for p in params]]
+    half = len(traces) // 2
+    return unequal(traces[:half], traces[half:])
+
+
+@worlds
+def test_schedulers_later_groups_and_zeroed_gradients_are_as_with_torch(world_size):
+    assert wrong_in("check_manners", world_size) == []
+
+
+@on_ranks
+def check_scaler() -> list[str]:
+    """Gradients scaled for half precision, fused and not; the second step has a gradient that is infinite on rank 0."""
+    wrong = []
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        traces = []
+        for make in both("AdamW"):
+            optimizer = make(dtensors(), lr=0.1, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+            trace = []
+            for step in range(3):
+                give_grads(all_params(optimizer), step)
+                scaler.scale(torch.ones(()))
+                if step == 1 and dist.get_rank() == 0:
+                    part(all_params(optimizer)[0].grad)[0] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+                trace += [scaler.get_scale(), copy.deepcopy(contents(optimizer))]
+            traces.append(trace)
+        wrong += unequal(*traces, str(options))
+        scales = [s for s in traces[0] if isinstance(s, float)]
+        wrong += [] if scales == [8.0, 4.0, 8.0] else [f"{options}: {scales}"]
+    return wrong
+
+
+@worlds
+def test_gradient_scalers_are_as_with_torch(world_size):
+    assert wrong_in("check_scaler", world_size) == []
+
+
+# --- Models that are sharded -------------------------------------------------------------------------------
+
+
+class Fast(Training):
+    """With the optimizer that is tested here."""
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return hwfsdp.optim.AdamW(self.model.parameters(), lr=0.02, eps=1e-3)
+
+
+def trainings() -> tuple[Training, Training]:
+    return Fast(models.uneven, ours), Training(models.uneven, ours)
+
+
+@on_ranks
+def check_training() -> list[str]:
+    fast, slow = trainings()
+    for training in (fast, slow):
+        training.steps(3)
+    return differences(fast.trace, slow.trace, *BITS)
+
+
+@worlds
+def test_a_sharded_model_trains_as_with_torchs_optimizer(world_size):
+    assert wrong_in("check_training", world_size) == []
+
+
+@on_ranks
+def check_assigned() -> list[str]:
+    """`load_state_dict(assign=True)` makes new parameters; an optimizer keeps those it has."""
+    fast, slow = trainings()
+    for training in (fast, slow):
+        training.steps(1)
+        state = {name: t.detach().clone() for name, t in training.model.state_dict().items()}
+        training.model.load_state_dict(state, assign=True)
+        training.steps(1, first_seed=1)
+    wrong = unequal(contents(fast.optimizer), contents(slow.optimizer))
+    return wrong + differences(fast.trace, slow.trace, *BITS)
+
+
+@worlds
+def test_an_optimizer_keeps_its_parameters_when_the_model_gets_others(world_size):
+    assert wrong_in("check_assigned", world_size) == []
+
+
+@on_ranks
+def check_helpers() -> list[str]:
+    """torch's state-dict functions see the same in both, and carry it from each to the other."""
+    pair = trainings()
+    for training in pair:
+        training.steps(2)
+    states = [get_optimizer_state_dict(t.model, t.optimizer) for t in pair]
+    wrong = unequal(*states)
+    for training, state in zip(trainings(), states[::-1], strict=True):
+        training.model.load_state_dict(pair[0].model.state_dict())
+        set_optimizer_state_dict(training.model, training.optimizer, state)
+        training.steps(2)
+        states.append(get_optimizer_state_dict(training.model, training.optimizer))
+    return wrong + unequal(states[-2], states[-1])
+
+
+@worlds
+def test_the_state_dict_functions_of_torch_see_no_difference(world_size):
+    assert wrong_in("check_helpers", world_size) == []
+
+
+@on_ranks
+def check_checkpoint() -> list[str]:
+    """A checkpoint on disk goes into a new optimizer."""
+    places = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(places)
+    fast, slow = trainings()
+    fast.steps(2)
+    saved = get_optimizer_state_dict(fast.model, fast.optimizer)
+    dcp.save({"optimizer": saved}, checkpoint_id=places[0])
+    wrong = []
+    for training in (Fast(models.uneven, ours), slow):
+        state = {"optimizer": get_optimizer_state_dict(training.model, training.optimizer)}
+        dcp.load(state, checkpoint_id=places[0])
+        set_optimizer_state_dict(training.model, training.optimizer, state["optimizer"])
+        wrong += unequal(get_optimizer_state_dict(training.model, training.optimizer), saved)
+    dist.barrier()
+    shutil.rmtree(places[0], ignore_errors=True)
+    return wrong
+
+
+@worlds
+def test_a_checkpoint_goes_into_an_optimizer_of_either_kind(world_size):
+    assert wrong_in("check_checkpoint", world_size) == []
+
+
+# --- Classes -----------------------------------------------------------------------------------------------
+
+
+def test_every_optimizer_of_torch_is_here_or_refused():
+    theirs = {
+        name
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+    }
+    assert theirs - {"Optimizer"} == {*NAMES, *REFUSED}
+
+
+def test_the_public_names_are_sorted_and_there():
+    assert hwfsdp.optim.__all__ == sorted(hwfsdp.optim.__all__)
+    assert all(inspect.getdoc(getattr(hwfsdp.optim, name)) for name in hwfsdp.optim.__all__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_class_is_torchs_with_its_arguments_and_its_name(name):
+    fast, slow = both(name)
+    assert issubclass(fast, slow)
+    assert fast.__name__ == slow.__name__
+    assert inspect.signature(fast) == inspect.signature(slow)
+    optimizer = fast([nn.Parameter(torch.ones(2))])
+    assert type(pickle.loads(pickle.dumps(optimizer))) is fast
+    assert repr(optimizer) == repr(slow([nn.Parameter(torch.ones(2))]))
+
+
+REFUSED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_element_wise_is_refused_by_name(name):
+    with pytest.raises(UsageError, match=rf"optimizer {name}: expected .* got torch\.optim\.{name}, which"):
+        hwfsdp.optim.local(getattr(torch.optim, name))
+
+
+def test_what_derives_from_a_refused_class_is_refused_too():
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    with pytest.raises(UsageError, match=r"optimizer Mine: .* Use torch\.optim\.LBFGS itself"):
+        hwfsdp.optim.local(Mine)
+
+
+def test_local_makes_a_subclass_of_the_same_name_once():
+    made = hwfsdp.optim.local(Scripted)
+    assert issubclass(made, Scripted)
+    assert issubclass(made, hwfsdp.optim.LocalStep)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(made, name) == getattr(Scripted, name)
+    assert inspect.signature(made) == inspect.signature(Scripted)
+    assert hwfsdp.optim.local(made) is made
+    assert hwfsdp.optim.local(hwfsdp.optim.SGD) is hwfsdp.optim.SGD
+
+
+@hwfsdp.optim.local
+class Decorated(torch.optim.SGD):
+    """Known by the name under which it is decorated, so that it can be pickled."""
+
+
+def test_local_is_a_decorator():
+    optimizer = Decorated([nn.Parameter(torch.ones(2))])
+    assert issubclass(Decorated, hwfsdp.optim.LocalStep)
+    assert type(pickle.loads(pickle.dumps(optimizer))) is Decorated
