@@ -19,8 +19,9 @@ Note [Words]
 Note [When a block is free]
     A block may be written again when the tensor in it is gone and all others have read it. Nobody waits for that, and
     nobody is told extra: each record also says up to which collective its sender has read. If no block is known to be
-    free, another one is made; a training needs a handful. Only its owner decides about a block, so ranks need not
-    agree on anything. Of several free blocks one is used and the memory of the others goes back to the system.
+    free, another one is made; a training needs about four, of the size of its largest flat buffer. They are kept, for new
+    memory is what costs most in a small transfer. Only its owner decides about a block, so ranks need not agree on
+    anything.
 
 Note [The order of a sum]
     Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
@@ -133,7 +134,6 @@ class _Block:
         capacity: bytes. address: where it begins in this process.
         tensor: the buffer of the tensor that lies in it, as long as it lives.
         readers: neighbors that were told of it, and the number of the collective that they were told of.
-        is_used: whether it has memory behind it.
     """
 
     def __init__(self, file: int, capacity: int) -> None:
@@ -141,7 +141,6 @@ class _Block:
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         self.tensor: Callable[[], memoryview | None] = lambda: None
         self.readers: dict[Neighbors, int] = {}
-        self.is_used = False
 
     @property
     def is_free(self) -> bool:
@@ -154,12 +153,6 @@ class _Block:
             if number <= neighbors.read_by_all:
                 del self.readers[neighbors]
         return not self.readers
-
-    def shrink(self) -> None:
-        """Gives the memory back; what is written or read there next finds new memory."""
-        if self.is_used and hasattr(mmap, "MADV_REMOVE"):
-            self.memory.madvise(mmap.MADV_REMOVE)
-        self.is_used = False
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -176,19 +169,15 @@ class _Pool:
         nbytes = prod(size) * dtype.itemsize
         block = self.blocks[self._free(nbytes)]
         buffer = memoryview(block.memory)[: max(nbytes, dtype.itemsize)]
-        block.tensor, block.is_used = weakref.ref(buffer), True
+        block.tensor = weakref.ref(buffer)
         return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
 
     def _free(self, nbytes: int) -> int:
         """Index of the smallest free block that is large enough, made if there is none."""
         free = [(block.capacity, index) for index, block in enumerate(self.blocks) if block.is_free]
-        large_enough = [place for place in free if place[0] >= nbytes]
-        index = min(large_enough or [max(free, default=(0, len(self.blocks)))])[1]
-        for _, other in free:
-            if other != index:
-                self.blocks[other].shrink()
-        if large_enough:
-            return index  # else a small one makes room for it
+        if large_enough := [place for place in free if place[0] >= nbytes]:
+            return min(large_enough)[1]
+        index = max(free)[1] if free else len(self.blocks)  # a small one makes room for it
         block = _Block(_anonymous_file(capacity := max(nbytes, mmap.PAGESIZE)), capacity)
         self.blocks[index : index + 1] = [block]
         self._index_at = {block.address: index for index, block in enumerate(self.blocks)}
