@@ -6,10 +6,12 @@ shapes and the schedule of one rank of a large world, without the time of its co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hwfsdp import launch
 
@@ -32,3 +34,17 @@ def _play(fn: Callable[..., R], world_size: int, args: tuple[Any, ...]) -> R:
     dist.destroy_process_group()  # the real group of one rank that a launched process begins with
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     return fn(*args)
+
+
+class Buffers:
+    """What a custom collective of either library has to allocate, in ordinary memory."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Silence(Buffers):
+    """A gather or a reduction that leaves its output as it is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None

@@ -14,7 +14,6 @@ On a CPU a small model goes through the same, which tries the code out; the numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.contenders import FSDP2, HWFSDP, UNSHARDED, Shape, build, sharding, world_mesh
-from benchmarks.fake import in_fake_world
+from benchmarks.fake import Buffers, in_fake_world
 from benchmarks.peak import MIB, StorageCounter
 from benchmarks.records import Check, Record, Spread, ratio
 from benchmarks.timing import Action, Laps, Samples, steady, stopwatch, take_turns
@@ -38,14 +37,7 @@ PEAK_TARGET = 1.0
 NO_GPU = "gpu: skipped, because torch.cuda is not available here; `--device cpu` tries it out on the CPU."
 
 
-class _Buffers:
-    """Buffers in ordinary memory; the protocol is the same in both libraries."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CopyGather(_Buffers):
+class CopyGather(Buffers):
     """Every other rank's part is a copy of this one's."""
 
     def __call__(
@@ -58,7 +50,7 @@ class CopyGather(_Buffers):
                 others.copy_(input_tensor.view(1, -1).expand_as(others))
 
 
-class SumReduce(_Buffers):
+class SumReduce(Buffers):
     """Reads every rank's part of the input, as if each had come from another rank."""
 
     def __call__(

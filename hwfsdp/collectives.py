@@ -40,10 +40,11 @@ from torch import Tensor
 from hwfsdp import compat, events, shared_memory
 from hwfsdp.mesh import Axis
 from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
-from hwfsdp.sharding import chunk_length, offsets, padded_local_numel
+from hwfsdp.sharding import chunk_length, padded_local_numel
 from hwfsdp.streams import Stream, StreamEvent, StreamSet, Work
 
 Group = dist.ProcessGroup | None
+_chunk_numel = functools.cache(padded_local_numel)  # the same shapes in every step
 
 
 class Buffers:
@@ -296,7 +297,7 @@ def copy_in(
     """
     if part.dtype == torch.uint8:
         shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
-    if all(s.dtype == part.dtype and s.device == part.device for s in shards):
+    if shards and all(s.dtype == part.dtype and s.device == part.device for s in shards):
         torch.cat(list(shards), out=part)
     else:
         compat.copy_each(part.split(list(sizes)), shards)
@@ -380,7 +381,7 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
     """
     streams, world_size = channel.streams, channel.shard.size
     scaling = _scaling(channel, reduce_dtype)
-    numel = sum(padded_local_numel(grad.shape, world_size) for grad in grads)
+    numel = sum(_chunk_numel(grad.shape, world_size) for grad in grads)
     flat = channel.reduce_scatter.allocate((world_size * numel,), dtype=reduce_dtype, device=channel.device)
     nbytes = flat.numel() * flat.element_size()
     with events.span("copy_in", "compute", owner=channel.owner, bytes=nbytes):
@@ -450,20 +451,23 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
             zeros to `chunk_length(d0, W)` rows.
     """
     world_size = flat.shape[0]
-    if all(g.shape[0] % world_size == 0 and g.dtype == flat.dtype and g.is_contiguous() for g in grads):
+    if grads and all(
+        g.shape[0] % world_size == 0 and g.dtype == flat.dtype and g.is_contiguous() for g in grads
+    ):
         torch.cat([grad.view(world_size, -1) for grad in grads], dim=1, out=flat)  # no chunk needs padding
         return
-    sizes = [padded_local_numel(grad.shape, world_size) for grad in grads]
     targets, sources = [], []
-    for grad, start, size in zip(grads, offsets(sizes), sizes, strict=True):
-        columns = flat[:, start : start + size]  # [W, elements of a padded chunk]
+    for grad, columns in zip(
+        grads, flat.split([_chunk_numel(g.shape, world_size) for g in grads], 1), strict=True
+    ):
         rows = chunk_length(grad.shape[0], world_size)  # of a padded chunk
         full = grad.shape[0] // max(1, rows)  # ranks with a full chunk
-        targets.append(columns[:full].view(full, rows, *grad.shape[1:]))
-        sources.append(grad[: full * rows].unflatten(0, (full, rows)))
+        targets.append(columns.narrow(0, 0, full).view(full, rows, *grad.shape[1:]))
+        sources.append(grad.narrow(0, 0, full * rows).view(full, rows, *grad.shape[1:]))
         if full < world_size:
-            columns[full:].zero_()
-            rest = grad[full * rows :]  # of the one rank with a shorter chunk
-            targets.append(columns[full, : rest.numel()].view(rest.shape))
-            sources.append(rest)
+            columns.narrow(0, full, world_size - full).zero_()
+        if rest := grad.shape[0] - full * rows:  # rows of the one rank with a shorter chunk
+            shorter = grad.narrow(0, full * rows, rest)
+            targets.append(columns[full, : shorter.numel()].view(shorter.shape))
+            sources.append(shorter)
     compat.copy_each(targets, sources)

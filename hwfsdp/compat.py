@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar, cast
@@ -113,12 +114,10 @@ def outside_autograd(method: F) -> F:
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            with torch._C._DisableFuncTorch(), torch.no_grad():
-                return method(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        transformed = torch._C._are_functorch_transforms_active()
+        if not transformed and not torch.is_grad_enabled():
             return method(*args, **kwargs)
-        with torch.no_grad():
+        with torch._C._DisableFuncTorch() if transformed else nullcontext(), torch.no_grad():
             return method(*args, **kwargs)
 
     return cast(F, wrapped)

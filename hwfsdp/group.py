@@ -205,16 +205,18 @@ class ParamGroup:
 
     # --- parameters ---
 
-    @outside_autograd
     def unshard(self) -> None:
         """Starts to gather the parameters; nothing if they are whole already, or on their way."""
-        if self.is_unsharded or self._gathered is not None:
-            return
+        if self._gathered is None and not self.is_unsharded:
+            self._gathered = self._gather()
+
+    @outside_autograd
+    def _gather(self) -> Gathered:
         self.comm_ctx.release_gather_buffer()
         with self.comm_ctx.streams.copy.run():  # extensions compute what they gather
             shards = [shard for p in self.params for shard in p.gather_inputs()]
         dtypes = [dtype for p in self.params for dtype in p.gather_dtypes]
-        self._gathered = all_gather(shards, dtypes, self.params[0].gather_mesh.shard, self.channel)
+        return all_gather(shards, dtypes, self.params[0].gather_mesh.shard, self.channel)
 
     def wait_for_unshard(self) -> None:
         """The modules have the whole parameters afterwards, if `unshard` was called before."""
@@ -249,16 +251,19 @@ class ParamGroup:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
 
-    @outside_autograd
     def reshard_after_forward(self) -> None:
         """What `reshard_mesh` asks for."""
         if self.reshard_mesh is self.mesh:
             self.reshard()
         elif self.reshard_mesh is not None:
-            for param in self.params:
-                if param.state is ShardedState.UNSHARDED:
-                    param.to_post_forward(self.reshard_mesh)
-            self.comm_ctx.streams.copy.wait(self.comm_ctx.streams.compute.record())  # it reads those shards
+            self._reshard_to(self.reshard_mesh)
+
+    @outside_autograd
+    def _reshard_to(self, mesh: ShardMesh) -> None:
+        for param in self.params:
+            if param.state is ShardedState.UNSHARDED:
+                param.to_post_forward(mesh)
+        self.comm_ctx.streams.copy.wait(self.comm_ctx.streams.compute.record())  # it reads those shards
 
     def drop_gather(self) -> None:
         """Forgets a gather that nobody came for; its buffer is reused after it is done."""
@@ -353,7 +358,7 @@ class ParamGroup:
         Args:
             result: [n]: this rank's padded chunk of every parameter of `params`, end to end.
         """
-        chunks = result.split([p.padded_numel for p in params])
+        chunks = result.split_with_sizes([p.padded_numel for p in params])
         return [
             (p, (chunk if p.local_numel == p.padded_numel else chunk[: p.local_numel]).view(p.local_shape))
             for p, chunk in zip(params, chunks, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree)
     if type(tree) in (tuple, list):  # what the rest would find out, too, later
-        return _map_sequence(fn, tree)
+        return _map_sequence(fn, tree) if tree else tree
+    if not tree and type(tree) is dict:
+        return tree
     if isinstance(tree, PackedSequence):
         data = fn(tree.data)
         return tree if data is tree.data else tree._replace(data=data)
@@ -63,7 +66,7 @@ def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, ...]) -> Any:
     new = [map_tensors(fn, value) for value in tree]
-    if all(a is b for a, b in zip(new, tree, strict=True)):
+    if all(map(operator.is_, new, tree)):
         return tree
     if hasattr(tree, "_fields"):  # a named tuple
         return type(tree)(*new)
@@ -72,6 +75,8 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, .
 
 def tensors_with_grad(tree: Any) -> list[Tensor]:
     """The tensors in `tree` that require grad, from left to right."""
+    if isinstance(tree, Tensor):
+        return [tree] if tree.requires_grad else []
     found: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:

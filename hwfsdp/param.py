@@ -71,10 +71,6 @@ class Slot(NamedTuple):
     module: nn.Module
     name: str
 
-    def register(self, param: nn.Parameter) -> None:
-        """Makes `module.name` this parameter."""
-        compat.register_parameter(self.module, self.name, param)
-
     def registered(self) -> nn.Parameter:
         """The parameter that is there now."""
         return self.module.get_parameter(self.name)
@@ -213,7 +209,7 @@ class FSDPParam:
         if self.extension:
             outputs = self.extension.allocate(self.mesh.size, self.mesh.device)
             return [t.view(self.mesh.size, -1) for t in outputs]
-        if self.unsharded_param is None or self.unsharded_param.dtype != self.dtypes.gathered:
+        if self.unsharded_param is None or self.gathered.dtype != self.dtypes.gathered:
             self._create_unsharded()
         storage.allocate(self.gathered)
         if self.post_forward_shard is not None:
@@ -295,8 +291,8 @@ class FSDPParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Makes it the modules' parameter, at all places."""
-        for slot in self.slots:
-            slot.register(param)
+        for module, name in self.slots:
+            compat.register_parameter(module, name, param)
 
     # --- gradients ---
 

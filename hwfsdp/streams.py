@@ -69,10 +69,12 @@ class StreamEvent(ABC):
         after: the logged events that are over at this point, as far as they are not implied (see `events`).
     """
 
+    after: tuple[int, ...] = ()
+
     def __init__(self, stream: str) -> None:
         self.stream = stream
-        recorder = events.active()
-        self.after = recorder.over_on(stream) if recorder else ()
+        if recorder := events.active():
+            self.after = recorder.over_on(stream)
 
     @property
     def is_over(self) -> bool:
@@ -226,10 +228,13 @@ class HostStream(Stream):
         return HostEvent(self, self._issued)
 
     def wait(self, event: StreamEvent | None) -> None:
-        if not isinstance(event, HostEvent) or (event.is_over and events.active() is None):
+        if not isinstance(event, HostEvent) or event.stream == self.name:
             return
-        if event.is_over or self._is_host or event.stream == self.name:
-            super().wait(event)
+        if event.is_over or self._is_host:
+            if events.active() is not None:
+                super().wait(event)
+            elif not event.is_over:
+                self._wait(event)
             return
         if self not in event.queue._followers:
             event.queue._followers.append(self)
@@ -237,23 +242,23 @@ class HostStream(Stream):
         self._append(_Entry(finish, start=note, gate=event))
 
     def collective(self, issue: Callable[[bool], Work | None], name: str, owner: str) -> None:
-        works: list[Work] = []
+        work: Work | None = None
 
         def start() -> None:
+            nonlocal work
             with events.owned_by(owner), self.run():
-                work = run_named(lambda: issue(True), name, owner)
-            works.extend([work] if work is not None else [])
+                work = run_named(partial(issue, True), name, owner)
 
         def finish() -> None:
-            for work in works:
+            if work is not None:
                 run_named(work.wait, name, owner)
 
-        if self._started == self._issued:  # no gate ahead
-            start()
-            if works:
-                self._append(_Entry(finish, is_collective=True))
-        else:
+        if self._started != self._issued:  # a gate ahead
             self._append(_Entry(finish, is_collective=True, start=start))
+            return
+        start()
+        if work is not None:
+            self._append(_Entry(finish, is_collective=True))
 
     def then(self, function: Callable[[], None]) -> None:
         if self._queue:
