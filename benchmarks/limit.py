@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.contenders import FORWARD_BACKWARD, FSDP2, HWFSDP, UNSHARDED, Shape, build
 from benchmarks.records import Record, Spread, ratio
 from benchmarks.timing import Action, Samples, timed
-from hwfsdp import compat
+from hwfsdp import compat, shared_memory
 from hwfsdp.accounting import GroupSizes
 
 Collective = Callable[[], None]
@@ -50,7 +50,23 @@ def _done(work: dist.Work | None) -> None:
         work.wait()
 
 
-TRANSPORTS: dict[str, Transport] = {"torch.distributed": Transport(_gather, _reduce)}
+def _shared_gather(numel: int) -> Collective:
+    whole = shared_memory.allocate((numel,), torch.float32)
+    part = whole.view(dist.get_world_size(), -1)[dist.get_rank()]
+    group = shared_memory.over(None, whole.device)
+    return lambda: _done(compat.all_gather_single(whole, part, group, False))
+
+
+def _shared_reduce(numel: int) -> Collective:
+    whole, part = shared_memory.allocate((numel,), torch.float32), torch.zeros(numel // dist.get_world_size())
+    group = shared_memory.over(None, whole.device)
+    return lambda: _done(compat.reduce_scatter_single(part, whole, dist.ReduceOp.AVG, group, False))
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "torch.distributed": Transport(_gather, _reduce),
+    "shared memory": Transport(_shared_gather, _shared_reduce),
+}
 
 
 def block_numels(shape: Shape, world_size: int) -> list[int]:

@@ -97,22 +97,23 @@ class Readable(Buffers):
     """Buffers that the ranks of one machine can read where they lie; ordinary memory for other groups."""
 
     _group: Group = None
-    _shares: bool | None = None
+    _chosen: Group = None
 
     def __init__(self, group: Group = None) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._group is not None and self._reaches(self._group, device):
+        if self._group is not None and self._over(self._group, device) is not self._group:
             return shared_memory.allocate(size, dtype)
         return super().allocate(size, dtype=dtype, device=device)
 
-    def _reaches(self, group: Group, device: torch.device) -> bool:
-        if group is not self._group or group is None:
-            return shared_memory.reaches(group, device)
-        if self._shares is None:
-            self._shares = shared_memory.reaches(group, device)
-        return self._shares
+    def _over(self, group: Group, device: torch.device) -> Group:
+        """The group to communicate in, in place of `group`."""
+        if group is None or group is not self._group:
+            return shared_memory.over(group, device)
+        if self._chosen is None:
+            self._chosen = shared_memory.over(group, device)
+        return self._chosen
 
 
 class DefaultAllGather(Readable, BackendAllGather):
@@ -121,9 +122,8 @@ class DefaultAllGather(Readable, BackendAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
-        if not self._reaches(group, input_tensor.device):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-        return _issued(shared_memory.all_gather(output_tensor, input_tensor, group), async_op)
+        group = self._over(group, input_tensor.device)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class DefaultReduceScatter(Readable, BackendReduceScatter):
@@ -135,16 +135,9 @@ class DefaultReduceScatter(Readable, BackendReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> Work | None:
-        if not (self._reaches(group, input_tensor.device) and shared_memory.adds(op)):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        return _issued(shared_memory.reduce_scatter(output_tensor, input_tensor, op, group), async_op)
-
-
-def _issued(transfer: shared_memory.Transfer, async_op: bool) -> shared_memory.Transfer | None:
-    if async_op:
-        return transfer
-    transfer.wait()
-    return None
+        if shared_memory.adds(op):
+            group = self._over(group, input_tensor.device)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 class RingAllGather(AllGather):

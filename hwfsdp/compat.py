@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 # torch 2.13 renamed the two collectives over single tensors, and warns at the old names. They are looked up on
 # `torch.distributed` at each call, because that is where a recording puts its wrappers (see `events`).
@@ -66,6 +66,43 @@ def cpu_backend(group: dist.ProcessGroup) -> str:
     """Name of the backend that moves CPU tensors of this group, for example "gloo"; "" if none does."""
     config: str = getattr(dist, "get_backend_config")(group)  # noqa: B009  (exported, but not declared)
     return dict(part.split(":") for part in config.split(",") if ":" in part).get("cpu", "")
+
+
+def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
+    """Lets dispatch modes, if there are any, see a collective that no backend of torch runs.
+
+    Args:
+        kind: "all_gather" or "reduce_scatter". output: written, with nothing of use.
+
+    Torch's fake process group, meant for its tests, dispatches the operator and moves nothing.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return
+    fake: Any = torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
+    dispatching: Any = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
+    dispatching._register_backend(output.device, dist.ProcessGroup.BackendType.CUSTOM, fake)
+    old_name = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base"}[kind]
+    name = f"{kind}_single" if hasattr(dispatching, f"{kind}_single") else old_name
+    getattr(dispatching, name)(output, input, options)
+
+
+def stand_in(new: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Registers a group that `torch.distributed` did not make, as one of the same ranks and backend as another."""
+    world: Any = dist.distributed_c10d._world
+    for table in (world.pg_map, world.pg_group_ranks):
+        table[new] = table[group]
+
+
+def stand_down(group: dist.ProcessGroup) -> None:
+    """Undoes `stand_in`."""
+    world: Any = dist.distributed_c10d._world
+    for table in (world.pg_map, world.pg_group_ranks):
+        table.pop(group, None)
+
+
+def unseen_by_modes() -> AbstractContextManager[None]:
+    """Dispatch modes, such as the one that counts communication, do not see what happens in the block."""
+    return _disable_current_modes()
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

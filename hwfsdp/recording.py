@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hwfsdp import events, shared_memory
+from hwfsdp import events
 from hwfsdp.compat import storage_key
 from hwfsdp.errors import StateError
 from hwfsdp.eventlog import EventLog
@@ -70,7 +70,6 @@ _WATCHED = {
     "recv": _Collective("recv", "", "tensor", "tensor"),
     "irecv": _Collective("recv", "", "tensor", "tensor"),
 }
-_SHARED = {"all_gather": _GATHER, "reduce_scatter": _SCATTER}  # functions of `shared_memory`
 _IN_BATCHES = ("isend", "irecv")
 _OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # the others run where they are called: compute
 
@@ -128,9 +127,6 @@ def _watch_collectives() -> Iterator[None]:
     than the recording, with the name in its own module.
     """
     with ExitStack() as patches:
-        for name, collective in _SHARED.items():
-            wrapper = _WatchedFunction(getattr(shared_memory, name), collective)
-            patches.enter_context(_replaced(shared_memory, name, wrapper))
         for name, collective in _WATCHED.items():
             if hasattr(dist, name):
                 wrapper = _WatchedFunction(getattr(dist, name), collective)
@@ -232,9 +228,6 @@ def _tensors(argument: Any) -> list[Tensor]:
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
     """Ends the event with its work; a call that blocked the host until then was a wait of the host, too."""
-    if isinstance(work, shared_memory.Transfer):
-        work.on_done(draft.close)
-        return
     if isinstance(work, dist.Work):
         try:
             work.get_future().add_done_callback(lambda _: draft.close(HostMark()))

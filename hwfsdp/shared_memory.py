@@ -44,7 +44,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,16 +59,17 @@ _ALL = 2**63  # more than any number of collectives
 _LOOKS = 40  # at a socket that has nothing yet, before sleeping: a neighbor is seldom far behind
 
 
-class Transfer:
-    """A collective in flight; `wait` finishes it. Stands where a `torch.distributed.Work` would."""
+class Transfer(dist.Work):
+    """A collective in flight; `wait` finishes it."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__()
         self._finish: Callable[[], None] | None = finish
-        self._callbacks: list[Callable[[], None]] = []
+        self._future: torch.futures.Future[None] | None = None
 
     @compat.outside_transforms
-    def wait(self) -> bool:
-        """Blocks until the output is there.
+    def wait(self, timeout: Any = None) -> bool:
+        """Blocks until the output is there. The timeout is that of the process group.
 
         Raises:
             RuntimeError: a rank is gone, is too late, or called another collective.
@@ -77,51 +78,39 @@ class Transfer:
             finish, self._finish = self._finish, None
             with torch.inference_mode():  # the caller's may be off, and the tensors of a block that had it on
                 finish()
-            for callback in self._callbacks:
-                callback()
+            if self._future is not None:
+                self._future.set_result(None)
         return True
 
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the output is there."""
-        self._callbacks.append(callback)
+    def get_future(self) -> torch.futures.Future[None]:
+        """Done when `wait` has returned. To be asked for before that."""
+        self._future = self._future or torch.futures.Future()
+        return self._future
 
 
-def reaches(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether the ranks of `group` can exchange tensors on `device` here: all on one CPU, and their backend is gloo.
+def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """The group to call for collectives of `group` over tensors on `device`.
+
+    Returns:
+        A `SharedMemoryGroup` of the same ranks, if they are all on one machine, compute on its CPU, and `group` uses
+        gloo; else `group`.
 
     The first call for a group finds out together with its other ranks. `HWFSDP_SHARED_MEMORY=0` in the environment of
     a rank means no.
     """
-    return is_host(device) and _find_neighbors(group) is not None
+    group = group or dist.group.WORLD
+    assert group is not None, "no process group"
+    return (_find(group) if is_host(device) else None) or group
 
 
 def adds(op: object) -> bool:
-    """Whether `reduce_scatter` can reduce by this operation: sums and means."""
+    """Whether reductions by this operation can run here: sums and means."""
     return op in _REDUCE_OPS
 
 
 def allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor that other ranks may read where it lies, contents undefined. Its memory is reused when it is gone."""
     return _pool.allocate(size, dtype)
-
-
-def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None) -> Transfer:
-    """`output_tensor` [W * n] receives every rank's `input_tensor` [n], in rank order.
-
-    Both are contiguous; the input may be this rank's part of the output, and is not to be written as long as it
-    lives. `group` is one that `reaches` says yes for.
-    """
-    return _neighbors(group).all_gather(output_tensor, input_tensor)
-
-
-def reduce_scatter(
-    output: Tensor, input: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> Transfer:
-    """`output` [n] receives this rank's part of the sum, or mean, of all ranks' `input` [W * n].
-
-    The input is not to be written as long as it lives. Sums are in the tensors' dtype (Note [The order of a sum]).
-    """
-    return _neighbors(group).reduce_scatter(output, input, mean=op == dist.ReduceOp.AVG)
 
 
 # --- Memory ------------------------------------------------------------------------------------------------
@@ -204,6 +193,43 @@ _pool = _Pool()
 
 
 # --- One group ---------------------------------------------------------------------------------------------
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group whose gathers and reductions are those of `Neighbors`.
+
+    It is called by the functions of `torch.distributed`, so that whoever watches those sees its collectives, too; and
+    they are shown to dispatch modes, such as the one that counts communication (`compat.show_collective`).
+    """
+
+    def __init__(self, neighbors: Neighbors, name: str) -> None:
+        super().__init__(neighbors.rank, neighbors.size)  # type: ignore[call-arg]  # declared without this form
+        self.neighbors, self._name = neighbors, name
+
+    @property
+    def group_name(self) -> Any:
+        """That of the group whose ranks it has."""
+        return self._name
+
+    def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Transfer:
+        """`output` [W * n] receives every rank's `input` [n], in rank order; it may lie in the output.
+
+        Both are contiguous. The input is not to be written as long as it lives.
+        """
+        compat.show_collective("all_gather", self, output, input, options)
+        return self.neighbors.all_gather(output, input)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Any) -> Transfer:
+        """`output` [n] receives this rank's part of the sum, or mean, of all ranks' `input` [W * n].
+
+        The input is not to be written as long as it lives. Sums are in the tensors' dtype (Note [The order of a sum]).
+        """
+        compat.show_collective("reduce_scatter", self, output, input, options)
+        return self.neighbors.reduce_scatter(output, input, mean=options.reduceOp == dist.ReduceOp.AVG)
+
+    # their names before torch 2.13
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # parameters have other names
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
 
 class _Record(NamedTuple):
@@ -411,31 +437,31 @@ class Neighbors:
 # --- Finding each other ------------------------------------------------------------------------------------
 
 _UNKNOWN = "not asked yet"
-_neighbors_of: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbors | None] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryGroup | None] = weakref.WeakKeyDictionary()
 
 
-def _neighbors(group: dist.ProcessGroup | None) -> Neighbors:
-    neighbors = _find_neighbors(group)
-    assert neighbors is not None, "a collective in shared memory over a group that does not share any"
-    return neighbors
+def _find(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
+    """The group for the same ranks, None if they share no memory. All ranks call the first time."""
+    known = _found.get(group, _UNKNOWN)
+    if not isinstance(known, str):
+        return known
+    found = None
+    if compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1:
+        with events.paused(), compat.unseen_by_modes():
+            found = _meet(group)
+    _found[group] = found
+    if found is not None:
+        compat.stand_in(found, group)
+        weakref.finalize(group, _leave, found).atexit = False
+    return found
 
 
-def _find_neighbors(group: dist.ProcessGroup | None) -> Neighbors | None:
-    """The neighbors in this group; None if its ranks share no memory. All ranks call the first time."""
-    group = group or dist.group.WORLD
-    assert group is not None, "no process group"
-    found = _neighbors_of.get(group, _UNKNOWN)
-    if not isinstance(found, str):
-        return found
-    uses_gloo = compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1
-    with events.paused():
-        neighbors = _neighbors_of[group] = _meet(group) if uses_gloo else None
-    if neighbors:
-        weakref.finalize(group, neighbors.leave).atexit = False
-    return neighbors
+def _leave(found: SharedMemoryGroup) -> None:
+    compat.stand_down(found)
+    found.neighbors.leave()
 
 
-def _meet(group: dist.ProcessGroup) -> Neighbors | None:
+def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
     """Connects the ranks of `group`, if they all find one directory, that is, are on one machine."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     offer = [tempfile.mkdtemp(prefix="hwfsdp-") if rank == 0 else ""]
@@ -449,7 +475,11 @@ def _meet(group: dist.ProcessGroup) -> Neighbors | None:
     dist.barrier(group)
     if rank == 0:
         shutil.rmtree(place, ignore_errors=True)
-    return Neighbors(rank, sockets, compat.timeout_of(group)) if sockets else None
+    return (
+        SharedMemoryGroup(Neighbors(rank, sockets, compat.timeout_of(group)), group.group_name)
+        if sockets
+        else None
+    )
 
 
 def _listen_at(listener: socket.socket, address: Path) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hwfsdp import RankError, compat, fully_shard, launch, record, shared_memory
 from hwfsdp.collectives import BackendAllGather, BackendReduceScatter, DefaultAllGather, DefaultReduceScatter
+from hwfsdp.shared_memory import SharedMemoryGroup
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (*range(0, 20), 64, 1001, 70_000)
@@ -35,6 +36,27 @@ def seed() -> int:
     return dist.get_world_size()
 
 
+def gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Issues an all-gather in shared memory."""
+    return issued(compat.all_gather_single(output, input, shared(group), True))
+
+
+def reduce(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup | None) -> dist.Work:
+    """Issues a reduce-scatter in shared memory."""
+    return issued(compat.reduce_scatter_single(output, input, op, shared(group), True))
+
+
+def shared(group: dist.ProcessGroup | None) -> SharedMemoryGroup:
+    found = shared_memory.over(group, torch.device("cpu"))
+    assert isinstance(found, SharedMemoryGroup)
+    return found
+
+
+def issued(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
 # --- Results -----------------------------------------------------------------------------------------------
 
 
@@ -48,7 +70,7 @@ def unequal_reductions() -> list[str]:
                 got, expected = torch.empty(length, dtype=dtype), torch.empty(length, dtype=dtype)
                 if length:
                     compat.reduce_scatter_single(expected, whole.clone(), op, None, False)
-                shared_memory.reduce_scatter(got, whole, op, None).wait()
+                reduce(got, whole, op, None).wait()
                 if not torch.equal(got, expected):
                     wrong.append(f"{length} of {dtype} by {op}")
     return wrong
@@ -73,8 +95,8 @@ def unequal_gathers() -> list[str]:
             own = in_place.narrow(0, rank * length, length)
             own.copy_(part)
             elsewhere = torch.ones(world_size * length, dtype=dtype)
-            shared_memory.all_gather(in_place, own, None).wait()
-            shared_memory.all_gather(elsewhere, part, None).wait()
+            gather(in_place, own, None).wait()
+            gather(elsewhere, part, None).wait()
             for place, got in (("in place", in_place), ("elsewhere", elsewhere)):
                 if not torch.equal(got, expected):
                     wrong.append(f"{length} of {dtype}, {place}")
@@ -89,24 +111,24 @@ def test_gathers_are_those_of_gloo(world_size):
 def late_readers(steps: int) -> list[str]:
     """Everything is issued, and the buffers given up, before anything is waited for."""
     world_size, rank, wrong = seed(), dist.get_rank(), []
-    issued = []
+    in_flight = []
     for step in range(steps):
         flat = shared_memory.allocate((world_size, 100), torch.float32)
         flat[rank] = 100 * step + rank
         gathered = torch.empty(world_size * 100)
         summed = torch.empty(100)
         whole = shared_memory.allocate((world_size, 100), torch.float32).fill_(step + rank)
-        issued.append(
+        in_flight.append(
             (
-                shared_memory.all_gather(gathered, flat[rank], None),
-                shared_memory.reduce_scatter(summed, whole.view(-1), dist.ReduceOp.SUM, None),
+                gather(gathered, flat[rank], None),
+                reduce(summed, whole.view(-1), dist.ReduceOp.SUM, None),
                 gathered.view(world_size, 100),
                 summed,
             )
         )
         del flat, whole
-    for step, (gather, reduction, gathered, summed) in enumerate(issued):
-        gather.wait()
+    for step, (gathering, reduction, gathered, summed) in enumerate(in_flight):
+        gathering.wait()
         reduction.wait()
         if gathered[:, 0].tolist() != [100 * step + r for r in range(world_size)]:
             wrong.append(f"gather {step}: {gathered[:, 0].tolist()}")
@@ -126,7 +148,7 @@ def blocks_after(lengths: list[int]) -> list[list[int]]:
     for length in lengths:
         output = torch.empty(length)
         whole = shared_memory.allocate((dist.get_world_size() * length,), torch.float32)
-        shared_memory.reduce_scatter(output, whole, dist.ReduceOp.SUM, None).wait()
+        reduce(output, whole, dist.ReduceOp.SUM, None).wait()
         del whole
         sizes.append(sorted(block.capacity for block in shared_memory._pool.blocks))
     return sizes
@@ -146,7 +168,7 @@ def between_modes() -> list[float]:
     for at_first in (True, False):
         with torch.inference_mode(at_first):
             output, own = torch.zeros(2), torch.full((1,), rank + 1.0)
-            transfer = shared_memory.all_gather(output, own, None)
+            transfer = gather(output, own, None)
         with torch.inference_mode(not at_first):
             transfer.wait()
             found.append(float(output.sum()))
@@ -220,7 +242,7 @@ def reached_when_one_declines() -> tuple[bool, float]:
     own = DefaultAllGather(group).allocate((1,), dtype=torch.float32, device=torch.device("cpu")).fill_(2.0)
     DefaultAllGather(group)(output, own, group)
     DefaultReduceScatter(group)(own, output, group, dist.ReduceOp.SUM)
-    return shared_memory.reaches(group, own.device), float(own)
+    return isinstance(shared_memory.over(group, own.device), SharedMemoryGroup), float(own)
 
 
 def test_if_one_rank_cannot_or_does_not_want_to_all_use_the_backend():
@@ -231,8 +253,8 @@ def left_behind(directory: str) -> tuple[list[str], bool]:
     """Names in the directory for temporary files; and whether the sockets are open, when a group is gone."""
     tempfile.tempdir = directory
     group, output = dist.new_group(), torch.zeros(2)
-    shared_memory.all_gather(output, output[:1].clone(), group).wait()
-    neighbors = weakref.ref(shared_memory._neighbors(group))
+    gather(output, output[:1].clone(), group).wait()
+    neighbors = weakref.ref(shared(group).neighbors)
     dist.destroy_process_group(group)
     del group
     gc.collect()
@@ -252,7 +274,7 @@ def subgroups() -> list[float]:
     found = []
     for group in (pairs[rank % 2], dist.group.WORLD, pairs[rank % 2]):
         output = torch.zeros(dist.get_world_size(group))
-        shared_memory.all_gather(output, torch.full((1,), float(rank)), group).wait()
+        gather(output, torch.full((1,), float(rank)), group).wait()
         found.append(float(output.sum()))
     return found
 
@@ -277,8 +299,8 @@ def different_collectives() -> str:
     """Rank 0 gathers, rank 1 reduces."""
     small, large = torch.zeros(4), torch.zeros(8)
     if dist.get_rank() == 0:
-        return error_of(shared_memory.all_gather(large, small, None).wait)
-    return error_of(shared_memory.reduce_scatter(small, large, dist.ReduceOp.SUM, None).wait)
+        return error_of(gather(large, small, None).wait)
+    return error_of(reduce(small, large, dist.ReduceOp.SUM, None).wait)
 
 
 def test_ranks_that_call_different_collectives_are_told_which():
@@ -289,7 +311,7 @@ def test_ranks_that_call_different_collectives_are_told_which():
 
 def different_sizes() -> str:
     part = torch.zeros(4 + dist.get_rank())
-    return error_of(shared_memory.all_gather(torch.zeros(2 * part.numel()), part, None).wait)
+    return error_of(gather(torch.zeros(2 * part.numel()), part, None).wait)
 
 
 def test_ranks_that_gather_different_sizes_are_told_which():
@@ -300,10 +322,10 @@ def a_rank_that_stays_away() -> str:
     """Rank 1 takes part in nothing after the first collective, until rank 0 has given up."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     output, own = torch.zeros(2), torch.zeros(1)
-    shared_memory.all_gather(output, own, group).wait()
+    gather(output, own, group).wait()
     said = "nothing"
     if dist.get_rank() == 0:
-        said = error_of(shared_memory.all_gather(output, own, group).wait)
+        said = error_of(gather(output, own, group).wait)
     dist.barrier()
     return said
 
@@ -333,14 +355,53 @@ def test_a_rank_that_dies_is_reported_at_once_and_not_the_one_that_waited_for_it
 
 def a_rank_that_waits_for_a_dead_one() -> str:
     output, own = torch.zeros(2), torch.zeros(1)
-    shared_memory.all_gather(output, own, None).wait()
+    gather(output, own, None).wait()
     if dist.get_rank() == 1:
-        for connection in shared_memory._neighbors(None)._sockets.values():
+        for connection in shared(None).neighbors._sockets.values():
             connection.close()
         return "gone"
-    return error_of(lambda: shared_memory.all_gather(output, own, None).wait())
+    return error_of(lambda: gather(output, own, None).wait())
 
 
 def test_a_rank_that_is_gone_is_named():
     said = launch(a_rank_that_waits_for_a_dead_one, 2, timeout=60)
     assert said == ["Connection closed by peer: rank 1 of the group is gone", "gone"]
+
+
+# --- Who watches -------------------------------------------------------------------------------------------
+
+
+def seen_by_others() -> tuple[dict[str, int], list[str], list[int]]:
+    """Collectives of a step as a dispatch mode counts them, and as a wrapper around torch's functions sees them."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    for module in (*model, model):
+        fully_shard(module)
+    calls, ranks = [], []
+    names = [name for name in dir(dist) if name in ("all_gather_single", "reduce_scatter_single")]
+    names = names or ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def watch(name: str) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name.split("_")[0])
+            ranks.extend(dist.get_process_group_ranks(kwargs["group"]))
+            return originals[name](*args, **kwargs)
+
+        return watched
+
+    for name in names:
+        setattr(dist, name, watch(name))
+    with CommDebugMode() as counted:
+        model(torch.ones(2, 3)).sum().backward()
+    by_op = {str(op).split(".")[-1]: number for op, number in counted.get_comm_counts().items()}
+    by_op = {op: number for op, number in by_op.items() if op.endswith("_base_")}  # others compare the ranks' models
+    return by_op, sorted(calls), sorted(set(ranks))
+
+
+def test_dispatch_modes_and_wrappers_of_torchs_functions_see_the_collectives():
+    for by_op, calls, ranks in launch(seen_by_others, 2, timeout=60):
+        assert by_op == {"_allgather_base_": 4, "_reduce_scatter_base_": 2}
+        assert calls == ["all"] * 4 + ["reduce"] * 2
+        assert ranks == [0, 1]

@@ -1,0 +1,301 @@
+"""Races: whatever stream of a device is late, every loss and every gradient keeps its bits.
+
+One rank communicates nothing, and NCCL refuses two ranks on one GPU. So each training here is rank 0 of a fake world,
+with collectives of its own that make up what the other ranks would send, on the stream that they are called on. To be
+late means, on a GPU, that a stream sleeps at a `Place`; on the CPU, that a collective moves its bytes no sooner than
+somebody waits for it. All buffers begin as NaNs, so that what is read too early does not look right by chance.
+
+Oracles: torch's FSDP2 with the same collectives, and the same training with no stream asleep.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.contenders import world_mesh
+from benchmarks.fake import in_fake_world
+from hwfsdp.hooks import checked_state
+from hwfsdp.streams import DeviceStream, HostStream
+from oracles import BITS, Trace, complaints, differences, run_checks
+
+WORLD_SIZE, ROWS = 8, 16
+STEPS = {"cpu": 3, "cuda": 8}
+LONGEST = 20_000_000  # cycles that a stream sleeps: about 10 ms
+FSDP2, DELAYS, LITTER = "FSDP2", "delays", "litter"
+STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
+
+
+class Place(Enum):
+    """Where a stream may sleep, and which one."""
+
+    COPY_IN = "copy, before shards are copied in"
+    GATHER = "all-gather, before the bytes move"
+    GATHERED = "all-gather, after they moved"
+    REDUCTION = "reduce-scatter, before the sum"
+    REDUCED = "reduce-scatter, after the sum"
+    FORWARD = "compute, at both ends of a block's forward"
+    BACKWARD = "compute, at both ends of its backward"
+    UPDATE = "compute, before the optimizer's step"
+
+
+COMPUTE = (Place.FORWARD, Place.BACKWARD, Place.UPDATE)
+
+
+@dataclass
+class Delays:
+    """Puts the current stream to sleep at some places, each time for another while; the host goes on.
+
+    Attributes:
+        visited: the places that the training came by, asleep or not.
+    """
+
+    device: str
+    places: Collection[Place] = ()
+    visited: set[Place] = field(default_factory=set)
+    random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def __call__(self, place: Place) -> None:
+        self.visited.add(place)
+        if place in self.places and self.device == "cuda":
+            torch.cuda._sleep(self.random.randrange(LONGEST // 4, LONGEST))
+
+
+# --- Collectives -------------------------------------------------------------------------------------------
+
+
+class Collective:
+    """What both libraries call, with the stream current that it belongs to."""
+
+    def __init__(self, delays: Delays, sizes: set[tuple[int, torch.dtype]]) -> None:
+        self.delays, self.sizes = delays, sizes
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.sizes.add((size[0], dtype))
+        return torch.full(tuple(size), torch.nan, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op:  # on the CPU only
+            return SimpleNamespace(wait=lambda: self.move(output_tensor, input_tensor, op))
+        return self.move(output_tensor, input_tensor, op)
+
+    def move(self, output: Tensor, given: Tensor, op: Any) -> None:
+        raise NotImplementedError
+
+
+class Gather(Collective):
+    """Rank r has 1 + r/8 times what rank 0 has. The buffer is allocated on the copy stream."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.delays(Place.COPY_IN)
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def move(self, output: Tensor, given: Tensor, op: Any) -> None:
+        """`given` is row 0 of `output` already."""
+        self.delays(Place.GATHER)
+        factors = 1 + torch.arange(1, WORLD_SIZE, device=given.device) / WORLD_SIZE  # exact in every dtype
+        others = output.view(WORLD_SIZE, -1)[1:]
+        torch.mul(given.view(1, -1), factors.to(given.dtype).view(-1, 1), out=others)
+        self.delays(Place.GATHERED)
+
+
+class Reduction(Collective):
+    """What rank 0 computed for the others comes to rank 0 as if it were theirs."""
+
+    def move(self, output: Tensor, given: Tensor, op: Any) -> None:
+        self.delays(Place.REDUCTION)
+        torch.sum(given.view(WORLD_SIZE, -1), 0, out=output)
+        if op == dist.ReduceOp.AVG:
+            output.div_(WORLD_SIZE)
+        self.delays(Place.REDUCED)
+
+
+# --- Training ----------------------------------------------------------------------------------------------
+
+
+class Sleep(torch.autograd.Function):
+    """The identity; compute may sleep in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delays: Delays) -> Tensor:
+        ctx.delays = delays
+        delays(Place.FORWARD)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.delays(Place.BACKWARD)
+        return grad, None
+
+
+class Block(nn.Sequential):
+    """Linear, ReLU, linear, and a sleep at both ends."""
+
+    def __init__(self, width: int, hidden: int, delays: Delays) -> None:
+        super().__init__(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.delays = delays
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(super().forward(Sleep.apply(x, self.delays)), self.delays)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Blocks with these hidden sizes between two linear layers of the root's own, and how they are sharded."""
+
+    width: int = 16
+    hidden: tuple[int, ...] = (32, 64, 32, 16)
+    frozen: bool = False
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # of parameters, of reductions
+    reshard: bool = True
+    offload: bool = False
+
+    def build(self, library: str, delays: Delays, gather: Gather, reduction: Reduction) -> nn.Module:
+        """The same weights each time, on the device, each block and the root sharded."""
+        torch.manual_seed(0)
+        blocks = [Block(self.width, hidden, delays) for hidden in self.hidden]
+        model = nn.Sequential(nn.Linear(self.width, self.width), *blocks, nn.Linear(self.width, 3))
+        blocks[1][0].weight.requires_grad_(not self.frozen)
+        model.to(delays.device)
+        fsdp: Any = importlib.import_module(library)
+        options = {"mesh": world_mesh(delays.device), "mp_policy": fsdp.MixedPrecisionPolicy(*self.dtypes)}
+        if self.offload:
+            options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=delays.device == "cuda")
+        for module in (*blocks, model):
+            fsdp.fully_shard(module, reshard_after_forward=self.reshard, **options)
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduction)
+        return model
+
+
+CASES = {
+    "even": Case(),
+    "uneven": Case(width=13, hidden=(7, 29, 3, 11)),
+    "large": Case(width=256, hidden=(512, 1024)),  # the allocator has a pool for more than 1 MiB
+    "frozen": Case(frozen=True),
+    "bf16": Case(dtypes=(torch.bfloat16, None)),
+    "bf16 reduced in fp32": Case(width=13, dtypes=(torch.bfloat16, torch.float32)),
+    "whole after forward": Case(reshard=False),
+    "offloaded": Case(offload=True),
+}
+
+
+def train(case: Case, delays: Delays, library: str = "hwfsdp", litters: bool = False) -> Trace:
+    """Every loss and this rank's part of every gradient; the host does not wait for the device, save to offload.
+
+    Args:
+        litters: between backward and update, streams get memory that the library gave back, and write to it. Gradients
+            are alive then: after `zero_grad` their memory belongs to a stream that has yet to wait for the update.
+    """
+    sizes: set[tuple[int, torch.dtype]] = set()
+    model, trace = case.build(library, delays, Gather(delays, sizes), Reduction(delays, sizes)), Trace()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    batches = torch.randn(STEPS[delays.device], ROWS, case.width, generator=torch.Generator().manual_seed(1))
+    for x in batches.to(delays.device):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        trace.keep("loss", loss)
+        for name, param in model.named_parameters():
+            trace.keep(f"grad {name}", None if param.grad is None else param.grad.to_local())
+        for stream in STREAMS if litters else ():
+            with getattr(checked_state(model, "train").comm_ctx.streams, stream).run():
+                for n, dtype in sizes:  # several at a time
+                    _ = [torch.full((n,), torch.nan, dtype=dtype, device=delays.device) for _ in range(4)]
+        delays(Place.UPDATE)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace
+
+
+# --- What is compared, in a fake world ---------------------------------------------------------------------
+
+
+def check(case: Case, device: str) -> dict[str, list[str]]:
+    expected, everywhere = train(case, Delays(device)), Delays(device, tuple(Place))
+    found = {FSDP2: differences(expected, train(case, Delays(device), "torch.distributed.fsdp"), *BITS)}
+    found[LITTER] = differences(train(case, everywhere, litters=True), expected, *BITS)
+    found[DELAYS] = [f"never at {place}" for place in set(Place) - everywhere.visited]
+    for places in [tuple(Place), COMPUTE, *((p,) for p in Place)] if device == "cuda" else [tuple(Place)]:
+        lines = differences(train(case, Delays(device, places)), expected, *BITS)
+        found[DELAYS] += [f"{line}, late: {[place.name for place in places]}" for line in lines]
+    return found
+
+
+@functools.cache
+def found_on(device: str) -> list[Any]:
+    """The checks of all cases, in one process."""
+    return [in_fake_world(check_all, WORLD_SIZE, device)]
+
+
+def check_all(device: str) -> Any:
+    torch.set_num_threads(1)
+    return run_checks({name: functools.partial(check, case, device) for name, case in CASES.items()})
+
+
+def with_a_deaf_stream(name: str, places: Collection[Place], device: str) -> list[str]:
+    """The stream of this name waits for nobody."""
+    kind: Any = HostStream if device == "cpu" else DeviceStream
+    expected, wait = train(Case(), Delays(device)), kind.wait
+    with mock.patch.object(
+        kind, "wait", lambda self, event: None if self.name == name else wait(self, event)
+    ):
+        return differences(train(Case(), Delays(device, places)), expected, *BITS)
+
+
+# --- Tests -------------------------------------------------------------------------------------------------
+
+gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+in_every_case = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake store has nothing to check collectives with."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+
+
+@on_every_device
+@in_every_case
+def test_losses_and_gradients_have_the_bits_of_fsdp2(case: str, device: str) -> None:
+    assert complaints(found_on(device), case, FSDP2) == []
+
+
+@on_every_device
+@in_every_case
+def test_no_bit_depends_on_which_stream_is_late(case: str, device: str) -> None:
+    assert complaints(found_on(device), case, DELAYS) == []
+
+
+@on_every_device
+@in_every_case
+def test_memory_that_a_stream_got_back_may_be_written_to_at_once(case: str, device: str) -> None:
+    assert complaints(found_on(device), case, LITTER) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "late"),
+    [
+        pytest.param("cpu", "compute", (), id="compute-cpu"),
+        pytest.param("cuda", "compute", (Place.GATHER,), marks=gpu, id="compute-cuda"),
+        pytest.param("cuda", "copy", COMPUTE, marks=gpu, id="copy-cuda"),
+        pytest.param("cuda", "all_gather", (Place.COPY_IN,), marks=gpu, id="all_gather-cuda"),
+        pytest.param("cuda", "reduce_scatter", COMPUTE, marks=gpu, id="reduce_scatter-cuda"),
+    ],
+)
+def test_a_stream_that_does_not_wait_is_found(device: str, name: str, late: tuple[Place, ...]) -> None:
+    assert in_fake_world(with_a_deaf_stream, WORLD_SIZE, name, late, device) != []
