@@ -192,7 +192,7 @@ class ParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        return self.params[0].state is ShardedState.UNSHARDED  # they change it together
+        return self.params[-1].state is ShardedState.UNSHARDED  # the last one to become so
 
     @property
     def has_late_gradients(self) -> bool:

@@ -53,19 +53,27 @@ from torch import Tensor
 from hwfsdp import compat, events
 from hwfsdp.streams import is_host
 
-_OPS = ("all_gather", "reduce_scatter")
 _REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ALL = 2**63  # more than any number of collectives
+_LONGEST = 2**31 - 1  # ms that a poll can take
+_PATIENCE = 30.0  # seconds for ranks to find each other
 _LOOKS = 40  # at a socket that has nothing yet, before sleeping: a neighbor is seldom far behind
 
 
 class Transfer(dist.Work):
-    """A collective in flight; `wait` finishes it."""
+    """A collective in flight; `wait` finishes it.
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    Args:
+        read: reads what the other ranks give.
+        is_over: called when this one needs nothing more, be it that it was read, that this failed, or that nobody waits.
+    """
+
+    def __init__(self, read: Callable[[], None], is_over: Callable[[], None]) -> None:
         super().__init__()
-        self._finish: Callable[[], None] | None = finish
+        self._read: Callable[[], None] | None = read
+        self._is_over = is_over
         self._future: torch.futures.Future[None] | None = None
+        self._error: BaseException | None = None
 
     @compat.outside_transforms
     def wait(self, timeout: Any = None) -> bool:
@@ -74,10 +82,18 @@ class Transfer(dist.Work):
         Raises:
             RuntimeError: a rank is gone, is too late, or called another collective.
         """
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            with torch.inference_mode():  # the caller's may be off, and the tensors of a block that had it on
-                finish()
+        if self._error is not None:
+            raise self._error
+        if self._read is not None:
+            read, self._read = self._read, None
+            try:
+                with torch.inference_mode():  # the caller's may be off, and the tensors of a block that had it on
+                    read()
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                self._is_over()
             if self._future is not None:
                 self._future.set_result(None)
         return True
@@ -86,6 +102,10 @@ class Transfer(dist.Work):
         """Done when `wait` has returned. To be asked for before that."""
         self._future = self._future or torch.futures.Future()
         return self._future
+
+    def __del__(self) -> None:
+        if self._read is not None:
+            self._is_over()
 
 
 def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -236,15 +256,15 @@ class _Record(NamedTuple):
     """What one rank tells another about a collective; all integers.
 
     Attributes:
-        number: of the collective, from 1; the same on every rank.
-        op: index in `_OPS`. nbytes: of the sender's input.
+        number: of the collective, from 1; the same on every rank. 0: there is none, only `read` is new.
+        call: operation and dtype (`_code`). nbytes: of the sender's input.
         read: all collectives up to this number have been read by the sender.
         block, offset: where the input is: in which of the sender's blocks, and at which byte.
         capacity: of that block if the receiver does not have it yet, and then its file follows; else 0.
     """
 
     number: int
-    op: int
+    call: int
     nbytes: int
     read: int
     block: int
@@ -253,6 +273,18 @@ class _Record(NamedTuple):
 
 
 _LAYOUT = struct.Struct("=7q")
+_OPS = ("all_gather", "reduce_scatter by sum", "reduce_scatter by mean")
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def _code(op: int, dtype: torch.dtype) -> int:
+    """Operation and dtype as one number, the same for all ranks of a machine."""
+    return op * len(_DTYPES) + _DTYPES.index(dtype)
+
+
+def _described(call: int, nbytes: int) -> str:
+    op, dtype = divmod(call, len(_DTYPES))
+    return f"{_OPS[op]} of {nbytes} bytes of {_DTYPES[dtype]}"
 
 
 class Neighbors:
@@ -269,7 +301,7 @@ class Neighbors:
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.rank, self.size = rank, len(sockets) + 1
-        self._sockets, self._timeout = sockets, timeout
+        self._sockets, self._timeout, self._process = sockets, timeout, os.getpid()
         self._given: dict[int, _Block] = {}  # blocks that the others have, by index
         self._theirs: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}  # blocks, by index
         self._told: dict[int, dict[int, _Record]] = {peer: {} for peer in sockets}  # by number, not yet used
@@ -282,26 +314,29 @@ class Neighbors:
     def read_by_all(self) -> int:
         return min(self._read_by.values())
 
+    # --- the collectives ---
+
     def all_gather(self, output: Tensor, input: Tensor) -> Transfer:
-        number, nbytes = self._tell(0, input), input.nbytes
+        call, nbytes = _code(0, input.dtype), input.nbytes
+        number = self._tell(call, input)
         rows = output.view(self.size, -1)
         if rows[self.rank].data_ptr() != input.data_ptr():
             rows[self.rank].copy_(input)
 
-        def finish() -> None:
+        def read() -> None:
             for peer in self._sockets:
-                rows[peer].copy_(self._part(peer, number, 0, nbytes, 0, rows[peer]))
-            del self._unread[number]
+                rows[peer].copy_(self._part(peer, number, call, nbytes, 0, rows[peer]))
 
-        return Transfer(finish)
+        return Transfer(read, lambda: self._over(number))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, mean: bool) -> Transfer:
-        number, nbytes = self._tell(1, input), input.nbytes
+        call, nbytes = _code(2 if mean else 1, input.dtype), input.nbytes
+        number = self._tell(call, input)
         own, start = input.view(self.size, -1)[self.rank], self.rank * output.nbytes
 
-        def finish() -> None:
+        def read() -> None:
             parts = [
-                own if rank == self.rank else self._part(rank, number, 1, nbytes, start, output)
+                own if rank == self.rank else self._part(rank, number, call, nbytes, start, output)
                 for rank in range(self.size)
             ]
             for begin, end, last in self._sums(output):
@@ -312,9 +347,8 @@ class Neighbors:
                     total.add_(term)
             if mean:
                 output.div_(self.size)
-            del self._unread[number]
 
-        return Transfer(finish)
+        return Transfer(read, lambda: self._over(number, acknowledge=True))
 
     def _sums(self, output: Tensor) -> list[tuple[int, int, int]]:
         """Note [The order of a sum]: which elements of the output to add in the order of which ring's last rank."""
@@ -327,28 +361,7 @@ class Neighbors:
             for last in range(begin // chunk, (end - 1) // chunk + 1)
         ]
 
-    def _tell(self, op: int, input: Tensor) -> int:
-        """Tells the others where the input is, in a copy if it is in no block; returns the collective's number."""
-        place = _pool.find(input)
-        if place is None:
-            input = allocate(input.shape, input.dtype).copy_(input)
-            place = _pool.find(input)
-            assert place is not None
-        self._issued += 1
-        number, (index, offset) = self._issued, place
-        self._unread[number] = None
-        block = _pool.blocks[index]
-        block.readers[self] = number
-        is_new = self._given.get(index) is not block
-        self._given[index] = block
-        capacity = block.capacity if is_new else 0
-        read = next(iter(self._unread)) - 1
-        record = _LAYOUT.pack(number, op, input.nbytes, read, index, offset, capacity)
-        for peer, connection in self._sockets.items():
-            self._send(peer, connection, record, block.file if is_new else None)
-        return number
-
-    def _part(self, peer: int, number: int, op: int, nbytes: int, start: int, like: Tensor) -> Tensor:
+    def _part(self, peer: int, number: int, call: int, nbytes: int, start: int, like: Tensor) -> Tensor:
         """What `peer` gives to a collective, once it has told: from byte `start` on, as much as `like` has.
 
         Raises:
@@ -357,34 +370,105 @@ class Neighbors:
         told = self._told[peer]
         while number not in told:
             self._listen(peer)
-        record = told.pop(number)
-        if (record.op, record.nbytes) != (op, nbytes):
+        record = told[number]
+        if (record.call, record.nbytes) != (call, nbytes):
             raise RuntimeError(
-                f"ranks call different collectives: number {number} of their group is {_OPS[op]} of {nbytes} bytes "
-                f"on rank {self.rank}, {_OPS[record.op]} of {record.nbytes} bytes on rank {peer}"
+                f"ranks call different collectives: number {number} of their group is {_described(call, nbytes)} "
+                f"on rank {self.rank}, {_described(record.call, record.nbytes)} on rank {peer}"
             )
         if not like.numel():
             return like
         memory = self._theirs[peer][record.block]
         return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=record.offset + start)
 
+    # --- telling ---
+
+    def _tell(self, call: int, input: Tensor) -> int:
+        """Tells the others where the input is, in a copy if it is in no block; returns the collective's number."""
+        place = _pool.find(input)
+        if place is None:
+            input = allocate(input.shape, input.dtype).copy_(input)
+            place = _pool.find(input)
+            assert place is not None, "what was just allocated is in no block"
+        self._issued += 1
+        number, (index, offset) = self._issued, place
+        self._unread[number] = None
+        block = _pool.blocks[index]
+        block.readers[self] = number
+        is_new = self._given.get(index) is not block
+        self._given[index] = block
+        capacity = block.capacity if is_new else 0
+        record = _LAYOUT.pack(number, call, input.nbytes, self._read, index, offset, capacity)
+        for peer in self._sockets:
+            self._send(peer, record, block.file if is_new else None)
+        return number
+
+    @property
+    def _read(self) -> int:
+        """All collectives up to this number have been read here."""
+        return next(iter(self._unread), self._issued + 1) - 1
+
+    def _over(self, number: int, acknowledge: bool = False) -> None:
+        """This rank needs nothing more for a collective.
+
+        The others learn of it with the next one. Should there be none for long, as after the last reduction of a
+        backward, they are told at once.
+        """
+        self._unread.pop(number, None)
+        for told in self._told.values():
+            told.pop(number, None)
+        if acknowledge and not self._unread:
+            record = _LAYOUT.pack(0, 0, 0, self._read, 0, 0, 0)
+            for peer in self._sockets:
+                with contextlib.suppress(RuntimeError):  # it is gone, and its memory with it
+                    self._send(peer, record, None)
+
+    def _send(self, peer: int, record: bytes, file: int | None) -> None:
+        connection = self._sockets[peer]
+        try:
+            self._retry(peer, lambda: connection.send(record, socket.MSG_DONTWAIT))
+            if file is not None:
+                self._retry(peer, lambda: socket.send_fds(connection, [b"f"], [file], socket.MSG_DONTWAIT))
+        except OSError as error:
+            raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
+
+    def _retry(self, peer: int, send: Callable[[], int]) -> None:
+        """Until there is room for it. Meanwhile this rank listens, since the others may be waiting for the same."""
+        while True:
+            try:
+                send()
+                return
+            except BlockingIOError:
+                if not self._hear(self._timeout, room_for=peer):
+                    raise RuntimeError(
+                        f"Timed out after {self._timeout:g} s: rank {peer} of the group takes nothing in"
+                    ) from None
+
+    # --- listening ---
+
     def catch_up(self) -> None:
         """Takes in what the others have told by now. Who has left reads no more."""
-        peers = {self._sockets[peer].fileno(): peer for peer in self._sockets if self._read_by[peer] < _ALL}
-        poll = select.poll()
-        for file in peers:
-            poll.register(file, select.POLLIN)
-        for file, _ in poll.poll(0):
-            try:
-                self._listen(peers[file])
-            except RuntimeError:
-                self._read_by[peers[file]] = _ALL
+        while self._hear(0):
+            pass
 
-    def leave(self) -> None:
-        """This rank reads no more."""
-        for connection in self._sockets.values():
-            with contextlib.suppress(OSError):  # the other one has left before
-                connection.shutdown(socket.SHUT_WR)
+    def _hear(self, timeout: float, room_for: int | None = None) -> bool:
+        """Takes in a record of every rank that has told something; waits for that, or for room to tell a rank.
+
+        Returns:
+            Whether anything happened in time.
+        """
+        poll = select.poll()
+        peers = {self._sockets[peer].fileno(): peer for peer in self._sockets if self._read_by[peer] < _ALL}
+        for file, peer in peers.items():
+            poll.register(file, select.POLLIN | (select.POLLOUT if peer == room_for else 0))
+        found = poll.poll(min(timeout * 1e3, _LONGEST))
+        for file, happened in found:
+            if happened & ~select.POLLOUT:
+                try:
+                    self._listen(peers[file])
+                except RuntimeError:
+                    self._read_by[peers[file]] = _ALL
+        return bool(found)
 
     def _listen(self, peer: int) -> None:
         """Takes in the next record of `peer`."""
@@ -396,7 +480,8 @@ class Neighbors:
             self._theirs[peer][record.block] = mmap.mmap(file, record.capacity)
             os.close(file)
         self._read_by[peer] = record.read
-        self._told[peer][record.number] = record
+        if record.number in self._unread or record.number > self._issued:
+            self._told[peer][record.number] = record
 
     def _receive(self, peer: int, connection: socket.socket) -> bytes:
         data, looks = b"", self._looks
@@ -418,16 +503,16 @@ class Neighbors:
         """Until there is something to receive."""
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        if not poll.poll(self._timeout * 1e3):
+        if not poll.poll(min(self._timeout * 1e3, _LONGEST)):
             raise RuntimeError(f"Timed out after {self._timeout:g} s waiting for rank {peer} of the group")
 
-    def _send(self, peer: int, connection: socket.socket, record: bytes, file: int | None) -> None:
-        try:
-            connection.sendall(record)
-            if file is not None:
-                socket.send_fds(connection, [b"f"], [file])
-        except OSError as error:
-            raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
+    # --- leaving ---
+
+    def leave(self) -> None:
+        """This rank reads no more."""
+        for connection in self._sockets.values() if os.getpid() == self._process else ():
+            with contextlib.suppress(OSError):  # the other one has left before
+                connection.shutdown(socket.SHUT_WR)
 
     def __del__(self) -> None:
         for connection in self._sockets.values():
@@ -462,43 +547,75 @@ def _leave(found: SharedMemoryGroup) -> None:
 
 
 def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
-    """Connects the ranks of `group`, if they all find one directory, that is, are on one machine."""
+    """Connects the ranks of `group`, if they all run on one machine and find one directory there."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    offer = [tempfile.mkdtemp(prefix="hwfsdp-") if rank == 0 else ""]
-    dist.broadcast_object_list(offer, group=group, group_src=0)
-    place = Path(offer[0])
-    with socket.socket(socket.AF_UNIX) as listener:
-        here = os.environ.get("HWFSDP_SHARED_MEMORY", "1") != "0" and _listen_at(listener, place / str(rank))
-        everywhere: list[bool] = [False] * size
-        dist.all_gather_object(everywhere, here, group=group)
-        sockets = _connect(listener, place, rank, size) if all(everywhere) else None
-    dist.barrier(group)
-    if rank == 0:
+    place = _agree(group, _new_directory() if rank == 0 else "")[0]
+    wanted = os.environ.get("HWFSDP_SHARED_MEMORY", "1") != "0" and hasattr(socket, "AF_UNIX")
+    timeout = compat.timeout_of(group)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX)) if wanted and place else None
+        here = listener is not None and _listen_at(listener, Path(place) / str(rank))
+        machines = _agree(group, _machine() if here else "")
+        sockets = None
+        if listener is not None and set(machines) == {_machine()}:
+            sockets = _connect(listener, Path(place), rank, size, min(timeout, _PATIENCE))
+        connected = all(_agree(group, sockets is not None))
+    if rank == 0 and place:
         shutil.rmtree(place, ignore_errors=True)
-    return (
-        SharedMemoryGroup(Neighbors(rank, sockets, compat.timeout_of(group)), group.group_name)
-        if sockets
-        else None
-    )
+    if not connected or sockets is None:
+        return None
+    return SharedMemoryGroup(Neighbors(rank, sockets, timeout), group.group_name)
+
+
+def _agree(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's value, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _new_directory() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="hwfsdp-")
+    except OSError:  # then there is no place to meet
+        return ""
+
+
+def _machine() -> str:
+    """What tells this machine from others that may see the same directories."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def _listen_at(listener: socket.socket, address: Path) -> bool:
     try:
         listener.bind(str(address))
         listener.listen(64)
-    except OSError:  # no such directory: another machine
+    except OSError:  # no such directory: another machine; or the path is too long
         return False
     return True
 
 
-def _connect(listener: socket.socket, place: Path, rank: int, size: int) -> dict[int, socket.socket]:
-    """Sockets to all others: this rank calls those below it, and is called by those above."""
-    found = {}
-    for below in range(rank):
-        found[below] = socket.socket(socket.AF_UNIX)
-        found[below].connect(str(place / str(below)))
-        found[below].sendall(rank.to_bytes(4, "little"))
-    for _ in range(rank + 1, size):
-        caller, _ = listener.accept()
-        found[int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "little")] = caller
+def _connect(
+    listener: socket.socket, place: Path, rank: int, size: int, timeout: float
+) -> dict[int, socket.socket] | None:
+    """Sockets to all others: this rank calls those below it, and is called by those above. None if one fails."""
+    found: dict[int, socket.socket] = {}
+    listener.settimeout(timeout)
+    try:
+        for below in range(rank):
+            found[below] = socket.socket(socket.AF_UNIX)
+            found[below].settimeout(timeout)
+            found[below].connect(str(place / str(below)))
+            found[below].sendall(rank.to_bytes(4, "little"))
+        for _ in range(rank + 1, size):
+            caller, _ = listener.accept()
+            caller.settimeout(timeout)
+            found[int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "little")] = caller
+    except OSError:
+        for connection in found.values():
+            connection.close()
+        return None
+    for connection in found.values():
+        connection.settimeout(None)
     return dict(sorted(found.items()))

@@ -1,13 +1,22 @@
 """Where autograd calls: before the backward of a module, and after it.
 
 Before: a hook on the tensors that the module returned, since their gradient is the first thing that the module's
-backward gets. After: an autograd function around the tensors that the module was given, since their gradient is the
-last.
+backward gets. After: at the tensors that the module was given, since their gradient is the last. A single one is given
+to the module as a view of itself, and the view's node has a hook; several go through an autograd function together.
 
 Note [Views as outputs]
     An in-place operation on an output that is a view, such as `out += x` after `out = h.view(…)`, gives the output
     a new history in which the hook on it does not occur; that of the tensor it views still does. So a view's base
     gets a hook as well, which counts only if none of the outputs' own hooks came.
+
+Note [Inputs that come out again]
+    A module may return what it was given (`return x, f(x)`). Then the view of the input is an output as well, and both
+    kinds of hooks are at one tensor. Those on tensors run before those on its node, so pre-backward comes first.
+
+Note [Inputs changed in place]
+    If the first thing a module does to its input is an in-place operation, the view gets a new history in which the hook
+    does not occur. The gradients are right, but post-backward comes only when the backward ends, and the parameters stay
+    whole until then. An autograd function would forbid the operation.
 """
 
 from __future__ import annotations
@@ -80,13 +89,14 @@ class PostBackward(torch.autograd.Function):
 
 
 def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:
-    """`inputs`, whose tensors that need a gradient have passed through `PostBackward`, all through the same."""
+    """`inputs`, with tensors that need a gradient replaced by what calls `after_backward`, once for all of them."""
     tensors = tensors_with_grad(inputs) if torch.is_grad_enabled() else []
     if not tensors:
         return inputs
     if len(tensors) == 1 and not compat.in_transforms():
         alias = tensors[0].view_as(tensors[0])
-        alias.register_hook(lambda grad: after_backward())
+        assert alias.grad_fn is not None, "a view of a tensor that needs a gradient has a history"
+        alias.grad_fn.register_prehook(lambda grads: after_backward())
         return replace_tensors_with_grad(inputs, [alias])
     outputs: tuple[Tensor, ...] = PostBackward.apply(after_backward, *tensors)  # type: ignore[no-untyped-call]
     return replace_tensors_with_grad(inputs, list(outputs))

@@ -23,6 +23,7 @@ from hwfsdp.shared_memory import SharedMemoryGroup
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (*range(0, 20), 64, 1001, 70_000)
+FP32 = "torch.float32"
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
@@ -283,6 +284,24 @@ def test_groups_do_not_mix():
     assert launch(subgroups, 4, timeout=60) == [[2.0, 6.0, 2.0], [4.0, 6.0, 4.0]] * 2
 
 
+def met_when_machines_differ(how: str) -> tuple[bool, list[float]]:
+    """Rank 1 is on another machine with the same directory, or cannot be connected to."""
+    if dist.get_rank() == 1:
+        if how == "another machine":
+            shared_memory._machine = lambda: "another"
+        else:
+            shared_memory._connect = lambda *args: None
+    shared_memory._PATIENCE = 1.0
+    group, output = dist.group.WORLD, torch.zeros(2)
+    DefaultAllGather(group)(output, torch.full((1,), dist.get_rank() + 1.0), group)
+    return isinstance(shared_memory.over(group, output.device), SharedMemoryGroup), output.tolist()
+
+
+@pytest.mark.parametrize("how", ["another machine", "no connection"])
+def test_ranks_that_see_the_same_directory_from_different_machines_use_the_backend(how):
+    assert launch(met_when_machines_differ, 2, how, timeout=60) == [(False, [1.0, 2.0])] * 2
+
+
 # --- What can go wrong -------------------------------------------------------------------------------------
 
 
@@ -305,8 +324,80 @@ def different_collectives() -> str:
 
 def test_ranks_that_call_different_collectives_are_told_which():
     said = launch(different_collectives, 2, timeout=60)
-    assert "all_gather of 16 bytes on rank 0, reduce_scatter of 32 bytes on rank 1" in said[0]
-    assert "reduce_scatter of 32 bytes on rank 1, all_gather of 16 bytes on rank 0" in said[1]
+    assert (
+        f"all_gather of 16 bytes of {FP32} on rank 0, reduce_scatter by sum of 32 bytes of {FP32} on rank 1"
+        in said[0]
+    )
+    assert (
+        f"reduce_scatter by sum of 32 bytes of {FP32} on rank 1, all_gather of 16 bytes of {FP32} on rank 0"
+        in said[1]
+    )
+
+
+def waits_after_an_error() -> tuple[list[str], list[float], list[int]]:
+    """A collective that failed, waited for twice; one that nobody waits for; then others."""
+    small, large = torch.zeros(4), torch.zeros(8)
+    if dist.get_rank() == 0:
+        failing = gather(large, small, None)
+    else:
+        failing = reduce(small, large, dist.ReduceOp.SUM, None)
+    errors = [error_of(failing.wait)[:15] for _ in range(2)]
+    gather(large, small, None)
+    sums, blocks = [], []
+    for step in range(6):
+        flat = shared_memory.allocate((8,), torch.float32).fill_(step)
+        gather(flat, flat[4 * dist.get_rank() :][:4], None).wait()
+        sums.append(float(flat.sum()))
+        del flat
+        blocks.append(len(shared_memory._pool.blocks))
+    return errors, sums, blocks
+
+
+def test_after_an_error_and_a_collective_nobody_waits_for_blocks_are_used_again():
+    for errors, sums, blocks in launch(waits_after_an_error, 2, timeout=60):
+        assert errors == ["ranks call diffe"[:15]] * 2
+        assert sums == [8.0 * step for step in range(6)]
+        assert blocks[-1] == blocks[2]
+
+
+def much_before_the_first_wait(number: int) -> int:
+    """More records than sockets hold, from both ranks, before either listens."""
+    output, own = torch.zeros(2), shared_memory.allocate((1,), torch.float32).fill_(dist.get_rank() + 1)
+    in_flight = [gather(output.clone(), own, None) for _ in range(number)]
+    return sum(work.wait() for work in in_flight)
+
+
+def test_any_number_of_collectives_may_be_issued_before_the_first_wait():
+    assert launch(much_before_the_first_wait, 2, 3000, timeout=60) == [3000, 3000]
+
+
+def idle_blocks_after_a_backward(groups: int) -> list[int]:
+    """How many blocks there are after reductions in one group after the other, each used once."""
+    counts = []
+    for _ in range(groups):
+        group, output = dist.new_group(), torch.empty(1000)
+        whole = shared_memory.allocate((2000,), torch.float32)
+        reduce(output, whole, dist.ReduceOp.SUM, group).wait()
+        del whole
+        dist.barrier()
+        counts.append(len(shared_memory._pool.blocks))
+    return counts
+
+
+def test_a_group_that_is_not_used_any_more_keeps_no_block():
+    assert launch(idle_blocks_after_a_backward, 2, 5, timeout=60) == [[1] * 5] * 2
+
+
+def different_dtypes() -> str:
+    part = torch.zeros(4, dtype=torch.bfloat16 if dist.get_rank() else torch.float16)
+    return error_of(gather(torch.zeros(8, dtype=part.dtype), part, None).wait)
+
+
+def test_ranks_that_gather_different_dtypes_are_told_which():
+    assert (
+        "torch.float16 on rank 0, all_gather of 8 bytes of torch.bfloat16 on rank 1"
+        in launch(different_dtypes, 2, timeout=60)[0]
+    )
 
 
 def different_sizes() -> str:
@@ -315,7 +406,8 @@ def different_sizes() -> str:
 
 
 def test_ranks_that_gather_different_sizes_are_told_which():
-    assert "16 bytes on rank 0, all_gather of 20 bytes on rank 1" in launch(different_sizes, 2, timeout=60)[0]
+    said = launch(different_sizes, 2, timeout=60)[0]
+    assert f"16 bytes of {FP32} on rank 0, all_gather of 20 bytes of {FP32} on rank 1" in said
 
 
 def a_rank_that_stays_away() -> str:
@@ -396,7 +488,9 @@ def seen_by_others() -> tuple[dict[str, int], list[str], list[int]]:
     with CommDebugMode() as counted:
         model(torch.ones(2, 3)).sum().backward()
     by_op = {str(op).split(".")[-1]: number for op, number in counted.get_comm_counts().items()}
-    by_op = {op: number for op, number in by_op.items() if op.endswith("_base_")}  # others compare the ranks' models
+    by_op = {
+        op: number for op, number in by_op.items() if op.endswith("_base_")
+    }  # others compare the ranks' models
     return by_op, sorted(calls), sorted(set(ranks))
 
 

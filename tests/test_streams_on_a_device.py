@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import importlib
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -34,38 +34,19 @@ from oracles import BITS, Trace, complaints, differences, run_checks
 WORLD_SIZE, ROWS = 8, 16
 STEPS = {"cpu": 3, "cuda": 8}
 LONGEST = 20_000_000  # cycles that a stream sleeps: about 10 ms
-FSDP2, DELAYS, LITTER = "FSDP2", "delays", "litter"
-STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
+FSDP2, DELAYS, LITTER = "as in FSDP2", "with streams late", "with freed memory written to"
 
-
-class Place(Enum):
-    """Where a stream may sleep, and which one."""
-
-    COPY_IN = "copy, before shards are copied in"
-    GATHER = "all-gather, before the bytes move"
-    GATHERED = "all-gather, after they moved"
-    REDUCTION = "reduce-scatter, before the sum"
-    REDUCED = "reduce-scatter, after the sum"
-    FORWARD = "compute, at both ends of a block's forward"
-    BACKWARD = "compute, at both ends of its backward"
-    UPDATE = "compute, before the optimizer's step"
-
-
+# Where a stream may sleep: before a buffer is filled, around a collective, at both ends of a block, before the optimizer.
+Place = Enum("Place", "ALLOCATE GATHER GATHERED REDUCTION REDUCED FORWARD BACKWARD UPDATE")
 COMPUTE = (Place.FORWARD, Place.BACKWARD, Place.UPDATE)
 
 
-@dataclass
 class Delays:
-    """Puts the current stream to sleep at some places, each time for another while; the host goes on.
+    """Puts the current stream to sleep at some places, each time for another while; the host goes on."""
 
-    Attributes:
-        visited: the places that the training came by, asleep or not.
-    """
-
-    device: str
-    places: Collection[Place] = ()
-    visited: set[Place] = field(default_factory=set)
-    random: random.Random = field(default_factory=lambda: random.Random(0))
+    def __init__(self, device: str, places: Collection[Place] = ()) -> None:
+        self.device, self.places, self.random = device, places, random.Random(0)
+        self.visited: set[Place] = set()  # asleep or not
 
     def __call__(self, place: Place) -> None:
         self.visited.add(place)
@@ -73,36 +54,29 @@ class Delays:
             torch.cuda._sleep(self.random.randrange(LONGEST // 4, LONGEST))
 
 
-# --- Collectives -------------------------------------------------------------------------------------------
-
-
 class Collective:
     """What both libraries call, with the stream current that it belongs to."""
+
+    move: Callable[[Tensor, Tensor, Any], None]
 
     def __init__(self, delays: Delays, sizes: set[tuple[int, torch.dtype]]) -> None:
         self.delays, self.sizes = delays, sizes
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.sizes.add((size[0], dtype))
+        self.delays(
+            Place.ALLOCATE
+        )  # the copy stream, for a gather; compute and reduce-scatter, for a reduction
         return torch.full(tuple(size), torch.nan, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
         if async_op:  # on the CPU only
             return SimpleNamespace(wait=lambda: self.move(output_tensor, input_tensor, op))
-        return self.move(output_tensor, input_tensor, op)
-
-    def move(self, output: Tensor, given: Tensor, op: Any) -> None:
-        raise NotImplementedError
+        self.move(output_tensor, input_tensor, op)
 
 
 class Gather(Collective):
-    """Rank r has 1 + r/8 times what rank 0 has. The buffer is allocated on the copy stream."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.delays(Place.COPY_IN)
-        return super().allocate(size, dtype=dtype, device=device)
+    """Rank r has 1 + r/8 times what rank 0 has."""
 
     def move(self, output: Tensor, given: Tensor, op: Any) -> None:
         """`given` is row 0 of `output` already."""
@@ -122,9 +96,6 @@ class Reduction(Collective):
         if op == dist.ReduceOp.AVG:
             output.div_(WORLD_SIZE)
         self.delays(Place.REDUCED)
-
-
-# --- Training ----------------------------------------------------------------------------------------------
 
 
 class Sleep(torch.autograd.Function):
@@ -172,11 +143,11 @@ class Case:
         blocks[1][0].weight.requires_grad_(not self.frozen)
         model.to(delays.device)
         fsdp: Any = importlib.import_module(library)
-        options = {"mesh": world_mesh(delays.device), "mp_policy": fsdp.MixedPrecisionPolicy(*self.dtypes)}
-        if self.offload:
-            options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=delays.device == "cuda")
+        offload = fsdp.CPUOffloadPolicy(delays.device == "cuda") if self.offload else fsdp.OffloadPolicy()
+        options = {"mp_policy": fsdp.MixedPrecisionPolicy(*self.dtypes), "offload_policy": offload}
+        mesh = world_mesh(delays.device)
         for module in (*blocks, model):
-            fsdp.fully_shard(module, reshard_after_forward=self.reshard, **options)
+            fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard, **options)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduction)
         return model
@@ -197,10 +168,10 @@ CASES = {
 def train(case: Case, delays: Delays, library: str = "hwfsdp", litters: bool = False) -> Trace:
     """Every loss and this rank's part of every gradient; the host does not wait for the device, save to offload.
 
-    Args:
-        litters: between backward and update, streams get memory that the library gave back, and write to it. Gradients
-            are alive then: after `zero_grad` their memory belongs to a stream that has yet to wait for the update.
+    If it `litters`, each stream is given memory that the library gave back, and writes to it. That is before the update:
+    after `zero_grad` the gradients' memory belongs to a stream that has yet to wait for the update.
     """
+    torch.set_num_threads(1)
     sizes: set[tuple[int, torch.dtype]] = set()
     model, trace = case.build(library, delays, Gather(delays, sizes), Reduction(delays, sizes)), Trace()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -211,17 +182,15 @@ def train(case: Case, delays: Delays, library: str = "hwfsdp", litters: bool = F
         trace.keep("loss", loss)
         for name, param in model.named_parameters():
             trace.keep(f"grad {name}", None if param.grad is None else param.grad.to_local())
-        for stream in STREAMS if litters else ():
-            with getattr(checked_state(model, "train").comm_ctx.streams, stream).run():
+        streams = vars(checked_state(model, "train").comm_ctx.streams).values() if litters else ()
+        for stream in streams:
+            with stream.run():
                 for n, dtype in sizes:  # several at a time
                     _ = [torch.full((n,), torch.nan, dtype=dtype, device=delays.device) for _ in range(4)]
         delays(Place.UPDATE)
         optimizer.step()
         optimizer.zero_grad()
     return trace
-
-
-# --- What is compared, in a fake world ---------------------------------------------------------------------
 
 
 def check(case: Case, device: str) -> dict[str, list[str]]:
@@ -237,30 +206,19 @@ def check(case: Case, device: str) -> dict[str, list[str]]:
 
 @functools.cache
 def found_on(device: str) -> list[Any]:
-    """The checks of all cases, in one process."""
-    return [in_fake_world(check_all, WORLD_SIZE, device)]
-
-
-def check_all(device: str) -> Any:
-    torch.set_num_threads(1)
-    return run_checks({name: functools.partial(check, case, device) for name, case in CASES.items()})
+    checks = {name: functools.partial(check, case, device) for name, case in CASES.items()}
+    return [in_fake_world(run_checks, WORLD_SIZE, checks)]
 
 
 def with_a_deaf_stream(name: str, places: Collection[Place], device: str) -> list[str]:
     """The stream of this name waits for nobody."""
     kind: Any = HostStream if device == "cpu" else DeviceStream
     expected, wait = train(Case(), Delays(device)), kind.wait
-    with mock.patch.object(
-        kind, "wait", lambda self, event: None if self.name == name else wait(self, event)
-    ):
+    with mock.patch.object(kind, "wait", lambda s, event: None if s.name == name else wait(s, event)):
         return differences(train(Case(), Delays(device, places)), expected, *BITS)
 
 
-# --- Tests -------------------------------------------------------------------------------------------------
-
 gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-in_every_case = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.fixture(autouse=True)
@@ -269,33 +227,22 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
 
 
-@on_every_device
-@in_every_case
-def test_losses_and_gradients_have_the_bits_of_fsdp2(case: str, device: str) -> None:
-    assert complaints(found_on(device), case, FSDP2) == []
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("oracle", [FSDP2, DELAYS, LITTER])
+@pytest.mark.parametrize("case", CASES)
+def test_every_loss_and_gradient_has_the_same_bits(case: str, oracle: str, device: str) -> None:
+    assert complaints(found_on(device), case, oracle) == []
 
 
-@on_every_device
-@in_every_case
-def test_no_bit_depends_on_which_stream_is_late(case: str, device: str) -> None:
-    assert complaints(found_on(device), case, DELAYS) == []
+deaf = [
+    pytest.param("cpu", "compute", (Place.GATHER,)),
+    pytest.param("cuda", "compute", (Place.GATHER,), marks=gpu),
+    pytest.param("cuda", "copy", COMPUTE, marks=gpu),
+    pytest.param("cuda", "all_gather", (Place.ALLOCATE,), marks=gpu),
+    pytest.param("cuda", "reduce_scatter", COMPUTE, marks=gpu),
+]
 
 
-@on_every_device
-@in_every_case
-def test_memory_that_a_stream_got_back_may_be_written_to_at_once(case: str, device: str) -> None:
-    assert complaints(found_on(device), case, LITTER) == []
-
-
-@pytest.mark.parametrize(
-    ("device", "name", "late"),
-    [
-        pytest.param("cpu", "compute", (), id="compute-cpu"),
-        pytest.param("cuda", "compute", (Place.GATHER,), marks=gpu, id="compute-cuda"),
-        pytest.param("cuda", "copy", COMPUTE, marks=gpu, id="copy-cuda"),
-        pytest.param("cuda", "all_gather", (Place.COPY_IN,), marks=gpu, id="all_gather-cuda"),
-        pytest.param("cuda", "reduce_scatter", COMPUTE, marks=gpu, id="reduce_scatter-cuda"),
-    ],
-)
+@pytest.mark.parametrize(("device", "name", "late"), deaf)
 def test_a_stream_that_does_not_wait_is_found(device: str, name: str, late: tuple[Place, ...]) -> None:
     assert in_fake_world(with_a_deaf_stream, WORLD_SIZE, name, late, device) != []
