@@ -41,7 +41,7 @@ from hwfsdp import compat, events, shared_memory
 from hwfsdp.mesh import Axis
 from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.sharding import chunk_length, padded_local_numel
-from hwfsdp.streams import Stream, StreamEvent, StreamSet, Work
+from hwfsdp.streams import Stream, StreamEvent, StreamSet, Work, run_named
 
 Group = dist.ProcessGroup | None
 _chunk_numel = functools.cache(padded_local_numel)  # the same shapes in every step
@@ -262,7 +262,7 @@ def all_gather(
         mixed = len(set(dtypes)) > 1
         dtype = torch.uint8 if mixed else dtypes[0]
         sizes = [s.numel() * (d.itemsize if mixed else 1) for s, d in zip(shards, dtypes, strict=True)]
-        flat = channel.all_gather.allocate((axis.size * sum(sizes),), dtype=dtype, device=channel.device)
+        flat = _allocate(channel.all_gather, axis.size * sum(sizes), dtype, "all_gather", channel)
         part = flat.narrow(0, axis.rank * sum(sizes), sum(sizes))  # [n]
         with events.span("copy_in", "copy", bytes=part.numel() * part.element_size()):
             copy_in(shards, dtypes, part, sizes)
@@ -277,6 +277,13 @@ def all_gather(
                 channel.owner,
             )
         return Gathered(flat.view(axis.size, -1), sizes, streams.all_gather.record())
+
+
+def _allocate(how: Buffers, numel: int, dtype: torch.dtype, name: str, channel: Channel) -> Tensor:
+    """The first buffer for a group of ranks may take a meeting of all of them, and that may fail."""
+    allocate = functools.partial(how.allocate, (numel,), dtype=dtype, device=channel.device)
+    buffer: Tensor = run_named(allocate, name, channel.owner)
+    return buffer
 
 
 def copy_in(
@@ -375,7 +382,7 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
     streams, world_size = channel.streams, channel.shard.size
     scaling = _scaling(channel, reduce_dtype)
     numel = sum(_chunk_numel(grad.shape, world_size) for grad in grads)
-    flat = channel.reduce_scatter.allocate((world_size * numel,), dtype=reduce_dtype, device=channel.device)
+    flat = _allocate(channel.reduce_scatter, world_size * numel, reduce_dtype, "reduce_scatter", channel)
     nbytes = flat.numel() * flat.element_size()
     with events.span("copy_in", "compute", owner=channel.owner, bytes=nbytes):
         copy_in_grads(grads, flat.view(world_size, numel))

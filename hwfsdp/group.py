@@ -88,9 +88,9 @@ class FSDPCommContext:
     def keep_until_copied_out(self, gathered: Gathered) -> None:
         """Keeps a gather's buffer, which the copy-out just issued still reads."""
         self.release_gather_buffer()
-        copied_out = self.streams.compute.record()
-        if not copied_out.is_over:
-            self._copied_out = gathered, copied_out
+        self._copied_out = gathered, self.streams.compute.record()
+        if self._copied_out[1].is_over:  # the host has copied
+            self.release_gather_buffer()
 
     def release_gather_buffer(self) -> None:
         """Lets the copy stream reuse the buffer kept (see `collectives`, Note [Why flat buffers outlive…])."""

@@ -1,0 +1,109 @@
+"""Where autograd calls: for modules that hand their input on, change it, or take several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import Tensor, nn
+
+import hwfsdp
+from hwfsdp import launch, record
+
+
+class HandingOn(nn.Module):
+    """Returns its input beside what it made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return x, self.inner(x if made is None else x + made).tanh()
+
+
+class Identity(nn.Module):
+    """Returns its input as it is, and uses its parameter beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return x, (x if made is None else made) * self.scale.sum()
+
+
+class ChangingInPlace(nn.Module):
+    """Begins with an operation on its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x.mul_(2.0)) * 0.5,)
+
+
+class Chain(nn.Module):
+    """Blocks one after the other, each given what the one before returned."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        passed: tuple[Tensor, ...] = (self.first(x),)
+        for block in self.blocks:
+            passed = block(*passed)
+        return sum(tensor.sum() for tensor in passed)
+
+
+def trained(block: type[nn.Module], library: Any) -> tuple[list[Tensor], list[tuple[str, str]]]:
+    """Gradients after two steps; and the collectives of the backward of the second, with their groups if known."""
+    torch.manual_seed(0)
+    model = Chain(block)
+    if library is not None:
+        for module in (*model.blocks, model):
+            library.fully_shard(module)
+    for _ in range(2):
+        model.zero_grad()
+        with record() as log:
+            loss = model(torch.ones(2, 6) * 0.1)
+            loss.backward()
+    called = [
+        (e.op, e.owner) for e in log.events if e.phase == "backward" and e.op.startswith(("all_", "red"))
+    ]
+    grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
+    return grads, called
+
+
+def compared(block: type[nn.Module]) -> tuple[bool, list[tuple[str, str]]]:
+    plain, _ = trained(block, None)
+    ours, called = trained(block, hwfsdp)
+    return all(torch.allclose(a, b) for a, b in zip(ours, plain, strict=True)), called
+
+
+@pytest.mark.parametrize("block", [HandingOn, Identity])
+def test_a_module_that_hands_its_input_on_is_gathered_and_reduced_once_in_that_order(block):
+    for equal, called in launch(compared, 2, block, timeout=60):
+        assert equal
+        gathers = [owner for op, owner in called if op == "all_gather"]
+        reductions = [owner for op, owner in called if op == "reduce_scatter"]
+        assert gathers == ["blocks.2", "blocks.1", "blocks.0"]
+        assert reductions == ["blocks.2", "blocks.1", "blocks.0", "Chain"]
+        for group in gathers:
+            assert called.index(("all_gather", group)) < called.index(("reduce_scatter", group))
+
+
+def test_a_module_may_change_its_input_in_place():
+    for equal, called in launch(compared, 2, ChangingInPlace, timeout=60):
+        assert equal
+        assert sorted(owner for op, owner in called if op == "reduce_scatter") == [
+            "Chain",
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+        ]
