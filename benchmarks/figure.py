@@ -31,7 +31,7 @@ COLORS = {
 }
 _LIMIT_STYLES: dict[str, Any] = {"overlapped": "solid", "one after the other": (0, (2, 1.2))}
 _LIMIT_COLORS = (style.BLACK, style.PURPLE, style.GREEN)  # by transport
-_WIDTH, _HEADER, _BARS, _SMALL = 13.0, 1.1, 3.1, 2.9  # inches: the picture, its title, a row of panels
+_WIDTH, _HEADER, _BARS, _SMALL = 13.0, 1.3, 3.1, 2.9  # inches: the picture, its title, a row of panels
 _COLUMNS = 3
 _MARKERS = {UNSHARDED: "s", HWFSDP: "o", FSDP2: "D"}
 
@@ -74,7 +74,7 @@ def _draw_header(header: SubFigure, records: Sequence[Record]) -> None:
     )
     header.text(
         0.01,
-        0.58,
+        0.64,
         "Medians over rounds in which all contenders take turns, in one process group; whiskers and bands "
         "are quartiles. Compare contenders within a panel, not figures of different machines.",
         fontsize=style.TEXT_SIZE,
@@ -82,19 +82,23 @@ def _draw_header(header: SubFigure, records: Sequence[Record]) -> None:
         va="top",
     )
     shown = {name for record in records for name in record.values}
-    handles: list[Patch | Line2D] = [
-        Patch(color=color, label=name) for name, color in COLORS.items() if name in shown
+    contenders = [Patch(color=color, label=name) for name, color in COLORS.items() if name in shown]
+    limits = [
+        Line2D([], [], color=color, linestyle=line, label=f"limit, {kind} ({transport})")
+        for transport, color in zip(_transports(records), _LIMIT_COLORS, strict=False)
+        for kind, line in _LIMIT_STYLES.items()
     ]
-    for transport, color in zip(_transports(records), _LIMIT_COLORS, strict=False):
-        handles += [
-            Line2D([], [], color=color, linestyle=line, label=f"limit, {kind} ({transport})")
-            for kind, line in _LIMIT_STYLES.items()
-        ]
+    _add_legend(header, contenders, bottom=0.17)
+    _add_legend(header, limits, bottom=0.0)
+
+
+def _add_legend(header: SubFigure, handles: Sequence[Patch | Line2D], bottom: float) -> None:
+    """One line of the header."""
     header.legend(
-        handles=handles,
+        handles=list(handles),
         loc="lower left",
-        bbox_to_anchor=(0.003, 0.0),
-        ncols=len(handles),
+        bbox_to_anchor=(0.003, bottom),
+        ncols=max(1, len(handles)),
         frameon=False,
         fontsize=style.TEXT_SIZE,
         handlelength=1.6,

@@ -456,18 +456,20 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
     ):
         torch.cat([grad.view(world_size, -1) for grad in grads], dim=1, out=flat)  # no chunk needs padding
         return
-    targets, sources = [], []
-    for grad, columns in zip(
-        grads, flat.split([_chunk_numel(g.shape, world_size) for g in grads], 1), strict=True
-    ):
+    targets, sources, padding = [], [], []
+    sizes = [_chunk_numel(grad.shape, world_size) for grad in grads]
+    for grad, columns in zip(grads, flat.split_with_sizes(sizes, 1), strict=True):
         rows = chunk_length(grad.shape[0], world_size)  # of a padded chunk
         full = grad.shape[0] // max(1, rows)  # ranks with a full chunk
-        targets.append(columns.narrow(0, 0, full).view(full, rows, *grad.shape[1:]))
-        sources.append(grad.narrow(0, 0, full * rows).view(full, rows, *grad.shape[1:]))
+        rest = grad.shape[0] - full * rows  # rows of the one rank with a shorter chunk
+        chunks = (full, rows, *grad.shape[1:])
+        targets.append(columns.narrow(0, 0, full).view(chunks))
+        sources.append((grad.narrow(0, 0, full * rows) if rest else grad).view(chunks))
         if full < world_size:
-            columns.narrow(0, full, world_size - full).zero_()
-        if rest := grad.shape[0] - full * rows:  # rows of the one rank with a shorter chunk
+            padding.append(columns.narrow(0, full, world_size - full))
+        if rest:
             shorter = grad.narrow(0, full * rows, rest)
             targets.append(columns[full, : shorter.numel()].view(shorter.shape))
             sources.append(shorter)
+    compat.fill_each_with_zeros(padding)
     compat.copy_each(targets, sources)

@@ -185,6 +185,12 @@ def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(outputs), list(inputs), non_blocking=True)
 
 
+def fill_each_with_zeros(tensors: Sequence[Tensor]) -> None:
+    """`tensor.zero_()` for each; one kernel for all on CUDA."""
+    if tensors:
+        torch._foreach_zero_(list(tensors))
+
+
 def move_in_place(tensor: Tensor, device: torch.device) -> None:
     """Moves a parameter or buffer to `device`; it stays the same object."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)
