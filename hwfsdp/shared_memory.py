@@ -17,11 +17,11 @@ Note [Words]
     as itself. All of that would be missing from a flag in shared memory.
 
 Note [When a block is free]
-    A block may be written again when the tensor in it is gone and all others have read it. Nobody waits for that, and
-    nobody is told extra: each record also says up to which collective its sender has read. If no block is known to be
-    free, another one is made; a training needs about four, of the size of its largest flat buffer. They are kept, for new
-    memory is what costs most in a small transfer. Only its owner decides about a block, so ranks need not agree on
-    anything.
+    A block may be written again when the tensor in it is gone and all others have read it. Nobody waits for that: each
+    record also says up to which collective its sender has read, and after the last reduction of a backward ranks say so
+    at once. If no block is known to be free, another one is made; a training needs about four, of the size of its largest
+    flat buffer. They are kept, for touching new memory takes longer than copying. Only its owner decides about a block,
+    so ranks need not agree on anything.
 
 Note [The order of a sum]
     Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
