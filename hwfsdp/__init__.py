@@ -47,9 +47,11 @@ a book, in this order; each imports only from those before it.
          data          text to train it on
          ranks         processes to run on
          train         the loop
-    VII  Pictures and commands
+    VII  Pictures
          plot          figures of a log
          demo          three times the same run: hwfsdp, FSDP2, unsharded
+    VIII Classroom
+         learn         exercises cut out of this package
          cli           the command `hwfsdp`
 """
 

@@ -1,0 +1,1 @@
+"""The classroom: exercises cut out of this package, and what grades them."""
