@@ -344,7 +344,7 @@ def waits_after_an_error() -> tuple[list[str], list[float], list[int]]:
     errors = [error_of(failing.wait)[:15] for _ in range(2)]
     gather(large, small, None)
     sums, blocks = [], []
-    for step in range(6):
+    for step in range(9):
         flat = shared_memory.allocate((8,), torch.float32).fill_(step)
         gather(flat, flat[4 * dist.get_rank() :][:4], None).wait()
         sums.append(float(flat.sum()))
@@ -356,8 +356,8 @@ def waits_after_an_error() -> tuple[list[str], list[float], list[int]]:
 def test_after_an_error_and_a_collective_nobody_waits_for_blocks_are_used_again():
     for errors, sums, blocks in launch(waits_after_an_error, 2, timeout=60):
         assert errors == ["ranks call diffe"[:15]] * 2
-        assert sums == [8.0 * step for step in range(6)]
-        assert blocks[-1] == blocks[2]
+        assert sums == [8.0 * step for step in range(9)]
+        assert blocks[-1] <= 3, blocks
 
 
 def much_before_the_first_wait(number: int) -> int:
