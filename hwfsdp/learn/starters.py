@@ -1,0 +1,144 @@
+"""What a student opens: a file with the holes of one exercise, and the imports that filling them takes.
+
+A starter and its solution are the same file but for the bodies, and both are made from the package:
+
+    imports      those of the modules whose names the functions use; names of a module itself are imported from it
+    functions    signature, decorators, docstring; then a hole, or the package's body
+    methods      inside a class of their name, one per class of the package
+
+So a starter shows no more of a module than its holes, and an import at its top is a hint at most.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from hwfsdp.learn import holes
+
+WIDTH = 110  # of a line
+
+
+class Hole(NamedTuple):
+    """A function or method of a module.
+
+    Attributes:
+        module: its name, for example "hwfsdp.sharding"; source: its text. name: of the function, in the module.
+    """
+
+    module: str
+    source: str
+    name: str
+
+    @property
+    def owner(self) -> str:
+        """The class of a method; "" for a function."""
+        return self.name.rpartition(".")[0]
+
+
+class Import(NamedTuple):
+    """One imported name, as it stands in a module.
+
+    Attributes:
+        module: after `from`; "" for a plain import. name: what is imported. alias: what it is called here.
+    """
+
+    module: str
+    name: str
+    alias: str
+
+    @property
+    def renamed(self) -> str:
+        """The name, and what it is called if that is something else."""
+        return (
+            self.name
+            if self.alias in (self.name, self.name.split(".")[0])
+            else f"{self.name} as {self.alias}"
+        )
+
+
+def render(chosen: Sequence[Hole], label: str, title: str, *, solved: bool) -> str:
+    """The text of a starter, or of its solution.
+
+    Args:
+        chosen: the holes in the order in which they are to be filled; those of one class follow each other.
+        label: of the exercise, for example "04". title: the first line of the file.
+
+    Raises:
+        UsageError: a hole is not in its module.
+    """
+    lines = [f'"""{title}"""', "", "from __future__ import annotations", "", *_import_lines(chosen)]
+    for (_, owner), group in groupby(chosen, key=lambda hole: (hole.module, hole.owner)):
+        lines += ["", ""]
+        if owner:
+            lines.append(f"class {owner}:")
+        texts = [_text(hole, label, solved).strip("\n").splitlines() for hole in group]
+        for number, text in enumerate(texts):
+            lines += [*([] if number == 0 else [""] if owner else ["", ""]), *text]
+    return "\n".join(lines) + "\n"
+
+
+def _text(hole: Hole, label: str, solved: bool) -> str:
+    source = hole.source if solved else holes.blank(hole.source, hole.name, label)
+    return holes.extract(source, hole.name)
+
+
+def _import_lines(chosen: Sequence[Hole]) -> list[str]:
+    """Others first, then the package; sorted, one line per module."""
+    needed = sorted({found for hole in chosen for found in _imports(hole, chosen)})
+    lines = [f"import {found.renamed}" for found in needed if not found.module]
+    for module, group in groupby((found for found in needed if found.module), key=lambda found: found.module):
+        names = [found.renamed for found in group]
+        line = f"from {module} import {', '.join(names)}"
+        wrapped = "".join(f"    {name},\n" for name in names)
+        lines.append(line if len(line) <= WIDTH else f"from {module} import (\n{wrapped})")
+    own = [line for line in lines if line.split()[1].split(".")[0] == "hwfsdp"]
+    others = [line for line in lines if line not in own]
+    return [*others, *([""] if own and others else []), *own]
+
+
+def _imports(hole: Hole, chosen: Sequence[Hole]) -> Iterator[Import]:
+    """What a hole's function needs from elsewhere, its body included."""
+    tree = ast.parse(hole.source)
+    imported = {found.alias: found for found in _imported(tree)}
+    defined = {name for statement in tree.body for name in _defined(statement)}
+    here = {other.owner.partition(".")[0] or other.name for other in chosen}
+    for name in _used(hole) - here:
+        if name in imported:
+            yield imported[name]
+        elif name in defined:
+            yield Import(hole.module, name, name)
+
+
+def _used(hole: Hole) -> set[str]:
+    """Names that the function's text refers to."""
+    text = holes.extract(hole.source, hole.name)
+    indented = "if True:\n" + text if text[:1].isspace() else text
+    loaded = {node.id for node in ast.walk(ast.parse(indented)) if isinstance(node, ast.Name)}
+    return loaded - set(vars(builtins))
+
+
+def _imported(tree: ast.AST) -> Iterator[Import]:
+    """Imports of a module, those under a condition too, but not those inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If | ast.Try):
+            yield from _imported(node)
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            for name in node.names:
+                yield Import(node.module or "", name.name, name.asname or name.name)
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import("", name.name, name.asname or name.name.split(".")[0])
+
+
+def _defined(statement: ast.stmt) -> Iterator[str]:
+    """Names that a statement of a module gives it."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    yield from (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
