@@ -554,7 +554,7 @@ def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
     timeout = compat.timeout_of(group)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX)) if wanted and place else None
-        here = listener is not None and _listen_at(listener, Path(place) / str(rank))
+        here = listener is not None and _listen_at(listener, Path(place) / str(rank)) and _may_share_memory()
         machines = _agree(group, _machine() if here else "")
         sockets = None
         if listener is not None and set(machines) == {_machine()}:
@@ -585,6 +585,15 @@ def _machine() -> str:
     """What tells this machine from others that may see the same directories."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _may_share_memory() -> bool:
+    """Whether the system lets this process have a block at all."""
+    try:
+        _Block(_anonymous_file(mmap.PAGESIZE), mmap.PAGESIZE)
+    except OSError:
+        return False
+    return True
 
 
 def _listen_at(listener: socket.socket, address: Path) -> bool:

@@ -285,10 +285,12 @@ def test_groups_do_not_mix():
 
 
 def met_when_machines_differ(how: str) -> tuple[bool, list[float]]:
-    """Rank 1 is on another machine with the same directory, or cannot be connected to."""
+    """Rank 1 is on another machine with the same directory, may not have memory to share, or cannot be connected to."""
     if dist.get_rank() == 1:
         if how == "another machine":
             shared_memory._machine = lambda: "another"
+        elif how == "no memory":
+            shared_memory._anonymous_file = lambda nbytes: os.open("/nowhere/to/be/found", os.O_RDWR)
         else:
             shared_memory._connect = lambda *args: None
     shared_memory._PATIENCE = 1.0
@@ -297,8 +299,8 @@ def met_when_machines_differ(how: str) -> tuple[bool, list[float]]:
     return isinstance(shared_memory.over(group, output.device), SharedMemoryGroup), output.tolist()
 
 
-@pytest.mark.parametrize("how", ["another machine", "no connection"])
-def test_ranks_that_see_the_same_directory_from_different_machines_use_the_backend(how):
+@pytest.mark.parametrize("how", ["another machine", "no memory", "no connection"])
+def test_ranks_that_cannot_share_memory_use_the_backend_although_they_see_the_same_directory(how):
     assert launch(met_when_machines_differ, 2, how, timeout=60) == [(False, [1.0, 2.0])] * 2
 
 
