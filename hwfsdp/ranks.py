@@ -21,6 +21,7 @@ Note [Time runs out]
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import io
 import multiprocessing as mp
@@ -324,6 +325,7 @@ def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
         with lock:
             connection.send(message)
 
+    faulthandler.enable()  # a rank that crashes in native code leaves its stack on standard error
     main_thread = threading.get_ident()
     threading.Thread(target=_listen, args=(connection, send, main_thread), daemon=True).start()
     os.environ.clear()
