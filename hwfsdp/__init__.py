@@ -45,6 +45,8 @@ a book, in this order; each imports only from those before it.
          optim         torch's optimizers, their steps over local parts
          models        a byte-level GPT to shard
          data          text to train it on
+         server        what ranks are forked from
+         nursery       what it does before it forks
          ranks         processes to run on
          train         the loop
     VII  Pictures

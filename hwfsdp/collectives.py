@@ -289,10 +289,15 @@ def _allocate(how: Buffers, numel: int, dtype: torch.dtype, name: str, channel: 
 def copy_in(
     shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], part: Tensor, sizes: Sequence[int]
 ) -> None:
-    """Lays shards end to end in `part`, each cast to its dtype.
+    """Lays shards end to end in `part`, each cast to its dtype: what this rank contributes to a gather.
+
+    Casting here, before anything travels, is what makes a bf16 gather move half the bytes of an fp32 one. The shards
+    themselves stay in their dtype.
 
     Args:
-        shards: 1D. part: [sum(sizes)], of the common dtype, or uint8 if `dtypes` differ; written.
+        shards: 1D, of any dtype; only read. dtypes: what to gather each in.
+        part: [sum(sizes)], written completely. If all `dtypes` are the same, it has that dtype. If they differ it is uint8,
+            and each shard's elements, cast to its dtype, lie there as bytes (`tensor.view(torch.uint8)`).
         sizes: elements of `part` that each shard fills.
     """
     if part.dtype == torch.uint8:
@@ -351,9 +356,18 @@ def mean_scaling(
 ) -> Scaling:
     """How to sum over `shards * replicas` ranks in this dtype and divide by `factor` (None: their number).
 
-    fp32 and bf16 have range to spare, and the backend divides where it can: when the factor is the number of ranks. fp16
-    overflows in the sum and underflows when divided first, so about a square root of the factor is taken out on each
-    side: `before` is the smallest power of two whose square reaches the factor, if powers of two up to it divide it.
+    fp32 and bf16 have range to spare, and the backend divides where it can, unless `force_sum` forbids it or there is one
+    rank only: by the number of all ranks (`factor` is None) if both collectives average; by the number of shards (`factor`
+    equals it, and it is more than 1) if the reduce-scatter averages and the all-reduce sums. Then nothing is left to
+    divide: `before` and `after` are 1.
+
+    Otherwise both collectives sum, and `before * after` is the divisor. fp32 and bf16 divide afterwards. Other dtypes, such
+    as fp16, overflow in the sum and underflow when divided first, so about a square root of the divisor is taken out on
+    each side: `before` starts at 1 and is doubled as long as it divides the divisor and its square is below it.
+
+    Returns:
+        `dist.ReduceOp.AVG` and `dist.ReduceOp.SUM` as operations, floats as divisors. For 8 shards, 1 replica: in fp32
+        (1, AVG, AVG, 1); in fp16 (4, SUM, SUM, 2).
     """
     ranks, total, mean = shards * replicas, dist.ReduceOp.SUM, dist.ReduceOp.AVG
     spare = reduce_dtype in (torch.float32, torch.bfloat16)
@@ -446,9 +460,10 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
     """Cuts gradients into the chunks of the ranks, so that row r of `flat` is what rank r shall get.
 
     Args:
-        grads: each [d0, *rest], any strides and dtype.
-        flat: [W, n], in the reduce dtype; written completely: gradient after gradient, each chunk padded with
-            zeros to `chunk_length(d0, W)` rows.
+        grads: each [d0, *rest], any strides and dtype; only read. d0 may be less than W, or no multiple of it.
+        flat: [W, n], contiguous, in the reduce dtype, contents undefined; written completely. In row r, gradient after
+            gradient, lie the rows of rank r (`sharding.chunk_extent`), cast to the dtype of `flat`, then zeros up to
+            `chunk_length(d0, W)` rows: as many columns for each gradient as `padded_local_numel(shape, W)` says.
     """
     world_size = flat.shape[0]
     if grads and all(

@@ -73,10 +73,11 @@ class RankError(FSDPError, RuntimeError):
     Attributes:
         rank: the first rank that failed.
         traceback: that rank's traceback, or where each rank stood when time ran out.
+        reason: "raised", "died" or "late".
     """
 
-    def __init__(self, rank: int, got: str, traceback: str, remedy: str) -> None:
-        self.rank, self.traceback = rank, traceback
+    def __init__(self, rank: int, got: str, traceback: str, remedy: str, reason: str = "raised") -> None:
+        self.rank, self.traceback, self.reason = rank, traceback, reason
         super().__init__(f"rank {rank}", expected="every rank to return", got=got, remedy=remedy)
 
     def __str__(self) -> str:

@@ -206,7 +206,11 @@ class ParamGroup:
     # --- parameters ---
 
     def unshard(self) -> None:
-        """Starts to gather the parameters; nothing if they are whole already, or on their way."""
+        """Starts to gather the parameters, and returns before they are there.
+
+        Does nothing if they are whole (`is_unsharded`), or on their way: then `_gathered` holds the gather in flight, a
+        `Gathered`, which `_gather` returns.
+        """
         if self._gathered is None and not self.is_unsharded:
             self._gathered = self._gather()
 
@@ -230,7 +234,15 @@ class ParamGroup:
 
     @outside_autograd
     def finish_unshard(self) -> None:
-        """Allocates the whole parameters, copies the finished gather out and registers them on the modules."""
+        """Puts what was gathered into the modules' parameters; compute has waited for the gather.
+
+        Does nothing if no gather is in flight (`_gathered` is None). Otherwise, in this order:
+        - The gather is this group's no more: `_gathered` is None, so that the next `unshard` may start another.
+        - Every parameter, in order, allocates its memory (`FSDPParam.allocate` returns a list of tensors to write to), and
+          `copy_out` spreads the flat buffer over all of them, in that order.
+        - The flat buffer, which the copies still read, is kept until they are over (`comm_ctx.keep_until_copied_out`).
+        - Every parameter registers its whole form (`FSDPParam.to_unsharded`).
+        """
         if self._gathered is None:
             return
         gathered, self._gathered = self._gathered, None
@@ -241,7 +253,16 @@ class ParamGroup:
 
     @outside_autograd
     def reshard(self) -> None:
-        """The modules have the shards afterwards; the whole parameters' memory is free."""
+        """The modules have the shards afterwards; the whole parameters' memory is free.
+
+        Every parameter that is not in state SHARDED goes there (`FSDPParam.to_sharded`). One that is stays as it is, so
+        that calling this twice does no harm.
+
+        Before that, if the next gather is one of larger shards (`gather_mesh` of the parameters is not the group's
+        `mesh`): those shards are about to go, and a gather in flight may still read them, so compute waits for it
+        (`wait_for_gather`) and it is forgotten (`drop_gather`). A gather over `mesh` reads the shards that stay, and
+        remains in flight.
+        """
         if (
             self.params[0].gather_mesh is not self.mesh
         ):  # larger shards are about to go; a gather may be reading them
@@ -252,7 +273,13 @@ class ParamGroup:
                 param.to_sharded()
 
     def reshard_after_forward(self) -> None:
-        """What `reshard_mesh` asks for."""
+        """Frees the parameters after forward, in part, or not at all: what `reshard_mesh` asks for.
+
+        - It is the group's own `mesh`: they are sharded over all its ranks again (`reshard`), and backward gathers them a
+          second time. This is ZeRO-3.
+        - It is a smaller mesh: they are sharded over its ranks only (`_reshard_to`), so that backward gathers from fewer.
+        - It is None: they stay whole until backward has used them. One gather less, all the memory. This is ZeRO-2.
+        """
         if self.reshard_mesh is self.mesh:
             self.reshard()
         elif self.reshard_mesh is not None:
@@ -282,23 +309,28 @@ class ParamGroup:
 
     @outside_autograd
     def finish_gradients(self) -> None:
-        """After the group's backward: frees the whole parameters and reduces, or accumulates, the gradients.
+        """After the group's backward: frees the whole parameters, and reduces the gradients or keeps them for later.
 
-        Does nothing harmful for a group that was not used: without gradients nothing is reduced.
+        In the backward of the last micro-batch (`reduce_grads` is on) the gradients are taken from the parameters
+        (`take_grads` returns two lists: the parameters that have one, and their gradients), and reduced (`reduce`), if
+        there are any: a group that was not used communicates nothing. In those before (`reduce_grads` is off) nothing is
+        communicated; every parameter keeps its whole gradient (`FSDPParam.accumulate_grad`) for the last one.
+
+        The parameters are freed (`reshard`) if `reshard_after_backward` is on, when the gradients were taken and before
+        the reduction starts, which allocates as much as they have held; off, they stay whole for the next micro-batch.
+
+        First of all, `advice.note_unsynchronized(self, flag)` is told whether gradients will be left unreduced, so that an
+        optimizer step that comes too early warns.
         """
-        if not self.reduce_grads:
-            if self.reshard_after_backward:
-                self.reshard()
-            for param in self.params:
-                param.accumulate_grad()
-            advice.note_unsynchronized(self, True)
-            return
-        advice.note_unsynchronized(self, False)
-        params, grads = self.take_grads()
+        advice.note_unsynchronized(self, not self.reduce_grads)
+        params, grads = self.take_grads() if self.reduce_grads else ([], [])
         if self.reshard_after_backward:
             self.reshard()
         if grads:
             self.reduce(params, grads)
+        if not self.reduce_grads:
+            for param in self.params:
+                param.accumulate_grad()
 
     def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """The parameters that have a gradient to reduce, and those gradients, no longer referred to from elsewhere.
@@ -339,6 +371,12 @@ class ParamGroup:
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
         """What to reduce these gradients in.
 
+        Each parameter's reduce dtype (`dtypes.reduce`), or, where that is None, the dtype in which autograd left its
+        gradient. A group is reduced in one buffer, so there has to be one answer for all.
+
+        Args:
+            params, grads: of the same length, not empty: parameters and their whole gradients.
+
         Raises:
             UsageError: no reduce dtype was set and the gradients have several.
         """
@@ -353,10 +391,14 @@ class ParamGroup:
         return dtypes.pop()
 
     def pieces(self, params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam, Tensor]]:
-        """Views of a reduction's result: each parameter's rows of this rank, `local_shape`.
+        """Views of a reduction's result: each parameter's rows of this rank.
 
         Args:
-            result: [n]: this rank's padded chunk of every parameter of `params`, end to end.
+            result: [n]: this rank's padded chunk of every parameter of `params`, end to end, each `padded_numel` elements
+                long. The rows of this rank are at the front of a chunk; the rest of it is padding.
+
+        Returns:
+            Each parameter with its rows, `local_shape`, in the order of `params`; no copies.
         """
         chunks = result.split_with_sizes([p.padded_numel for p in params])
         return [
@@ -366,7 +408,14 @@ class ParamGroup:
 
     @outside_autograd
     def add_sharded_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Adds the result of a reduction to the sharded parameters' gradients, cast to their dtype."""
+        """Adds the result of a reduction to the sharded parameters' gradients, in the dtype of the shards.
+
+        Args:
+            params: those that were reduced. result: [n], reduce dtype; see `pieces`, which cuts it.
+
+        Each piece is cast to its parameter's original dtype (`dtypes.orig`), in which the optimizer computes, and handed
+        to `FSDPParam.add_sharded_grad`. Where all parameters have one original dtype, a single cast of `result` does.
+        """
         dtypes = {p.dtypes.orig for p in params}
         if len(dtypes) == 1:  # one cast for all
             result = result.to(params[0].dtypes.orig)

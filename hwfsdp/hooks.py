@@ -217,16 +217,30 @@ class FSDPState:
                 args, kwargs = self.begin_iteration(args, kwargs)
             self.phase, self.to_run = Phase.FORWARD, set(self.modules)
         args, kwargs = self.cast_inputs(args, kwargs)
-        for group in self.groups:
-            group.unshard()
-            group.wait_for_gather()
-        if first:
-            self.prefetch_forward()
-        for group in self.groups:
-            group.finish_unshard()
+        self.gather_for_forward(first)
         if first and self.group:
             args, kwargs = watch_inputs((args, kwargs), self.on_post_backward)
         return args, kwargs
+
+    def gather_for_forward(self, prefetch: bool) -> None:
+        """Gives the modules their whole parameters, before one of them computes with them.
+
+        Four steps. The gather of every group in `groups` (one, or none where other states claimed all parameters) is
+        started, unless it was started ahead, and compute waits for it. Then, if `prefetch`, the gather of the group
+        expected next is started (`prefetch_forward`): not earlier, or this group would share the wire with it; not
+        later, or it would miss the time that the copy-out takes. At last the unshards are finished: the gathered bytes are
+        copied out and the whole parameters registered.
+
+        Args:
+            prefetch: off in a recomputation, and for further modules of a group whose forward is open.
+        """
+        for group in self.groups:
+            group.unshard()
+            group.wait_for_gather()
+        if prefetch:
+            self.prefetch_forward()
+        for group in self.groups:
+            group.finish_unshard()
 
     def _check_recomputation(self) -> None:
         if not compat.in_backward():
@@ -264,10 +278,18 @@ class FSDPState:
         return self.cast_outputs(output)
 
     def complete_forward(self, output: Any) -> None:
-        """After the forward of all modules.
+        """After the forward of all modules of this state: gives the memory back and prepares the backward.
 
-        Afterwards the parameters are freed unless they are to stay, the group's place in the order of forwards is
-        noted for the backward, and tensors in `output` that need a gradient will call pre-backward.
+        Args:
+            output: what the last of the modules returned: a tensor, or anything that holds some. It is only read.
+
+        In this order:
+        - The group, if there is one, is freed if it is to be (`ParamGroup.reshard_after_forward` knows), and its forward
+          is noted with `comm_ctx.note_forward`: the backward gathers ahead in the reverse order. Neither happens while a
+          backward runs (`compat.in_backward`), that is, in a recomputation, whose parameters the backward needs next.
+        - The phase is IDLE, and `to_run` empty.
+        - If gradients are enabled, the tensors in `output` that need one will call `on_pre_backward` when theirs is
+          there: `WatchedOutputs(self.on_pre_backward, lambda: self.root.backwards).watch(output)`.
         """
         if self.group and not compat.in_backward():
             self.group.reshard_after_forward()
@@ -353,24 +375,37 @@ class FSDPState:
         return output
 
     def cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Floating-point tensors in the param dtype, if the policy has one and wants it."""
+        """The inputs of a forward in the dtype of its parameters.
+
+        Floating-point tensors anywhere in `args` and `kwargs` come back in the policy's `param_dtype`, if it has one and
+        `cast_forward_inputs` is on; everything else, and everything otherwise, is the same object as before.
+        """
         if self.policy.param_dtype is None or not self.policy.cast_forward_inputs:
             return args, kwargs
         cast: tuple[Args, Kwargs] = cast_floating((args, kwargs), self.policy.param_dtype)
         return cast
 
     def cast_outputs(self, output: Any) -> Any:
-        """Floating-point tensors in the output dtype, if the policy has one."""
+        """The output of a forward, floating-point tensors in the policy's `output_dtype`.
+
+        Without an output dtype it is returned as it is, the same object.
+        """
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
     # --- backward ---
 
     def pre_backward(self) -> bool:
-        """Before the modules' backward; called once per output that gets a gradient.
+        """Before the modules' backward; autograd calls it once per output that gets a gradient.
 
-        Afterwards the modules have their whole parameters, the gather of the group whose backward is expected next is in
-        flight, and the root will be called when the backward is over.
+        Each call makes sure that the root is called when the backward is over (`queue_final_callback`). Only the first
+        call of a backward, which finds another phase than PRE_BACKWARD, does more, and in this order:
+        - The phase becomes PRE_BACKWARD.
+        - The group, if there is one and its backward needs parameters (`unshard_in_backward`), starts its gather, and
+          compute waits for it.
+        - The gather of the group whose backward is expected next is started (`prefetch_backward`, group or not): not
+          before this group's own, which it would delay.
+        - The unshard of the group, if there is one, is finished: the modules have their whole parameters.
 
         Returns:
             Whether this was the first call of this backward.
@@ -400,7 +435,15 @@ class FSDPState:
                 target.unshard()
 
     def post_backward(self) -> None:
-        """After the modules' backward: frees the parameters, and reduces the gradients or accumulates them."""
+        """After the modules' backward: frees the parameters, and reduces the gradients or accumulates them.
+
+        Called when autograd has computed the gradients of the modules' inputs, and by the root, when the backward is
+        over, for states that autograd did not come to. The phase becomes POST_BACKWARD, and every group in `groups`
+        finishes its gradients (`ParamGroup.finish_gradients`), which starts reductions and does not wait for them.
+
+        A module that was called by itself, outside the root's forward, finds the phase FORWARD here; then nobody comes to
+        wait later, so all reductions are finished before this returns (`comm_ctx.finish_reductions`).
+        """
         called_by_itself = self.phase is Phase.FORWARD  # Note [Several modules, one group]
         self.phase = Phase.POST_BACKWARD
         for group in self.groups:

@@ -239,15 +239,18 @@ class FSDPParam:
     # --- transitions ---
 
     def to_unsharded(self) -> None:
-        """To UNSHARDED: registers the unsharded parameter. `allocate` and a gather came before."""
+        """From SHARDED or POST_FORWARD to UNSHARDED: the modules compute with the whole parameter from now on.
+
+        Called when `allocate` has given `gathered` its memory and a gather has filled it, so that `unsharded_param` is
+        there; where an extension gathers in a form of its own, `_unpack_extension` makes it, and has to be called first.
+
+        Afterwards `unsharded_param` is registered at all places, it needs a gradient if and only if `sharded_param` does
+        (the user may have changed that since the last time), the state is UNSHARDED, and nothing is left of
+        POST_FORWARD: `gather_mesh` is `mesh` again, `post_forward_shard` None. Both parameters are the objects that they
+        were: the optimizer holds one of them, what autograd has saved the other.
+        """
         if self.extension:
-            with torch.inference_mode(False), torch.no_grad():
-                whole = self.extension.unpack(self.local, self.dtypes.gathered, self.unsharded_param)
-                if whole is not None:  # the first time; without the padding rows
-                    strides = contiguous_strides(self.shape)
-                    self._set_unsharded(
-                        whole if whole.shape == self.shape else whole.as_strided(self.shape, strides)
-                    )
+            self._unpack_extension()
         assert self.unsharded_param is not None, f"{self.fqn}: to_unsharded before allocate"
         if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
             self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
@@ -255,8 +258,25 @@ class FSDPParam:
         self.gather_mesh, self.post_forward_shard = self.mesh, None
         self.state = ShardedState.UNSHARDED
 
+    @torch.no_grad()
+    def _unpack_extension(self) -> None:
+        """Sets `unsharded_param` to what the extension makes of what it gathered."""
+        assert self.extension is not None
+        with torch.inference_mode(False):
+            whole = self.extension.unpack(self.local, self.dtypes.gathered, self.unsharded_param)
+            if whole is not None:  # the first time; without the padding rows
+                strides = contiguous_strides(self.shape)
+                self._set_unsharded(
+                    whole if whole.shape == self.shape else whole.as_strided(self.shape, strides)
+                )
+
     def to_sharded(self) -> None:
-        """To SHARDED: registers the sharded parameter and frees all other memory."""
+        """From UNSHARDED or POST_FORWARD to SHARDED: the modules have the shard again, and the rest is given back.
+
+        Afterwards `sharded_param` is registered at all places, the memory of the whole parameter is free (`_free`;
+        `unsharded_param` stays the object that it is, without memory), the state is SHARDED, and nothing is left of
+        POST_FORWARD: `gather_mesh` is `mesh` again, `post_forward_shard` None.
+        """
         self.register(self.sharded_param)
         self._free()
         self.gather_mesh, self.post_forward_shard = self.mesh, None
@@ -290,18 +310,27 @@ class FSDPParam:
             storage.free(self.gathered)
 
     def register(self, param: nn.Parameter) -> None:
-        """Makes it the modules' parameter, at all places."""
+        """Makes `param` the modules' parameter, at all places (`slots`: a tied parameter has several).
+
+        A module's forward finds it as its attribute of that name, `named_parameters` lists it. It is the very object, not
+        a copy. `compat.register_parameter` does this for one module and name, faster than `setattr`.
+        """
         for module, name in self.slots:
             compat.register_parameter(module, name, param)
 
     # --- gradients ---
 
     def take_grad(self) -> Tensor | None:
-        """The gradient to reduce, handed over: this object keeps no reference to it.
+        """The gradient to reduce, handed over: nobody but the caller refers to it afterwards, so that it can be freed.
+
+        There are two places for it. Autograd leaves the gradient of a backward in `unsharded_param.grad`
+        (`unsharded_param` may be None, if it was never gathered); under tensor parallelism that is a DTensor, and
+        `_own_part` makes a tensor of it. Earlier backwards that were not reduced may have left `accumulated_grad`. Both
+        are None afterwards.
 
         Returns:
-            `shape`, in the reduce dtype if it was accumulated over several backwards, else as autograd left it;
-            None if the parameter got no gradient.
+            `shape`: the sum, made in place of `accumulated_grad` and so in its dtype, the reduce dtype, if there are two;
+            if there is one, that one as it is; None if the parameter got no gradient.
         """
         grad, accumulated = None, self.accumulated_grad
         self.accumulated_grad = None
@@ -328,9 +357,14 @@ class FSDPParam:
         return (grad if wanted == grad.placements else grad.redistribute(placements=wanted)).to_local()
 
     def accumulate_grad(self) -> None:
-        """Keeps the gradient of a backward that is not reduced, in the reduce dtype where that differs.
+        """After a backward that is not reduced: keeps the whole gradient, in the reduce dtype.
 
-        Where it does not, autograd adds up the gradients itself.
+        Where no reduce dtype is set (`dtypes.reduce` is None) or the gradient has it already, it may stay where it is, in
+        `unsharded_param.grad`, and autograd itself adds the next one to it. Otherwise sums of many micro-batches would
+        suffer from the param dtype: then the gradient is taken (`take_grad`, which adds to what there is) and kept as
+        `accumulated_grad` in the reduce dtype. Once there is an `accumulated_grad`, it takes in all further gradients.
+
+        Does nothing if the backward left no gradient. Nothing is communicated.
         """
         grad = self.unsharded_param.grad if self.unsharded_param is not None else None
         if grad is None or (self.accumulated_grad is None and self.dtypes.reduce in (None, grad.dtype)):
@@ -355,7 +389,16 @@ class FSDPParam:
         """Adds the reduced gradient of this rank's rows to `sharded_param.grad`.
 
         Args:
-            grad: `local_shape`, original dtype; it becomes the gradient if there is none yet.
+            grad: `local_shape`, original dtype: the mean over all ranks. It may become the gradient's memory.
+
+        `sharded_param.grad` is a DTensor laid out as the parameter (`compat.wrap_like(grad, sharded_param)`). If there is
+        none yet, that of `grad` is it, without a copy; if there is one, of an earlier reduction that the user has not
+        cleared, `grad` is added to its local part (`local_of`) in place.
+
+        With offloading (`self.offload` is a CPUOffloadPolicy) gradients live in host memory: `grad` is copied there
+        first; without waiting for the copy (`non_blocking`) only if memory is pinned and nobody uses it at once, that is,
+        there is no gradient to add it to and no hook. At last the parameter's post-accumulate-grad hooks
+        (`compat.post_accumulate_grad_hooks`), which autograd does not call here, are called with the parameter.
         """
         dtensor = self.sharded_param
         assert isinstance(dtensor, DTensor)

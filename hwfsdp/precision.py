@@ -66,8 +66,10 @@ class Dtypes(NamedTuple):
 def resolve_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     """The dtypes of a parameter of dtype `orig` under `policy`, casts that change nothing left out.
 
-    `reduce` is None if it equals the policy's param dtype: gradients come in that dtype already. `param` is
-    None if it equals `orig`, or if `orig` is not floating-point: an integer parameter is never cast.
+    Returns:
+        `orig` as given. `param`: the policy's; None if it equals `orig`, or if `orig` is not floating-point: an integer
+        parameter is never cast. `reduce`: the policy's; None if it equals the policy's param dtype, since gradients come in
+        that dtype already. A policy without any dtype gives (orig, None, None).
     """
     reduce = None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype
     param = None if policy.param_dtype == orig or not orig.is_floating_point else policy.param_dtype
@@ -75,7 +77,15 @@ def resolve_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` with every floating-point tensor in `dtype`; everything else is the same object."""
+    """`tree` with every floating-point tensor in `dtype`.
+
+    Args:
+        tree: a tensor, or lists, tuples, dicts, dataclasses, … of them, as forwards take and return; `map_tensors` maps a
+            function over the tensors in it.
+
+    Integer, boolean and complex tensors, floating-point ones that have the dtype already, and whatever is no tensor come
+    back as the same object. Autograd sees through the cast.
+    """
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor

@@ -17,6 +17,10 @@ Note [Which rank failed first]
 Note [Time runs out]
     A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
     collective that the rank is blocked in and its stack. It also ends the rank when the caller is gone.
+
+Note [What a rank says]
+    To unpickle is to run what the pickle says. Messages are made of text and bytes only, and are read by an unpickler
+    that knows nothing else; what ranks return and raise travels in them as bytes, and who trusts them unpickles these.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -48,10 +52,11 @@ import torch.distributed as dist
 
 from hwfsdp import compat, streams
 from hwfsdp.errors import TRACEBACK_BELOW, CollectiveError, RankError, UsageError
+from hwfsdp.server import start_server
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
-_LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "monitoredBarrier")
+LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "monitoredBarrier")
 
 
 def launch(
@@ -91,9 +96,30 @@ def launch(
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(fn, world_size, args, kwargs, timeout, device)
+    call = cloudpickle.dumps((fn, args, kwargs))
+    return run_ranks(call, world_size, timeout, device, write=_show, unpickle=pickle.loads)
+
+
+def run_ranks(
+    call: bytes,
+    world_size: int,
+    timeout: float | None,
+    device: str,
+    *,
+    write: Callable[[str], None],
+    unpickle: Callable[[bytes], Any] | None,
+) -> list[Any]:
+    """What `launch` does, for callers that must not trust their ranks (Note [What a rank says]).
+
+    Args:
+        call: what `cloudpickle.dumps` makes of the function, its arguments and keywords.
+        write: gets what the ranks print.
+        unpickle: for what ranks return and raise. None: nothing of theirs is unpickled. What each returned stays the bytes
+            that it pickled, and errors are text.
+    """
     with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous:
         task = _Task(
-            cloudpickle.dumps((fn, args, kwargs)),
+            call,
             world_size,
             device,
             timeout or COLLECTIVE_TIMEOUT,
@@ -104,9 +130,15 @@ def launch(
         )
         ranks = _start(task)
         try:
-            return _collect(ranks, time.monotonic() + timeout if timeout else None, timeout)
+            caller = _Caller(ranks, time.monotonic() + timeout if timeout else None, timeout, write, unpickle)
+            return caller.collect()
         finally:
             _end(ranks)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 # --- The caller's side -------------------------------------------------------------------------------------
@@ -126,20 +158,29 @@ class _Task:
     isatty: bool
 
 
+class _Failure(NamedTuple):
+    """How a rank failed: `RankError.reason`, what happened, its traceback, and the exception if it travels."""
+
+    reason: str
+    got: str
+    traceback: str = ""
+    exception: BaseException | None = None
+
+
 @dataclass
 class _Rank:
-    """A rank as its caller sees it; `failure` is (what happened, traceback, the exception if it travels)."""
+    """A rank as its caller sees it."""
 
     process: BaseProcess
     connection: Connection
     finished: bool = False
     result: Any = None
-    failure: tuple[str, str, BaseException | None] | None = None
+    failure: _Failure | None = None
 
 
 def _start(task: _Task) -> list[_Rank]:
+    start_server()
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded())
     ranks = []
     for rank in range(task.world_size):
         ours, theirs = context.Pipe()
@@ -149,12 +190,6 @@ def _start(task: _Task) -> list[_Rank]:
         theirs.close()
         ranks.append(_Rank(process, ours))
     return ranks
-
-
-def _preloaded() -> list[str]:
-    """What the server imports before it forks. Nothing that might ask a driver for GPUs, which forks do not survive."""
-    modules = ["torch", "torch.distributed.tensor", "hwfsdp.ranks", "hwfsdp.wrap"]
-    return modules if torch.cuda.is_available() else [*modules, compat.LATE_IMPORT]
 
 
 @contextmanager
@@ -168,46 +203,77 @@ def _hidden_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _collect(ranks: list[_Rank], deadline: float | None, timeout: float | None) -> list[Any]:
-    """Reads messages until every rank has returned; raises RankError for the first that failed."""
-    while not all(rank.finished for rank in ranks):
-        if any(rank.failure for rank in ranks):
-            grace = time.monotonic() + _GRACE
-            while _read_messages(ranks, grace):
-                pass
-            raise _first_failure(ranks)
-        if not _read_messages(ranks, deadline):
-            raise _time_out(ranks, timeout or 0.0)
-    return [rank.result for rank in ranks]
+class _Caller:
+    """Reads what the ranks say until all have returned, one has failed, or time is up."""
 
+    def __init__(
+        self,
+        ranks: list[_Rank],
+        deadline: float | None,
+        timeout: float | None,
+        write: Callable[[str], None],
+        unpickle: Callable[[bytes], Any] | None,
+    ) -> None:
+        self.ranks, self.deadline, self.timeout = ranks, deadline, timeout
+        self.write, self.unpickle = write, unpickle
 
-def _read_messages(ranks: list[_Rank], deadline: float | None) -> bool:
-    """Waits for news of any rank that is still running, and takes it in; False if none came in time."""
-    running = [rank for rank in ranks if not rank.finished and not rank.failure]
-    remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-    ready = wait([rank.connection for rank in running], remaining) if running else []
-    for rank in running:
-        if rank.connection in ready:
-            _read_message(rank)
-    return bool(ready)
+    def collect(self) -> list[Any]:
+        """What each rank returned; raises RankError for the first that failed."""
+        while not all(rank.finished for rank in self.ranks):
+            if any(rank.failure for rank in self.ranks):
+                grace = time.monotonic() + _GRACE
+                while self.read_messages(grace):
+                    pass
+                raise _first_failure(self.ranks)
+            if not self.read_messages(self.deadline):
+                raise _time_out(self.ranks, self.timeout or 0.0)
+        return [rank.result for rank in self.ranks]
 
+    def read_messages(self, deadline: float | None) -> bool:
+        """Waits for news of any rank that is still running, and takes it in; False if none came in time."""
+        running = [rank for rank in self.ranks if not rank.finished and not rank.failure]
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if (
+            remaining is not None and remaining < 0
+        ):  # a rank that never stops printing has no time left, either
+            return False
+        ready = wait([rank.connection for rank in running], remaining) if running else []
+        for rank in running:
+            if rank.connection in ready:
+                self.read_message(rank)
+        return bool(ready)
 
-def _read_message(rank: _Rank) -> None:
-    try:
-        kind, content = rank.connection.recv()
-    except (EOFError, OSError):
-        rank.failure = (_how_it_died(rank.process), "", None)
-        return
-    if kind == "print":
-        sys.stdout.write(content)
-        sys.stdout.flush()
-    elif kind == "return":
+    def read_message(self, rank: _Rank) -> None:
         try:
-            rank.finished, rank.result = True, pickle.loads(content)
+            kind, content = read_message(rank.connection.recv_bytes())
+        except (EOFError, OSError):
+            rank.failure = _Failure("died", _how_it_died(rank.process))
+            return
         except Exception as error:
-            rank.finished, rank.failure = False, (f"a result that cannot be unpickled: {error!r}", "", error)
-    elif kind == "raise":
-        rank.failure = content[0], content[1], _unpickled(content[2])
+            rank.failure = _Failure("died", f"a message that cannot be read: {error!r}")
+            return
+        if kind == "print":
+            self.write(content)
+        elif kind == "return":
+            try:
+                rank.finished, rank.result = True, self.unpickle(content) if self.unpickle else content
+            except Exception as error:
+                rank.finished = False
+                got = f"a result that cannot be unpickled: {error!r}"
+                rank.failure = _Failure("raised", got, exception=error)
+        elif kind == "raise":
+            exception = _unpickled(content[2]) if self.unpickle else None
+            rank.failure = _Failure("raised", content[0], content[1], exception)
+
+
+class _Primitives(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a message")
+
+
+def read_message(data: bytes) -> Any:
+    """What a rank pickled, if it is made of text, bytes, numbers, tuples and None (Note [What a rank says])."""
+    return _Primitives(io.BytesIO(data)).load()
 
 
 def _unpickled(exception: bytes | None) -> BaseException | None:
@@ -229,10 +295,11 @@ def _how_it_died(process: BaseProcess) -> str:
 def _first_failure(ranks: list[_Rank]) -> RankError:
     """See Note [Which rank failed first]."""
     failed = [(number, rank.failure) for number, rank in enumerate(ranks) if rank.failure]
-    own = [(n, f) for n, f in failed if not any(sign in f[0] for sign in _LOST_PEER)]
-    number, (got, trace, exception) = (own or failed)[0]
-    error = RankError(number, got, trace, TRACEBACK_BELOW if trace else "Its standard error may say more.")
-    error.__cause__ = exception
+    own = [(n, f) for n, f in failed if not any(sign in f.got for sign in LOST_PEER)]
+    number, failure = (own or failed)[0]
+    remedy = TRACEBACK_BELOW if failure.traceback else "Its standard error may say more."
+    error = RankError(number, failure.got, failure.traceback, remedy, failure.reason)
+    error.__cause__ = failure.exception
     return error
 
 
@@ -250,8 +317,8 @@ def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
         connection = ranks[number].connection
         while number not in stands and connection.poll(max(0.0, until - time.monotonic())):
             try:
-                kind, content = connection.recv()
-            except (EOFError, OSError):
+                kind, content = read_message(connection.recv_bytes())
+            except Exception:
                 break
             if kind == "where":
                 stands[number] = content
@@ -264,6 +331,7 @@ def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
         f"no return within {timeout:g} s ({places})",
         "\n".join(f"--- rank {n} ---\n{stands[n][1]}" for n in running),
         "Ranks that wait in a collective wait for one that does not come; see its stack below.",
+        "late",
     )
 
 
@@ -367,8 +435,15 @@ def _listen(connection: Connection, send: Callable[[Any], None], main_thread: in
             os._exit(1)
         frame = sys._current_frames().get(main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
-        pending = streams.pending_collective
+        pending = describe_wait()
         send(("where", (f"waiting in {pending}" if pending else "", stack)))
+
+
+def _pending_collective() -> str:
+    return streams.pending_collective
+
+
+describe_wait: Callable[[], str] = _pending_collective  # what a rank says it waits in; "" for nothing
 
 
 def _init_process_group(

@@ -18,14 +18,24 @@ from torch import Tensor
 
 
 def allocate(tensor: Tensor) -> None:
-    """Gives the tensor's storage its full size, contents undefined; nothing happens if it has it."""
+    """Gives the tensor's storage its full size, contents undefined; nothing happens if it has it.
+
+    Args:
+        tensor: all of its storage: contiguous, beginning at its first element. It is changed in place: afterwards it, and
+            every alias of it, may be written and read again. The storage has the bytes of the tensor's elements.
+    """
     storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
 
 
 def free(tensor: Tensor) -> None:
-    """Gives the storage's memory back; the tensor, and every alias of it, keeps its shape."""
+    """Gives the storage's memory back; nothing happens if that was done.
+
+    The storage has 0 bytes afterwards. The tensor and every alias of it, such as one that autograd saved for backward, are
+    the objects that they were, with their shapes; their elements must not be read until `allocate` and whoever fills
+    the memory again.
+    """
     storage = tensor.untyped_storage()
     if storage.nbytes() != 0:
         storage.resize_(0)

@@ -51,13 +51,22 @@ def functions(source: str) -> dict[str, Span]:
     lines = source.splitlines(keepends=True)
     found: dict[str, Span] = {}
     twice: set[str] = set()
-    for name, node in _definitions(ast.parse(source).body, ""):
+    for name, node in definitions(source):
         if name in found:
             twice.add(name)
         first = node.body[0]
         if not lines[first.lineno - 1].encode()[: first.col_offset].strip():
             found[name] = _span(node, lines)
     return {name: span for name, span in found.items() if name not in twice}
+
+
+def definitions(source: str) -> Iterator[tuple[str, Function]]:
+    """Every function and method of a module by name, in order; a name that is defined twice comes twice.
+
+    Raises:
+        SyntaxError: the source is not Python.
+    """
+    yield from _definitions(ast.parse(source).body, "")
 
 
 def _definitions(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:

@@ -1,0 +1,54 @@
+"""Starters, solutions and pictures of the exercises; see `workbook`.
+
+python -m hwfsdp.learn write            writes starters and solutions
+python -m hwfsdp.learn check [NN …]     says what does not hold, of these exercises or of all
+python -m hwfsdp.learn pictures [NN …]  draws the pictures
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from hwfsdp.learn import workbook
+from hwfsdp.learn.manifest import Course, Exercise, find_course
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what the first argument says; returns the exit status."""
+    verb, *numbers = arguments or ("",)
+    course = find_course()
+    chosen = [course.exercise(number) for number in numbers] or list(course.exercises)
+    if verb == "write":
+        for path in workbook.write(course):
+            print(f"wrote {path.relative_to(course.root)}")
+        return 0
+    if verb == "check":
+        return _check(course, chosen)
+    if verb == "pictures":
+        for exercise in chosen:
+            figure = importlib.import_module(f"hwfsdp.plot.lessons.{exercise.topic}").draw()
+            figure.savefig(exercise.folder / "picture.png")
+        return 0
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+def _check(course: Course, chosen: Sequence[Exercise]) -> int:
+    found = 0
+    for problem in workbook.problems(course):
+        print(problem, file=sys.stderr)
+        found += 1
+    for exercise in chosen:
+        workbook.compiles_alone(exercise)
+        for problem in workbook.grading_problems(course, exercise):
+            print(problem, file=sys.stderr)
+            found += 1
+    if not found:
+        print(f"{len(chosen)} exercises: starters, solutions, holes and checks fit.")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,458 @@
+"""From a signature, in numbers or in a log, to the misconception behind it.
+
+A check that fails says what a learner seems to believe, with the evidence, and asks one question that leads on. It never
+gives the answer. `MISCONCEPTIONS` has the sentence and the question of each; the functions below recognize them:
+
+    compare_gradients   a gradient that is W, 1/W, … times the oracle's; zeros; one that differs across ranks
+    compare_rows        rows shifted, padded rows that are not zero, rows left out, the whole tensor instead of a part
+    compare_order       logs of ranks that part: an aligned table of the first collectives that differ
+    compare_counts      collectives that should not be there, or are missing
+    explain_failure     an exception, a collective that nobody else joined, a rank that left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hwfsdp.events import Event
+from hwfsdp.learn.run import Broken, Raised, Run
+
+
+class Misconception(NamedTuple):
+    """What a learner seems to believe, or what seems to have happened, and a question that leads on."""
+
+    sentence: str
+    question: str
+
+
+MISCONCEPTIONS: dict[str, Misconception] = {
+    # --- the code does not run through ---
+    "not-written": Misconception("a hole is still a hole", "Which of the TODOs is left?"),
+    "not-python": Misconception(
+        "the file is not Python", "What does the line above the marked one end with?"
+    ),
+    "missing": Misconception(
+        "the file no longer defines a function that it has to", "Was it renamed, or moved out of its class?"
+    ),
+    "wrong-signature": Misconception(
+        "the function cannot be called as the package calls it", "What are its parameters in the starter?"
+    ),
+    "crashed": Misconception(
+        "the code raises", "What did the variables in that line hold, on that rank, at that moment?"
+    ),
+    "stuck-in": Misconception(
+        "a rank waits for others that do not come",
+        "Which condition lets one rank past what the others enter?",
+    ),
+    "endless": Misconception("the code does not come to an end", "What makes that loop stop?"),
+    "left-early": Misconception(
+        "a rank left before it was done", "Who else was waiting for that rank, and for what?"
+    ),
+    "died": Misconception("a rank died", "Which memory did it touch that was not, or no longer, there?"),
+    "too-much-memory": Misconception(
+        "a rank took more memory than it may", "How many bytes is that tensor, by its shape and dtype?"
+    ),
+    "too-many-processes": Misconception(
+        "the code starts too many processes", "Why would a function of one rank start others?"
+    ),
+    "order-diverged": Misconception(
+        "ranks run different collectives, or the same ones in different orders",
+        "What does this rank know that the other does not, and does the order depend on it?",
+    ),
+    # --- shards ---
+    "wrong-rows": Misconception(
+        "the rows are not those of this rank",
+        "Which row comes first on rank r, if every rank before it has a full chunk?",
+    ),
+    "floor-instead-of-ceil": Misconception(
+        "the remainder is left out of the chunk's length",
+        "Who holds the last rows, when n is not a multiple of W?",
+    ),
+    "spread-evenly": Misconception(
+        "the remainder is spread over the first ranks", "How does torch.chunk cut 5 rows for 4 ranks?"
+    ),
+    "past-the-end": Misconception(
+        "a chunk reaches past the last row",
+        "With 5 rows for 4 ranks: where does the chunk of rank 3 begin, and end?",
+    ),
+    "empty-at-zero": Misconception(
+        "an empty shard starts where a real one does", "Which start can no rank with rows have?"
+    ),
+    "padding-dropped": Misconception(
+        "shards are not padded to a full chunk",
+        "What do collectives want of the sizes that ranks contribute?",
+    ),
+    "padding-leaked": Misconception(
+        "padding is taken for rows", "Which elements of a padded chunk belong to the parameter?"
+    ),
+    "padded-always": Misconception(
+        "rows are padded although they divide", "How many rows are missing to a multiple of W, when n is one?"
+    ),
+    "replicated": Misconception(
+        "every rank keeps the whole (this is DDP)",
+        "Which part of the whole does this rank need once the step is over?",
+    ),
+    "not-a-view": Misconception(
+        "the rows are a copy of what is gathered, not a part of it",
+        "After an optimizer step on the rows: does the next gather send the old values or the new ones?",
+    ),
+    "wrong-placement": Misconception(
+        "the DTensor does not say how it is cut",
+        "What do a state dict and an optimizer read off the placements?",
+    ),
+    "not-registered": Misconception(
+        "the modules have another parameter than they should",
+        "Where does a module's forward find its weight?",
+    ),
+    "wrong-state": Misconception(
+        "the parameter is not in the state that it says it is in",
+        "What does the table of states ask of this one?",
+    ),
+    # --- memory ---
+    "not-freed": Misconception(
+        "unsharded parameters are not freed after use", "Who gives the memory back, and when is it called?"
+    ),
+    "freed-too-early": Misconception(
+        "memory is freed before it was used", "Who still reads it, and when is that over?"
+    ),
+    "replaced-not-resized": Misconception(
+        "a new tensor took the place of the old one",
+        "Autograd saved the old one in forward: how does it come to see the memory again?",
+    ),
+    "grad-not-freed": Misconception(
+        "whole gradients stay alive after they were reduced",
+        "Who still refers to the gradient of the whole parameter?",
+    ),
+    # --- schedule ---
+    "never-resharded": Misconception(
+        "parameters stay whole from forward to backward (this is ZeRO-2)",
+        "How often is each group gathered in a step, if it is freed in between?",
+    ),
+    "resharded-anyway": Misconception(
+        "parameters are freed where they are to stay", "What does None, or False, ask for here?"
+    ),
+    "gathered-again": Misconception(
+        "parameters that are there are gathered once more",
+        "How does a group know that it is whole, or about to be?",
+    ),
+    "used-before-wait": Misconception(
+        "memory is read before its collective is known to be over",
+        "Which stream has to wait for which, and where does it say so?",
+    ),
+    "not-gathered": Misconception(
+        "parameters are computed with, or looked for, before they were gathered", "What comes before compute?"
+    ),
+    "not-prefetched": Misconception(
+        "the gather of the next group is not started here", "What could travel while this group computes?"
+    ),
+    "order-not-noted": Misconception(
+        "the order of forwards is not what ran", "How does backward know which group comes next?"
+    ),
+    # --- gradients ---
+    "summed-not-averaged": Misconception(
+        "gradients are summed over the ranks, not averaged", "Of how many ranks' batches is the loss a mean?"
+    ),
+    "averaged-twice": Misconception(
+        "gradients are divided by the number of ranks twice", "Who divides already: you, or the collective?"
+    ),
+    "accumulation-scaled": Misconception(
+        "gradients are scaled by the number of micro-batches",
+        "Which micro-batches took part in this gradient?",
+    ),
+    "not-reduced": Misconception(
+        "gradients are not reduced over the ranks", "Whose batch does this gradient come from?"
+    ),
+    "reduced-too-often": Misconception(
+        "gradients travel before the last micro-batch", "What does requires_gradient_sync switch off?"
+    ),
+    "grad-lost": Misconception(
+        "a gradient that was there is gone", "Which line assigns where it should add?"
+    ),
+    "grad-kept": Misconception("a gradient counts twice", "Who cleared the gradient that was already taken?"),
+    "reduced-in-wrong-dtype": Misconception(
+        "gradients are reduced in another dtype than the policy's",
+        "In which dtype do errors of a sum add up?",
+    ),
+    "gathered-in-wrong-dtype": Misconception(
+        "parameters are gathered in another dtype than the policy's",
+        "When are they cast: before they travel or after?",
+    ),
+    "wrong-dtype": Misconception(
+        "a tensor is of another dtype than the policy asks for", "Which of the three dtypes is this tensor's?"
+    ),
+    "master-not-fp32": Misconception(
+        "the shard lost its precision", "Which tensor does the optimizer update, and in which dtype?"
+    ),
+    "cast-too-much": Misconception(
+        "something was cast that is not a floating-point tensor", "What would token ids mean in bf16?"
+    ),
+    "overflowed": Misconception(
+        "a sum left the range of its dtype",
+        "How large may 8 gradients of 60,000 become in fp16 before the division?",
+    ),
+    # --- communication ---
+    "too-much-traffic": Misconception(
+        "more bytes travel than have to", "How often does each block have to pass each link of the ring?"
+    ),
+    "too-little-traffic": Misconception(
+        "fewer bytes travel than have to", "From whom did this rank get that block, then?"
+    ),
+    "wrong-neighbour": Misconception(
+        "blocks go around the ring the wrong way",
+        "From whom does a rank receive what it sends on in the next step?",
+    ),
+    "wrong-block": Misconception(
+        "a block lies in the wrong place", "Whose block arrives at rank r in step s?"
+    ),
+    "input-changed": Misconception(
+        "the input is written to", "Whose memory is that, and who reads it afterwards?"
+    ),
+    "wrong-formula": Misconception(
+        "the formula counts something else",
+        "Count it by hand for one parameter and two ranks: what is left out?",
+    ),
+    "wrong-value": Misconception(
+        "the result is not the right one", "At which element do the two first differ, and on which rank?"
+    ),
+}
+
+
+class Finding(Exception):
+    """Why a check fails.
+
+    Args:
+        misconception: its id. message: the evidence, in one or two sentences with names and numbers.
+        expected, actual: what they say side by side, if that helps.
+    """
+
+    def __init__(self, misconception: str, message: str, expected: Any = None, actual: Any = None) -> None:
+        assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
+        super().__init__(message)
+        self.misconception, self.message = misconception, message
+        self.expected, self.actual = _shown(expected), _shown(actual)
+
+
+def _shown(value: Any) -> str | int | float | None:
+    """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Tensor):
+        value = (
+            value.tolist() if value.numel() <= 16 else f"{value.flatten()[:8].tolist()}… {tuple(value.shape)}"
+        )
+    text = " ".join(str(value).split())
+    return text if len(text) <= 300 else f"{text[:297]}…"
+
+
+# --- Numbers -----------------------------------------------------------------------------------------------
+
+
+def ratio(actual: Tensor, oracle: Tensor) -> float | None:
+    """The one number that `actual` is of `oracle`, up to rounding; None if there is none, or the oracle is zero."""
+    if actual.shape != oracle.shape or not oracle.any():
+        return None
+    a, b = actual.double(), oracle.double()
+    found = float((a * b).sum() / (b * b).sum())
+    return found if torch.allclose(a, found * b, rtol=1e-3, atol=1e-6 * float(b.abs().max())) else None
+
+
+def compare_gradients(
+    name: str, actual: Sequence[Tensor | None], oracle: Tensor, world_size: int, micro_batches: int = 1
+) -> None:
+    """Compares one parameter's whole gradient, as each rank has it, with the oracle's.
+
+    Args:
+        actual: by rank, the whole gradient; None if there is none. Equal to the oracle's bit for bit, or wrong.
+
+    Raises:
+        Finding: with the factor between them, if there is one.
+    """
+    for rank, grad in enumerate(actual):
+        if grad is None:
+            raise Finding("not-reduced", f"{name} has no gradient on rank {rank}.", "a gradient", "none")
+        if grad.shape == oracle.shape and torch.equal(grad, oracle):
+            continue
+        raise _gradient_finding(
+            name, rank, [g for g in actual if g is not None], oracle, world_size, micro_batches
+        )
+
+
+def _gradient_finding(
+    name: str, rank: int, actual: Sequence[Tensor], oracle: Tensor, world_size: int, micro_batches: int
+) -> Finding:
+    grad = actual[rank]
+    if grad.shape != oracle.shape:
+        return Finding(
+            "wrong-rows",
+            f"The gradient of {name} has another shape on rank {rank}.",
+            tuple(oracle.shape),
+            tuple(grad.shape),
+        )
+    factor = ratio(grad, oracle)
+    signatures = [
+        (float(world_size), "summed-not-averaged", f"{world_size}, the number of ranks,"),
+        (1.0 / world_size, "averaged-twice", f"1/{world_size}"),
+        (float(micro_batches), "accumulation-scaled", f"{micro_batches}, the number of micro-batches,"),
+        (1.0 / micro_batches, "accumulation-scaled", f"1/{micro_batches}"),
+    ]
+    for expected, misconception, words in signatures:
+        if factor is not None and abs(factor - expected) < 1e-3 * expected and expected != 1:
+            message = f"The gradient of {name} on rank {rank} is {words} times that of the whole batch."
+            return Finding(misconception, message, oracle, grad)
+    if not grad.any():
+        return Finding("grad-lost", f"The gradient of {name} on rank {rank} is zero.", oracle, grad)
+    if any(not torch.equal(grad, other) for other in actual if other.shape == grad.shape):
+        return Finding("not-reduced", f"The gradient of {name} differs from rank to rank.", oracle, grad)
+    return Finding(
+        "wrong-value", f"The gradient of {name} on rank {rank} is not that of the oracle.", oracle, grad
+    )
+
+
+def first_difference(actual: Tensor, oracle: Tensor) -> str:
+    """Where two tensors of one shape first differ, and how."""
+    different = ~((actual == oracle) | (actual.isnan() & oracle.isnan()))
+    index = tuple(different.nonzero()[0].tolist())
+    return f"at {list(index)}: {actual[index].item():g} instead of {oracle[index].item():g}"
+
+
+# --- Logs --------------------------------------------------------------------------------------------------
+
+
+def describe(event: Event) -> str:
+    """An event in a table: what, of which group, how many bytes."""
+    return f"{event.op} {event.owner or '-'} {event.bytes:,} B"
+
+
+def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
+    """Raises a Finding with an aligned table if ranks did not issue the same collectives in the same order."""
+    orders = {rank: [(e.op, e.owner, e.bytes) for e in found] for rank, found in by_rank.items()}
+    for rank, order in orders.items():
+        first = orders[0]
+        if order == first:
+            continue
+        length = min(len(order), len(first))
+        at = next((i for i in range(length) if order[i] != first[i]), length)
+        rows = [("", "rank 0", f"rank {rank}")]
+        for index in range(max(0, at - 1), at + 3):
+            cells = [describe(by_rank[r][index]) if index < len(by_rank[r]) else "–" for r in (0, rank)]
+            rows.append((f"{index + 1}.", *cells))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        table = "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+        raise Finding(
+            "order-diverged", f"Collective number {at + 1} differs between ranks 0 and {rank}:\n{table}"
+        )
+
+
+def compare_counts(
+    events: Sequence[Event], op: str, expected: int, *, more: str, fewer: str, when: str = "in a step"
+) -> None:
+    """Raises a Finding (`more` or `fewer`) if one rank's events have not so many of a collective."""
+    found = [event for event in events if event.op == op]
+    if len(found) != expected:
+        listed = ", ".join(event.owner or "-" for event in found) or "none"
+        message = f"{len(found)} × {op} {when}, expected {expected}: {listed}."
+        raise Finding(more if len(found) > expected else fewer, message, expected, len(found))
+
+
+# --- Failures ----------------------------------------------------------------------------------------------
+
+MISMATCH = (  # what torch and this package say when ranks do not run the same collectives
+    "Detected mismatch between collectives",
+    "collectives do not match",
+    "expected every rank to run the same collectives",
+)
+
+
+def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Finding:
+    """Why a run did not come to report what was asked of it.
+
+    Args:
+        paths: of the learner's files; holes: names of the functions that they define.
+    """
+    if not run.raised:
+        return Finding("left-early", "A rank returned without having reported anything.")
+    raised = run.raised[0]
+    if raised.kind == "MissingHole":
+        return Finding("missing", f"{raised.message}.")
+    if raised.kind == "NotImplementedError" and raised.frames and _is_hole(raised):
+        return Finding("not-written", f"{_hole_name(raised, holes)} is called, and still a TODO.")
+    if raised.kind == "SyntaxError":
+        return Finding("not-python", raised.message)
+    if "can't allocate memory" in raised.message or raised.kind == "MemoryError":
+        return Finding("too-much-memory", f"Rank {raised.rank}: {_one_line(raised.message)}")
+    if any(sign in raised.message for sign in MISMATCH):
+        return Finding(
+            "order-diverged", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}"
+        )
+    if raised.lost_peer:
+        gone = [rank for rank in range(len(run.reports)) if rank not in {r.rank for r in run.raised}]
+        who = f"rank {gone[0]}" if gone else "another rank"
+        text = f"Rank {raised.rank}{_place(raised, paths)} waited for {who}, which had finished already."
+        return Finding("left-early", text)
+    where = _place(raised, paths)
+    return Finding("crashed", f"Rank {raised.rank} raised {raised.kind}{where}: {_one_line(raised.message)}")
+
+
+def _is_hole(raised: Raised) -> bool:
+    last = raised.frames[-1]
+    return "raise NotImplementedError" in last["text"] or last["file"].startswith("<hwfsdp.")
+
+
+def _hole_name(raised: Raised, holes: Sequence[str]) -> str:
+    function = str(raised.frames[-1]["function"])
+    return next((hole for hole in holes if hole.rpartition(".")[2] == function), function)
+
+
+def _place(raised: Raised, paths: Sequence[str]) -> str:
+    """The last line of the learner's that the exception came through."""
+    for frame in reversed(raised.frames):
+        if frame["file"] in paths:
+            name = str(frame["file"]).rpartition("/")[2]
+            text = f": `{frame['text']}`" if frame["text"] else ""
+            return f" in {frame['function']} ({name}, line {frame['line']}{text})"
+    return " outside your file" if raised.frames else ""
+
+
+def _one_line(message: str) -> str:
+    text = " ".join(message.split())
+    return text if len(text) <= 400 else f"{text[:397]}…"
+
+
+def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
+    """Why a run was ended; `paths` are those of the learner's files."""
+    got = _one_line(broken.got)
+    if broken.reason == "processes":
+        return Finding(
+            "too-many-processes", "More processes were running than a rank has any use for; all were ended."
+        )
+    if broken.reason == "exited":
+        return Finding("left-early", f"Rank {broken.rank} left: {got}.")
+    if broken.reason == "died":
+        return Finding("died", f"Rank {broken.rank}: {got}.")
+    waiting = "waiting in" in broken.got
+    line = _last_line_of_learner(broken, paths)
+    return Finding("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}")
+
+
+def _last_line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
+    """The innermost line of a stack that is in a learner's file, if there is one."""
+    for line in reversed(broken.stacks.splitlines()):
+        for path in paths:
+            if line.strip().startswith(f'File "{path}"'):
+                _, number, function = line.strip().split(", ")
+                return f" It is in {function.removeprefix('in ')} ({path.rpartition('/')[2]}, {number})."
+    return ""
+
+
+FATAL = frozenset(
+    {
+        *("not-python", "missing", "wrong-signature", "stuck-in", "endless", "left-early", "died"),
+        *("too-much-memory", "too-many-processes", "order-diverged"),
+    }
+)  # nothing of the exercise counts

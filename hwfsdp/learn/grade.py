@@ -1,0 +1,254 @@
+"""Grading: checks of an exercise against what a learner handed in.
+
+A check has an id, a sentence that says what has to hold, points, and other checks that it depends on: if one of those fails,
+it is skipped, since its own failure would say nothing new. Its *judge* asks ranks for reports, compares them with an oracle,
+and raises a `Finding` if they differ. All that judges get from a learner's code are data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.errors import UsageError
+from hwfsdp.learn.diagnose import FATAL, Finding, explain_broken, explain_failure
+from hwfsdp.learn.manifest import Course, Exercise
+from hwfsdp.learn.overlay import Overlay, Submitted, blanked
+from hwfsdp.learn.run import Broken, Ranks, Unreported
+from hwfsdp.learn.submission import check_folder, find_source, inspect, is_started
+
+Judge = Callable[[Ranks, int], None]  # ranks, seed
+
+
+class Check(NamedTuple):
+    """Something that has to hold.
+
+    Attributes:
+        id: for example "01.extent". sentence: what holds, when it passes.
+        judge: raises a Finding if it does not. needs: ids of checks that have to pass first.
+    """
+
+    id: str
+    sentence: str
+    points: int
+    judge: Judge
+    needs: tuple[str, ...] = ()
+
+
+@dataclass
+class CheckResult:
+    """What a check came to; `passed` is None if it was not run, `dependency` the check that kept it from running."""
+
+    check: Check
+    passed: bool | None = None
+    finding: Finding | None = None
+    dependency: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        finding = self.finding
+        return {
+            "id": self.check.id,
+            "passed": self.passed,
+            "points": self.check.points if self.passed else 0,
+            "max_points": self.check.points,
+            "misconception": finding.misconception if finding else None,
+            "message": finding.message if finding else self._why_skipped(),
+            "expected": finding.expected if finding else None,
+            "actual": finding.actual if finding else None,
+            "dependency": self.dependency,
+        }
+
+    def _why_skipped(self) -> str | None:
+        return f"skipped, because {self.dependency} does not hold" if self.dependency else None
+
+
+@dataclass
+class Grade:
+    """What an exercise came to.
+
+    Attributes:
+        status: "passed", "failed", "not_started" or "error".
+        finding: why nothing counts, if the status is "error".
+        seconds: that grading took. printed: by the learner's code. seed: of the inputs.
+    """
+
+    exercise: Exercise
+    results: list[CheckResult]
+    status: str = "not_started"
+    finding: Finding | None = None
+    seconds: float = 0.0
+    printed: str = ""
+    seed: int = 0
+
+    @property
+    def score(self) -> int:
+        if self.status == "error":
+            return 0
+        return sum(result.check.points for result in self.results if result.passed)
+
+    @property
+    def max_score(self) -> int:
+        return self.exercise.points
+
+    def as_dict(self) -> dict[str, Any]:
+        checks = [result.as_dict() for result in self.results]
+        if self.status == "error":
+            for check in checks:
+                check["points"] = 0
+        return {
+            "exercise": self.exercise.number,
+            "score": self.score,
+            "max_score": self.max_score,
+            "status": self.status,
+            "checks": checks,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to grade.
+
+    Attributes:
+        mine: earlier exercises come from the same submission, not from the package.
+        seed: of the inputs; None draws one.
+    """
+
+    mine: bool = False
+    seed: int | None = None
+    write: Callable[[str], None] = field(default=lambda text: None)
+
+    def draw_seed(self) -> int:
+        return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
+
+
+def checks_of(exercise: Exercise) -> tuple[Check, ...]:
+    """The checks of an exercise, in order. They are in a module of its name.
+
+    Raises:
+        UsageError: they do not fit its manifest.
+    """
+    module = importlib.import_module(f"hwfsdp.learn.checks.{exercise.topic}")
+    checks: tuple[Check, ...] = module.CHECKS
+    if sum(check.points for check in checks) != exercise.points:
+        raise UsageError(
+            f"checks of exercise {exercise.number}",
+            expected=f"{exercise.points} points in all",
+            got=str(sum(check.points for check in checks)),
+            remedy="Change the manifest or the checks.",
+        )
+    return checks
+
+
+def grade(exercise: Exercise, folder: Path, course: Course, options: Options = Options()) -> Grade:
+    """Grades one exercise of a submission.
+
+    Args:
+        folder: of the submission: it holds `NN_topic/` folders, or the files themselves.
+
+    Raises:
+        UsageError: the learner's file cannot be read.
+    """
+    began = time.monotonic()
+    source = find_source(exercise, folder)
+    printed: list[str] = []
+    result = Grade(exercise, [CheckResult(check) for check in checks_of(exercise)], seed=options.draw_seed())
+    if source.text is None or not is_started(exercise, source.text):
+        return result
+    try:
+        submitted = [inspect(exercise, source)]
+        if options.mine:
+            submitted = [*_earlier(exercise, folder, course), *submitted]
+        exercises = [course.exercise(s.number) for s in submitted]
+        ranks = Ranks(Overlay(blanked(exercises), tuple(submitted)), printed.append)
+        paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
+        _run_checks(result, ranks, paths, holes)
+    except Finding as finding:
+        _reject(result, finding)
+    result.seconds, result.printed = time.monotonic() - began, "".join(printed)
+    return result
+
+
+def _reject(result: Grade, finding: Finding) -> None:
+    """Nothing of it counts; the first check that did not pass says why."""
+    result.status, result.finding = "error", finding
+    first = next((r for r in result.results if not r.passed), result.results[0])
+    first.passed, first.finding, first.dependency = False, finding, None
+
+
+def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted]:
+    """The learner's own prerequisites; exercises that were not begun come from the package."""
+    found = []
+    for earlier in course.exercises:
+        if earlier.number < exercise.number:
+            source = find_source(earlier, folder)
+            if source.text is not None and is_started(earlier, source.text):
+                found.append(inspect(earlier, source))
+    return found
+
+
+def _run_checks(result: Grade, ranks: Ranks, paths: Sequence[str], holes: Sequence[str]) -> None:
+    """Runs the checks in order.
+
+    Raises:
+        Finding: nothing counts.
+    """
+    passed: dict[str, bool] = {}
+    for checked in result.results:
+        check = checked.check
+        checked.dependency = next((needed for needed in check.needs if not passed[needed]), None)
+        if checked.dependency is None:
+            checked.finding = _finding(check, ranks, result.seed, paths, holes)
+            checked.passed = checked.finding is None
+        passed[check.id] = bool(checked.passed)
+        if checked.finding and checked.finding.misconception in FATAL:
+            raise checked.finding
+    result.status = "passed" if all(passed.values()) else "failed"
+
+
+def _finding(
+    check: Check, ranks: Ranks, seed: int, paths: Sequence[str], holes: Sequence[str]
+) -> Finding | None:
+    try:
+        check.judge(ranks, seed)
+    except Finding as finding:
+        return finding
+    except Unreported as unreported:
+        return explain_failure(unreported.run, paths, holes)
+    except Broken as broken:
+        return explain_broken(broken, paths)
+    except Exception as error:  # data of a kind that no right answer gives
+        return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}")
+    return None
+
+
+def grade_folder(course: Course, folder: Path, options: Options = Options()) -> list[Grade]:
+    """Grades all exercises of a submission; one that cannot be read counts nothing, the others as usual.
+
+    Raises:
+        UsageError: it is no folder, or holds no file of any exercise.
+    """
+    check_folder(folder, course.exercises)
+    grades = []
+    for exercise in course.exercises:
+        try:
+            grades.append(grade(exercise, folder, course, options))
+        except UsageError as error:
+            result = Grade(exercise, [CheckResult(check) for check in checks_of(exercise)])
+            _reject(result, Finding("not-python", str(error)))
+            grades.append(result)
+    return grades
+
+
+def total(grades: Sequence[Grade]) -> dict[str, Any]:
+    """The grades of a submission as one, as JSON has it."""
+    return {
+        "score": sum(grade.score for grade in grades),
+        "max_score": sum(grade.max_score for grade in grades),
+        "exercises": [grade.as_dict() for grade in grades],
+    }

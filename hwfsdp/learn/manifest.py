@@ -1,0 +1,165 @@
+"""What an exercise is: its manifest, and where its files are.
+
+    exercises/04_sharded_parameter/
+        exercise.toml     written by hand: title, points, holes, hints
+        README.md         written by hand: the idea, a picture, what to predict
+        picture.png       drawn by the package
+        sharded_parameter.py   the starter, made from the package; learners edit it in place
+
+`solutions/04_sharded_parameter/` has the same file with the package's bodies, and a README.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hwfsdp
+from hwfsdp.errors import UsageError
+from hwfsdp.learn.starters import Hole
+
+PACKAGE = Path(hwfsdp.__file__).parent
+
+
+class Place(NamedTuple):
+    """Where a hole is: a module of the package, and a function or method in it."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """From `module:name`, as it stands in the manifest."""
+        module, _, name = text.partition(":")
+        return cls(module, name)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise of the course.
+
+    Attributes:
+        number: two digits. topic: the folder's name without the number; also that of the learner's file and of the
+            module with the checks.
+        holes: in the order in which they are to be filled.
+        hints: from a nudge to nearly the answer.
+    """
+
+    number: str
+    topic: str
+    title: str
+    points: int
+    places: tuple[Place, ...]
+    hints: tuple[str, ...]
+    folder: Path
+
+    @property
+    def directory(self) -> str:
+        """Of the folder, below `exercises/`, `solutions/` or a submission."""
+        return f"{self.number}_{self.topic}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.topic}.py"
+
+    @cached_property
+    def holes(self) -> list[Hole]:
+        """With the package's source, as it is on disk now."""
+        return [Hole(place.module, module_source(place.module), place.name) for place in self.places]
+
+
+class Course(NamedTuple):
+    """A folder with `exercises/`, and perhaps `solutions/`."""
+
+    root: Path
+    exercises: tuple[Exercise, ...]
+
+    def exercise(self, number: int | str) -> Exercise:
+        """The exercise of this number.
+
+        Raises:
+            UsageError: there is none.
+        """
+        for exercise in self.exercises:
+            if str(number).isdecimal() and int(exercise.number) == int(number):
+                return exercise
+        known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
+        raise UsageError(
+            f"exercise {number}", expected=f"one of {known}", got="another number", remedy="See: hwfsdp list"
+        )
+
+
+def module_source(module: str, package: Path = PACKAGE) -> str:
+    """The text of a module of the package, line endings untouched.
+
+    Raises:
+        UsageError: there is no such module.
+    """
+    path = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    try:
+        with path.open(newline="") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(
+            f"hole in {module!r}",
+            expected="a module of hwfsdp",
+            got=error.strerror or "no file",
+            remedy="See the list in hwfsdp/__init__.py.",
+        ) from None
+
+
+def find_course(start: Path | None = None) -> Course:
+    """The course around a folder (by default the current one), or else the one that the package was installed from.
+
+    Raises:
+        UsageError: there is none, or a manifest is not one.
+    """
+    here = (start or Path.cwd()).resolve()
+    for root in [here, *here.parents, PACKAGE.parent]:
+        manifests = sorted((root / "exercises").glob("[0-9][0-9]_*/exercise.toml"))
+        if manifests:
+            return Course(root, tuple(map(read_manifest, manifests)))
+    raise UsageError(
+        "the course",
+        expected="a folder exercises/ here or above",
+        got=f"none from {here} up",
+        remedy="Go to the folder of the course first.",
+    )
+
+
+def read_manifest(path: Path) -> Exercise:
+    """One `exercise.toml`.
+
+    Raises:
+        UsageError: something is missing in it, or of the wrong kind.
+    """
+    number, _, topic = path.parent.name.partition("_")
+    try:
+        found = tomllib.loads(path.read_text())
+        places = tuple(map(Place.parse, _texts(found["holes"])))
+        title, points = str(found["title"]), int(found["points"])
+        hints = tuple(" ".join(hint.split()) for hint in _texts(found["hints"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"manifest {path.parent.name}/{path.name}",
+            expected="title, points, holes (module:name) and hints",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Compare with that of another exercise.",
+        ) from None
+    return Exercise(number, topic, title, points, places, hints, path.parent)
+
+
+def _texts(value: Any) -> Sequence[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{value!r} is not a list of texts")
+    return value
+
+
+def is_exercise_directory(path: Path) -> bool:
+    """Whether a folder's name is that of an exercise, such as `04_sharded_parameter`."""
+    return path.is_dir() and re.fullmatch(r"\d\d_\w+", path.name) is not None

@@ -1,0 +1,103 @@
+"""Data on the way from ranks that run a learner's code to the process that grades it.
+
+A pickle may run anything where it is read. What is packed here is data and cannot be anything else: a tree of dicts with
+text keys, lists, numbers, text, None, tensors and dtypes, as JSON, followed by the tensors' bytes.
+
+    8 bytes    length of the JSON, little-endian
+    JSON       tuples come back as lists; tensors are {"$tensor": [dtype, shape, offset]}
+    bytes      of the tensors, end to end
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwfsdp.errors import UsageError
+
+_HEADER = 8
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+}
+
+
+def pack(tree: Any) -> bytes:
+    """The bytes of a tree.
+
+    Raises:
+        UsageError: there is something else in it.
+    """
+    pieces: list[bytes] = []
+    text = json.dumps(_flatten(tree, pieces)).encode()
+    return b"".join([len(text).to_bytes(_HEADER, "little"), text, *pieces])
+
+
+def unpack(data: bytes) -> Any:
+    """What was packed.
+
+    Raises:
+        UsageError: the bytes are not those of `pack`; nothing of them was run.
+    """
+    try:
+        end = _HEADER + int.from_bytes(data[:_HEADER], "little")
+        return _restore(json.loads(data[_HEADER:end]), memoryview(data)[end:])
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError, RuntimeError) as error:
+        raise UsageError(
+            "data of a rank", expected="what pack makes", got=f"{error!r}", remedy="Run it again."
+        ) from error
+
+
+def _flatten(value: Any, pieces: list[bytes]) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return {"$float": value.hex()}  # infinities and NaN, too, bit for bit
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Tensor):
+        return {"$tensor": _flatten_tensor(value, pieces)}
+    if isinstance(value, list | tuple):
+        return [_flatten(item, pieces) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) and key[:1] != "$" for key in value):
+        return {key: _flatten(item, pieces) for key, item in value.items()}
+    raise UsageError(
+        "data of a rank",
+        expected="dicts with text keys, lists, numbers, text, None, dtypes and tensors",
+        got=type(value).__name__,
+        remedy="Turn it into these first.",
+    )
+
+
+def _flatten_tensor(tensor: Tensor, pieces: list[bytes]) -> list[Any]:
+    whole = tensor.detach().cpu().contiguous()
+    offset = sum(map(len, pieces))
+    pieces.append(whole.view(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
+    return [str(whole.dtype).removeprefix("torch."), list(whole.shape), offset]
+
+
+def _restore(value: Any, data: memoryview) -> Any:
+    if isinstance(value, list):
+        return [_restore(item, data) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return float.fromhex(value["$float"])
+    if "$dtype" in value:
+        return _DTYPES[value["$dtype"]]
+    if "$tensor" in value:
+        name, shape, offset = value["$tensor"]
+        return _restore_tensor(_DTYPES[name], shape, data[offset:])
+    return {key: _restore(item, data) for key, item in value.items()}
+
+
+def _restore_tensor(dtype: torch.dtype, shape: list[int], data: memoryview) -> Tensor:
+    count = prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data[: count * dtype.itemsize]), dtype=dtype, count=count).view(shape)

@@ -1,0 +1,301 @@
+"""Ranks that run a learner's code: what is asked of them, and what comes back.
+
+A *probe* is a function that uses the package and reports what it sees:
+
+    def probe_gather(report: dict[str, Any], seed: int) -> None:
+        report["whole"] = …
+
+`Ranks.run` calls it on every rank, with the learner's functions in the package, and gives back what each rank reported, up
+to the moment where it failed if it did. `Ranks.reference` calls it with the package as it is. Data come back, packed;
+verdicts are made from them by whoever asked.
+
+A rank that dies, hangs, exits or leaves its peers waiting ends the run with `Broken`; one that raises does not, as what
+it reported before is worth looking at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from hwfsdp import ranks
+from hwfsdp.errors import RankError, UsageError
+from hwfsdp.eventlog import EventLog
+from hwfsdp.events import Event, Sample
+from hwfsdp.learn.overlay import Overlay, install
+from hwfsdp.learn.packing import pack, unpack
+from hwfsdp.learn.processes import limit_this_process, nothing_left_behind
+
+Probe = Callable[..., None]
+Report = dict[str, Any]
+
+RUN_SECONDS = 10.0  # of one run; one that takes longer hangs
+ALL_SECONDS = 17.0  # of all runs of an exercise
+PRINTED = 4_000  # characters of what ranks print that are kept
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank raised.
+
+    Attributes:
+        kind: the exception's class; message: its text.
+        frames: of the traceback, the outermost first; each has file, line, function and text.
+        lost_peer: the exception is about another rank that was gone.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    frames: list[dict[str, Any]]
+    lost_peer: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of one run reported.
+
+    Attributes:
+        reports: by rank. raised: by those ranks that failed, the likely cause first.
+    """
+
+    reports: list[Report]
+    raised: list[Raised] = field(default_factory=list)
+
+    def __getitem__(self, key: str) -> list[Any]:
+        """What every rank reported under this name.
+
+        Raises:
+            Unreported: a rank failed before.
+        """
+        if not all(key in report for report in self.reports):
+            raise Unreported(key, self)
+        return [report[key] for report in self.reports]
+
+    def log(self, key: str = "log") -> EventLog:
+        """The event log of all ranks, from what `log_data` reported under this name."""
+        logs = []
+        for rank, data in enumerate(self[key]):
+            events = [_event(fields) for fields in data["events"]]
+            samples = [Sample(us, by_kind) for us, by_kind in data["samples"]]
+            logs.append(EventLog(events, {rank: samples}))
+        return EventLog.merge(logs)
+
+
+def _event(fields: dict[str, Any]) -> Event:
+    return Event(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+def log_data(log: EventLog) -> dict[str, Any]:
+    """One rank's event log as data to report."""
+    samples = [[sample.us, sample.bytes_by_kind] for of_rank in log.samples.values() for sample in of_rank]
+    return {"events": [event.as_dict() for event in log.events], "samples": samples}
+
+
+class Unreported(Exception):
+    """A judge asked for something that a rank did not come to report.
+
+    Attributes:
+        key: its name. run: what there is.
+    """
+
+    def __init__(self, key: str, run: Run) -> None:
+        super().__init__(key)
+        self.key, self.run = key, run
+
+
+class Broken(Exception):
+    """A run that ended in a way that no code may: nothing of it counts.
+
+    Attributes:
+        reason: "died", "late", "exited", "memory" or "processes". rank: the first one. got: what happened.
+        stacks: where the ranks stood, as text.
+    """
+
+    def __init__(self, reason: str, rank: int, got: str, stacks: str = "") -> None:
+        super().__init__(got)
+        self.reason, self.rank, self.got, self.stacks = reason, rank, got, stacks
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a rank is told: the probe's module and name, its arguments, and the package to load; None: as it is."""
+
+    module: str
+    name: str
+    arguments: dict[str, Any]
+    overlay: Overlay | None
+
+
+_references: dict[str, Run] = {}  # runs with the package as it is; the same whoever asks
+
+
+class Ranks:
+    """Runs probes, each at most once with the same arguments.
+
+    Args:
+        overlay: the learner's functions.
+        write: gets what the learner's code prints, the first `PRINTED` characters of it.
+    """
+
+    def __init__(self, overlay: Overlay, write: Callable[[str], None] = lambda text: None) -> None:
+        self.overlay = overlay
+        self._write, self._left = write, PRINTED
+        self._deadline = time.monotonic() + ALL_SECONDS
+        self._runs: dict[str, Run | Broken] = {}
+
+    def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
+        """Calls `probe(report, **arguments)` on `world_size` ranks that have the learner's functions.
+
+        Raises:
+            Broken: a rank died, hung or exited.
+        """
+        key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
+        if key not in self._runs:
+            self._runs[key] = self._attempt(probe, world_size, arguments)
+        found = self._runs[key]
+        if isinstance(found, Broken):
+            raise found
+        return found
+
+    def reference(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
+        """The same with the package as it is: an oracle's run. Remembered for as long as this process lives."""
+        key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
+        if key not in _references:
+            _references[key] = _launch(probe, world_size, arguments, None, 60.0, lambda text: None)
+        return _references[key]
+
+    def _attempt(self, probe: Probe, world_size: int, arguments: dict[str, Any]) -> Run | Broken:
+        seconds = min(RUN_SECONDS, self._deadline - time.monotonic())
+        if seconds <= 0.5:
+            return Broken("late", 0, f"no end within {ALL_SECONDS:g} s for all runs of the exercise")
+        try:
+            return _launch(probe, world_size, arguments, self.overlay, seconds, self._keep)
+        except Broken as broken:
+            return broken
+
+    def _keep(self, text: str) -> None:
+        """Passes on what was printed, up to a limit."""
+        kept, self._left = text[: self._left], max(0, self._left - len(text))
+        if kept:
+            self._write(kept)
+
+
+def warm_up() -> None:
+    """Returns when ranks can be started without delay."""
+    ranks.launch(_nothing, 1)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _launch(
+    probe: Probe,
+    world_size: int,
+    arguments: dict[str, Any],
+    overlay: Overlay | None,
+    seconds: float,
+    write: Callable[[str], None],
+) -> Run:
+    order = _Order(probe.__module__, probe.__name__, arguments, overlay)
+    call = cloudpickle.dumps((_run_on_rank, (order,), {}))
+    try:
+        with nothing_left_behind() as watch:
+            packed = ranks.run_ranks(call, world_size, seconds, "cpu", write=write, unpickle=None)
+    except RankError as error:
+        if watch.exceeded:
+            raise Broken("processes", error.rank, "too many processes", "") from None
+        raise _broken(error) from None
+    try:
+        results = [unpack(_bytes(data)) for data in packed]
+        raised = [Raised(**result["raised"]) for result in results if result["raised"] is not None]
+        reports = [dict(result["report"]) for result in results]
+    except (UsageError, TypeError, KeyError, ValueError):
+        raise Broken("exited", 0, "something else than a report came back") from None
+    return Run(reports, sorted(raised, key=lambda r: (r.lost_peer, r.rank)))
+
+
+def _bytes(pickled: bytes) -> bytes:
+    """The bytes in the pickle of a bytes object, which is all that `_run_on_rank` returns."""
+    found = ranks.read_message(pickled)
+    if not isinstance(found, bytes):
+        raise TypeError("not bytes")
+    return found
+
+
+def _broken(error: RankError) -> Broken:
+    got = error.got
+    if error.reason == "raised":
+        reason = "exited" if got.startswith(("SystemExit", "KeyboardInterrupt")) else "died"
+    else:
+        reason = "exited" if "exit with status" in got else error.reason
+    return Broken(reason, error.rank, got, error.traceback)
+
+
+# --- On the rank -------------------------------------------------------------------------------------------
+
+
+def _run_on_rank(order: _Order) -> bytes:
+    """Loads the package, calls the probe and packs what it reported."""
+    report: Report = {}
+    raised: dict[str, Any] | None = None
+    if order.overlay is not None:
+        limit_this_process()
+        ranks.describe_wait = describe_wait
+    try:
+        if order.overlay is not None:
+            install(order.overlay)
+        probe = getattr(importlib.import_module(order.module), order.name)
+        probe(report, **order.arguments)
+    except Exception as error:
+        raised = _described(error)
+    return pack({"report": report, "raised": raised})
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """What `Raised` keeps of an exception."""
+    import torch.distributed as dist
+
+    frames = [
+        {"file": frame.filename, "line": frame.lineno or 0, "function": frame.name, "text": frame.line or ""}
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    message = str(error)
+    return {
+        "rank": dist.get_rank(),
+        "kind": type(error).__name__,
+        "message": message,
+        "frames": frames[-40:],
+        "lost_peer": any(sign in message for sign in ranks.LOST_PEER),
+    }
+
+
+def describe_wait() -> str:
+    """The collective that this rank waits in, with its place among those that it issued."""
+    found = sys.modules.get("hwfsdp.streams")
+    pending: str = getattr(found, "pending_collective", "")
+    events = sys.modules.get("hwfsdp.events")
+    recorder = events.active() if events else None
+    if recorder is None:
+        return pending
+    issued = [draft.event for draft in recorder.drafts if draft.event.op in events.COLLECTIVES]  # type: ignore[union-attr]
+    if not issued:
+        return pending
+    last = issued[-1]
+    of = f" of {last.owner!r}" if last.owner else ""
+    return f"{last.op}{of}, its collective number {len(issued)}"
+
+
+def learner_frames(raised: Raised, paths: Sequence[Path | str]) -> list[dict[str, Any]]:
+    """The lines of a traceback that are in the learner's files."""
+    names = {str(path) for path in paths}
+    return [frame for frame in raised.frames if frame["file"] in names]

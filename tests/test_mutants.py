@@ -1,0 +1,406 @@
+"""Mutants: one change each, of the kind it says and where it says, and nothing else in the text."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hwfsdp
+from hwfsdp import UsageError, sharding
+from hwfsdp.learn.holes import extract, functions, splice
+from hwfsdp.learn.mutants import Mutant, mutants, sample
+
+PACKAGE = Path(hwfsdp.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def parsed(text: str) -> ast.Module:
+    return ast.parse(f"if True:\n{text}" if text[:1].isspace() else text)
+
+
+def changed_as_stated(original: str, mutant: Mutant) -> bool:
+    """There is a place in the line where `before`, replaced by `after`, gives the mutant's text."""
+    lines = original.splitlines(keepends=True)
+    first = sum(map(len, lines[: mutant.line - 1]))
+    return any(
+        original.startswith(mutant.before, place)
+        and original[:place] + mutant.after + original[place + len(mutant.before) :] == mutant.text
+        for place in range(first, first + len(lines[mutant.line - 1]))
+    )
+
+
+def untouchable(text: str) -> Counter[str]:
+    """Comments, and the syntax of all that is never changed, of nested functions too."""
+    found = [token.string for token in tokens(text) if token.type == tokenize.COMMENT]
+    parts: list[ast.AST | None] = []
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts += [*node.decorator_list, node.args, node.returns]
+            found += [f"{node.name}: {ast.get_docstring(node, clean=False)}"]
+        elif isinstance(node, ast.Lambda):
+            parts.append(node.args)
+        elif isinstance(node, ast.AnnAssign):
+            parts.append(node.annotation)
+        elif isinstance(node, ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Raise):
+            parts.append(node)
+    return Counter([*found, *(ast.dump(part) for part in parts if part)])
+
+
+def tokens(text: str) -> Iterator[tokenize.TokenInfo]:
+    opening = "if True:\n" if text[:1].isspace() else ""
+    return tokenize.generate_tokens(io.StringIO(opening + text).readline)
+
+
+def promises(original: str) -> Sequence[Mutant]:
+    """The mutants of the text, once all that is promised of every mutant has been asserted."""
+    found = list(mutants(original))
+    programs = [ast.unparse(parsed(original)), *(ast.unparse(parsed(mutant.text)) for mutant in found)]
+    assert len(set(programs)) == len(programs)
+    kept = untouchable(original)
+    for mutant in found:
+        compile(parsed(mutant.text), "<mutant>", "exec")
+        assert changed_as_stated(original, mutant), mutant
+        assert untouchable(mutant.text) <= kept, mutant  # gone with a statement, maybe, but not another
+        assert head_of(mutant.text) == head_of(original), mutant
+    return found
+
+
+def head_of(text: str) -> list[str | None]:
+    """Decorators, signature and docstring of the function itself."""
+    node = parsed(text).body[0]
+    function = node.body[0] if isinstance(node, ast.If) else node
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    parts = [*function.decorator_list, function.args, *([function.returns] if function.returns else [])]
+    return [ast.get_docstring(function, clean=False), *(ast.dump(part) for part in parts)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_mutants_of_every_function_of_the_package(module: str) -> None:
+    source = (PACKAGE / module).read_text()
+    for name in functions(source):
+        text = extract(source, name)
+        for mutant in promises(text)[-1:]:
+            assert mutant.text in splice(source, name, mutant.text) != source
+
+
+def in_function(line: str) -> str:
+    return f"def f(a, b, c):\n    {line}\n"
+
+
+def found_in(line: str) -> dict[str, list[str]]:
+    """The changed lines, by kind."""
+    found: dict[str, list[str]] = {}
+    for mutant in promises(in_function(line)):
+        found.setdefault(mutant.operator, []).append(mutant.text.removeprefix("def f(a, b, c):\n    ")[:-1])
+    return found
+
+
+EXAMPLES = [
+    ("swap arithmetic", "return a + b * c", ["return a - b * c", "return a + b // c"]),
+    (
+        "swap arithmetic",
+        "return (a//(b)) - c % a",
+        ["return (a*(b)) - c % a", "return (a//(b)) + c % a", "return (a//(b)) - c // a"],
+    ),
+    ("swap arithmetic", "a /= b", ["a *= b"]),
+    ("swap arithmetic", "return [a] + b, 'x' * a, '%s' % a, f'{a + b}' + c + c", None),
+    ("swap comparison", "return a < b <= c", ["return a <= b <= c", "return a < b < c"]),
+    ("swap comparison", "return a > b, a >= b", ["return a >= b, a >= b", "return a > b, a > b"]),
+    ("swap comparison", "return a == b, a != b", ["return a != b, a != b", "return a == b, a == b"]),
+    (
+        "swap comparison",
+        "return a is(b), a is  not b",
+        ["return a is not(b), a is  not b", "return a is(b), a is b"],
+    ),
+    (
+        "swap comparison",
+        "return a in b, a not  in b",
+        ["return a not in b, a not  in b", "return a in b, a in b"],
+    ),
+    ("swap and/or", "return a and b or c", ["return a or b or c", "return a and b and c"]),
+    ("swap and/or", "return (a)and(b)and c", ["return (a)or(b)and c", "return (a)and(b)or c"]),
+    (
+        "swap function",
+        "return min(a), b.any(), max",
+        ["return max(a), b.any(), max", "return min(a), b.all(), max"],
+    ),
+    ("swap arguments", "return f(a, (b), c)", ["return f((b), a, c)", "return f(a, c, (b))"]),
+    ("swap arguments", "return (f)((a), (b or c))", ["return (f)((b or c), (a))"]),
+    ("swap arguments", "return f(a, a), f(a, *b, c), min(a, b), isinstance(a, b), f(a, x=b)", None),
+    ("negate condition", "return b if a else c", ["return b if not a else c"]),
+    (
+        "negate condition",
+        "return [x for x in a if x < b if x]",
+        ["return [x for x in a if not (x < b) if x]", "return [x for x in a if x < b if not x]"],
+    ),
+    ("negate condition", "while (n := a()): b()", ["while (not (n := a())): b()"]),
+    ("negate condition", "if a == b or not c: a()", ["if not (a == b or not c): a()"]),
+    ("negate condition", "return b if a is c else 1 if not b else 2 if True else 3", None),
+    ("drop statement", "a.b = c", ["pass"]),
+    (
+        "drop statement",
+        "a: int = b; b: int; b(); del c",
+        ["pass; b: int; b(); del c", "a: int = b; b: int; pass; del c", "a: int = b; b: int; b(); pass"],
+    ),
+    ("drop statement", "for x in a: continue", ["pass", "for x in a: pass"]),
+    (
+        "drop statement",
+        "with a as x: x(); b()",
+        ["with a as x: pass", "with a as x: pass; b()", "with a as x: x(); pass"],
+    ),
+    ("drop statement", "raise ValueError(a + 1, 'b', c=not a)", ["pass"]),
+    ("drop statement", "return", ["pass"]),
+    ("drop statement", "...; pass; import os; assert a < 1, f(a, b)", None),
+    ("drop return value", "return a", ["return None"]),
+    ("drop return value", "return None", None),
+    ("drop context", "with a(), b: c()", ["if True: c()"]),
+    ("drop context", "with a as b: c()", None),
+    ("drop keyword", "return f(a, b=1, **c)", ["return f(a, **c)", "return f(a, b=1)"]),
+    ("drop keyword", "return f(b=(a),)", ["return f()"]),
+    (
+        "drop bound",
+        "return a[b:c:2], a[0:(b)]",
+        [
+            "return a[:c:2], a[0:(b)]",
+            "return a[b::2], a[0:(b)]",
+            "return a[b:c:], a[0:(b)]",
+            "return a[b:c:2], a[0:]",
+        ],
+    ),
+    (
+        "drop unary",
+        "return-a, not(b), not c, - (a)",
+        [
+            "return a, not(b), not c, - (a)",
+            "return-a, (b), not c, - (a)",
+            "return-a, not(b), c, - (a)",
+            "return-a, not(b), not c, (a)",
+        ],
+    ),
+    ("off by one", "return range(a or b)", ["return range((a or b) + 1)", "return range((a or b) - 1)"]),
+    (
+        "off by one",
+        "return range(a, b, c)",
+        ["return range(a + 1, b, c)", "return range(a, b + 1, c)", "return range(a, b - 1, c)"],
+    ),
+    ("off by one", "return a[b:c]", ["return a[b + 1:c]", "return a[b:c + 1]"]),
+    ("off by one", "return range(3), range(a - 1), a[:-1], range(*a)", None),
+    (
+        "change constant",
+        "return 0, 1, 7, 0.5, True, None, 'a', b'b'",
+        [
+            "return 1, 1, 7, 0.5, True, None, 'a', b'b'",
+            "return 0, 0, 7, 0.5, True, None, 'a', b'b'",
+            "return 0, 1, 8, 0.5, True, None, 'a', b'b'",
+            "return 0, 1, 7, 1.5, True, None, 'a', b'b'",
+            "return 0, 1, 7, 0.5, False, None, 'a', b'b'",
+        ],
+    ),
+    (
+        "unwrap call",
+        "return (a + b).to(c)if c else sorted(a or b, key=c)",
+        ["return (a + b)if c else sorted(a or b, key=c)", "return (a + b).to(c)if c else (a or b)"],
+    ),
+    (
+        "unwrap call",
+        "return a.clone()if b else tuple(x for x in a)",
+        ["return a if b else tuple(x for x in a)", "return a.clone()if b else (x for x in a)"],
+    ),
+    ("unwrap call", "a.zero_(); list(*b); a.other(b)", None),
+]
+
+
+@pytest.mark.parametrize(("operator", "line", "expected"), EXAMPLES)
+def test_examples_of_each_kind(operator: str, line: str, expected: list[str] | None) -> None:
+    assert sorted(found_in(line).get(operator, [])) == sorted(expected or [])
+
+
+def test_there_is_an_example_of_every_kind() -> None:
+    source = (PACKAGE / "learn" / "mutants.py").read_text()
+    assert set(re.findall(r'_Edit\(\s*"(.*?)"', source)) == {operator for operator, _, _ in EXAMPLES}
+
+
+HARD = '''\
+    @decorated(1 + 2, key=3)
+    async def method(self, n: int = 1 + 1, *, flag: bool = True) -> "tuple[int, 3]":
+        """Ends in one: 1 < 2.
+
+no indentation here: 0 + 1
+        """
+        # a < b, 字 = 0
+        字 = "é" if n else f"{n + 1:>{n - 2}}"; 数 = n + 1  # n + 2
+        table: dict[int, "Literal[4]"] = {
+            字: n  # left + side
+            - (  # right - side
+                数
+            ),
+        }
+
+        @decorated(5)
+        def nested(k=6, /, *more: Literal[7]) -> Literal[8]:
+            """Nine, 9 > 8."""
+            return (lambda x, y=10: x @ y < k)(*more, **{"é": k})
+
+        with (
+            open(self.path),
+            lock,  # both
+        ):
+            @decorated("@")
+            def inside(): return 11
+        async with self as it:
+            async for y in it: await y.to(数, copy=True,  # why
+                flag=flag)
+        match n:
+            case 12 | 13 if (z := n) > 14: pass
+            case _: raise ValueError("字 == 1", n + 15) from None
+        assert n > 16, f"more than {n - 16}"
+        return [
+            x
+            for x in range(
+                数
+                or n
+            ) if x not in 字
+        ][
+            n
+            :
+        ]
+        # the end < here
+'''
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_method_with_all_that_is_hard_about_positions(ending: str) -> None:
+    original = HARD.replace("\n", ending)
+    found = promises(original)
+    shown = {(mutant.line, mutant.operator, mutant.before, mutant.after) for mutant in found}
+    assert (8, "swap arithmetic", "n + 1", "n - 1") in shown
+    assert (8, "change constant", "n + 1", "n + 0") in shown
+    assert (11, "swap arithmetic", "-", "+") in shown
+    assert (19, "swap comparison", "x @ y < k", "x @ y <= k") in shown
+    assert (
+        37,
+        "off by one",
+        f"数{ending}                or n",
+        f"(数{ending}                or n) + 1",
+    ) in shown
+    assert (39, "swap comparison", "x not in 字", "x in 字") in shown
+    assert found == list(mutants(original))
+
+
+def test_what_errors_and_assertions_say_stays() -> None:
+    line = "raise E('a' if a else 'b', c + 1, x=not c) if a else None"
+    assert found_in(line) == {"drop statement": ["pass"]}
+    assert found_in("assert a < 1, 'a' if a + 1 else c") == {}
+
+
+def test_a_mutant_says_what_was_changed() -> None:
+    found = [str(mutant) for mutant in mutants(in_function("return f(a - b,  # why\n c=1)"))]
+    assert "line 2, swap arithmetic: `a - b` → `a + b`" in found
+    assert "line 3, drop keyword: `c=1` → nothing" in found
+    assert "line 2, drop return value: `return f(a - b, # why c=1)` → `return None`" in found
+
+
+def test_what_python_warns_of_is_a_mutant_all_the_same() -> None:
+    found = [mutant.operator for mutant in mutants(in_function("return a is 1"))]
+    assert found == ["drop return value", "swap comparison", "change constant"]
+
+
+def test_what_is_not_python_is_refused() -> None:
+    for text in ("def f(:\n    pass\n", "return 1\n"):
+        with pytest.raises(SyntaxError):
+            list(mutants(text))
+
+
+def chunk_extent_oracle(n: int, world_size: int, rank: int) -> tuple[int, int]:
+    """By dealing out rows one by one, as long as there are any."""
+    length = next(k for k in range(n + 1) if k * world_size >= n)
+    rows = [row for row in range(n) if row // max(length, 1) == rank]
+    return (rows[0], len(rows)) if rows else (n, 0)
+
+
+CASES = [(n, w, r) for n, w in product(range(9), range(1, 6)) for r in range(w)]
+ONE_RANK = [(n, 1, 0) for n in range(9)]
+
+
+@pytest.mark.parametrize(("cases", "noticed"), [(CASES, "all"), (ONE_RANK, "some"), ([], "none")])
+def test_a_thorough_check_kills_all_mutants_of_chunk_extent(
+    cases: Sequence[tuple[int, ...]], noticed: str
+) -> None:
+    found = list(mutants(extract(Path(sharding.__file__).read_text(), "chunk_extent")))
+    survivors = []
+    for mutant in found:
+        space = dict(vars(sharding))
+        exec(mutant.text, space)
+        if agrees(space["chunk_extent"], cases):
+            survivors.append(mutant)
+    amounts = {"all": not survivors, "some": 0 < len(survivors) < len(found), "none": survivors == found}
+    assert found and amounts[noticed], [str(mutant) for mutant in survivors]
+
+
+def agrees(candidate: Callable[..., object], cases: Sequence[tuple[int, ...]]) -> bool:
+    try:
+        return all(candidate(*case) == chunk_extent_oracle(*case) for case in cases)
+    except (ArithmeticError, AttributeError, NameError, TypeError, ValueError):
+        return False
+
+
+def clamp(value: int, low: int, high: int) -> int:
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+
+
+def test_survivors_of_a_full_enumeration_are_equivalent() -> None:
+    text = extract(Path(__file__).read_text(), "clamp")
+    cases = [case for case in product(range(-3, 4), repeat=3) if case[1] <= case[2]]
+    survivors = []
+    for mutant in mutants(text):
+        space: dict[str, object] = {}
+        exec("from __future__ import annotations\n" + mutant.text, space)
+        changed = space["clamp"]
+        assert callable(changed)
+        if all(changed(*case) == clamp(*case) == sorted(case)[1] for case in cases):
+            survivors.append(str(mutant))
+    assert survivors == [  # at the bound both answers are the bound
+        "line 2, swap comparison: `value < low` → `value <= low`",
+        "line 4, swap comparison: `value > high` → `value >= high`",
+    ]
+
+
+def of_kinds(kinds: str) -> list[Mutant]:
+    return [Mutant(kind, line, "", "", "") for line, kind in enumerate(kinds)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text("abcd", max_size=40), st.integers(0, 45), st.integers(0, 9))
+def test_a_sample_takes_from_every_kind_as_evenly_as_possible(kinds: str, count: int, seed: int) -> None:
+    found = of_kinds(kinds)
+    taken = sample(found, count, seed)
+    assert taken == sample(found, count, seed)
+    assert len(taken) == min(count, len(found))
+    assert taken == [mutant for mutant in found if mutant in taken]  # in order, none twice
+    available, chosen = Counter(kinds), Counter(mutant.operator for mutant in taken)
+    for kind, other in product(available, repeat=2):
+        assert chosen[kind] >= chosen[other] - 1 or chosen[kind] == available[kind]
+
+
+def test_another_seed_is_another_sample() -> None:
+    found = of_kinds("abc" * 30)
+    assert len({tuple(sample(found, 9, seed)) for seed in range(5)}) == 5
+
+
+def test_a_sample_of_fewer_than_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="count >= 0"):
+        sample([], -1, 0)
