@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwfsdp import __version__
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, UsageError
+from hwfsdp.server import start_server
 
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
 
@@ -90,7 +91,44 @@ def build_parser() -> argparse.ArgumentParser:
         "--trace", type=Path, metavar="FILE", help="record the last two steps into FILE (JSON)"
     )
     _add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
+    _add_course_verbs(verbs)
     return parser
+
+
+def _add_course_verbs(verbs: Any) -> None:
+    """What students and instructors use."""
+
+    def add(verb: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = verbs.add_parser(
+            verb, help=text, description=f"{text.capitalize()}."
+        )
+        parser.set_defaults(run=run)
+        if verb != "watch":
+            parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        return parser
+
+    add("list", _list, "list the exercises")
+    check = add("check", _check, "grade one exercise and say what is wrong")
+    grade = add("grade", _grade, "grade all exercises of a submission")
+    hint = add("hint", _hint, "show the hints to an exercise, one more each call")
+    add("status", _status, "show how far you are")
+    watch = add("watch", _watch, "check again whenever a file is saved")
+    reset = add("reset", _reset, "put the starter of an exercise back; your file is kept beside it")
+    for parser in (check, hint, reset):
+        parser.add_argument("number", metavar="N", help="number of the exercise")
+    watch.add_argument("number", metavar="N", nargs="?", help="number of the exercise (default: all)")
+    check.add_argument(
+        "--submission", type=Path, metavar="DIR", help="folder to grade (default: exercises/ of the course)"
+    )
+    grade.add_argument("submission", type=Path, metavar="DIR", help="folder with the files of a submission")
+    for parser in (check, grade, watch):
+        parser.add_argument(
+            "--mine",
+            action="store_true",
+            help="earlier exercises come from the same folder, not from the package",
+        )
+    for parser in (check, grade):
+        parser.add_argument("--seed", type=int, help="of the inputs (default: another one each time)")
 
 
 def _add_run_options(
@@ -230,3 +268,51 @@ def _device(args: argparse.Namespace) -> str:
             remedy="Leave it out to train on the CPU, or install a CUDA build: make setup TORCH_SPEC=torch.",
         )
     return args.device or ("cuda" if available else "cpu")
+
+
+# --- The course --------------------------------------------------------------------------------------------
+
+
+def _list(args: argparse.Namespace) -> int:
+    from hwfsdp.learn import commands
+
+    return commands.list_exercises(args.json)
+
+
+def _check(args: argparse.Namespace) -> int:
+    start_server()  # it imports torch, and so does the next line
+    from hwfsdp.learn import commands
+
+    return commands.check(args.number, args.submission, args.mine, args.seed, args.json)
+
+
+def _grade(args: argparse.Namespace) -> int:
+    start_server()
+    from hwfsdp.learn import commands
+
+    return commands.grade_submission(args.submission, args.seed, args.mine, args.json)
+
+
+def _hint(args: argparse.Namespace) -> int:
+    from hwfsdp.learn import commands
+
+    return commands.hint(args.number, args.json)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from hwfsdp.learn import commands
+
+    return commands.status(args.json)
+
+
+def _watch(args: argparse.Namespace) -> int:
+    start_server()
+    from hwfsdp.learn import commands
+
+    return commands.watch(args.number, args.mine)
+
+
+def _reset(args: argparse.Namespace) -> int:
+    from hwfsdp.learn import commands
+
+    return commands.reset_exercise(args.number, args.json)

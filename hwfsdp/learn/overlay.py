@@ -206,10 +206,11 @@ def _package_class(place: Place) -> type:
 
 def _belongs_to(function: Function, owner: type) -> None:
     """`super()` without arguments means the package's class from now on, not the learner's of the same name."""
-    plain = getattr(function, "__wrapped__", function)
-    code = getattr(plain, "__code__", None)
-    if code and "__class__" in code.co_freevars:
-        plain.__closure__[code.co_freevars.index("__class__")].cell_contents = owner
+    plain: Any = getattr(function, "__wrapped__", function)
+    names = getattr(getattr(plain, "__code__", None), "co_freevars", ())
+    if "__class__" in names:
+        cell = plain.__closure__[names.index("__class__")]
+        cell.cell_contents = owner
 
 
 def _add_helpers(names: dict[str, Any], places: Sequence[Place]) -> None:

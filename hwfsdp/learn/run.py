@@ -91,7 +91,8 @@ class Run:
 
 
 def _event(fields: dict[str, Any]) -> Event:
-    return Event(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return Event(**values)
 
 
 def log_data(log: EventLog) -> dict[str, Any]:

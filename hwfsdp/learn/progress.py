@@ -1,0 +1,112 @@
+"""How far a learner is: hints seen and the last verdict of each exercise, in `.hwfsdp/progress.json` of the course.
+
+A verdict belongs to the text that it was made for: when the file changes, it is still shown, but as an old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.learn.grade import Grade
+from hwfsdp.learn.manifest import Course, Exercise
+from hwfsdp.learn.submission import find_source, is_started, starter
+
+
+class Standing(NamedTuple):
+    """Of one exercise: "passed", "failed", "error", "not_started", or "unchecked"; stale if the file has changed since."""
+
+    exercise: Exercise
+    status: str
+    score: int
+    stale: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exercise": self.exercise.number,
+            "title": self.exercise.title,
+            "status": self.status,
+            "score": self.score,
+            "max_score": self.exercise.points,
+            "stale": self.stale,
+        }
+
+
+@dataclass
+class Progress:
+    """Read from a course's folder, written back by `save`."""
+
+    course: Course
+    hints: dict[str, int] = field(default_factory=dict)
+    grades: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, course: Course) -> Progress:
+        """What was saved; nothing if nothing was, or if it cannot be read."""
+        try:
+            found = json.loads(_file(course).read_text())
+            hints = {str(number): int(count) for number, count in found["hints"].items()}
+            grades = {str(number): dict(grade) for number, grade in found["grades"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls(course)
+        return cls(course, hints, grades)
+
+    def save(self) -> None:
+        """Replaces the file as a whole, so that an interrupted command leaves the old one."""
+        path = _file(self.course)
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({"hints": self.hints, "grades": self.grades}, indent=1))
+        draft.replace(path)
+
+    def note(self, grade: Grade, text: str) -> None:
+        """Remembers a verdict."""
+        self.grades[grade.exercise.number] = {
+            "status": grade.status,
+            "score": grade.score,
+            "digest": _digest(text),
+        }
+        self.save()
+
+    def next_hint(self, exercise: Exercise) -> list[str]:
+        """The hints that may be seen from now on: one more than before."""
+        count = min(self.hints.get(exercise.number, 0) + 1, len(exercise.hints))
+        self.hints[exercise.number] = count
+        self.save()
+        return list(exercise.hints[:count])
+
+    def standing(self, exercise: Exercise) -> Standing:
+        """From the last verdict and the file as it is now."""
+        text = find_source(exercise, self.course.root / "exercises").text
+        known = self.grades.get(exercise.number)
+        if text is None or not is_started(exercise, text):
+            return Standing(exercise, "not_started", 0, False)
+        if known is None:
+            return Standing(exercise, "unchecked", 0, False)
+        stale = known.get("digest") != _digest(text)
+        return Standing(exercise, str(known.get("status")), int(known.get("score", 0)), stale)
+
+
+def _file(course: Course) -> Path:
+    return course.root / ".hwfsdp" / "progress.json"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def reset(exercise: Exercise) -> Path | None:
+    """Puts the starter back. Returns where the learner's file was kept, if there was one that differs."""
+    path = exercise.folder / exercise.file_name
+    fresh = starter(exercise)
+    kept = None
+    if path.exists() and path.read_bytes() != fresh.encode():
+        names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+        kept = path.replace(next(name for name in names if not name.exists()))
+    path.write_text(fresh)
+    return kept

@@ -1,0 +1,127 @@
+"""Grades as text: what a learner reads on a terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from hwfsdp.learn.diagnose import MISCONCEPTIONS, Finding
+from hwfsdp.learn.grade import CheckResult, Grade
+from hwfsdp.learn.manifest import Exercise
+
+_CODES = {"green": "32", "red": "31", "grey": "90", "bold": "1"}
+_MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}
+_INDENT = " " * 6
+
+
+class Style:
+    """Colors on a terminal, none elsewhere, and none if `NO_COLOR` is set (https://no-color.org)."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
+        self.colored = stream.isatty() and not os.environ.get("NO_COLOR")
+        self.width = min(110, shutil.get_terminal_size((100, 24)).columns)
+
+    def paint(self, text: str, color: str) -> str:
+        return f"\033[{_CODES[color]}m{text}\033[0m" if self.colored else text
+
+    def wrapped(self, text: str, indent: str = _INDENT) -> Iterator[str]:
+        """The text, wrapped; a table in it keeps its lines."""
+        for line in text.splitlines():
+            if len(line) + len(indent) <= self.width or line[:1] == " ":
+                yield indent + line
+            else:
+                yield from textwrap.wrap(
+                    line,
+                    self.width,
+                    initial_indent=indent,
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+
+
+def shown(grade: Grade, path: Path, style: Style) -> str:
+    """One exercise's verdict, with a line for each check and the evidence for those that fail."""
+    return "\n".join(_lines(grade, path, style))
+
+
+def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
+    exercise, number = grade.exercise, int(grade.exercise.number)
+    yield style.paint(f"{exercise.number} {exercise.title}", "bold") + style.paint(f"  {path}", "grey")
+    yield ""
+    if grade.status == "not_started":
+        missing = "" if path.exists() else " There is no such file: hwfsdp reset brings it back."
+        yield f"  Not started, 0 of {grade.max_score} points.{missing}"
+        yield f"  {len(exercise.places)} TODOs: {', '.join(place.name for place in exercise.places)}."
+        return
+    asked = False
+    widths = [max(len(text) for text in texts) for texts in zip(*map(_texts, grade.results), strict=True)]
+    for result in grade.results:
+        yield _check_line(result, widths, style)
+        if result.finding:
+            yield from _finding_lines(result.finding, style, with_question=not asked)
+            asked = True
+    yield ""
+    if grade.printed:
+        yield style.paint("  What your code printed:", "grey")
+        yield from (f"    {line}" for line in grade.printed.splitlines())
+        yield ""
+    score = f"{grade.score} of {grade.max_score} points in {grade.seconds:.1f} s."
+    if grade.status == "passed":
+        yield "  " + style.paint(score, "green")
+        return
+    why = " Nothing counts as long as ranks do not come through." if grade.status == "error" else ""
+    yield f"  {score}{why} Again with the same inputs: --seed {grade.seed}. A hint: hwfsdp hint {number}"
+
+
+def _texts(result: CheckResult) -> tuple[str, str]:
+    return result.check.id, result.check.sentence
+
+
+def _check_line(result: CheckResult, widths: Sequence[int], style: Style) -> str:
+    mark, color = _MARKS[result.passed]
+    cells = [text.ljust(width) for text, width in zip(_texts(result), widths, strict=True)]
+    points = f"{result.check.points if result.passed else 0}/{result.check.points}"
+    line = f"  {style.paint(mark, color)} {'  '.join(cells)}  {points}"
+    if result.dependency:
+        return line + style.paint(f"  skipped, because {result.dependency} does not hold", "grey")
+    return line
+
+
+def _finding_lines(finding: Finding, style: Style, with_question: bool) -> Iterator[str]:
+    misconception = MISCONCEPTIONS[finding.misconception]
+    yield _INDENT + style.paint(f"{finding.misconception}: {misconception.sentence}", "red")
+    yield from style.wrapped(finding.message)
+    if finding.expected is not None:
+        yield from style.wrapped(f"expected  {finding.expected}")
+    if finding.actual is not None:
+        yield from style.wrapped(f"got       {finding.actual}")
+    if with_question:
+        yield from style.wrapped(f"→ {misconception.question}")
+
+
+def summary_line(grade: Grade, style: Style) -> str:
+    """One exercise in a table of several."""
+    exercise = grade.exercise
+    passed = {"passed": True, "failed": False, "error": False}.get(grade.status)
+    mark, color = _MARKS[passed]
+    score = f"{grade.score:>3} of {grade.max_score}"
+    first = next((r.finding for r in grade.results if r.finding), None)
+    why = f"  {first.misconception}" if first else "  not started" if grade.status == "not_started" else ""
+    return f"{style.paint(mark, color)} {exercise.number} {exercise.title:<28} {score}{why}"
+
+
+def listed(exercises: Sequence[Exercise]) -> str:
+    """The course as a table of contents."""
+    lines = []
+    for exercise in exercises:
+        lines.append(f"{exercise.number}  {exercise.title:<28} {exercise.points:>2} points")
+        lines.append(f"    {exercise.directory}/{exercise.file_name}: {len(exercise.places)} TODOs")
+    lines.append(f"    {sum(exercise.points for exercise in exercises)} points in all")
+    return "\n".join(lines)
