@@ -7,7 +7,7 @@ BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench notebooks clean
+.PHONY: help setup demo test check exercises mutants format bench notebooks clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -36,11 +36,19 @@ demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare
 test: setup  ## run the tests
 	$(BIN)/python -m pytest
 
-check: setup  ## lint, types, format, layering
+check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
 	$(BIN)/python -m mypy
 	$(FORMAT) --check
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
+	$(BIN)/python -m hwfsdp.learn check
+
+exercises: setup  ## write starters and solutions from the package, and draw the pictures
+	$(BIN)/python -m hwfsdp.learn write
+	$(BIN)/python -m hwfsdp.learn pictures
+
+mutants: setup  ## grade every machine-made mistake in every exercise; takes long
+	$(BIN)/python -m hwfsdp.learn mutants
 
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)

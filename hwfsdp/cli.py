@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except FSDPError as error:
         return _fail(error, 1)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"hwfsdp: cannot write {error.filename!r}: {error.strerror}", file=sys.stderr)
         return 2

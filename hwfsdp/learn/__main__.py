@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from hwfsdp.learn import workbook
+from hwfsdp.learn import killrate, workbook
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 
 
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
             figure = importlib.import_module(f"hwfsdp.plot.lessons.{exercise.topic}").draw()
             figure.savefig(exercise.folder / "picture.png")
         return 0
+    if verb == "mutants":
+        return _mutants(course, chosen)
     print(__doc__, file=sys.stderr)
     return 2
 
@@ -48,6 +50,15 @@ def _check(course: Course, chosen: Sequence[Exercise]) -> int:
     if not found:
         print(f"{len(chosen)} exercises: starters, solutions, holes and checks fit.")
     return 1 if found else 0
+
+
+def _mutants(course: Course, chosen: Sequence[Exercise]) -> int:
+    survived = 0
+    for exercise in chosen:
+        rate = killrate.kill(course, exercise, killrate.hole_mutants(exercise))
+        print(rate, *(f"    survived: {each}" for each in rate.survived), sep="\n", flush=True)
+        survived += len(rate.survived)
+    return 1 if survived else 0
 
 
 if __name__ == "__main__":

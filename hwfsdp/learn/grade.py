@@ -11,7 +11,7 @@ import importlib
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.learn.diagnose import FATAL, Finding, explain_broken, explain_failure
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
-from hwfsdp.learn.run import Broken, Ranks, Unreported
+from hwfsdp.learn.run import RUN_SECONDS, Broken, Ranks, Unreported
 from hwfsdp.learn.submission import check_folder, find_source, inspect, is_started
 
 Judge = Callable[[Ranks, int], None]  # ranks, seed
@@ -117,11 +117,12 @@ class Options:
     Attributes:
         mine: earlier exercises come from the same submission, not from the package.
         seed: of the inputs; None draws one.
+        run_seconds: that one run of ranks may take; one that takes longer hangs.
     """
 
     mine: bool = False
     seed: int | None = None
-    write: Callable[[str], None] = field(default=lambda text: None)
+    run_seconds: float = RUN_SECONDS
 
     def draw_seed(self) -> int:
         return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
@@ -165,7 +166,7 @@ def grade(exercise: Exercise, folder: Path, course: Course, options: Options = O
         if options.mine:
             submitted = [*_earlier(exercise, folder, course), *submitted]
         exercises = [course.exercise(s.number) for s in submitted]
-        ranks = Ranks(Overlay(blanked(exercises), tuple(submitted)), printed.append)
+        ranks = Ranks(Overlay(blanked(exercises), tuple(submitted)), printed.append, options.run_seconds)
         paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
         _run_checks(result, ranks, paths, holes)
     except Finding as finding:

@@ -145,10 +145,16 @@ class Ranks:
     Args:
         overlay: the learner's functions.
         write: gets what the learner's code prints, the first `PRINTED` characters of it.
+        run_seconds: that one run may take.
     """
 
-    def __init__(self, overlay: Overlay, write: Callable[[str], None] = lambda text: None) -> None:
-        self.overlay = overlay
+    def __init__(
+        self,
+        overlay: Overlay,
+        write: Callable[[str], None] = lambda text: None,
+        run_seconds: float = RUN_SECONDS,
+    ) -> None:
+        self.overlay, self.run_seconds = overlay, run_seconds
         self._write, self._left = write, PRINTED
         self._deadline = time.monotonic() + ALL_SECONDS
         self._runs: dict[str, Run | Broken] = {}
@@ -175,7 +181,7 @@ class Ranks:
         return _references[key]
 
     def _attempt(self, probe: Probe, world_size: int, arguments: dict[str, Any]) -> Run | Broken:
-        seconds = min(RUN_SECONDS, self._deadline - time.monotonic())
+        seconds = min(self.run_seconds, self._deadline - time.monotonic())
         if seconds <= 0.5:
             return Broken("late", 0, f"no end within {ALL_SECONDS:g} s for all runs of the exercise")
         try:

@@ -109,11 +109,11 @@ def grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
             yield f"{exercise.number}: {place.name} can be left blank and every check passes."
 
 
-def graded(exercise: Exercise, course: Course, text: str, seed: int = SEED) -> Grade:
+def graded(exercise: Exercise, course: Course, text: str, options: Options = Options(seed=SEED)) -> Grade:
     """The grade of a text for this exercise."""
     with tempfile.TemporaryDirectory(prefix="hwfsdp-submission-") as folder:
         (Path(folder) / exercise.file_name).write_text(text)
-        return grade(exercise, Path(folder), course, Options(seed=seed))
+        return grade(exercise, Path(folder), course, options)
 
 
 def failures(result: Grade) -> str:

@@ -1,0 +1,112 @@
+"""How many machine-made mistakes the checks of an exercise notice.
+
+    python -m hwfsdp.learn mutants [NN …]
+
+Every mutant of every hole is graded as an answer. One that gets full marks has survived: the checks are too weak, or the
+mutant does the same as the reference. The latter are listed, with the reason, in `tests/learn/survivors/<topic>.toml`:
+
+    [[survivor]]
+    hole = "chunk_extent"
+    before = "…"
+    after = "…"
+    reason = "…"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.errors import UsageError
+from hwfsdp.learn import holes
+from hwfsdp.learn.grade import Options
+from hwfsdp.learn.manifest import Course, Exercise
+from hwfsdp.learn.mutants import Mutant, mutants, sample
+from hwfsdp.learn.submission import solution
+from hwfsdp.learn.workbook import SEED, graded
+
+SECONDS = 6.0  # of one run; a mutant that takes longer is killed
+
+
+class HoleMutant(NamedTuple):
+    """A mutant of one hole."""
+
+    hole: str
+    mutant: Mutant
+
+    def __str__(self) -> str:
+        return f"{self.hole}, {self.mutant}"
+
+
+@dataclass
+class KillRate:
+    """What became of an exercise's mutants."""
+
+    exercise: Exercise
+    killed: list[HoleMutant] = field(default_factory=list)
+    survived: list[HoleMutant] = field(default_factory=list)  # and are not listed
+    equivalent: list[HoleMutant] = field(default_factory=list)  # are listed, with a reason
+
+    def __str__(self) -> str:
+        graded_ones = len(self.killed) + len(self.survived)
+        rate = len(self.killed) / graded_ones if graded_ones else 1.0
+        return (
+            f"{self.exercise.number} {self.exercise.title}: {len(self.killed)} of {graded_ones} killed ({rate:.0%}), "
+            f"{len(self.equivalent)} equivalent"
+        )
+
+
+def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
+    """All mutants of an exercise's holes, in order."""
+    text = solution(exercise)
+    found = []
+    for place in exercise.places:
+        function = holes.extract(text, place.name)
+        found += [HoleMutant(place.name, mutant) for mutant in mutants(function)]
+    return found
+
+
+def hole_sample(exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
+    """Some of them, of every kind of change as evenly as possible."""
+    found = hole_mutants(exercise)
+    chosen = sample([each.mutant for each in found], count, seed)
+    return [each for each in found if any(each.mutant is mutant for mutant in chosen)]
+
+
+def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str, str]]:
+    """(hole, before, after) of the mutants that are listed.
+
+    Raises:
+        UsageError: the list cannot be read, or an entry has no reason.
+    """
+    path = course.root / "tests" / "learn" / "survivors" / f"{exercise.topic}.toml"
+    if not path.exists():
+        return set()
+    try:
+        entries = tomllib.loads(path.read_text()).get("survivor", [])
+        assert all(entry["reason"].strip() for entry in entries), "a survivor without a reason"
+        return {(entry["hole"], entry["before"], entry["after"]) for entry in entries}
+    except (ValueError, KeyError, AssertionError) as error:
+        raise UsageError(
+            f"survivors of {exercise.number}",
+            expected="hole, before, after and reason of each",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"See {Path(path).name}.",
+        ) from None
+
+
+def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
+    """Grades mutants of an exercise."""
+    rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solution(exercise)
+    for each in chosen:
+        hole, mutant = each
+        if (hole, mutant.before, mutant.after) in known:
+            rate.equivalent.append(each)
+            continue
+        answer = holes.splice(text, hole, mutant.text)
+        result = graded(exercise, course, answer, Options(seed=SEED, run_seconds=SECONDS))
+        (rate.survived if result.status == "passed" else rate.killed).append(each)
+    return rate

@@ -1,0 +1,42 @@
+"""The checks of the exercises as tests: one that fails says what is wrong, one that depends on it is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hwfsdp.learn.diagnose import MISCONCEPTIONS, Finding
+from hwfsdp.learn.grade import Grade, checks_of
+from hwfsdp.learn.manifest import find_course
+
+CHECKS = [
+    pytest.param(exercise.number, check.id, id=f"{check.id}: {check.sentence}")
+    for exercise in find_course(Path(__file__)).exercises
+    for check in checks_of(exercise)
+]
+
+
+@pytest.mark.parametrize(("exercise", "check"), CHECKS)
+def test(exercise: str, check: str, grade_of: Callable[[str], Grade]) -> None:
+    grade = grade_of(exercise)
+    if grade.status == "not_started":
+        pytest.skip("not started")
+    result = next(result for result in grade.results if result.check.id == check)
+    if result.finding:
+        pytest.fail(told(result.finding), pytrace=False)
+    if result.dependency:
+        pytest.skip(f"{result.dependency} does not hold")
+    if grade.status == "error":
+        assert grade.finding is not None
+        pytest.fail(f"nothing of the exercise counts: {grade.finding.misconception}", pytrace=False)
+
+
+def told(finding: Finding) -> str:
+    """What a learner is told."""
+    misconception = MISCONCEPTIONS[finding.misconception]
+    lines = [f"{finding.misconception}: {misconception.sentence}", finding.message]
+    if finding.expected is not None or finding.actual is not None:
+        lines += [f"expected  {finding.expected}", f"got       {finding.actual}"]
+    return "\n".join([*lines, f"→ {misconception.question}"])

@@ -1,0 +1,208 @@
+"""Whatever is handed in, grading ends soon, says why, leaves nothing running, and grades the rest as usual."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hwfsdp import UsageError
+from hwfsdp.learn.grade import Grade, Options, grade, grade_folder
+from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.processes import descendants, server_pid
+from hwfsdp.learn.submission import solution, starter
+from hwfsdp.learn.workbook import graded
+
+COURSE = find_course(Path(__file__))
+MATH = COURSE.exercise(1)
+RINGS = COURSE.exercise(2)
+SECONDS = 20.0  # that an exercise may take, whatever is in it
+
+
+def with_line(line: str, function: str = "chunk_length") -> str:
+    """The solution of 01 with a line at the beginning of one of its functions, or of the file."""
+    text = solution(MATH)
+    if not function:
+        head, _, rest = text.partition("from hwfsdp")
+        return f"{head}{line}\nfrom hwfsdp{rest}"
+    first = next(row for row in text.splitlines() if row.startswith(f"def {function}("))
+    at = text.index('"""', text.index('"""', text.index(first)) + 3) + 3
+    return f"{text[:at]}\n    {line}{text[at:]}"
+
+
+def with_ring(body: str) -> str:
+    """The solution of 02 with another beginning of its all-gather."""
+    text = solution(RINGS)
+    at = text.index('"""', text.index('"""', text.index("def ring_all_gather")) + 3) + 3
+    return f"{text[:at]}\n    {body}{text[at:]}"
+
+
+FORK = "import os, time; pid = os.fork(); pid or (os.setsid(), time.sleep(600))"
+DAEMON = "import os, time; os.fork() or (os.setsid(), os.fork() or time.sleep(600), os._exit(0))"
+BOMB = "import os, time\n    for _ in range(200):\n        os.fork() or time.sleep(600)"
+
+WORTHLESS = {  # name → (text, misconception, words that the message has)
+    "not python": ("def chunk_length(n, world_size:\n", "not-python", "line 1"),
+    "a null byte": ("x = 0\0\n", "not-python", ""),
+    "deeply nested": ("(" * 5000, "not-python", ""),
+    "missing function": (
+        solution(MATH).replace("def chunk_extent", "def chunk_ext"),
+        "missing",
+        "chunk_extent",
+    ),
+    "other parameters": (
+        solution(MATH).replace("def chunk_length(n: int, world_size: int)", "def chunk_length(n: int)"),
+        "wrong-signature",
+        "chunk_length",
+    ),
+    "parameters in another order": (
+        solution(MATH).replace(
+            "(n: int, world_size: int, rank: int)", "(n: int, rank: int, world_size: int)"
+        ),
+        "wrong-signature",
+        "chunk_extent",
+    ),
+    "endless loop": (with_line("while True: pass"), "endless", "chunk_length"),
+    "sleeps": (with_line("import time; time.sleep(600)"), "endless", "chunk_length"),
+    "endless printing": (with_line("while True: print('hello ' * 1000)"), "endless", ""),
+    "endless import": (with_line("while True: pass", ""), "endless", "shard_math.py"),
+    "sys.exit": (with_line("import sys; sys.exit(0)"), "left-early", "SystemExit"),
+    "sys.exit at import": (with_line("import sys; sys.exit()", ""), "left-early", "SystemExit"),
+    "os._exit": (with_line("import os; os._exit(0)"), "left-early", "status 0"),
+    "killed": (with_line("import os; os.kill(os.getpid(), 9)"), "died", "SIGKILL"),
+    "segmentation fault": (with_line("import ctypes; ctypes.string_at(0)"), "died", "SIGSEGV"),
+    "memory": (with_line("x = bytearray(1 << 40)"), "too-much-memory", ""),
+    "tensor memory": (with_line("import torch; x = torch.ones(1 << 33)"), "too-much-memory", ""),
+    "too many processes": (with_line(BOMB), "too-many-processes", ""),
+}
+
+
+def is_worthless(result: Grade, misconception: str, words: str) -> None:
+    """Status, score and reason are as they have to be, in time, and nothing is left running."""
+    assert result.status == "error" and result.score == 0
+    assert result.finding is not None
+    assert (result.finding.misconception, words in result.finding.message) == (misconception, True), str(
+        result.finding
+    )
+    as_dict = result.as_dict()
+    assert as_dict["score"] == 0 and sum(check["points"] for check in as_dict["checks"]) == 0
+    assert [check["misconception"] for check in as_dict["checks"]].count(misconception) == 1
+    assert result.seconds <= SECONDS
+    server = server_pid()
+    assert server is None or descendants(server) == []
+
+
+@pytest.mark.parametrize("name", WORTHLESS)
+def test_what_does_not_come_through_scores_nothing_and_is_told_why(name: str) -> None:
+    text, misconception, words = WORTHLESS[name]
+    is_worthless(graded(MATH, COURSE, text), misconception, words)
+
+
+SKIPPED = {
+    "one rank skips": ("if dist.get_rank(group) == 1: return", ""),
+    "one rank hangs": ("import time\n    if dist.get_rank(group) == 1: time.sleep(600)", ""),
+    "one rank adds one": ("if dist.get_rank(group) == 0: dist.recv(output.clone(), 1, group)", ""),
+    "one rank dies": ("import os\n    if dist.get_rank(group) == 1: os._exit(3)", "status 3"),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_a_collective_that_ranks_do_not_run_together_ends_in_time_and_is_named(name: str) -> None:
+    body, words = SKIPPED[name]
+    result = graded(RINGS, COURSE, with_ring(body))
+    assert result.finding is not None
+    assert result.finding.misconception in ("stuck-in", "endless", "left-early", "order-diverged", "died")
+    is_worthless(result, result.finding.misconception, words)
+
+
+@pytest.mark.parametrize("line", [FORK, DAEMON], ids=["child", "daemon"])
+def test_what_a_rank_leaves_behind_is_ended(line: str) -> None:
+    once = f"import os\n    if 'done' not in os.environ: os.environ['done'] = '1'; {line}"
+    graded(MATH, COURSE, with_line(once))
+    server = server_pid()
+    assert server is not None and descendants(server) == []
+
+
+def test_what_was_printed_is_kept_up_to_a_limit() -> None:
+    result = graded(MATH, COURSE, with_line("print('hello', n)"))
+    assert result.status == "passed"
+    assert result.printed.startswith("hello 0\n") and len(result.printed) <= 4000
+
+
+# --- A folder ----------------------------------------------------------------------------------------------
+
+
+def test_one_that_hangs_does_not_keep_the_others_from_being_graded(tmp_path: Path) -> None:
+    for exercise, text in ((MATH, with_line("while True: pass")), (RINGS, solution(RINGS))):
+        folder = tmp_path / exercise.directory
+        folder.mkdir()
+        (folder / exercise.file_name).write_text(text)
+    grades = {result.exercise.number: result for result in grade_folder(COURSE, tmp_path)}
+    assert (grades["01"].status, grades["01"].score) == ("error", 0)
+    assert (grades["02"].status, grades["02"].score) == ("passed", RINGS.points)
+    assert {grade.status for number, grade in grades.items() if number > "02"} <= {"not_started"}
+
+
+def test_one_that_cannot_be_read_counts_nothing(tmp_path: Path) -> None:
+    (tmp_path / MATH.file_name).write_bytes(b"\xff\xfe\x00")
+    (tmp_path / RINGS.file_name).write_text(starter(RINGS))
+    first, second, *_ = grade_folder(COURSE, tmp_path)
+    assert (first.status, first.score) == ("error", 0)
+    assert second.status == "not_started"
+    with pytest.raises(UsageError, match="not UTF-8"):
+        grade(MATH, tmp_path, COURSE, Options())
+
+
+@pytest.mark.parametrize("folder", ["missing", "empty"])
+def test_a_folder_without_exercises_is_refused(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="submission"):
+        grade_folder(COURSE, tmp_path / folder)
+
+
+def test_grading_ends_in_time_even_if_every_check_hangs() -> None:
+    began = time.monotonic()
+    graded(MATH, COURSE, with_line("while True: pass"))
+    assert time.monotonic() - began < SECONDS
+
+
+# --- Not started -------------------------------------------------------------------------------------------
+
+UNTOUCHED = {
+    "the starter": starter(MATH),
+    "other line endings": starter(MATH).replace("\n", "\r\n"),
+    "comments and imports": f"# my name\nimport os\n{starter(MATH)}# the end\n",
+    "pass instead of raise": starter(MATH).replace("raise NotImplementedError", "pass"),
+    "a message": starter(MATH).replace("raise NotImplementedError", "raise NotImplementedError('later')"),
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_a_starter_without_any_function_in_it_is_not_started(name: str) -> None:
+    result = graded(MATH, COURSE, UNTOUCHED[name])
+    assert (result.status, result.score) == ("not_started", 0)
+    assert all(check["passed"] is None for check in result.as_dict()["checks"])
+
+
+def test_no_file_is_not_started(tmp_path: Path) -> None:
+    assert grade(MATH, tmp_path, COURSE).status == "not_started"
+
+
+def test_a_hole_that_is_left_fails_its_checks_only() -> None:
+    text = starter(MATH).replace(
+        "    # TODO(01)\n    raise NotImplementedError\n", "    return -(-n // world_size)\n", 1
+    )
+    result = graded(MATH, COURSE, text)
+    verdicts = {r.check.id: (r.passed, r.finding and r.finding.misconception) for r in result.results}
+    assert result.status == "failed"
+    assert verdicts["01.padded"] == (False, "not-written")
+    assert verdicts["01.empty"] == (None, None)
+
+
+def test_environment_of_the_grader_is_left_alone() -> None:
+    before = dict(os.environ)
+    graded(MATH, COURSE, with_line("import os; os.environ['CHEAT'] = '1'"))
+    assert dict(os.environ) == before
