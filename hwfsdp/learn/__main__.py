@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from hwfsdp.errors import UsageError
 from hwfsdp.learn import killrate, workbook
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 
@@ -62,4 +63,7 @@ def _mutants(course: Course, chosen: Sequence[Exercise]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UsageError as unusable:
+        sys.exit(f"hwfsdp: {unusable}")

@@ -92,6 +92,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__file__ = self.path
+        show_lines(self.path, self.text)
         exec(compile(self.text, self.path, "exec"), module.__dict__)
         for name in self.names:
             self.sockets[Place(module.__name__, name)] = _insert_socket(module, name)
@@ -140,10 +141,14 @@ def forget_package() -> None:
         del sys.modules[name]
 
 
+def show_lines(path: str, text: str) -> None:
+    """Tracebacks show the lines of this text for this path, whatever is there."""
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+
+
 def _run_file(submitted: Submitted) -> dict[str, Any]:
-    """The names that a learner's file defines. Tracebacks show its lines, be the file readable or not."""
-    lines = submitted.text.splitlines(keepends=True)
-    linecache.cache[submitted.path] = (len(submitted.text), None, lines, submitted.path)
+    """The names that a learner's file defines."""
+    show_lines(submitted.path, submitted.text)
     module = types.ModuleType(f"submitted_{submitted.number}")
     module.__file__ = submitted.path
     sys.modules[module.__name__] = module

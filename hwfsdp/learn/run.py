@@ -39,6 +39,7 @@ Report = dict[str, Any]
 
 RUN_SECONDS = 10.0  # of one run; one that takes longer hangs
 ALL_SECONDS = 17.0  # of all runs of an exercise
+FAILED = "parts that raised"  # in a report: by key, what kept it from being reported
 PRINTED = 4_000  # characters of what ranks print that are kept
 
 
@@ -76,9 +77,10 @@ class Run:
         Raises:
             Unreported: a rank failed before.
         """
-        if not all(key in report for report in self.reports):
-            raise Unreported(key, self)
-        return [report[key] for report in self.reports]
+        if all(key in report for report in self.reports):
+            return [report[key] for report in self.reports]
+        of_part = [Raised(**r[FAILED][key]) for r in self.reports if key in r.get(FAILED, {})]
+        raise Unreported(key, Run(self.reports, of_part or self.raised))
 
     def log(self, key: str = "log") -> EventLog:
         """The event log of all ranks, from what `log_data` reported under this name."""
@@ -249,6 +251,14 @@ def _broken(error: RankError) -> Broken:
 
 
 # --- On the rank -------------------------------------------------------------------------------------------
+
+
+def attempt(report: Report, key: str, part: Callable[[], Any]) -> None:
+    """Reports what `part()` returns; if it raises, that, and the probe goes on: for parts without collectives."""
+    try:
+        report[key] = part()
+    except Exception as error:
+        report.setdefault(FAILED, {})[key] = _described(error)
 
 
 def _run_on_rank(order: _Order) -> bytes:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hwfsdp import sharding
 from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.grade import Check
-from hwfsdp.learn.run import Ranks, Report
+from hwfsdp.learn.run import Ranks, Report, attempt
 
 MOST = 64
 Case = tuple[int, int]  # rows, world size
@@ -29,23 +31,28 @@ def cases(seed: int) -> list[Case]:
 # --- On the rank -------------------------------------------------------------------------------------------
 
 
-def probe_lengths(report: Report, seed: int) -> None:
-    report["chunk"] = [_plain(sharding.chunk_length(n, w)) for n, w in cases(seed)]
-    report["padded"] = [_plain(sharding.padded_length(n, w)) for n, w in cases(seed)]
+def probe(report: Report, seed: int) -> None:
+    """Every function on its own: one that raises hides nothing of the others."""
+    attempt(report, "chunk", lambda: [_plain(sharding.chunk_length(n, w)) for n, w in cases(seed)])
+    attempt(report, "padded", lambda: [_plain(sharding.padded_length(n, w)) for n, w in cases(seed)])
+    attempt(report, "extents", lambda: _extent_numbers(seed))
+    attempt(report, "shapes", lambda: _shapes(seed))
+    attempt(report, "vector", lambda: _plain(sharding.local_shape([5], 2, 1)))
+    attempt(report, "type", lambda: type(sharding.local_shape((4, 3), 2, 0)).__name__)
 
 
-def probe_extents(report: Report, seed: int) -> None:
-    report["extents"] = [
-        [_pair(sharding.chunk_extent(n, w, rank)) for rank in range(w)] for n, w in cases(seed)
-    ]
+def _extent_numbers(seed: int) -> Tensor | str:
+    """start, length, start, length, …; if one of them is no integer, that one as text."""
+    found = [sharding.chunk_extent(n, w, rank) for n, w in cases(seed) for rank in range(w)]
+    numbers = [number for extent in found for number in (extent.start, extent.length)]
+    odd = next((number for number in numbers if type(number) is not int), None)
+    return torch.tensor(numbers) if odd is None else repr(odd)
 
 
-def probe_shapes(report: Report, seed: int) -> None:
-    report["shapes"] = [
+def _shapes(seed: int) -> list[Any]:
+    return [
         [_plain(sharding.local_shape((n, 3, 2), w, rank)) for rank in range(w)] for n, w in cases(seed)[::7]
     ]
-    report["types"] = [type(sharding.local_shape(shape, 2, 0)).__name__ for shape in ((4, 3), (5,))]
-    report["vector"] = _plain(sharding.local_shape([5], 2, 1))
 
 
 def _plain(value: Any) -> Any:
@@ -53,10 +60,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value if type(value) is int else repr(value)
-
-
-def _pair(extent: Any) -> Any:
-    return [_plain(extent.start), _plain(extent.length)]
 
 
 # --- Judges ------------------------------------------------------------------------------------------------
@@ -77,7 +80,7 @@ def _case(n: int, world_size: int, rank: int | None = None) -> str:
 
 def judge_chunk_length(ranks: Ranks, seed: int) -> None:
     """The longest chunk is the full one."""
-    answers = ranks.run(probe_lengths, 1, seed=seed)["chunk"][0]
+    answers = ranks.run(probe, 1, seed=seed)["chunk"][0]
     wrong = _first_wrong(seed, answers, lambda n, w: oracle(n, w)[0][1])
     if wrong is None:
         return
@@ -92,7 +95,7 @@ def judge_chunk_length(ranks: Ranks, seed: int) -> None:
 
 def judge_padded_length(ranks: Ranks, seed: int) -> None:
     """As many full chunks as there are ranks."""
-    answers = ranks.run(probe_lengths, 1, seed=seed)["padded"][0]
+    answers = ranks.run(probe, 1, seed=seed)["padded"][0]
     wrong = _first_wrong(seed, answers, lambda n, w: oracle(n, w)[0][1] * w)
     if wrong is None:
         return
@@ -118,29 +121,32 @@ def _first_wrong(
     return None
 
 
+def _extents(ranks: Ranks, seed: int) -> Iterator[tuple[int, int, Extents]]:
+    """Rows, world size, and every rank's extent of each case."""
+    found = ranks.run(probe, 1, seed=seed)["extents"][0]
+    if not isinstance(found, Tensor):
+        raise Finding("wrong-value", f"start and length are integers; one of them is {found}.", "int", found)
+    numbers = iter(found.view(-1, 2).tolist())
+    for n, w in cases(seed):
+        yield n, w, list(map(tuple, islice(numbers, w)))
+
+
 def judge_rows(ranks: Ranks, seed: int) -> None:
     """Which rows; empty shards have none, wherever they start."""
-    for (n, w), extents in zip(
-        cases(seed), ranks.run(probe_extents, 1, seed=seed)["extents"][0], strict=True
-    ):
+    for n, w, extents in _extents(ranks, seed):
         expected = oracle(n, w)
         for rank, (actual, right) in enumerate(zip(extents, expected, strict=True)):
-            same = tuple(actual) == right or actual[1] == right[1] == 0
-            if not same:
+            if actual != right and not actual[1] == right[1] == 0:
                 message = (
                     f"chunk_extent({_case(n, w, rank)}) is start={actual[0]}, length={actual[1]}; "
                     f"expected start={right[0]}, length={right[1]}."
                 )
-                raise Finding(
-                    _extents_misconception(n, w, extents), message, list(map(list, expected)), extents
-                )
+                raise Finding(_extents_misconception(n, w, extents), message, expected, extents)
 
 
-def _extents_misconception(n: int, w: int, extents: Sequence[Sequence[Any]]) -> str:
-    if not all(type(number) is int for extent in extents for number in extent):
-        return "wrong-value"
+def _extents_misconception(n: int, w: int, extents: Extents) -> str:
     lengths = [length for _, length in extents]
-    if w > 1 and all(tuple(extent) == (0, n) for extent in extents):
+    if w > 1 and all(extent == (0, n) for extent in extents):
         return "replicated"
     if any(length < 0 or (length and start + length > n) for start, length in extents):
         return "past-the-end"
@@ -153,9 +159,7 @@ def _extents_misconception(n: int, w: int, extents: Sequence[Sequence[Any]]) -> 
 
 def judge_empty(ranks: Ranks, seed: int) -> None:
     """Empty extents start at n."""
-    for (n, w), extents in zip(
-        cases(seed), ranks.run(probe_extents, 1, seed=seed)["extents"][0], strict=True
-    ):
+    for n, w, extents in _extents(ranks, seed):
         for rank, (start, length) in enumerate(extents):
             if length == 0 and start != n:
                 message = f"chunk_extent({_case(n, w, rank)}) is empty and starts at {start}; expected {n}."
@@ -164,7 +168,7 @@ def judge_empty(ranks: Ranks, seed: int) -> None:
 
 def judge_shapes(ranks: Ranks, seed: int) -> None:
     """Rows of the rank, the other dimensions as they are."""
-    run = ranks.run(probe_shapes, 1, seed=seed)
+    run = ranks.run(probe, 1, seed=seed)
     for (n, w), shapes in zip(cases(seed)[::7], run["shapes"][0], strict=True):
         for rank, (actual, (_, length)) in enumerate(zip(shapes, oracle(n, w), strict=True)):
             if actual != [length, 3, 2]:
@@ -175,16 +179,16 @@ def judge_shapes(ranks: Ranks, seed: int) -> None:
         raise Finding(
             "wrong-value", "local_shape([5], 2, 1): a bias has one dimension.", [2], run["vector"][0]
         )
-    if run["types"][0] != ["tuple", "tuple"]:
+    if run["type"][0] != "tuple":
         raise Finding(
-            "wrong-value", "local_shape returns something else than a tuple.", "tuple", run["types"][0][0]
+            "wrong-value", "local_shape returns something else than a tuple.", "tuple", run["type"][0]
         )
 
 
 CHECKS = (
     Check("01.chunk", "a full chunk has ceil(n / W) rows", 1, judge_chunk_length),
-    Check("01.padded", "the padded length is the next multiple of W", 1, judge_padded_length),
-    Check("01.rows", "each rank has the rows that torch.chunk gives it", 1, judge_rows),
+    Check("01.padded", "the padded length is the next multiple of W", 1, judge_padded_length, ("01.chunk",)),
+    Check("01.rows", "each rank has the rows that torch.chunk gives it", 1, judge_rows, ("01.chunk",)),
     Check("01.empty", "an empty extent starts at n", 1, judge_empty, ("01.rows",)),
-    Check("01.shape", "a shard has the rank's rows and the other dimensions", 1, judge_shapes),
+    Check("01.shape", "a shard has the rank's rows and the other dimensions", 1, judge_shapes, ("01.rows",)),
 )

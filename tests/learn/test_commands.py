@@ -1,0 +1,221 @@
+"""The student commands, run as a student runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwfsdp.cli import main
+from hwfsdp.learn.commands import saved
+from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.submission import solution, starter
+
+REPOSITORY = find_course(Path(__file__))
+FLOOR = ("    return -(-n // world_size)\n", "    return n // world_size\n")
+
+
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A student's copy of the course, the current folder."""
+    shutil.copytree(
+        REPOSITORY.root / "exercises", tmp_path / "exercises", ignore=shutil.ignore_patterns("*.png")
+    )
+    monkeypatch.chdir(tmp_path)
+    for exercise in REPOSITORY.exercises:
+        (tmp_path / "exercises" / exercise.directory / exercise.file_name).write_text(starter(exercise))
+    return tmp_path
+
+
+def file_of(course: Path, number: int = 1) -> Path:
+    exercise = REPOSITORY.exercise(number)
+    return course / "exercises" / exercise.directory / exercise.file_name
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    status = main(argv)
+    return status, capsys.readouterr().out
+
+
+def said_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+    status, out = said(capsys, *argv, "--json")
+    return status, json.loads(out)
+
+
+def test_list_names_every_exercise(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows = said_json(capsys, "list")
+    assert status == 0
+    assert [row["exercise"] for row in rows] == [e.number for e in REPOSITORY.exercises]
+    assert all((course / row["file"]).exists() and row["holes"] and row["points"] > 0 for row in rows)
+    status, text = said(capsys, "list")
+    assert status == 0 and all(e.title in text for e in REPOSITORY.exercises)
+
+
+def test_a_student_goes_from_not_started_to_passed(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said_json(capsys, "check", "1")[1]["status"] == "not_started"
+    right = solution(REPOSITORY.exercise(1))
+    file_of(course).write_text(right.replace(*FLOOR))
+    status, found = said_json(capsys, "check", "1")
+    assert status == 1 and found["status"] == "failed" and found["score"] < found["max_score"] == 5
+    first = found["checks"][0]
+    assert (first["misconception"], first["passed"], first["expected"], first["actual"]) == (
+        "floor-instead-of-ceil",
+        False,
+        1,
+        0,
+    )
+    assert found["checks"][1]["passed"] is None and found["checks"][1]["dependency"] == first["id"]
+    file_of(course).write_text(right)
+    status, text = said(capsys, "check", "01")
+    assert status == 0 and "5 of 5 points" in text and "\033" not in text
+    assert said_json(capsys, "status")[1]["score"] == 5
+    file_of(course).write_text(right + "\n")
+    assert said_json(capsys, "status")[1]["exercises"][0]["stale"] is True
+
+
+def test_the_keys_of_a_verdict_are_those_that_other_programs_read(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = said_json(capsys, "check", "1")[1]
+    assert list(found) == ["exercise", "score", "max_score", "status", "checks", "seconds"]
+    keys = [
+        *("id", "passed", "points", "max_points", "misconception"),
+        *("message", "expected", "actual", "dependency"),
+    ]
+    assert all(list(check) == keys for check in found["checks"])
+    assert sum(check["max_points"] for check in found["checks"]) == found["max_score"]
+
+
+def test_a_verdict_on_a_terminal_leads_on(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file_of(course).write_text(solution(REPOSITORY.exercise(1)).replace(*FLOOR))
+    status, text = said(capsys, "check", "1")
+    assert status == 1
+    assert "floor-instead-of-ceil: the remainder is left out" in text
+    assert text.count("→ ") == 1 and "skipped, because 01.chunk does not hold" in text
+    assert "hwfsdp hint 1" in text
+
+
+def test_grade_adds_up_a_folder(
+    course: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("flat")
+    (folder / "shard_math.py").write_text(solution(REPOSITORY.exercise(1)))
+    status, found = said_json(capsys, "grade", str(folder))
+    assert status == 1 and found["score"] == 5
+    assert found["max_score"] == sum(e.points for e in REPOSITORY.exercises)
+    assert [e["status"] for e in found["exercises"]] == [
+        "passed",
+        *["not_started"] * (len(found["exercises"]) - 1),
+    ]
+
+
+def test_hints_come_one_more_each_call(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = [len(said_json(capsys, "hint", "1")[1]["hints"]) for _ in range(4)]
+    assert counts == [1, 2, 3, 3]
+    assert "That was the last one" in said(capsys, "hint", "1")[1]
+
+
+def test_reset_puts_the_starter_back_and_keeps_the_file(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in ("first", "second"):
+        file_of(course).write_text(content)
+        assert said(capsys, "reset", "1")[0] == 0
+        assert file_of(course).read_text() == starter(REPOSITORY.exercise(1))
+    kept = sorted(path.read_text() for path in file_of(course).parent.glob("*.py.*"))
+    assert kept == ["first", "second"]
+    assert said_json(capsys, "reset", "1")[1]["kept"] is None
+
+
+UNUSABLE = {
+    "no such exercise": ["check", "99"],
+    "no number": ["check", "one"],
+    "negative": ["hint", "-1"],
+    "no folder": ["check", "1", "--submission", "nowhere"],
+    "empty folder": ["grade", "."],
+    "a file": ["grade", "exercises/01_shard_math/exercise.toml"],
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_arguments_are_one_line_and_status_2(
+    name: str, course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(UNUSABLE[name])
+    except SystemExit as unusable:  # argparse
+        status = int(str(unusable.code))
+    error = capsys.readouterr().err.strip().splitlines()
+    assert status == 2 and error[-1].startswith("hwfsdp")
+    assert len(error) == 1 or error[0].startswith("usage:")
+
+
+def test_a_file_that_cannot_be_read_is_one_line_and_status_2(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file_of(course).write_bytes(b"\xff\xfe")
+    assert main(["check", "1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_damaged_progress_file_is_as_good_as_none(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (course / ".hwfsdp").mkdir()
+    (course / ".hwfsdp" / "progress.json").write_text('{"hints": 3}')
+    assert said_json(capsys, "status")[1]["score"] == 0
+    assert said_json(capsys, "hint", "1")[1]["left"] == 2
+
+
+def test_watch_sees_each_save_once(course: Path) -> None:
+    exercise = find_course(course).exercise(1)
+    script = iter(["write", "same", "replace", "delete", "write", "stop"])
+
+    def act(seconds: float) -> None:
+        path, action = exercise.folder / exercise.file_name, next(script)
+        if action == "write":
+            path.write_text(path.read_text() + "# more\n" if path.exists() else "# new, and longer\n" * 9)
+        elif action == "replace":
+            draft = path.with_suffix(".draft")
+            draft.write_text(path.read_text() + "# more\n")
+            draft.replace(path)
+        elif action == "delete":
+            path.unlink()
+        elif action == "stop":
+            raise StopWatching
+
+    seen = []
+    with pytest.raises(StopWatching):
+        for found in saved([exercise], act):
+            seen.append(found.number)
+    assert seen == ["01", "01", "01"]  # written, replaced, and there again
+
+
+class StopWatching(Exception):
+    """Ends a loop that would not."""
+
+
+@pytest.fixture
+def watching(course: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "hwfsdp", "watch", "1"]
+    with subprocess.Popen(command, cwd=course, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_watch_checks_again_when_a_file_is_saved(course: Path, watching: subprocess.Popen[str]) -> None:
+    assert watching.stdout is not None
+
+    def read_until(words: str) -> None:
+        assert watching.stdout is not None
+        assert any(words in line for line in watching.stdout), f"watch ended before it said {words!r}"
+
+    read_until("Not started")
+    file_of(course).write_text(solution(REPOSITORY.exercise(1)).replace(*FLOOR))
+    read_until("floor-instead-of-ceil")
+    file_of(course).write_text(solution(REPOSITORY.exercise(1)))
+    read_until("5 of 5 points")
