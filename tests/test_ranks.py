@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +24,7 @@ from torch import nn
 
 from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.errors import CollectiveError
+from hwfsdp.ranks import read_message, run_ranks
 
 
 def all_end(pids: list[int], seconds: float = 20) -> bool:
@@ -264,3 +271,63 @@ def test_under_torchrun_another_world_size_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageError, match="4; got world_size=2"):
         launch(os.getpid, 2)
+
+
+# --- Ranks that are not trusted ----------------------------------------------------------------------------
+
+
+class Evil:
+    """Would leave a file behind wherever it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def untrusted(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+    call = cloudpickle.dumps((fn, args, {}))
+    return run_ranks(call, 1, timeout, "cpu", write=lambda text: None, unpickle=None)
+
+
+def test_what_an_untrusted_rank_returns_stays_bytes(tmp_path: Path) -> None:
+    (returned,) = untrusted(lambda path: Evil(path), tmp_path / "evil")
+    assert isinstance(returned, bytes)
+    assert not (tmp_path / "evil").exists()
+    with pytest.raises(pickle.UnpicklingError):
+        read_message(returned)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_what_an_untrusted_rank_raises_is_text(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        error = ValueError("no")
+        error.evil = Evil(path)  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(RankError, match="ValueError: no") as caught:
+        untrusted(fail, tmp_path / "evil")
+    assert caught.value.__cause__ is None and caught.value.reason == "raised"
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_forged_message_is_not_run(tmp_path: Path) -> None:
+    def forge(path: Path) -> None:
+        (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
+        connection.send_bytes(pickle.dumps(("return", Evil(path))))
+
+    with pytest.raises(RankError, match="a message that cannot be read") as caught:
+        untrusted(forge, tmp_path / "evil")
+    assert caught.value.reason == "died"
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_rank_that_never_stops_printing_is_out_of_time_as_any_other() -> None:
+    def chatter() -> None:
+        while True:
+            print("hello")
+
+    with pytest.raises(RankError, match="no return within 3 s") as caught:
+        untrusted(chatter, timeout=3.0)
+    assert caught.value.reason == "late"

@@ -1,0 +1,137 @@
+"""Starters and solutions come from the package, and what drifts apart is said in a line."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hwfsdp import UsageError
+from hwfsdp.learn import manifest, workbook
+from hwfsdp.learn.manifest import Course, Exercise, find_course, read_manifest
+
+COURSE = find_course(Path(__file__))
+
+
+@pytest.fixture
+def course(tmp_path: Path) -> Course:
+    """A copy that can be damaged."""
+    for folder in ("exercises", "solutions"):
+        shutil.copytree(COURSE.root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.png"))
+    return find_course(tmp_path)
+
+
+def test_the_files_of_the_course_are_those_that_the_package_gives() -> None:
+    assert list(workbook.problems(COURSE)) == []
+    assert workbook.write(COURSE) == []
+
+
+@pytest.mark.parametrize("exercise", COURSE.exercises, ids=lambda exercise: exercise.directory)
+def test_every_exercise_has_all_that_belongs_to_it(exercise: Exercise) -> None:
+    solved = COURSE.root / "solutions" / exercise.directory
+    readme = (exercise.folder / "README.md").read_text()
+    assert "picture.png" in readme and (exercise.folder / "picture.png").stat().st_size > 5_000
+    assert "two numbers" in readme.lower()
+    assert re.search(rf"hwfsdp check 0?{int(exercise.number)}\b", readme)
+    assert len(exercise.hints) == 3 and len(set(exercise.hints)) == 3
+    assert len((solved / "README.md").read_text()) > 500
+
+
+def test_starters_show_no_other_bodies() -> None:
+    for exercise in COURSE.exercises:
+        text = (exercise.folder / exercise.file_name).read_text()
+        assert text.count("raise NotImplementedError") == text.count(f"# TODO({exercise.number})")
+        assert text.count(f"# TODO({exercise.number})") == len(exercise.places)
+
+
+def damaged(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_a_starter_that_was_changed_is_named(course: Course) -> None:
+    exercise = course.exercise(1)
+    damaged(exercise.folder / exercise.file_name, "TODO", "DONE")
+    assert list(workbook.problems(course)) == [
+        "exercises/01_shard_math/shard_math.py is not what the package gives. Run: make exercises"
+    ]
+    assert workbook.write(course) == [exercise.folder / exercise.file_name]
+    assert list(workbook.problems(course)) == []
+
+
+def test_a_solution_that_does_not_restore_the_package_is_named(course: Course) -> None:
+    exercise = course.exercise(1)
+    path = course.root / "solutions" / exercise.directory / exercise.file_name
+    damaged(path, "-(-n // world_size)", "-(-n // world_size )")
+    found = list(workbook.problems(course))
+    assert found[0] == "hwfsdp.sharding is not restored by the solutions. Run: make exercises"
+    path.unlink()
+    assert any("is missing" in line for line in workbook.problems(course))
+
+
+def test_a_hole_of_two_exercises_is_named(course: Course) -> None:
+    hole = "hwfsdp.sharding:chunk_length"
+    damaged(
+        course.exercise(2).folder / "exercise.toml", 'holes = [\n    "', f'holes = [\n    "{hole}",\n    "'
+    )
+    found = list(workbook.problems(find_course(course.root)))
+    assert found[0] == f"{hole} is a hole of 01 and of 02."
+
+
+def test_a_hole_that_is_not_in_the_package_is_named(course: Course) -> None:
+    damaged(course.exercise(1).folder / "exercise.toml", ":chunk_length", ":chunk_lenght")
+    found, *_ = workbook.problems(find_course(course.root))
+    assert "chunk_lenght" in found and "Did you mean 'chunk_length'?" in found
+
+
+def test_grading_problems_are_named(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    exercise = course.exercise(1)
+    wrong = workbook.solution(exercise).replace("-(-n // world_size)", "n // world_size")
+    monkeypatch.setattr(workbook, "solution", lambda _: wrong)
+    monkeypatch.setattr(workbook, "starter", lambda _: wrong)
+    first, second, *_ = workbook.grading_problems(course, exercise)
+    assert first == "01: the starter is failed with 0 points, not not_started."
+    assert "the solution gets 0 of 5 points: 01.chunk: floor-instead-of-ceil" in second
+
+
+MANIFESTS: dict[str, Callable[[str], str]] = {
+    "no TOML": lambda text: text + "\n= 3",
+    "no title": lambda text: text.replace("title", "name"),
+    "holes are no list": lambda text: text.replace("holes = [", "holes = 3\nothers = ["),
+    "points are no number": lambda text: text.replace("points = ", 'points = "many" # '),
+    "no hints": lambda text: text[: text.index("hints")] + "hints = []",
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_is_none_is_refused(name: str, course: Course) -> None:
+    path = course.exercise(1).folder / "exercise.toml"
+    path.write_text(MANIFESTS[name](path.read_text()))
+    with pytest.raises(UsageError, match="manifest 01_shard_math/exercise.toml"):
+        read_manifest(path)
+
+
+def test_a_course_is_found_from_inside_and_missed_nowhere(
+    course: Course, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_course(course.exercise(2).folder).root == course.root
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    assert find_course(elsewhere).root == COURSE.root  # that of the package
+    monkeypatch.setattr(manifest, "PACKAGE", elsewhere / "hwfsdp")
+    with pytest.raises(UsageError, match="the course"):
+        find_course(elsewhere)
+
+
+@pytest.mark.parametrize("number", [1, "1", "01", "001"])
+def test_an_exercise_is_found_by_its_number(number: int | str) -> None:
+    assert COURSE.exercise(number).number == "01"
+
+
+@pytest.mark.parametrize("number", ["0", "99", "-1", "one", "", "1.0", "²"])
+def test_another_number_is_refused(number: str) -> None:
+    with pytest.raises(UsageError, match="exercise"):
+        COURSE.exercise(number)
