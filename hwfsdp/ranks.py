@@ -38,7 +38,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,6 +108,7 @@ def run_ranks(
     *,
     write: Callable[[str], None],
     unpickle: Callable[[bytes], Any] | None,
+    environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """What `launch` does, for callers that must not trust their ranks (Note [What a rank says]).
 
@@ -116,6 +117,7 @@ def run_ranks(
         write: gets what the ranks print.
         unpickle: for what ranks return and raise. None: nothing of theirs is unpickled. What each returned stays the bytes
             that it pickled, and errors are text.
+        environ: of the ranks; None: that of the caller.
     """
     with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous:
         task = _Task(
@@ -124,7 +126,7 @@ def run_ranks(
             device,
             timeout or COLLECTIVE_TIMEOUT,
             f"file://{rendezvous}/store",
-            dict(os.environ),
+            dict(os.environ if environ is None else environ),
             max(1, (os.cpu_count() or 1) // world_size),
             sys.stdout.isatty(),
         )

@@ -60,6 +60,12 @@ def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
         yield f"  Not started, 0 of {grade.max_score} points.{missing}"
         yield f"  {len(exercise.places)} TODOs: {', '.join(place.name for place in exercise.places)}."
         return
+    if grade.status == "error" and grade.finding:
+        yield from _finding_lines(grade.finding, style, with_question=True)
+        yield ""
+        yield from _printed(grade, style)
+        yield f"  0 of {grade.max_score} points in {grade.seconds:.1f} s: nothing counts before this is gone."
+        return
     asked = False
     widths = [max(len(text) for text in texts) for texts in zip(*map(_texts, grade.results), strict=True)]
     for result in grade.results:
@@ -68,16 +74,19 @@ def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
             yield from _finding_lines(result.finding, style, with_question=not asked)
             asked = True
     yield ""
-    if grade.printed:
-        yield style.paint("  What your code printed:", "grey")
-        yield from (f"    {line}" for line in grade.printed.splitlines())
-        yield ""
+    yield from _printed(grade, style)
     score = f"{grade.score} of {grade.max_score} points in {grade.seconds:.1f} s."
     if grade.status == "passed":
         yield "  " + style.paint(score, "green")
         return
-    why = " Nothing counts as long as ranks do not come through." if grade.status == "error" else ""
-    yield f"  {score}{why} Again with the same inputs: --seed {grade.seed}. A hint: hwfsdp hint {number}"
+    yield f"  {score} Again with the same inputs: --seed {grade.seed}. A hint: hwfsdp hint {number}"
+
+
+def _printed(grade: Grade, style: Style) -> Iterator[str]:
+    if grade.printed:
+        yield style.paint("  What your code printed:", "grey")
+        yield from (f"    {line}" for line in grade.printed.splitlines())
+        yield ""
 
 
 def _texts(result: CheckResult) -> tuple[str, str]:

@@ -16,6 +16,7 @@ it reported before is worth looking at.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 import traceback
@@ -219,7 +220,9 @@ def _launch(
     call = cloudpickle.dumps((_run_on_rank, (order,), {}))
     try:
         with nothing_left_behind() as watch:
-            packed = ranks.run_ranks(call, world_size, seconds, "cpu", write=write, unpickle=None)
+            packed = ranks.run_ranks(
+                call, world_size, seconds, "cpu", write=write, unpickle=None, environ=_environment()
+            )
     except RankError as error:
         if watch.exceeded:
             raise Broken("processes", error.rank, "too many processes", "") from None
@@ -231,6 +234,12 @@ def _launch(
     except (UsageError, TypeError, KeyError, ValueError):
         raise Broken("exited", 0, "something else than a report came back") from None
     return Run(reports, sorted(raised, key=lambda r: (r.lost_peer, r.rank)))
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, without what would make ranks behave differently from one caller to the next."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "HWFSDP_"))}
+    return {**ours, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
 
 
 def _bytes(pickled: bytes) -> bytes:

@@ -219,3 +219,14 @@ def test_watch_checks_again_when_a_file_is_saved(course: Path, watching: subproc
     read_until("floor-instead-of-ceil")
     file_of(course).write_text(solution(REPOSITORY.exercise(1)))
     read_until("5 of 5 points")
+
+
+def test_with_mine_earlier_exercises_are_the_learners_own(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file_of(course, 1).write_text(solution(REPOSITORY.exercise(1)).replace(*FLOOR))
+    file_of(course, 4).write_text(solution(REPOSITORY.exercise(4)))
+    assert said_json(capsys, "check", "4")[1]["status"] == "passed"
+    assert said_json(capsys, "check", "4", "--mine")[1]["status"] != "passed"
+    file_of(course, 1).write_text(solution(REPOSITORY.exercise(1)))
+    assert said_json(capsys, "check", "4", "--mine")[1]["status"] == "passed"
