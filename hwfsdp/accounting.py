@@ -52,7 +52,11 @@ def gathers_per_step(group: GroupSizes) -> int:
 
 
 def step_traffic(groups: Sequence[GroupSizes], world_size: int) -> dict[str, int]:
-    """Bytes by collective of one training step (forward and backward, gradients reduced).
+    """Bytes by collective of one training step, sharded over all ranks: forward, backward, gradients reduced once.
+
+    Each group is gathered `gathers_per_step` times, all of it (`unsharded_bytes`), and its gradients are reduce-scattered
+    once: the same padded elements, in the reduce itemsize. The bytes are those of the whole tensors, not what one rank
+    contributes or sends.
 
     Returns:
         `{"all_gather": …, "reduce_scatter": …}`; zeros at world size 1, where nothing travels.
@@ -68,8 +72,14 @@ def step_traffic(groups: Sequence[GroupSizes], world_size: int) -> dict[str, int
 def on_the_wire(collective: str, nbytes: int, world_size: int) -> int:
     """Bytes that one rank sends, by the ring algorithm, for a collective over `nbytes`.
 
-    An all-gather or a reduce-scatter sends `(W - 1) / W` of the tensor, an all-reduce is one of each.
+    An all-gather or a reduce-scatter sends `(W - 1) / W` of the tensor; an all-reduce is one of each, on the same tensor.
     (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.)
+
+    Args:
+        collective: "all_gather", "reduce_scatter" or "all_reduce". nbytes: of the whole tensor, >= 0.
+
+    Returns:
+        Whole bytes, rounded down once, at the end; integers all the way, so that no size is too large. 0 for one rank.
     """
     rounds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}[collective]
     return rounds * nbytes * (world_size - 1) // world_size

@@ -378,7 +378,8 @@ class ParamGroup:
             params, grads: of the same length, not empty: parameters and their whole gradients.
 
         Raises:
-            UsageError: no reduce dtype was set and the gradients have several.
+            UsageError: there are several answers, because no reduce dtype was set and gradients differ. It is made of texts:
+                `UsageError(what it is about, expected=…, got=…, remedy=…)`.
         """
         dtypes = {p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)}
         if len(dtypes) > 1:

@@ -226,10 +226,11 @@ class FSDPState:
         """Gives the modules their whole parameters, before one of them computes with them.
 
         Four steps. The gather of every group in `groups` (one, or none where other states claimed all parameters) is
-        started, unless it was started ahead, and compute waits for it. Then, if `prefetch`, the gather of the group
-        expected next is started (`prefetch_forward`): not earlier, or this group would share the wire with it; not
-        later, or it would miss the time that the copy-out takes. At last the unshards are finished: the gathered bytes are
-        copied out and the whole parameters registered.
+        started (`ParamGroup.unshard`, which knows whether it was started ahead), and compute waits for it
+        (`wait_for_gather`). Then, if `prefetch`, the gather of the group expected next is started (`prefetch_forward`, whether
+        or not there is a group here): not earlier, or this group would share the wire with it; not later, or it would miss
+        the time that the copy-out takes. At last the unshards are finished (`finish_unshard`): the gathered bytes are copied
+        out and the whole parameters registered.
 
         Args:
             prefetch: off in a recomputation, and for further modules of a group whose forward is open.
@@ -401,11 +402,11 @@ class FSDPState:
         Each call makes sure that the root is called when the backward is over (`queue_final_callback`). Only the first
         call of a backward, which finds another phase than PRE_BACKWARD, does more, and in this order:
         - The phase becomes PRE_BACKWARD.
-        - The group, if there is one and its backward needs parameters (`unshard_in_backward`), starts its gather, and
-          compute waits for it.
+        - The group, if there is one and its backward needs parameters (`unshard_in_backward`), starts its gather
+          (`unshard`), and compute waits for it (`wait_for_gather`).
         - The gather of the group whose backward is expected next is started (`prefetch_backward`, group or not): not
           before this group's own, which it would delay.
-        - The unshard of the group, if there is one, is finished: the modules have their whole parameters.
+        - The unshard of the group, if there is one, is finished (`finish_unshard`): the modules have their whole parameters.
 
         Returns:
             Whether this was the first call of this backward.

@@ -150,12 +150,19 @@ class FSDPParam:
 
         Args:
             whole: `shape`, contiguous, on the mesh's device or on meta, the same values on every rank of the mesh. It
-                is only read, so that other references to it stay valid.
+                is only read, so that other references to it stay valid, and freed by others: nothing here may keep it.
             requires_grad: of the parameter that is made.
 
-        `padded_shard` is flat and new, of `padded_numel` elements, in the dtype of `whole`; elements that are not rows
-        of this rank are zero. `sharded_param` is a DTensor laid out as `spread` says, whose local part is the front of
-        `padded_shard` (no copy), in `local_shape`, possibly without elements.
+        `rows_of(whole)` is a view of it in which dim 0 is dealt out to the ranks (Note [Rows]): this one is `mesh.rank` of
+        `mesh.size`, and its rows are those of `sharding.chunk_extent`.
+
+        `padded_shard` is flat and new, of `padded_numel` elements (as many as `sharding.padded_local_shape(self.rows, …)`
+        has), in the dtype of `whole`, where `_on_shard_device` puts it. This rank's rows come first; all elements after
+        them are zero.
+
+        `sharded_param` is an `nn.Parameter` of a DTensor whose local part is the front of `padded_shard`, a view and no
+        copy, in `local_shape`, possibly without elements. `compat.dtensor` makes the DTensor: mesh and placements are those
+        of `spread.sharded`, shape and stride those of the whole parameter, `spread.shape` and `spread.stride`.
         """
         rows = self.rows_of(whole)
         extent = chunk_extent(rows.shape[0], self.mesh.size, self.mesh.rank)
@@ -242,7 +249,8 @@ class FSDPParam:
         """From SHARDED or POST_FORWARD to UNSHARDED: the modules compute with the whole parameter from now on.
 
         Called when `allocate` has given `gathered` its memory and a gather has filled it, so that `unsharded_param` is
-        there; where an extension gathers in a form of its own, `_unpack_extension` makes it, and has to be called first.
+        there; where an extension gathers in a form of its own (`extension` is not None), `_unpack_extension` makes it, and
+        has to be called first.
 
         Afterwards `unsharded_param` is registered at all places, it needs a gradient if and only if `sharded_param` does
         (the user may have changed that since the last time), the state is UNSHARDED, and nothing is left of
@@ -395,17 +403,15 @@ class FSDPParam:
         none yet, that of `grad` is it, without a copy; if there is one, of an earlier reduction that the user has not
         cleared, `grad` is added to its local part (`local_of`) in place.
 
-        With offloading (`self.offload` is a CPUOffloadPolicy) gradients live in host memory: `grad` is copied there
-        first; without waiting for the copy (`non_blocking`) only if memory is pinned and nobody uses it at once, that is,
-        there is no gradient to add it to and no hook. At last the parameter's post-accumulate-grad hooks
-        (`compat.post_accumulate_grad_hooks`), which autograd does not call here, are called with the parameter.
+        Before that, `_to_memory_of_grads(grad, used_at_once)` gives what takes the place of `grad`: itself, or its copy where
+        gradients live. `used_at_once` says whether its elements are read before this returns, that is, whether there is a
+        gradient to add them to, or a hook. After all, the parameter's post-accumulate-grad hooks
+        (`compat.post_accumulate_grad_hooks` lists them), which autograd does not call here, are called with the parameter.
         """
         dtensor = self.sharded_param
         assert isinstance(dtensor, DTensor)
         hooks = compat.post_accumulate_grad_hooks(dtensor)
-        if isinstance(self.offload, CPUOffloadPolicy):
-            used_at_once = bool(hooks) or dtensor.grad is not None
-            grad = grad.to("cpu", non_blocking=self.offload.pin_memory and not used_at_once)
+        grad = self._to_memory_of_grads(grad, used_at_once=bool(hooks) or dtensor.grad is not None)
         if dtensor.grad is None:
             dtensor.grad = compat.wrap_like(grad, dtensor)
         else:
@@ -413,6 +419,12 @@ class FSDPParam:
             local_of(dtensor.grad).add_(grad)
         for hook in hooks:
             hook(dtensor)
+
+    def _to_memory_of_grads(self, grad: Tensor, used_at_once: bool) -> Tensor:
+        """`grad`, or its copy in host memory if gradients are offloaded; the host waits for the copy if it is used at once."""
+        if not isinstance(self.offload, CPUOffloadPolicy):
+            return grad
+        return grad.to("cpu", non_blocking=self.offload.pin_memory and not used_at_once)
 
     # --- parameters exchanged by the user ---
 

@@ -23,6 +23,8 @@ def allocate(tensor: Tensor) -> None:
     Args:
         tensor: all of its storage: contiguous, beginning at its first element. It is changed in place: afterwards it, and
             every alias of it, may be written and read again. The storage has the bytes of the tensor's elements.
+
+    The storage is resized, not exchanged (Note [Free by resizing, not by replacing]).
     """
     storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     if storage.nbytes() != nbytes:
@@ -30,7 +32,7 @@ def allocate(tensor: Tensor) -> None:
 
 
 def free(tensor: Tensor) -> None:
-    """Gives the storage's memory back; nothing happens if that was done.
+    """Gives the storage's memory back, by resizing it; nothing happens if that was done.
 
     The storage has 0 bytes afterwards. The tensor and every alias of it, such as one that autograd saved for backward, are
     the objects that they were, with their shapes; their elements must not be read until `allocate` and whoever fills

@@ -92,6 +92,9 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "padded-always": Misconception(
         "rows are padded although they divide", "How many rows are missing to a multiple of W, when n is one?"
     ),
+    "padding-not-zero": Misconception(
+        "padding is whatever was in memory", "Who wrote the elements that are no rows of this rank?"
+    ),
     "replicated": Misconception(
         "every rank keeps the whole (this is DDP)",
         "Which part of the whole does this rank need once the step is over?",
@@ -112,7 +115,25 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "the parameter is not in the state that it says it is in",
         "What does the table of states ask of this one?",
     ),
+    "untied": Misconception(
+        "a tied parameter is not the same at all its places",
+        "At how many places is a tied parameter registered, and as how many objects?",
+    ),
+    "flag-not-followed": Misconception(
+        "the parameter has another requires_grad than the user set",
+        "On which of the two parameters does a user set requires_grad, and when may that happen?",
+    ),
+    "wrong-device": Misconception(
+        "memory is on another device than it should be",
+        "On which device does a shard spend its life, if offloaded?",
+    ),
     # --- memory ---
+    "not-allocated": Misconception(
+        "memory that is about to be written is not there", "How many bytes has the storage at that moment?"
+    ),
+    "elements-for-bytes": Misconception(
+        "elements are counted where bytes are meant", "How many bytes has one element of this dtype?"
+    ),
     "not-freed": Misconception(
         "unsharded parameters are not freed after use", "Who gives the memory back, and when is it called?"
     ),
@@ -135,6 +156,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "resharded-anyway": Misconception(
         "parameters are freed where they are to stay", "What does None, or False, ask for here?"
     ),
+    "wrong-mesh": Misconception(
+        "parameters are resharded over other ranks than asked for",
+        "Over how many ranks is this group to be sharded between forward and backward, and who holds that mesh?",
+    ),
     "gathered-again": Misconception(
         "parameters that are there are gathered once more",
         "How does a group know that it is whole, or about to be?",
@@ -148,6 +173,21 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     ),
     "not-prefetched": Misconception(
         "the gather of the next group is not started here", "What could travel while this group computes?"
+    ),
+    "prefetched-too-early": Misconception(
+        "the gather of another group goes ahead of this group's own",
+        "Which of the two gathers does compute wait for first?",
+    ),
+    "no-overlap": Misconception(
+        "communication is waited for as soon as it is started",
+        "What could be computed while these bytes travel?",
+    ),
+    "unbounded-prefetch": Misconception(
+        "more is gathered ahead than one group", "How many groups are whole, or on their way, at that moment?"
+    ),
+    "prefetched-too-late": Misconception(
+        "the next gather is started later than it could be",
+        "What does this rank do between the wait and compute?",
     ),
     "order-not-noted": Misconception(
         "the order of forwards is not what ran", "How does backward know which group comes next?"
@@ -169,10 +209,26 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "reduced-too-often": Misconception(
         "gradients travel before the last micro-batch", "What does requires_gradient_sync switch off?"
     ),
+    "not-announced": Misconception(
+        "nobody is told of gradients that are left unreduced",
+        "What would warn an optimizer that steps before the last micro-batch?",
+    ),
     "grad-lost": Misconception(
         "a gradient that was there is gone", "Which line assigns where it should add?"
     ),
     "grad-kept": Misconception("a gradient counts twice", "Who cleared the gradient that was already taken?"),
+    "grad-replaced": Misconception(
+        "the gradient lies in other memory than it should",
+        "How many tensors of its size are alive at that moment, and which of them is needed?",
+    ),
+    "left-in-flight": Misconception(
+        "a backward returns before its gradients are there",
+        "Who waits for the reductions, and what has to be asked for, or noted, so that it happens?",
+    ),
+    "hook-not-called": Misconception(
+        "hooks on a parameter's gradient are not called as they should be",
+        "Who calls them, if it is not autograd that sets the gradient, and when is the gradient complete?",
+    ),
     "reduced-in-wrong-dtype": Misconception(
         "gradients are reduced in another dtype than the policy's",
         "In which dtype do errors of a sum add up?",
@@ -194,6 +250,14 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "a sum left the range of its dtype",
         "How large may 8 gradients of 60,000 become in fp16 before the division?",
     ),
+    "factor-ignored": Misconception(
+        "the divisor is not the one that was asked for",
+        "What takes the place of the number of ranks, if it is given?",
+    ),
+    "underflowed": Misconception(
+        "numbers are divided before the sum until they vanish",
+        "How small may an fp16 gradient be, before a division by all ranks makes it zero?",
+    ),
     # --- communication ---
     "too-much-traffic": Misconception(
         "more bytes travel than have to", "How often does each block have to pass each link of the ring?"
@@ -208,8 +272,66 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "wrong-block": Misconception(
         "a block lies in the wrong place", "Whose block arrives at rank r in step s?"
     ),
+    "block-missing": Misconception(
+        "a block, or a rank's share of one, never arrives",
+        "How many steps does a block take to pass every rank, and what does each rank add to it?",
+    ),
+    "share-twice": Misconception(
+        "a rank's share is in the sum more than once", "Where did the partial sum pass that rank before?"
+    ),
+    "divided-every-step": Misconception(
+        "the partial sum is divided on its way",
+        "How often has the share of the first rank been divided at the end?",
+    ),
+    "averaged-not-summed": Misconception(
+        "a mean is taken where a sum is asked for", "What does the argument `mean` say?"
+    ),
+    "not-a-ring": Misconception("blocks do not go around a ring", "Whom does a rank of a ring ever talk to?"),
+    "wrong-group": Misconception(
+        "it works for all ranks, but not for a group of some of them",
+        "Which number has rank 3 in the group of ranks 1 and 3, and how many ranks has that?",
+    ),
     "input-changed": Misconception(
         "the input is written to", "Whose memory is that, and who reads it afterwards?"
+    ),
+    "sharded-too-much": Misconception(
+        "a state is counted as sharded that this strategy keeps whole",
+        "Which of the three states does this stage of ZeRO leave alone?",
+    ),
+    "shards-are-ranks": Misconception(
+        "all ranks are taken for shards",
+        "Over how many of the ranks is one copy of the parameters cut, and what do the others hold?",
+    ),
+    "nobody-to-send-to": Misconception(
+        "bytes are counted that do not travel",
+        "How many ranks are on that axis, and what would they exchange?",
+    ),
+    "update-not-gathered": Misconception(
+        "updated parameters are not counted on their way back",
+        "Each rank has updated its rows only: how do the others come by them before the next forward?",
+    ),
+    "sent-not-moved": Misconception(
+        "what a rank sends is counted, not the tensor that the collective works on",
+        "Which of the two does the docstring ask for, and which function turns one into the other?",
+    ),
+    "part-not-whole": Misconception(
+        "a rank's part is counted instead of the whole tensor",
+        "How large is the output of an all-gather, the input of a reduce-scatter?",
+    ),
+    "reduced-whole": Misconception(
+        "replicas are thought to exchange whole gradients",
+        "What has the reduce-scatter left on each rank by then?",
+    ),
+    "all-reduce-once": Misconception(
+        "an all-reduce is counted as one walk around the ring",
+        "After W - 1 steps, who has which sums, and who still wants them?",
+    ),
+    "rounded-too-early": Misconception(
+        "bytes are rounded before they are multiplied", "What is 3 * (10 // 4), and what 3 * 10 // 4?"
+    ),
+    "wrong-axis": Misconception(
+        "a collective is counted over the wrong axis of the mesh",
+        "Which ranks hold different rows, and which the same?",
     ),
     "wrong-formula": Misconception(
         "the formula counts something else",
@@ -336,7 +458,7 @@ def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
             continue
         length = min(len(order), len(first))
         at = next((i for i in range(length) if order[i] != first[i]), length)
-        rows = [("", "rank 0", f"rank {rank}")]
+        rows: list[tuple[str, ...]] = [("", "rank 0", f"rank {rank}")]
         for index in range(max(0, at - 1), at + 3):
             cells = [describe(by_rank[r][index]) if index < len(by_rank[r]) else "–" for r in (0, rank)]
             rows.append((f"{index + 1}.", *cells))
@@ -364,9 +486,10 @@ def compare_counts(
 
 MISMATCH = (  # what torch and this package say when ranks do not run the same collectives
     "Detected mismatch between collectives",
-    "collectives do not match",
-    "expected every rank to run the same collectives",
+    "ranks call different collectives",
 )
+
+TIMEOUT = ("Timed out", "timed out")  # of waiting for another rank
 
 
 def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Finding:
@@ -386,15 +509,17 @@ def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Fin
         return Finding("not-python", raised.message)
     if "can't allocate memory" in raised.message or raised.kind == "MemoryError":
         return Finding("too-much-memory", f"Rank {raised.rank}: {_one_line(raised.message)}")
-    if any(sign in raised.message for sign in MISMATCH):
-        return Finding(
-            "order-diverged", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}"
-        )
+    if any(sign in raised.message for sign in TIMEOUT):
+        return Finding("stuck-in", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}")
     if raised.lost_peer:
         gone = [rank for rank in range(len(run.reports)) if rank not in {r.rank for r in run.raised}]
         who = f"rank {gone[0]}" if gone else "another rank"
         text = f"Rank {raised.rank}{_place(raised, paths)} waited for {who}, which had finished already."
         return Finding("left-early", text)
+    if any(sign in raised.message for sign in MISMATCH):
+        return Finding(
+            "order-diverged", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}"
+        )
     where = _place(raised, paths)
     return Finding("crashed", f"Rank {raised.rank} raised {raised.kind}{where}: {_one_line(raised.message)}")
 

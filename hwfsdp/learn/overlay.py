@@ -78,6 +78,7 @@ class Socket:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.plugged(*args, **kwargs)
 
+        call.__dict__["socket"] = self
         self.function = call
 
 
@@ -198,6 +199,8 @@ def _learners_function(names: dict[str, Any], place: Place, path: str) -> Functi
         raise MissingHole(f"{path} does not define {place.name}") from None
     if not callable(function):
         raise MissingHole(f"{path} defines {place.name}, but not as a function")
+    if isinstance(getattr(function, "socket", None), Socket):
+        raise MissingHole(f"{path} imports the package's {place.name} over its own")
     if classes:
         _belongs_to(function, _package_class(place))
     return function

@@ -162,6 +162,7 @@ LINE = (FILE, 12, "to_sharded", "self.fre()")
             "left-early",
             "waited for rank 0",
         ),
+        (raised("CollectiveError", "Timed out after 10 s waiting for rank 0", LINE), "stuck-in", "rank 0"),
         (Run([{}]), "left-early", ""),
     ],
 )

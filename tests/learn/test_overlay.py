@@ -158,3 +158,8 @@ def test_tracebacks_show_the_learners_lines_though_the_file_is_not_there() -> No
 
     assert not Path("/learner/answer.py").exists()
     assert "return 1 // 0  # here" in on_a_rank(text, ask)
+
+
+def test_a_file_that_imports_the_package_over_its_own_functions_is_told() -> None:
+    with pytest.raises(Exception, match="imports the package's FSDPParam.local over its own"):
+        on_a_rank(ANSWER + "\nfrom hwfsdp.param import FSDPParam\n", lambda: None)

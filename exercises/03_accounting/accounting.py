@@ -1,0 +1,157 @@
+"""Exercise 03: Memory and traffic"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from hwfsdp.accounting import (
+    FP32_ADAM,
+    GroupSizes,
+    MeshShape,
+    StateBytes,
+    Strategy,
+    gathers_per_step,
+    mesh_shape,
+    unsharded_bytes,
+)
+from hwfsdp.sharding import local_shape, padded_local_numel
+
+
+def on_the_wire(collective: str, nbytes: int, world_size: int) -> int:
+    """Bytes that one rank sends, by the ring algorithm, for a collective over `nbytes`.
+
+    An all-gather or a reduce-scatter sends `(W - 1) / W` of the tensor; an all-reduce is one of each, on the same tensor.
+    (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.)
+
+    Args:
+        collective: "all_gather", "reduce_scatter" or "all_reduce". nbytes: of the whole tensor, >= 0.
+
+    Returns:
+        Whole bytes, rounded down once, at the end; integers all the way, so that no size is too large. 0 for one rank.
+    """
+    # TODO(03)
+    raise NotImplementedError
+
+
+def step_traffic(groups: Sequence[GroupSizes], world_size: int) -> dict[str, int]:
+    """Bytes by collective of one training step, sharded over all ranks: forward, backward, gradients reduced once.
+
+    Each group is gathered `gathers_per_step` times, all of it (`unsharded_bytes`), and its gradients are reduce-scattered
+    once: the same padded elements, in the reduce itemsize. The bytes are those of the whole tensors, not what one rank
+    contributes or sends.
+
+    Returns:
+        `{"all_gather": …, "reduce_scatter": …}`; zeros at world size 1, where nothing travels.
+    """
+    # TODO(03)
+    raise NotImplementedError
+
+
+def model_state_bytes(
+    shapes: Sequence[Sequence[int]],
+    strategy: Strategy,
+    world_size: int,
+    shards: int | None = None,
+    rank: int = 0,
+    per_element: StateBytes = FP32_ADAM,
+) -> StateBytes:
+    """Bytes of parameters, gradients and optimizer state that a rank holds while its optimizer runs.
+
+    At that moment gradients are reduced and no parameter is gathered for a forward or a backward. Let S be the ranks that
+    the strategy shards over (`mesh_shape`: 1 for DDP). A state is held in one of three sizes, each a sum over `shapes`:
+
+    - *own rows*: the elements of this rank's chunk, without padding (`sharding.local_shape`);
+    - *padded chunk*: those of a full chunk, padding included, the same on every rank (`sharding.padded_local_numel`);
+    - *whole*: S padded chunks. For S = 1, these three are the same: the elements of the model.
+
+    | strategy    | params       | grads        | optimizer |
+    | ----------- | ------------ | ------------ | --------- |
+    | DDP, ZERO1  | whole        | whole        | own rows  |
+    | ZERO2       | whole        | padded chunk | own rows  |
+    | ZERO3, HSDP | padded chunk | padded chunk | own rows  |
+
+    Parameters and gradients are padded where they are what a collective reads or writes chunk by chunk: whole parameters
+    under ZERO1 and ZERO2 are what updated chunks are gathered into, whole gradients under ZERO1 what is
+    reduce-scattered (with the result in this rank's chunk of it), and so on. The optimizer's state is never communicated.
+
+    hwfsdp's `reshard_after_forward=False` moves what ZERO2 moves, yet it is ZERO3 here: parameters stay whole from forward
+    to backward, but are sharded again when the optimizer runs. (With `set_reshard_after_backward(False)` as well, each
+    rank has whole parameters beside its shards, in the dtype they are gathered in; that is none of these strategies.)
+
+    Args:
+        shapes: of all parameters, each of at least one dimension, cut along dim 0, and trained.
+        world_size, shards: as for `mesh_shape`.
+        rank: of all, 0 <= rank < world_size. Ranks that shard together are neighbors: number `rank % S` in its group of S
+            is what has rows. Rank 0 has the most.
+        per_element: bytes per element of each state as it is kept. hwfsdp keeps parameters and gradients in the original
+            dtype, whatever they are gathered and reduced in. The ZeRO paper's mixed-precision Adam is (2, 2, 12): fp32
+            parameters count as optimizer state there. What an optimizer keeps once per parameter, such as Adam's
+            count of steps, is not included.
+
+    Returns:
+        Bytes, of this rank. At world size 1 the same for all strategies.
+
+    Sources: Rajbhandari, Rasley, Ruwase, He: ZeRO, arXiv:1910.02054, sections 3.1 and 5 (who holds what; there,
+    everything divides evenly); what is padded is hwfsdp's, see `param` and `collectives`.
+    """
+    # TODO(03)
+    raise NotImplementedError
+
+
+def strategy_traffic(
+    groups: Sequence[GroupSizes], strategy: Strategy, world_size: int, shards: int | None = None
+) -> dict[str, int]:
+    """Bytes by collective of one training step: forward, backward and optimizer, gradients reduced once.
+
+    As in all of this module, the bytes are those of the whole tensor that one collective works on, as one rank sees it;
+    an all-reduce works on its input. Let S and R be the ranks that the strategy shards and replicates over
+    (`mesh_shape`), and a *gather* or a *scatter* of a group the bytes of its S padded chunks
+    (`GroupSizes.padded_numel(S)`), in its gather or its reduce itemsize.
+
+    | strategy    | all_gather               | reduce_scatter | all_reduce                       |
+    | ----------- | ------------------------ | -------------- | -------------------------------- |
+    | DDP         | 0                        | 0              | all gradients, without padding   |
+    | ZERO1/ZERO2 | one gather per group: of | one scatter    | 0                                |
+    |             | the updated parameters   | per group      |                                  |
+    | ZERO3       | `gathers_per_step` per   | one scatter    | 0                                |
+    |             | group                    | per group      |                                  |
+    | HSDP        | as ZERO3, over S ranks   | as ZERO3, over | what the scatter left: 1/S of it |
+    |             |                          | S ranks        | (padded), over the R replicas    |
+
+    All-reduces are in the reduce itemsize, too. Where S is 1 nothing is gathered or scattered, and where R is 1 nothing
+    is all-reduced: these are 0, and at world size 1 so is everything. Hence HSDP over one shard moves what DDP moves, and
+    over one replica what ZERO3 moves. `resharded_after_forward` is for ZERO3 and HSDP only: if it is False for every
+    group, ZERO3 moves what ZERO2 moves.
+
+    Args:
+        groups: all parameters of the model, each in one group.
+        world_size, shards: as for `mesh_shape`.
+
+    Returns:
+        `{"all_gather": …, "reduce_scatter": …, "all_reduce": …}`; `bytes_sent` says what a rank sends for that.
+
+    Source: Rajbhandari et al.: ZeRO, arXiv:1910.02054, section 7, which counts elements sent: as much as DDP for its
+    first two stages, half as much again for the third.
+    """
+    # TODO(03)
+    raise NotImplementedError
+
+
+def bytes_sent(traffic: Mapping[str, int], mesh: MeshShape) -> dict[str, int]:
+    """Bytes that one rank sends for a step's collectives, by the ring algorithm (`on_the_wire`).
+
+    Args:
+        traffic: bytes by collective ("all_gather", "reduce_scatter", "all_reduce"; any of them may be missing), of the
+            whole tensors: from `strategy_traffic`, or measured.
+        mesh: gathers and reduce-scatters run over its shard axis, all-reduces over its replicate axis.
+
+    Returns:
+        The same keys: 0 where the axis has one rank. Where blocks differ, because an axis does not divide an
+        all-reduce's elements, this is the mean over the ranks of the axis, rounded down to whole bytes.
+
+    Source: Thakur et al., 2005; see `on_the_wire`.
+    """
+    # TODO(03)
+    raise NotImplementedError

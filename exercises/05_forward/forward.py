@@ -1,0 +1,88 @@
+"""Exercise 05: Forward"""
+
+from __future__ import annotations
+
+import torch
+from typing import Any
+
+from hwfsdp import compat
+from hwfsdp.collectives import copy_out
+from hwfsdp.compat import outside_autograd
+from hwfsdp.hooks import Phase
+from hwfsdp.param import ShardedState
+from hwfsdp.watch import WatchedOutputs
+
+
+class ParamGroup:
+    def unshard(self) -> None:
+        """Starts to gather the parameters, and returns before they are there.
+
+        Does nothing if they are whole (`is_unsharded`), or on their way: then `_gathered` holds the gather in flight, a
+        `Gathered`, which `_gather` returns.
+        """
+        # TODO(05)
+        raise NotImplementedError
+
+    @outside_autograd
+    def finish_unshard(self) -> None:
+        """Puts what was gathered into the modules' parameters; compute has waited for the gather.
+
+        Does nothing if no gather is in flight (`_gathered` is None). Otherwise, in this order:
+        - The gather is this group's no more: `_gathered` is None, so that the next `unshard` may start another.
+        - Every parameter, in order, allocates its memory (`FSDPParam.allocate` returns a list of tensors to write to), and
+          `copy_out` spreads the flat buffer over all of them, in that order.
+        - The flat buffer, which the copies still read, is kept until they are over (`comm_ctx.keep_until_copied_out`).
+        - Every parameter registers its whole form (`FSDPParam.to_unsharded`).
+        """
+        # TODO(05)
+        raise NotImplementedError
+
+    @outside_autograd
+    def reshard(self) -> None:
+        """The modules have the shards afterwards; the whole parameters' memory is free.
+
+        Every parameter that is not in state SHARDED goes there (`FSDPParam.to_sharded`). One that is stays as it is, so
+        that calling this twice does no harm.
+
+        Before that, if the next gather is one of larger shards (`gather_mesh` of the parameters is not the group's
+        `mesh`): those shards are about to go, and a gather in flight may still read them, so compute waits for it
+        (`wait_for_gather`) and it is forgotten (`drop_gather`). A gather over `mesh` reads the shards that stay, and
+        remains in flight.
+        """
+        # TODO(05)
+        raise NotImplementedError
+
+
+class FSDPState:
+    def gather_for_forward(self, prefetch: bool) -> None:
+        """Gives the modules their whole parameters, before one of them computes with them.
+
+        Four steps. The gather of every group in `groups` (one, or none where other states claimed all parameters) is
+        started (`ParamGroup.unshard`, which knows whether it was started ahead), and compute waits for it
+        (`wait_for_gather`). Then, if `prefetch`, the gather of the group expected next is started (`prefetch_forward`, whether
+        or not there is a group here): not earlier, or this group would share the wire with it; not later, or it would miss
+        the time that the copy-out takes. At last the unshards are finished (`finish_unshard`): the gathered bytes are copied
+        out and the whole parameters registered.
+
+        Args:
+            prefetch: off in a recomputation, and for further modules of a group whose forward is open.
+        """
+        # TODO(05)
+        raise NotImplementedError
+
+    def complete_forward(self, output: Any) -> None:
+        """After the forward of all modules of this state: gives the memory back and prepares the backward.
+
+        Args:
+            output: what the last of the modules returned: a tensor, or anything that holds some. It is only read.
+
+        In this order:
+        - The group, if there is one, is freed if it is to be (`ParamGroup.reshard_after_forward` knows), and its forward
+          is noted with `comm_ctx.note_forward`: the backward gathers ahead in the reverse order. Neither happens while a
+          backward runs (`compat.in_backward`), that is, in a recomputation, whose parameters the backward needs next.
+        - The phase is IDLE, and `to_run` empty.
+        - If gradients are enabled, the tensors in `output` that need one will call `on_pre_backward` when theirs is
+          there: `WatchedOutputs(self.on_pre_backward, lambda: self.root.backwards).watch(output)`.
+        """
+        # TODO(05)
+        raise NotImplementedError

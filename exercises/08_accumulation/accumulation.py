@@ -1,0 +1,52 @@
+"""Exercise 08: Accumulation and ZeRO-2"""
+
+from __future__ import annotations
+
+from hwfsdp import advice
+from hwfsdp.compat import outside_autograd
+
+
+class ParamGroup:
+    def reshard_after_forward(self) -> None:
+        """Frees the parameters after forward, in part, or not at all: what `reshard_mesh` asks for.
+
+        - It is the group's own `mesh`: they are sharded over all its ranks again (`reshard`), and backward gathers them a
+          second time. This is ZeRO-3.
+        - It is a smaller mesh: they are sharded over its ranks only (`_reshard_to`), so that backward gathers from fewer.
+        - It is None: they stay whole until backward has used them. One gather less, all the memory. This is ZeRO-2.
+        """
+        # TODO(08)
+        raise NotImplementedError
+
+    @outside_autograd
+    def finish_gradients(self) -> None:
+        """After the group's backward: frees the whole parameters, and reduces the gradients or keeps them for later.
+
+        In the backward of the last micro-batch (`reduce_grads` is on) the gradients are taken from the parameters
+        (`take_grads` returns two lists: the parameters that have one, and their gradients), and reduced (`reduce`), if
+        there are any: a group that was not used communicates nothing. In those before (`reduce_grads` is off) nothing is
+        communicated; every parameter keeps its whole gradient (`FSDPParam.accumulate_grad`) for the last one.
+
+        The parameters are freed (`reshard`) if `reshard_after_backward` is on, when the gradients were taken and before
+        the reduction starts, which allocates as much as they have held; off, they stay whole for the next micro-batch.
+
+        First of all, `advice.note_unsynchronized(self, flag)` is told whether gradients will be left unreduced, so that an
+        optimizer step that comes too early warns.
+        """
+        # TODO(08)
+        raise NotImplementedError
+
+
+class FSDPParam:
+    def accumulate_grad(self) -> None:
+        """After a backward that is not reduced: keeps the whole gradient, in the reduce dtype.
+
+        Where no reduce dtype is set (`dtypes.reduce` is None) or the gradient has it already, it may stay where it is, in
+        `unsharded_param.grad`, and autograd itself adds the next one to it. Otherwise sums of many micro-batches would
+        suffer from the param dtype: then the gradient is taken (`take_grad`, which adds to what there is) and kept as
+        `accumulated_grad` in the reduce dtype. Once there is an `accumulated_grad`, it takes in all further gradients.
+
+        Does nothing if the backward left no gradient. Nothing is communicated.
+        """
+        # TODO(08)
+        raise NotImplementedError
