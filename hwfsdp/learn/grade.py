@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn.diagnose import FATAL, Finding, explain_broken, explain_failure
+from hwfsdp.learn.diagnose import Finding, explain_broken, explain_failure
 from hwfsdp.learn.manifest import Course, Exercise
+from hwfsdp.learn.misconceptions import FATAL
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
 from hwfsdp.learn.run import RUN_SECONDS, Broken, Ranks, Unreported
 from hwfsdp.learn.submission import check_folder, find_source, inspect, is_started

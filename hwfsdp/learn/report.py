@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from hwfsdp.learn.diagnose import MISCONCEPTIONS, Finding
+from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.grade import CheckResult, Grade
 from hwfsdp.learn.manifest import Exercise
+from hwfsdp.learn.misconceptions import MISCONCEPTIONS
 
 _CODES = {"green": "32", "red": "31", "grey": "90", "bold": "1"}
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}

@@ -20,9 +20,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -322,9 +321,3 @@ def describe_wait() -> str:
     last = issued[-1]
     of = f" of {last.owner!r}" if last.owner else ""
     return f"{last.op}{of}, its collective number {len(issued)}"
-
-
-def learner_frames(raised: Raised, paths: Sequence[Path | str]) -> list[dict[str, Any]]:
-    """The lines of a traceback that are in the learner's files."""
-    names = {str(path) for path in paths}
-    return [frame for frame in raised.frames if frame["file"] in names]

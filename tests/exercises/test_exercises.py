@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.learn.diagnose import MISCONCEPTIONS, Finding
+from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.grade import Grade, checks_of
 from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.misconceptions import MISCONCEPTIONS
 
 CHECKS = [
     pytest.param(exercise.number, check.id, id=f"{check.id}: {check.sentence}")

@@ -11,8 +11,6 @@ import torch
 
 from hwfsdp.events import Event
 from hwfsdp.learn.diagnose import (
-    FATAL,
-    MISCONCEPTIONS,
     Finding,
     compare_counts,
     compare_gradients,
@@ -22,6 +20,7 @@ from hwfsdp.learn.diagnose import (
     first_difference,
     ratio,
 )
+from hwfsdp.learn.misconceptions import FATAL, MISCONCEPTIONS
 from hwfsdp.learn.run import Broken, Raised, Run
 
 ORACLE = torch.tensor([[1.0, -2.0], [0.5, 4.0]])
