@@ -142,6 +142,8 @@ class ParamGroup:
     Attributes:
         fqn: of the modules that the group was made for; names it in errors, traces and pictures.
         params: in the order in which they lie in the flat buffers.
+        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, streams among it.
+        channel: how collectives of this group are run (`collectives.Channel`).
         reshard_mesh: over whose ranks parameters are sharded after forward, to be gathered again for backward: `mesh`,
             or a smaller one. None: they stay whole.
         reshard_after_backward: free them after backward; off, they stay for the next micro-batch.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from typing import Any
+
+import torch
 
 from hwfsdp import compat
 from hwfsdp.collectives import copy_out
@@ -14,6 +15,24 @@ from hwfsdp.watch import WatchedOutputs
 
 
 class ParamGroup:
+    """Parameters that travel together.
+
+    Attributes:
+        fqn: of the modules that the group was made for; names it in errors, traces and pictures.
+        params: in the order in which they lie in the flat buffers.
+        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, streams among it.
+        channel: how collectives of this group are run (`collectives.Channel`).
+        reshard_mesh: over whose ranks parameters are sharded after forward, to be gathered again for backward: `mesh`,
+            or a smaller one. None: they stay whole.
+        reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
+        reduce_grads: reduce in backward; off, gradients add up in the whole parameters' gradients.
+        all_reduce_grads: reduce over replicas, too; off, partial gradients add up (Note [Partial gradients]).
+        reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
+        unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        max_reductions: see `FSDPCommContext`, which takes the largest of its groups.
+        post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
+    """
+
     def unshard(self) -> None:
         """Starts to gather the parameters, and returns before they are there.
 
@@ -54,6 +73,18 @@ class ParamGroup:
 
 
 class FSDPState:
+    """The schedule of the modules of one `fully_shard` call.
+
+    Attributes:
+        modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
+        parent: the state of the closest sharded module above; None at the root.
+        group: its parameters; None if every parameter below it was claimed by others.
+        auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
+        to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
+        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_order: the order in which groups ran when this state's forward was the outermost one.
+    """
+
     def gather_for_forward(self, prefetch: bool) -> None:
         """Gives the modules their whole parameters, before one of them computes with them.
 

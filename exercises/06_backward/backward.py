@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
-from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +58,28 @@ def mean_scaling(
 
 
 class FSDPParam:
+    """A parameter of the model, with its shard and its memory when whole.
+
+    Attributes:
+        fqn: fully qualified name from the root module.
+        spread: how the parameter lies over the ranks, before and after sharding.
+        shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
+        rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
+        local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
+        dtypes: original, param and reduce dtype.
+        state: which form is registered.
+        padded_shard: [ceil(d0 / W) * rest], original dtype: this rank's rows, then zeros. In host memory if offloaded.
+        sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
+        gathered: [W * ceil(d0 / W) * rest], param dtype: memory of the whole parameter, its padding at the end.
+        unsharded_param: `shape`, param dtype: an alias of the front of `gathered`; None before the first gather.
+        gather_mesh: whose shards the next gather puts together: `mesh`, or the smaller one that forward resharded to.
+        post_forward_shard: [ceil(d0 / S) * rest], param dtype: rows kept after forward by this rank of a smaller world
+            of S ranks; None in other states.
+        accumulated_grad: `shape`, reduce dtype: gradients of backwards that were not reduced; else None.
+        partial_grad: this rank's rows, flat, reduce dtype: gradients that were reduced within the shard axis only.
+        extension: the local part's own way to be gathered, if it has one.
+    """
+
     def take_grad(self) -> Tensor | None:
         """The gradient to reduce, handed over: nobody but the caller refers to it afterwards, so that it can be freed.
 
@@ -92,6 +115,18 @@ class FSDPParam:
 
 
 class FSDPState:
+    """The schedule of the modules of one `fully_shard` call.
+
+    Attributes:
+        modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
+        parent: the state of the closest sharded module above; None at the root.
+        group: its parameters; None if every parameter below it was claimed by others.
+        auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
+        to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
+        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_order: the order in which groups ran when this state's forward was the outermost one.
+    """
+
     def pre_backward(self) -> bool:
         """Before the modules' backward; autograd calls it once per output that gets a gradient.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from collections.abc import Sequence
-from torch import Tensor
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hwfsdp import compat
 from hwfsdp.compat import outside_autograd
@@ -61,6 +62,18 @@ def copy_in(
 
 
 class FSDPState:
+    """The schedule of the modules of one `fully_shard` call.
+
+    Attributes:
+        modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
+        parent: the state of the closest sharded module above; None at the root.
+        group: its parameters; None if every parameter below it was claimed by others.
+        auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
+        to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
+        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_order: the order in which groups ran when this state's forward was the outermost one.
+    """
+
     def cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The inputs of a forward in the dtype of its parameters.
 
@@ -80,6 +93,24 @@ class FSDPState:
 
 
 class ParamGroup:
+    """Parameters that travel together.
+
+    Attributes:
+        fqn: of the modules that the group was made for; names it in errors, traces and pictures.
+        params: in the order in which they lie in the flat buffers.
+        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, streams among it.
+        channel: how collectives of this group are run (`collectives.Channel`).
+        reshard_mesh: over whose ranks parameters are sharded after forward, to be gathered again for backward: `mesh`,
+            or a smaller one. None: they stay whole.
+        reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
+        reduce_grads: reduce in backward; off, gradients add up in the whole parameters' gradients.
+        all_reduce_grads: reduce over replicas, too; off, partial gradients add up (Note [Partial gradients]).
+        reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
+        unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        max_reductions: see `FSDPCommContext`, which takes the largest of its groups.
+        post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
+    """
+
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
         """What to reduce these gradients in.
 

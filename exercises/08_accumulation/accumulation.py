@@ -7,6 +7,24 @@ from hwfsdp.compat import outside_autograd
 
 
 class ParamGroup:
+    """Parameters that travel together.
+
+    Attributes:
+        fqn: of the modules that the group was made for; names it in errors, traces and pictures.
+        params: in the order in which they lie in the flat buffers.
+        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, streams among it.
+        channel: how collectives of this group are run (`collectives.Channel`).
+        reshard_mesh: over whose ranks parameters are sharded after forward, to be gathered again for backward: `mesh`,
+            or a smaller one. None: they stay whole.
+        reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
+        reduce_grads: reduce in backward; off, gradients add up in the whole parameters' gradients.
+        all_reduce_grads: reduce over replicas, too; off, partial gradients add up (Note [Partial gradients]).
+        reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
+        unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        max_reductions: see `FSDPCommContext`, which takes the largest of its groups.
+        post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
+    """
+
     def reshard_after_forward(self) -> None:
         """Frees the parameters after forward, in part, or not at all: what `reshard_mesh` asks for.
 
@@ -38,6 +56,28 @@ class ParamGroup:
 
 
 class FSDPParam:
+    """A parameter of the model, with its shard and its memory when whole.
+
+    Attributes:
+        fqn: fully qualified name from the root module.
+        spread: how the parameter lies over the ranks, before and after sharding.
+        shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
+        rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
+        local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
+        dtypes: original, param and reduce dtype.
+        state: which form is registered.
+        padded_shard: [ceil(d0 / W) * rest], original dtype: this rank's rows, then zeros. In host memory if offloaded.
+        sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
+        gathered: [W * ceil(d0 / W) * rest], param dtype: memory of the whole parameter, its padding at the end.
+        unsharded_param: `shape`, param dtype: an alias of the front of `gathered`; None before the first gather.
+        gather_mesh: whose shards the next gather puts together: `mesh`, or the smaller one that forward resharded to.
+        post_forward_shard: [ceil(d0 / S) * rest], param dtype: rows kept after forward by this rank of a smaller world
+            of S ranks; None in other states.
+        accumulated_grad: `shape`, reduce dtype: gradients of backwards that were not reduced; else None.
+        partial_grad: this rank's rows, flat, reduce dtype: gradients that were reduced within the shard axis only.
+        extension: the local part's own way to be gathered, if it has one.
+    """
+
     def accumulate_grad(self) -> None:
         """After a backward that is not reduced: keeps the whole gradient, in the reduce dtype.
 

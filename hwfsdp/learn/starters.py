@@ -4,7 +4,7 @@ A starter and its solution are the same file but for the bodies, and both are ma
 
     imports      those of the modules whose names the functions use; names of a module itself are imported from it
     functions    signature, decorators, docstring; then a hole, or the package's body
-    methods      inside a class of their name, one per class of the package
+    methods      inside a class of their name with the package's docstring, one per class of the package
 
 So a starter shows no more of a module than its holes, and an import at its top is a hint at most.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -74,11 +75,21 @@ def render(chosen: Sequence[Hole], label: str, title: str, *, solved: bool) -> s
     for (_, owner), group in groupby(chosen, key=lambda hole: (hole.module, hole.owner)):
         lines += ["", ""]
         if owner:
-            lines.append(f"class {owner}:")
+            lines += [f"class {owner}:", *_class_docstring(chosen, owner)]
         texts = [_text(hole, label, solved).strip("\n").splitlines() for hole in group]
         for number, text in enumerate(texts):
             lines += [*([] if number == 0 else [""] if owner else ["", ""]), *text]
     return "\n".join(lines) + "\n"
+
+
+def _class_docstring(chosen: Sequence[Hole], owner: str) -> list[str]:
+    """That of a class, as it stands in its module: it says what attributes there are."""
+    source = next(hole.source for hole in chosen if hole.owner == owner)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name == owner and ast.get_docstring(node):
+            first = node.body[0]
+            return [*source.splitlines()[first.lineno - 1 : first.end_lineno], ""]
+    return []
 
 
 def _text(hole: Hole, label: str, solved: bool) -> str:
@@ -87,7 +98,7 @@ def _text(hole: Hole, label: str, solved: bool) -> str:
 
 
 def _import_lines(chosen: Sequence[Hole]) -> list[str]:
-    """Others first, then the package; sorted, one line per module."""
+    """Python's first, then others, then the package; sorted, one line per module."""
     needed = sorted({found for hole in chosen for found in _imports(hole, chosen)})
     lines = [f"import {found.renamed}" for found in needed if not found.module]
     for module, group in groupby((found for found in needed if found.module), key=lambda found: found.module):
@@ -95,9 +106,16 @@ def _import_lines(chosen: Sequence[Hole]) -> list[str]:
         line = f"from {module} import {', '.join(names)}"
         wrapped = "".join(f"    {name},\n" for name in names)
         lines.append(line if len(line) <= WIDTH else f"from {module} import (\n{wrapped})")
-    own = [line for line in lines if line.split()[1].split(".")[0] == "hwfsdp"]
-    others = [line for line in lines if line not in own]
-    return [*others, *([""] if own and others else []), *own]
+    blocks: list[list[str]] = [[], [], []]
+    for line in lines:
+        blocks[_origin(line)].append(line)
+    return [line for block in blocks if block for line in ["", *block]][1:]
+
+
+def _origin(line: str) -> int:
+    """Whose module an import names: 0 for Python's, 1 for other packages', 2 for one of this package."""
+    package = line.split()[1].split(".")[0]
+    return 2 if package == "hwfsdp" else int(package not in sys.stdlib_module_names)
 
 
 def _imports(hole: Hole, chosen: Sequence[Hole]) -> Iterator[Import]:

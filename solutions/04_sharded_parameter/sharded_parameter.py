@@ -37,6 +37,28 @@ def free(tensor: Tensor) -> None:
 
 
 class FSDPParam:
+    """A parameter of the model, with its shard and its memory when whole.
+
+    Attributes:
+        fqn: fully qualified name from the root module.
+        spread: how the parameter lies over the ranks, before and after sharding.
+        shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
+        rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
+        local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
+        dtypes: original, param and reduce dtype.
+        state: which form is registered.
+        padded_shard: [ceil(d0 / W) * rest], original dtype: this rank's rows, then zeros. In host memory if offloaded.
+        sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
+        gathered: [W * ceil(d0 / W) * rest], param dtype: memory of the whole parameter, its padding at the end.
+        unsharded_param: `shape`, param dtype: an alias of the front of `gathered`; None before the first gather.
+        gather_mesh: whose shards the next gather puts together: `mesh`, or the smaller one that forward resharded to.
+        post_forward_shard: [ceil(d0 / S) * rest], param dtype: rows kept after forward by this rank of a smaller world
+            of S ranks; None in other states.
+        accumulated_grad: `shape`, reduce dtype: gradients of backwards that were not reduced; else None.
+        partial_grad: this rank's rows, flat, reduce dtype: gradients that were reduced within the shard axis only.
+        extension: the local part's own way to be gathered, if it has one.
+    """
+
     @torch.no_grad()
     def shard(self, whole: Tensor, requires_grad: bool) -> None:
         """Takes this rank's rows out of the whole parameter: sets `padded_shard` and `sharded_param`.
