@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from hwfsdp import __version__
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, UsageError
 from hwfsdp.server import start_server
 
+_BEGAN = time.monotonic()
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def _add_course_verbs(verbs: Any) -> None:
             help="earlier exercises come from the same folder, not from the package",
         )
     for parser in (check, grade):
-        parser.add_argument("--seed", type=int, help="of the inputs (default: another one each time)")
+        parser.add_argument("--seed", type=_natural, help="of the inputs (default: another one each time)")
 
 
 def _add_run_options(
@@ -149,12 +151,20 @@ def _add_run_options(
 
 
 def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected {least} or more, got {value}")
     return value
 
 
@@ -286,7 +296,7 @@ def _check(args: argparse.Namespace) -> int:
     start_server()  # it imports torch, and so does the next line
     from hwfsdp.learn import commands
 
-    return commands.check(args.number, args.submission, args.mine, args.seed, args.json)
+    return commands.check(args.number, args.submission, args.mine, args.seed, args.json, _BEGAN)
 
 
 def _grade(args: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -55,6 +55,8 @@ from hwfsdp.errors import TRACEBACK_BELOW, CollectiveError, RankError, UsageErro
 from hwfsdp.server import start_server
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
+LARGEST_MESSAGE = 8 << 30  # bytes of what a rank returns
+_ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
 LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "monitoredBarrier")
 
@@ -178,6 +180,7 @@ class _Rank:
     finished: bool = False
     result: Any = None
     failure: _Failure | None = None
+    inbox: _Inbox = field(default_factory=lambda: _Inbox())
 
 
 def _start(task: _Task) -> list[_Rank]:
@@ -235,25 +238,28 @@ class _Caller:
         """Waits for news of any rank that is still running, and takes it in; False if none came in time."""
         running = [rank for rank in self.ranks if not rank.finished and not rank.failure]
         remaining = None if deadline is None else deadline - time.monotonic()
-        if (
+        if not running or (
             remaining is not None and remaining < 0
-        ):  # a rank that never stops printing has no time left, either
+        ):  # also for a rank that never stops talking
             return False
-        ready = wait([rank.connection for rank in running], remaining) if running else []
+        ready = wait([rank.connection for rank in running], remaining)
         for rank in running:
             if rank.connection in ready:
-                self.read_message(rank)
+                self.read_messages_of(rank)
         return bool(ready)
 
-    def read_message(self, rank: _Rank) -> None:
+    def read_messages_of(self, rank: _Rank) -> None:
         try:
-            kind, content = read_message(rank.connection.recv_bytes())
+            for kind, content in rank.inbox.take(rank.connection):
+                self.take_in(rank, kind, content)
         except (EOFError, OSError):
-            rank.failure = _Failure("died", _how_it_died(rank.process))
-            return
+            if not rank.finished and not rank.failure:
+                rank.failure = _Failure("died", _how_it_died(rank.process))
         except Exception as error:
             rank.failure = _Failure("died", f"a message that cannot be read: {error!r}")
-            return
+
+    def take_in(self, rank: _Rank, kind: str, content: Any) -> None:
+        """Does with a message what it is for."""
         if kind == "print":
             self.write(content)
         elif kind == "return":
@@ -266,6 +272,52 @@ class _Caller:
         elif kind == "raise":
             exception = _unpickled(content[2]) if self.unpickle else None
             rank.failure = _Failure("raised", content[0], content[1], exception)
+
+
+class _Inbox:
+    """What a rank has said so far. A message that does not end must not keep its reader waiting.
+
+    `Connection.recv_bytes` would wait for the rest. A message is its length in bytes, 4 of them, or -1 and then 8, and then
+    so many bytes (`multiprocessing.connection`).
+    """
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def take(self, connection: Connection) -> Iterator[tuple[str, Any]]:
+        """Reads what is there, which has to be something, and gives the messages that are complete.
+
+        Raises:
+            EOFError: the rank is gone. ValueError, UnpicklingError: what it said is no message.
+        """
+        piece = os.read(connection.fileno(), 1 << 20)
+        if not piece:
+            raise EOFError
+        self._data += piece
+        while (message := self._next()) is not None:
+            yield _checked(read_message(message))
+
+    def _next(self) -> bytes | None:
+        start, length = 4, int.from_bytes(self._data[:4], "big", signed=True)
+        if length == -1:
+            start, length = 12, int.from_bytes(self._data[4:12], "big")
+        if not 0 <= length <= LARGEST_MESSAGE:
+            raise ValueError(f"a message of {length:,} bytes")
+        if len(self._data) < start + length:
+            return None
+        message = bytes(self._data[start : start + length])
+        del self._data[: start + length]
+        return message
+
+
+def _checked(message: Any) -> tuple[str, Any]:
+    """A message whose parts are of the right types."""
+    kind, content = message
+    types = {"print": (str,), "return": (bytes,), "raise": (str, str, bytes | None), "where": (str, str)}
+    parts = content if isinstance(content, tuple) else (content,)
+    if not all(isinstance(part, type_) for part, type_ in zip(parts, types[kind], strict=True)):
+        raise ValueError(f"a message {kind!r} of other parts")
+    return kind, content
 
 
 class _Primitives(pickle.Unpickler):
@@ -314,16 +366,16 @@ def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
             ranks[number].connection.send("where")
         except OSError:
             stands[number] = ("gone", "")
-    until = time.monotonic() + 3.0
+    until = time.monotonic() + _ANSWER
     for number in running:
-        connection = ranks[number].connection
-        while number not in stands and connection.poll(max(0.0, until - time.monotonic())):
+        rank = ranks[number]
+        while number not in stands and (left := until - time.monotonic()) > 0 and rank.connection.poll(left):
             try:
-                kind, content = read_message(connection.recv_bytes())
+                heard = dict(rank.inbox.take(rank.connection))
             except Exception:
                 break
-            if kind == "where":
-                stands[number] = content
+            if "where" in heard:
+                stands[number] = heard["where"]
         stands.setdefault(number, ("does not answer", ""))
     in_python = [n for n in running if not stands[n][0]]
     first = (in_python or running)[0]

@@ -331,3 +331,19 @@ def test_a_rank_that_never_stops_printing_is_out_of_time_as_any_other() -> None:
     with pytest.raises(RankError, match="no return within 3 s") as caught:
         untrusted(chatter, timeout=3.0)
     assert caught.value.reason == "late"
+
+
+def test_half_a_message_does_not_keep_the_caller_waiting() -> None:
+    def begin() -> None:
+        (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
+        os.write(connection.fileno(), b"\0\0\1\0half")
+        threading.Event().wait()
+
+    with pytest.raises(RankError, match="no return within 3 s") as caught:
+        untrusted(begin, timeout=3.0)
+    assert caught.value.reason == "late"
+
+
+def test_messages_of_any_size_arrive() -> None:
+    sizes = [0, 1, 1 << 16, 5 << 20]
+    assert launch(lambda: [b"x" * size for size in sizes], 1) == [[b"x" * size for size in sizes]]

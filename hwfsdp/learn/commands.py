@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hwfsdp.errors import UsageError
 from hwfsdp.learn.grade import Grade, Options, grade, grade_folder, total
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 from hwfsdp.learn.progress import Progress, reset
@@ -41,14 +42,17 @@ def list_exercises(as_json: bool) -> int:
     return 0
 
 
-def check(number: str, submission: Path | None, mine: bool, seed: int | None, as_json: bool) -> int:
-    """Grades one exercise and prints the verdict."""
+def check(
+    number: str, submission: Path | None, mine: bool, seed: int | None, as_json: bool, began: float
+) -> int:
+    """Grades one exercise and prints the verdict; `began`, by the monotonic clock, is when the command did."""
     course = find_course()
     exercise = course.exercise(number)
     folder = _folder(course, submission)
     options = Options(mine=mine, seed=seed)
     warm_up()
     result = grade(exercise, folder, course, options)
+    result.seconds = time.monotonic() - began
     if submission is None:
         _remember(course, result)
     if as_json:
@@ -189,6 +193,10 @@ def _stamp(exercise: Exercise) -> tuple[int, int, int] | None:
 
 
 def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
-    result = grade(exercise, course.root / "exercises", course, Options(mine=mine))
+    try:
+        result = grade(exercise, course.root / "exercises", course, Options(mine=mine))
+    except UsageError as unreadable:  # as it is now; the next save may mend it
+        print(f"hwfsdp: {unreadable}\n", flush=True)
+        return
     _remember(course, result)
     print(shown(result, _shown_path(exercise.folder / exercise.file_name), Style()), end="\n\n", flush=True)

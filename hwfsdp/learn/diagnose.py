@@ -11,6 +11,7 @@ gives the answer. `misconceptions` lists them; the functions below recognize the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from hwfsdp.events import Event
 from hwfsdp.learn.misconceptions import MISCONCEPTIONS
+from hwfsdp.learn.processes import MEMORY
 from hwfsdp.learn.run import Broken, Raised, Run
 
 
@@ -187,7 +189,8 @@ def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Fin
     if raised.kind == "SyntaxError":
         return Finding("not-python", raised.message)
     if "can't allocate memory" in raised.message or raised.kind == "MemoryError":
-        return Finding("too-much-memory", f"Rank {raised.rank}: {_one_line(raised.message)}")
+        text = f"Rank {raised.rank}{_place(raised, paths)}: more than {MEMORY >> 30} GiB. {_one_line(raised.message)}"
+        return Finding("too-much-memory", text.rstrip())
     if any(sign in raised.message for sign in TIMEOUT):
         return Finding("stuck-in", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}")
     if raised.lost_peer:
@@ -238,17 +241,28 @@ def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
     if broken.reason == "exited":
         return Finding("left-early", f"Rank {broken.rank} left: {got}.")
     if broken.reason == "died":
-        return Finding("died", f"Rank {broken.rank}: {got}.")
+        return Finding(
+            "died", f"Rank {broken.rank}: {got}.{_line_of_learner(broken, paths)}{_last_words(broken)}"
+        )
     waiting = "waiting in" in broken.got
-    line = _last_line_of_learner(broken, paths)
+    line = _line_of_learner(broken, paths)
     return Finding("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}")
 
 
-def _last_line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
-    """The innermost line of a stack that is in a learner's file, if there is one."""
-    for line in reversed(broken.stacks.splitlines()):
-        for path in paths:
-            if line.strip().startswith(f'File "{path}"'):
-                _, number, function = line.strip().split(", ")
-                return f" It is in {function.removeprefix('in ')} ({path.rpartition('/')[2]}, {number})."
-    return ""
+def _line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
+    """The innermost line of a stack that is in a learner's file, if there is one.
+
+    Python lists the innermost last, in `File "…", line 3, in f`; a crash lists it first, in `File "…", line 3 in f`.
+    """
+    found = re.findall(r'File "(.+)", line (\d+),? in (\S+)', broken.stacks)
+    own = [line for line in found if line[0] in paths]
+    if not own:
+        return ""
+    path, number, function = own[0] if broken.reason == "died" else own[-1]
+    return f" It was in {function} ({path.rpartition('/')[2]}, line {number})."
+
+
+def _last_words(broken: Broken) -> str:
+    """What native code said of why it ended the process."""
+    found = re.findall(r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", broken.stacks)
+    return f" It said: {_one_line(found[0])}" if found else ""

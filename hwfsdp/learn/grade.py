@@ -225,7 +225,7 @@ def _finding(
     except Broken as broken:
         return explain_broken(broken, paths)
     except Exception as error:  # data of a kind that no right answer gives
-        return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}")
+        return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}.")
     return None
 
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ class Course(NamedTuple):
             UsageError: there is none.
         """
         for exercise in self.exercises:
-            if str(number).isdecimal() and int(exercise.number) == int(number):
+            if str(number).isascii() and str(number).isdecimal() and int(exercise.number) == int(number):
                 return exercise
         known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
         raise UsageError(
@@ -158,8 +157,3 @@ def _texts(value: Any) -> Sequence[str]:
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
         raise TypeError(f"{value!r} is not a list of texts")
     return value
-
-
-def is_exercise_directory(path: Path) -> bool:
-    """Whether a folder's name is that of an exercise, such as `04_sharded_parameter`."""
-    return path.is_dir() and re.fullmatch(r"\d\d_\w+", path.name) is not None

@@ -20,10 +20,11 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     # --- the code does not run through ---
     "not-written": Misconception("a hole is still a hole", "Which of the TODOs is left?"),
     "not-python": Misconception(
-        "the file is not Python", "What does the line above the marked one end with?"
+        "the file is not Python", "What does Python say of this line, and of the one above it?"
     ),
     "missing": Misconception(
-        "the file no longer defines a function that it has to", "Was it renamed, or moved out of its class?"
+        "the file no longer defines a function that it has to",
+        "Was it renamed, moved out of its class, or made into something else than a plain function?",
     ),
     "wrong-signature": Misconception(
         "the function cannot be called as the package calls it", "What are its parameters in the starter?"
@@ -58,6 +59,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "floor-instead-of-ceil": Misconception(
         "the remainder is left out of the chunk's length",
         "Who holds the last rows, when n is not a multiple of W?",
+    ),
+    "float-for-integer": Misconception(
+        "integers go through floats, which are not exact for large integers",
+        "What have float(2**53) and float(2**53 + 1) in common?",
     ),
     "spread-evenly": Misconception(
         "the remainder is spread over the first ranks", "How does torch.chunk cut 5 rows for 4 ranks?"

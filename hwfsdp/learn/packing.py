@@ -47,7 +47,7 @@ def unpack(data: bytes) -> Any:
     try:
         end = _HEADER + int.from_bytes(data[:_HEADER], "little")
         return _restore(json.loads(data[_HEADER:end]), memoryview(data)[end:])
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
         raise UsageError(
             "data of a rank", expected="what pack makes", got=f"{error!r}", remedy="Run it again."
         ) from error

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hwfsdp.errors import UsageError
 from hwfsdp.learn.grade import Grade
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.submission import find_source, is_started, starter
@@ -82,8 +83,11 @@ class Progress:
 
     def standing(self, exercise: Exercise) -> Standing:
         """From the last verdict and the file as it is now."""
-        text = find_source(exercise, self.course.root / "exercises").text
         known = self.grades.get(exercise.number)
+        try:
+            text = find_source(exercise, self.course.root / "exercises").text
+        except UsageError:  # it cannot be read
+            return Standing(exercise, "error", 0, False)
         if text is None or not is_started(exercise, text):
             return Standing(exercise, "not_started", 0, False)
         if known is None:

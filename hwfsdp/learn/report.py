@@ -33,7 +33,7 @@ class Style:
 
     def wrapped(self, text: str, indent: str = _INDENT) -> Iterator[str]:
         """The text, wrapped; a table in it keeps its lines."""
-        for line in text.splitlines():
+        for line in map(printable, text.splitlines()):
             if len(line) + len(indent) <= self.width or line[:1] == " ":
                 yield indent + line
             else:
@@ -45,6 +45,11 @@ class Style:
                     break_long_words=False,
                     break_on_hyphens=False,
                 )
+
+
+def printable(line: str) -> str:
+    """A line as any terminal can show it: what a learner's code says must not move its cursor, or stop the report."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line.expandtabs())
 
 
 def shown(grade: Grade, path: Path, style: Style) -> str:
@@ -86,7 +91,7 @@ def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
 def _printed(grade: Grade, style: Style) -> Iterator[str]:
     if grade.printed:
         yield style.paint("  What your code printed:", "grey")
-        yield from (f"    {line}" for line in grade.printed.splitlines())
+        yield from (f"    {printable(line)}" for line in grade.printed.splitlines())
         yield ""
 
 

@@ -16,20 +16,26 @@ it reported before is worth looking at.
 from __future__ import annotations
 
 import importlib
+import linecache
 import os
+import pickle
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch.distributed as dist
 
 from hwfsdp import ranks
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
-from hwfsdp.events import Event, Sample
+from hwfsdp.events import COLLECTIVES, Event, Sample
 from hwfsdp.learn.overlay import Overlay, install
 from hwfsdp.learn.packing import pack, unpack
 from hwfsdp.learn.processes import limit_this_process, nothing_left_behind
@@ -37,8 +43,8 @@ from hwfsdp.learn.processes import limit_this_process, nothing_left_behind
 Probe = Callable[..., None]
 Report = dict[str, Any]
 
-RUN_SECONDS = 14.0  # of one run; one that takes longer hangs
-ALL_SECONDS = 16.0  # of all runs of an exercise
+RUN_SECONDS = 12.0  # of one run; one that takes longer hangs
+ALL_SECONDS = 15.0  # of all runs of an exercise
 FAILED = "parts that raised"  # in a report: by key, what kept it from being reported
 PRINTED = 4_000  # characters of what ranks print that are kept
 
@@ -130,12 +136,18 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class _Order:
-    """What a rank is told: the probe's module and name, its arguments, and the package to load; None: as it is."""
+    """What a rank is told.
+
+    Attributes:
+        module, name, arguments: of the probe. overlay: the package to load; None: as it is.
+        folder: where its standard error goes.
+    """
 
     module: str
     name: str
     arguments: dict[str, Any]
     overlay: Overlay | None
+    folder: str
 
 
 _references: dict[str, Run] = {}  # runs with the package as it is; the same whoever asks
@@ -215,24 +227,34 @@ def _launch(
     seconds: float,
     write: Callable[[str], None],
 ) -> Run:
-    order = _Order(probe.__module__, probe.__name__, arguments, overlay)
-    call = cloudpickle.dumps((_run_on_rank, (order,), {}))
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-errors-") as folder:
+        order = _Order(probe.__module__, probe.__name__, arguments, overlay, folder)
+        call = cloudpickle.dumps((_run_on_rank, (order,), {}))
+        try:
+            with nothing_left_behind() as watch:
+                packed = ranks.run_ranks(
+                    call, world_size, seconds, "cpu", write=write, unpickle=None, environ=_environment()
+                )
+        except RankError as error:
+            if watch.exceeded:
+                raise Broken("processes", error.rank, "too many processes", "") from None
+            raise _broken(error, Path(folder)) from None
     try:
-        with nothing_left_behind() as watch:
-            packed = ranks.run_ranks(
-                call, world_size, seconds, "cpu", write=write, unpickle=None, environ=_environment()
-            )
-    except RankError as error:
-        if watch.exceeded:
-            raise Broken("processes", error.rank, "too many processes", "") from None
-        raise _broken(error) from None
-    try:
-        results = [unpack(_bytes(data)) for data in packed]
-        raised = [Raised(**result["raised"]) for result in results if result["raised"] is not None]
-        reports = [dict(result["report"]) for result in results]
-    except (UsageError, TypeError, KeyError, ValueError):
-        raise Broken("exited", 0, "something else than a report came back") from None
-    return Run(reports, sorted(raised, key=lambda r: (r.lost_peer, r.rank)))
+        return _run_of([_result(data) for data in packed])
+    except (UsageError, TypeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise Broken("exited", 0, f"something else than a report came back ({error})") from None
+
+
+def _run_of(results: list[Report]) -> Run:
+    """The reports of the ranks, and what they raised; the likely cause comes first."""
+    raised = [Raised(**result["raised"]) for result in results if result["raised"] is not None]
+    if not all(isinstance(r.rank, int) and isinstance(r.kind + r.message, str) for r in raised):
+        raise TypeError("an exception of another form")
+    if not all(isinstance(frame["file"] + frame["text"], str) for r in raised for frame in r.frames):
+        raise TypeError("a traceback of another form")
+    return Run(
+        [dict(result["report"]) for result in results], sorted(raised, key=lambda r: (r.lost_peer, r.rank))
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -241,21 +263,34 @@ def _environment() -> dict[str, str]:
     return {**ours, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
 
 
-def _bytes(pickled: bytes) -> bytes:
-    """The bytes in the pickle of a bytes object, which is all that `_run_on_rank` returns."""
+def _result(pickled: bytes) -> Any:
+    """What `_run_on_rank` packed; that is bytes, and these are all there may be in the pickle."""
     found = ranks.read_message(pickled)
     if not isinstance(found, bytes):
         raise TypeError("not bytes")
-    return found
+    return unpack(found)
 
 
-def _broken(error: RankError) -> Broken:
-    got = error.got
-    if error.reason == "raised":
+def _broken(error: RankError, folder: Path) -> Broken:
+    """Why a run had to end; `folder` holds what ranks wrote to standard error."""
+    got, reason, stacks = error.got, error.reason, error.traceback
+    if reason == "raised":
         reason = "exited" if got.startswith(("SystemExit", "KeyboardInterrupt")) else "died"
-    else:
-        reason = "exited" if "exit with status" in got else error.reason
-    return Broken(reason, error.rank, got, error.traceback)
+    elif "exit with status" in got:
+        reason = "exited"
+    elif reason == "died":
+        stacks = _tail(folder / str(error.rank))
+    return Broken(reason, error.rank, got, stacks)
+
+
+def _tail(path: Path) -> str:
+    """The end of a file, as text."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64_000))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 # --- On the rank -------------------------------------------------------------------------------------------
@@ -273,6 +308,7 @@ def _run_on_rank(order: _Order) -> bytes:
     """Loads the package, calls the probe and packs what it reported."""
     report: Report = {}
     raised: dict[str, Any] | None = None
+    redirect_errors(Path(order.folder) / str(dist.get_rank()))
     if order.overlay is not None:
         limit_this_process()
         ranks.describe_wait = describe_wait
@@ -285,14 +321,20 @@ def _run_on_rank(order: _Order) -> bytes:
         raised = _described(error)
     try:
         return pack({"report": report, "raised": raised})
-    except UsageError as error:  # a learner's function returned something that is no data
+    except Exception as error:  # a learner's function returned something that is no data
         return pack({"report": {}, "raised": raised or _described(error)})
+
+
+def redirect_errors(path: Path) -> None:
+    """What native code writes to standard error goes to a file; what Python writes there is printed like the rest."""
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stderr = sys.stdout
 
 
 def _described(error: Exception) -> dict[str, Any]:
     """What `Raised` keeps of an exception."""
-    import torch.distributed as dist
-
     frames = [
         {"file": frame.filename, "line": frame.lineno or 0, "function": frame.name, "text": frame.line or ""}
         for frame in traceback.extract_tb(error.__traceback__)
@@ -308,16 +350,37 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def describe_wait() -> str:
-    """The collective that this rank waits in, with its place among those that it issued."""
-    found = sys.modules.get("hwfsdp.streams")
-    pending: str = getattr(found, "pending_collective", "")
-    events = sys.modules.get("hwfsdp.events")
+    """The collective that this rank waits in, with its place among those that it issued; "" if it waits in none."""
+    streams, events = sys.modules.get("hwfsdp.streams"), sys.modules.get("hwfsdp.events")
+    pending: str = getattr(streams, "pending_collective", "") or _collective_called()
     recorder = events.active() if events else None
-    if recorder is None:
+    if not pending or recorder is None:
         return pending
-    issued = [draft.event for draft in recorder.drafts if draft.event.op in events.COLLECTIVES]  # type: ignore[union-attr]
+    issued = [draft.event for draft in recorder.drafts if draft.event.op in COLLECTIVES]
     if not issued:
         return pending
     last = issued[-1]
-    of = f" of {last.owner!r}" if last.owner else ""
-    return f"{last.op}{of}, its collective number {len(issued)}"
+    name = f"{last.op} of {last.owner!r}" if last.owner else str(last.op)
+    if pending not in (WAIT, last.op):
+        return f"{pending}, after {name}, its collective number {len(issued)}"
+    return f"{name}, its collective number {len(issued)}"
+
+
+WAIT = "wait"  # for a work that was issued before
+
+
+def _collective_called() -> str:
+    """The function of torch.distributed that this rank is in, by its stack."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = ""
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if "/torch/distributed/" in path:
+            found = name if not name.endswith("wrapper") else found
+        elif found:
+            return WAIT if found == "wait" else found
+        else:
+            line = linecache.getline(path, frame.f_lineno)
+            return WAIT if ".wait(" in line else ""
+        frame = frame.f_back
+    return found

@@ -13,6 +13,7 @@ from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.overlay import Submitted
 
 LARGEST = 1 << 20  # bytes of a file that anyone wrote
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,19 @@ def find_source(exercise: Exercise, folder: Path) -> Source:
     if not path.exists():
         return Source(path, None)
     try:
-        if path.stat().st_size > LARGEST:
-            raise OSError(0, f"larger than {LARGEST:,} bytes")
-        return Source(path, path.read_bytes().decode("utf-8-sig"))
+        if not path.is_file():
+            raise OSError(0, "something that is no file")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise OSError(0, f"more than {LARGEST:,} bytes")
+        return Source(path, content.decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"submission {path}",
-            expected="a file of Python",
+            expected="a file of Python, in UTF-8",
             got=getattr(error, "strerror", None) or "bytes that are not UTF-8",
-            remedy="Check the file and its permissions.",
+            remedy="Check the file, how it was saved, and its permissions.",
         ) from None
 
 
@@ -70,7 +75,7 @@ def is_started(exercise: Exercise, text: str) -> bool:
         return False
     try:
         return any(not _is_blank(node) for node in _defined(exercise, text).values())
-    except (SyntaxError, ValueError):
+    except NOT_PYTHON:
         return True
 
 
@@ -97,10 +102,11 @@ def inspect(exercise: Exercise, source: Source) -> Submitted:
     try:
         compile(source.text, path, "exec", dont_inherit=True)
         found = _defined(exercise, source.text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except NOT_PYTHON as error:
         line = getattr(error, "lineno", None)
         where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
-        message = f"{source.path.name}, {where}{getattr(error, 'msg', None) or error}."
+        what = getattr(error, "msg", None) or str(error) or "nested too deeply"
+        message = f"{source.path.name}, {where}{what}."
         raise Finding("not-python", message) from None
     wanted = _defined(exercise, starter(exercise))
     for place in exercise.places:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hwfsdp import UsageError
 from hwfsdp.learn.grade import Grade, Options, grade, grade_folder
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import descendants, server_pid
+from hwfsdp.learn.report import Style, shown
 from hwfsdp.learn.submission import solution, starter
 from hwfsdp.learn.workbook import graded
 
@@ -102,6 +105,74 @@ def test_what_does_not_come_through_scores_nothing_and_is_told_why(name: str) ->
     text, misconception, words = WORTHLESS[name]
     options = QUICK if misconception == "endless" else Options(seed=1)
     is_worthless(graded(MATH, COURSE, text, options), misconception, words)
+
+
+PARTIAL = """import gc, os
+    from multiprocessing.connection import Connection
+    (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
+    os.write(connection.fileno(), b'\\0\\0\\1\\0')
+    while True: pass"""
+FORGED = """import sys
+    frame = sys._getframe()
+    while frame.f_code.co_name != '_run_on_rank': frame = frame.f_back
+    pack = frame.f_globals.setdefault('real', frame.f_globals['pack'])
+    frame.f_globals['pack'] = lambda data: pack(FORGERY)"""
+FORGERIES = {
+    "no report": "{}",
+    "a traceback of numbers": "{'report': {}, 'raised': {'rank': 0, 'kind': 1, 'message': 2, 'frames': 3}}",
+    "frames of numbers": "{'report': {}, 'raised': {'rank': 0, 'kind': '', 'message': '', 'frames': [1]}}",
+    "a list": "[1, 2]",
+}
+TOO_DEEP = {"sums": "x = " + "1+" * 20_000 + "1\n", "signs": "x = " + "-" * 50_000 + "1\n"}
+
+
+@pytest.mark.parametrize("name", TOO_DEEP)
+def test_what_the_parser_cannot_take_is_not_python(name: str) -> None:
+    result = graded(MATH, COURSE, TOO_DEEP[name])
+    is_worthless(
+        result, "not-python", "nested too deeply" if not str(result.finding).count("recursion") else ""
+    )
+
+
+def test_half_a_message_does_not_keep_the_grader_waiting() -> None:
+    is_worthless(graded(MATH, COURSE, with_line(PARTIAL), QUICK), "endless", "does not answer")
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forged_reports_are_worth_nothing(name: str) -> None:
+    text = with_line(FORGED.replace("FORGERY", FORGERIES[name]))
+    result = graded(MATH, COURSE, text)
+    assert (result.status, result.score) == ("error", 0), result.finding
+    assert result.finding is not None and result.finding.misconception in ("left-early", "crashed")
+
+
+@pytest.mark.parametrize("value", ["2 ** 20000", "object()", "'\\ud800'", "float('inf')"])
+def test_odd_values_are_wrong_and_no_more(value: str) -> None:
+    result = graded(MATH, COURSE, with_line(f"return {value}"))
+    assert result.status == "failed"
+    assert all(r.finding.misconception != "died" for r in result.results if r.finding)
+
+
+def test_escapes_and_surrogates_that_are_printed_do_not_reach_the_terminal() -> None:
+    result = graded(MATH, COURSE, with_line(r"n or print('\ud800 \x1b[2J', end=chr(10))"))
+    assert result.status == "passed"
+    text = shown(result, Path("x.py"), Style(io.StringIO()))
+    text.encode()
+    assert "\x1b" not in text and r"\ud800 \x1b[2J" in text
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large"])
+def test_what_is_no_file_of_moderate_size_cannot_be_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / MATH.file_name
+    make: dict[str, Callable[[], object]] = {
+        "fifo": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+        "large": lambda: path.write_bytes(b"#" * (1 << 21)),
+    }
+    make[kind]()
+    with pytest.raises(UsageError, match="expected a file of Python"):
+        grade(MATH, tmp_path, COURSE)
 
 
 SKIPPED = {
