@@ -41,18 +41,21 @@ a book, in this order; each imports only from those before it.
          recording     puts the instruments in place, takes them away again
          inspection    a model's parameters as a table
          filling       the same weights whatever the number of ranks
-    VI   Workbench
+    VI   Checkpoints
+         checkpoint    state dicts that are moved, compared, saved
+    VII  Workbench
          optim         torch's optimizers, their steps over local parts
          models        a byte-level GPT to shard
          data          text to train it on
          server        what ranks are forked from
          nursery       what it does before it forks
+         messages      what they say to their caller
          ranks         processes to run on
          train         the loop
-    VII  Pictures
+    VIII Pictures
          plot          figures of a log
          demo          three times the same run: hwfsdp, FSDP2, unsharded
-    VIII Classroom
+    IX   Classroom
          learn         exercises cut out of this package
          cli           the command `hwfsdp`
 """

@@ -17,10 +17,6 @@ Note [Which rank failed first]
 Note [Time runs out]
     A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
     collective that the rank is blocked in and its stack. It also ends the rank when the caller is gone.
-
-Note [What a rank says]
-    To unpickle is to run what the pickle says. Messages are made of text and bytes only, and are read by an unpickler
-    that knows nothing else; what ranks return and raise travels in them as bytes, and who trusts them unpickles these.
 """
 
 from __future__ import annotations
@@ -52,10 +48,10 @@ import torch.distributed as dist
 
 from hwfsdp import compat, streams
 from hwfsdp.errors import TRACEBACK_BELOW, CollectiveError, RankError, UsageError
+from hwfsdp.messages import Inbox
 from hwfsdp.server import start_server
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
-LARGEST_MESSAGE = 8 << 30  # bytes of what a rank returns
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
 LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "monitoredBarrier")
@@ -112,7 +108,7 @@ def run_ranks(
     unpickle: Callable[[bytes], Any] | None,
     environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What `launch` does, for callers that must not trust their ranks (Note [What a rank says]).
+    """What `launch` does, for callers that must not trust their ranks (see `messages`).
 
     Args:
         call: what `cloudpickle.dumps` makes of the function, its arguments and keywords.
@@ -180,7 +176,7 @@ class _Rank:
     finished: bool = False
     result: Any = None
     failure: _Failure | None = None
-    inbox: _Inbox = field(default_factory=lambda: _Inbox())
+    inbox: Inbox = field(default_factory=Inbox)
 
 
 def _start(task: _Task) -> list[_Rank]:
@@ -272,62 +268,6 @@ class _Caller:
         elif kind == "raise":
             exception = _unpickled(content[2]) if self.unpickle else None
             rank.failure = _Failure("raised", content[0], content[1], exception)
-
-
-class _Inbox:
-    """What a rank has said so far. A message that does not end must not keep its reader waiting.
-
-    `Connection.recv_bytes` would wait for the rest. A message is its length in bytes, 4 of them, or -1 and then 8, and then
-    so many bytes (`multiprocessing.connection`).
-    """
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def take(self, connection: Connection) -> Iterator[tuple[str, Any]]:
-        """Reads what is there, which has to be something, and gives the messages that are complete.
-
-        Raises:
-            EOFError: the rank is gone. ValueError, UnpicklingError: what it said is no message.
-        """
-        piece = os.read(connection.fileno(), 1 << 20)
-        if not piece:
-            raise EOFError
-        self._data += piece
-        while (message := self._next()) is not None:
-            yield _checked(read_message(message))
-
-    def _next(self) -> bytes | None:
-        start, length = 4, int.from_bytes(self._data[:4], "big", signed=True)
-        if length == -1:
-            start, length = 12, int.from_bytes(self._data[4:12], "big")
-        if not 0 <= length <= LARGEST_MESSAGE:
-            raise ValueError(f"a message of {length:,} bytes")
-        if len(self._data) < start + length:
-            return None
-        message = bytes(self._data[start : start + length])
-        del self._data[: start + length]
-        return message
-
-
-def _checked(message: Any) -> tuple[str, Any]:
-    """A message whose parts are of the right types."""
-    kind, content = message
-    types = {"print": (str,), "return": (bytes,), "raise": (str, str, bytes | None), "where": (str, str)}
-    parts = content if isinstance(content, tuple) else (content,)
-    if not all(isinstance(part, type_) for part, type_ in zip(parts, types[kind], strict=True)):
-        raise ValueError(f"a message {kind!r} of other parts")
-    return kind, content
-
-
-class _Primitives(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a message")
-
-
-def read_message(data: bytes) -> Any:
-    """What a rank pickled, if it is made of text, bytes, numbers, tuples and None (Note [What a rank says])."""
-    return _Primitives(io.BytesIO(data)).load()
 
 
 def _unpickled(exception: bytes | None) -> BaseException | None:

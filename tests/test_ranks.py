@@ -24,7 +24,8 @@ from torch import nn
 
 from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.errors import CollectiveError
-from hwfsdp.ranks import read_message, run_ranks
+from hwfsdp.messages import read_message
+from hwfsdp.ranks import run_ranks
 
 
 def all_end(pids: list[int], seconds: float = 20) -> bool:

@@ -19,11 +19,13 @@ import importlib
 import linecache
 import os
 import pickle
+import re
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,7 @@ from hwfsdp.events import COLLECTIVES, Event, Sample
 from hwfsdp.learn.overlay import Overlay, install
 from hwfsdp.learn.packing import pack, unpack
 from hwfsdp.learn.processes import limit_this_process, nothing_left_behind
+from hwfsdp.messages import read_message
 
 Probe = Callable[..., None]
 Report = dict[str, Any]
@@ -265,7 +268,7 @@ def _environment() -> dict[str, str]:
 
 def _result(pickled: bytes) -> Any:
     """What `_run_on_rank` packed; that is bytes, and these are all there may be in the pickle."""
-    found = ranks.read_message(pickled)
+    found = read_message(pickled)
     if not isinstance(found, bytes):
         raise TypeError("not bytes")
     return unpack(found)
@@ -331,6 +334,7 @@ def redirect_errors(path: Path) -> None:
     os.dup2(file, 2)
     os.close(file)
     sys.stderr = sys.stdout
+    warnings.simplefilter("ignore")  # about what torch makes of wrong code; the verdict says more
 
 
 def _described(error: Exception) -> dict[str, Any]:
@@ -367,6 +371,7 @@ def describe_wait() -> str:
 
 
 WAIT = "wait"  # for a work that was issued before
+BLOCKING = re.compile(r"(all_|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send|wait)")
 
 
 def _collective_called() -> str:
@@ -376,7 +381,7 @@ def _collective_called() -> str:
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/distributed/" in path:
-            found = name if not name.endswith("wrapper") else found
+            found = name if BLOCKING.match(name) else found
         elif found:
             return WAIT if found == "wait" else found
         else:
