@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.15. Everything else in this package uses documented A
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -66,6 +67,12 @@ def cpu_backend(group: dist.ProcessGroup) -> str:
     """Name of the backend that moves CPU tensors of this group, for example "gloo"; "" if none does."""
     config: str = getattr(dist, "get_backend_config")(group)  # noqa: B009  (exported, but not declared)
     return dict(part.split(":") for part in config.split(",") if ":" in part).get("cpu", "")
+
+
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """The kinds of device whose tensors this group moves, for example ["cpu", "cuda"]."""
+    config: str = getattr(dist, "get_backend_config")(group)  # noqa: B009  (exported, but not declared)
+    return [part.split(":")[0] for part in config.split(",") if ":" in part]
 
 
 def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
@@ -253,6 +260,12 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
 def local_of(tensor: DTensor) -> Tensor:
     """The rank's part itself, with no autograd node between it and the DTensor (`to_local` makes one)."""
     return tensor._local_tensor
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether it is one of the sharded tensors that torch had before DTensor."""
+    home = sys.modules.get("torch.distributed._shard.sharded_tensor.api")  # not imported: there can be none
+    return home is not None and isinstance(value, home.ShardedTensor)
 
 
 def replace_local(tensor: DTensor, local: Tensor) -> None:

@@ -1,0 +1,365 @@
+"""Whole tensors into shards.
+
+`broadcast_state_dict` starts from one rank that has a full state dict, `distribute_state_dict` from ranks that all
+have it. Both fill a state dict whose tensors are sharded, or not, in whatever way: each rank cuts its part out of
+the whole, at the extent that `layout` gives it. Entries are matched by their paths, so nested state dicts, those of
+optimizers for example, need not be flattened.
+
+Note [Agreeing before moving]
+    A rank that finds out halfway that a shape does not fit would leave the others in a collective, and everyone
+    with a mixture of two models. So `broadcast_state_dict` has three phases. *Plan*: the source sends what it is
+    going to send: paths, shapes, dtypes, and all that is not a tensor. *Agree*: each rank holds the plan against
+    its own state dict, and tells all others what it cannot do. If any rank, the source included, cannot, every rank
+    raises that same error, and nothing was touched. *Move*: one tensor at a time, through a buffer as large as the
+    largest, which is all the memory that a rank needs besides what it keeps.
+
+Left out: tensors that nobody asked for still travel, and gradients still to be summed (`Partial`) cannot be filled.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from hwfsdp.checkpoint.state_dict import bytes_of, check_data, to_cpu
+from hwfsdp.checkpoint.traverse import Path, items_of, leaves_of, map_leaves, show
+from hwfsdp.compat import device_types, dtensor
+from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
+from hwfsdp.layout import shard_of
+
+Plan = dict[Path, Any]  # what will come there: a TensorInfo, an EmptyContainer, or the value itself
+
+
+class TensorInfo(NamedTuple):
+    """A tensor that is going to be sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class EmptyContainer(NamedTuple):
+    """A container without entries, of this type."""
+
+    type_name: str
+
+
+@torch.no_grad()
+def broadcast_state_dict(
+    full_state_dict: dict[Any, Any],
+    local_state_dict: dict[Any, Any],
+    device: torch.device,
+    pg: dist.ProcessGroup | None = None,
+    strict: bool = False,
+    cpu_offload: bool = False,
+) -> None:
+    """Fills every rank's `local_state_dict` from the `full_state_dict` of rank 0 of the group, in place.
+
+    A collective over `pg`. Tensors with memory of their own are written where they are. Those on the meta device are
+    replaced, as are plain ones that are on another kind of device than `device`; plain 0-d ones then go to the CPU,
+    where optimizers count their steps. Entries that are not tensors take rank 0's value. What one side alone has is
+    left as it is. The outermost dict stays the same object, containers inside are replaced by new ones.
+
+    Args:
+        full_state_dict: whole tensors; of other ranks than 0 it is not looked at.
+        strict: keys of dicts that rank 0 does not have are removed from `local_state_dict`.
+        cpu_offload: tensors of `local_state_dict` that were filled move to the CPU.
+
+    Raises:
+        UsageError: on all ranks, if on any of them a shape or dtype differs, a tensor faces what is none, a DTensor
+            is not cut as its placements say, or rank 0 has a DTensor, a meta tensor or what cannot be pickled.
+        UnsupportedError: likewise, for a `Partial` placement or a ShardedTensor.
+        StateError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise StateError(
+            "broadcast_state_dict",
+            expected="a process group",
+            got="none",
+            remedy="Call init_process_group first, or distribute_state_dict in a single process.",
+        )
+    is_source = dist.get_rank(pg) == 0
+    plan = _send_plan(full_state_dict if is_source else None, pg)
+    _agree(lambda: _check_plan(plan, local_state_dict), pg)
+    source = dict(leaves_of(full_state_dict)) if is_source else {}
+    device = torch.device(device)
+    buffer = _buffer_for(plan, source, _way(pg, device))
+
+    def receive(path: Path) -> Tensor:
+        return _broadcast(source.get(path), plan[path], buffer, pg)
+
+    _fill(plan, local_state_dict, receive, device, cpu_offload)
+    if strict:
+        _prune(local_state_dict, plan)
+
+
+@torch.no_grad()
+def distribute_state_dict(
+    full_state_dict: dict[Any, Any],
+    local_state_dict: dict[Any, Any],
+    device: torch.device,
+    pg: dist.ProcessGroup | None = None,
+) -> None:
+    """Fills `local_state_dict` from the `full_state_dict` that this rank has, in place, as `broadcast_state_dict` does.
+
+    No communication, and no tensor shares memory with the full one.
+
+    Args:
+        pg: without effect, as in torch.
+
+    Raises:
+        UsageError, UnsupportedError: as `broadcast_state_dict`, but on this rank only; nothing was touched.
+    """
+    plan = _plan_of(full_state_dict)
+    _check_plan(plan, local_state_dict)
+    source = dict(leaves_of(full_state_dict))
+    _fill(plan, local_state_dict, lambda path: source[path].detach(), torch.device(device), cpu_offload=False)
+
+
+# --- Plan --------------------------------------------------------------------------------------------------
+
+
+def _plan_of(full_state_dict: dict[Any, Any]) -> Plan:
+    plan: Plan = {}
+    for path, value in leaves_of(full_state_dict):
+        if not isinstance(value, Tensor):
+            plan[path] = value if items_of(value) is None else EmptyContainer(type(value).__name__)
+            continue
+        check_data(path, value)
+        if isinstance(value, DTensor) or value.layout != torch.strided:
+            raise UsageError(
+                show(path),
+                expected="a whole, dense tensor in the full state dict",
+                got=type(value).__name__ if isinstance(value, DTensor) else str(value.layout),
+                remedy="Call gather_state_dict for DTensors, and to_dense for sparse tensors.",
+            )
+        plan[path] = TensorInfo(tuple(value.shape), value.dtype)
+    return plan
+
+
+def _send_plan(full_state_dict: dict[Any, Any] | None, pg: dist.ProcessGroup | None) -> Plan:
+    """The plan of the rank that has the full state dict, on every rank; its error, on every rank, if it has none."""
+    answer: list[Any] = [None]
+    if full_state_dict is not None:
+        try:
+            answer = [_plan_of(full_state_dict)]
+            _check_pickles(answer[0])
+        except Exception as error:
+            answer = [_as_ours(error)]
+    dist.broadcast_object_list(answer, group=pg, group_src=0)
+    if isinstance(answer[0], FSDPError):
+        raise answer[0]
+    plan: Plan = answer[0]
+    return plan
+
+
+def _check_pickles(plan: Plan) -> None:
+    for path, value in plan.items():
+        try:
+            pickle.dumps((path, value))
+        except Exception as error:
+            raise UsageError(
+                show(path),
+                expected="what can be sent to other ranks: a tensor, or something that can be pickled",
+                got=f"{type(value).__name__} ({_one_line(error)})",
+                remedy="Take it out of the full state dict.",
+            ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# --- Agree -------------------------------------------------------------------------------------------------
+
+
+def _agree(check: Callable[[], None], pg: dist.ProcessGroup | None) -> None:
+    """Runs the check on every rank; if it raises on any, the error of the first such rank is raised on all."""
+    mine: FSDPError | None = None
+    try:
+        check()
+    except Exception as error:
+        mine = _as_ours(error)
+    errors: list[FSDPError | None] = [None] * dist.get_world_size(pg)
+    dist.all_gather_object(errors, mine, group=pg)
+    first = next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first
+
+
+def _as_ours(error: Exception) -> FSDPError:
+    """The error, or one of ours that says the same and is sure to reach other ranks."""
+    if isinstance(error, FSDPError):
+        return error
+    return UsageError(
+        "the state dict",
+        expected="entries that can be listed",
+        got=f"{type(error).__name__}: {_one_line(error)}",
+        remedy="Use plain dicts, lists and tuples.",
+    )
+
+
+def _check_plan(plan: Plan, local_state_dict: dict[Any, Any]) -> None:
+    """Raises unless everything in the plan that this rank has a place for fits there."""
+    places = dict(leaves_of(local_state_dict))
+    inner = {path[:n] for path in places for n in range(len(path))}
+    planned = {path[:n] for path in plan for n in range(len(path))}
+    for path, place in places.items():
+        if path in plan:
+            _check_entry(path, plan[path], place)
+        elif path in planned and items_of(place) is None:
+            _refuse_entry(path, "what can hold the entries of a container", type(place).__name__)
+    for path, coming in plan.items():
+        if path in inner and not isinstance(coming, EmptyContainer):
+            _refuse_entry(path, "a container, as this rank has", "a leaf")
+
+
+def _refuse_entry(path: Path, expected: str, got: str) -> None:
+    rank = f", rank {dist.get_rank()}" if dist.is_initialized() else ""
+    raise UsageError(
+        f"{show(path)}{rank}",
+        expected=expected,
+        got=got,
+        remedy="Compare the model that the full state dict was taken from with this one.",
+    )
+
+
+def _check_entry(path: Path, coming: Any, place: Any) -> None:
+    if isinstance(coming, EmptyContainer):
+        if items_of(place) is None:
+            _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
+        return
+    if not isinstance(coming, TensorInfo):
+        if isinstance(place, Tensor):
+            _refuse_entry(path, f"a tensor of shape {tuple(place.shape)}", type(coming).__name__)
+        return
+    if not isinstance(place, Tensor):
+        _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
+    elif (tuple(place.shape), place.dtype) != coming:
+        _refuse_entry(
+            path, f"shape {tuple(place.shape)} and {place.dtype}", f"shape {coming.shape} and {coming.dtype}"
+        )
+    elif isinstance(place, DTensor) and any(isinstance(p, Partial) for p in place.placements):
+        raise UnsupportedError(
+            show(path),
+            expected="placements that say which values a rank has",
+            got=f"{list(place.placements)}",
+            remedy="Redistribute Partial to Replicate first.",
+        )
+    elif not place.is_meta:
+        check_data(path, place)
+
+
+# --- Move --------------------------------------------------------------------------------------------------
+
+
+def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where tensors are while they travel: on `device`, if the group moves tensors of its kind."""
+    group = pg if pg is not None else dist.group.WORLD
+    kinds = device_types(group) if group is not None else []
+    return device if device.type in kinds or not kinds else torch.device(kinds[0])
+
+
+def _buffer_for(plan: Plan, source: dict[Path, Any], way: torch.device) -> Tensor:
+    """Memory for the largest tensor of the plan, as bytes; on the source, of those that cannot be sent as they lie."""
+    infos = {path: info for path, info in plan.items() if isinstance(info, TensorInfo)}
+    sizes = [
+        info.nbytes
+        for path, info in infos.items()
+        if path not in source or not _lies_ready(source[path], way)
+    ]
+    return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=way)
+
+
+def _lies_ready(tensor: Tensor, way: torch.device) -> bool:
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == way.type and tensor.is_contiguous() and not is_lazy
+
+
+def _broadcast(
+    tensor: Tensor | None, info: TensorInfo, buffer: Tensor, pg: dist.ProcessGroup | None
+) -> Tensor:
+    """The tensor of rank 0, there, or in the buffer, which the next one overwrites; as bytes, whatever the dtype."""
+    flat = buffer[: info.nbytes]
+    if tensor is not None and _lies_ready(tensor, buffer.device):
+        flat = bytes_of(tensor)
+    elif tensor is not None:
+        flat.view(info.dtype).view(info.shape).copy_(tensor)
+    if flat.numel():
+        dist.broadcast(flat, group=pg, group_src=0)
+    return flat.view(info.dtype).view(info.shape)
+
+
+def _fill(
+    plan: Plan,
+    local_state_dict: dict[Any, Any],
+    receive: Callable[[Path], Tensor],
+    device: torch.device,
+    cpu_offload: bool,
+) -> None:
+    """Receives every tensor of the plan in its order, and puts what this rank has a place for there."""
+    places = dict(leaves_of(local_state_dict))
+    written: dict[int, Tensor] = {}  # by the id of its place: tied tensors stay tied
+    filled: dict[Path, Any] = {}
+    for path, coming in plan.items():
+        if isinstance(coming, TensorInfo):
+            whole = receive(path)
+            if path in places:
+                place = places[path]
+                written[id(place)] = _write(whole, written.get(id(place), place), device)
+                filled[path] = to_cpu(written[id(place)]) if cpu_offload else written[id(place)]
+        elif not isinstance(coming, EmptyContainer):
+            filled[path] = coming
+
+    new = map_leaves(lambda path, leaf, _: filled.get(path, leaf), dict(local_state_dict), by_path=True)
+    for key, value in new.items():
+        local_state_dict[key] = value
+
+
+def _write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
+    """What `place` becomes: itself, holding this rank's values; or another tensor that does."""
+    part = whole
+    if isinstance(place, DTensor):
+        if place.device_mesh.get_coordinate() is None:
+            return place
+        part = shard_of(whole, place.device_mesh, place.placements)
+    memory = place.to_local() if isinstance(place, DTensor) else place
+    elsewhere = not isinstance(place, DTensor) and place.ndim > 0 and place.device.type != device.type
+    if not (memory.is_meta or elsewhere or _is_expanded(memory)):
+        memory.copy_(part)
+        return place
+    if not isinstance(place, DTensor):
+        return _copy_to(part, device if place.ndim else torch.device("cpu"))
+    local = _copy_to(part, torch.device(device))
+    return dtensor(local, place.device_mesh, place.placements, place.shape, place.stride())
+
+
+def _copy_to(part: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy, never a view: a part of a tensor would keep the whole alive."""
+    return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are one place in memory, which cannot be written to."""
+    return any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride()))
+
+
+def _prune(tree: Any, plan: Plan, at: Path = ()) -> None:
+    """Removes the keys of dicts under which the plan has nothing."""
+    known = {path[: len(at) + 1] for path in plan if path[: len(at)] == at}
+    items = items_of(tree) or {}
+    for key, child in items.items():
+        if (*at, key) in known:
+            _prune(child, plan, (*at, key))
+        elif isinstance(tree, dict):
+            del tree[key]

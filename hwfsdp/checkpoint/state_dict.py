@@ -1,0 +1,404 @@
+"""State dicts gathered, offloaded, copied, compared.
+
+`iterate_state_dict` applies one function to every tensor and keeps everything around it; the others are that with
+particular functions. They take and return what torch's private helpers of the same names take and return, except
+that container types survive, and that whatever cannot be done exactly is an error with the path of keys, raised
+before any tensor has moved.
+
+    gather_state_dict             DTensors become whole tensors
+    offload_state_dict_to_cpu     every tensor on the CPU
+    create_cpu_state_dict         room for a copy: the same shapes on the CPU, no values yet
+    copy_state_dict               values into such room
+    check_state_dict_similarity   whether they would fit
+
+What is one object at two places of a state dict is one object at both places of the result.
+
+Note [Gathering by extents]
+    The ranks along one mesh dim send each other what they have, and then, along the next, what they received: after
+    the mesh dims that cut the tensor, from right to left, each rank holds all shards in row-major order. Shards that
+    are shorter than the first are padded for the way, as collectives want equal sizes. Where each belongs in the
+    whole, `layout` knows, also where cuts are uneven and strided, which is where redistributing in torch goes wrong.
+    Bytes are sent, not numbers, so every dtype can travel over every backend.
+
+Left out: `ShardedTensor`. It is refused by name, except that `iterate_state_dict` hands it to the function for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, Path, items_of, leaves_of, map_leaves, show
+from hwfsdp.compat import all_gather_single, is_shard, is_sharded_tensor, wrap_like
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
+from hwfsdp.layout import compute_local_shape_and_global_offset, local_extent_of, unshard_strided
+
+# (tensor, pg, device, companion or None) → what takes the tensor's place
+TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]
+
+SIMPLE = (int, float, str, bytes, io.BytesIO, torch.Size, type(None))  # leaves that any checkpoint can hold
+
+
+@torch.no_grad()
+def iterate_state_dict(
+    iter_object: Any,
+    sharded_tensor_func: TensorFunction,
+    dtensor_func: TensorFunction,
+    tensor_func: TensorFunction,
+    *,
+    pg: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    cpu_offload: bool = False,
+    companion_obj: Any = None,
+    ranks_only: Sequence[int] = (),
+    type_check: bool = True,
+    non_blocking: bool = True,
+) -> Any:
+    """The state dict with every tensor replaced by what the function for its kind returns.
+
+    Args:
+        pg, device: handed to the functions. `ranks_only` counts ranks of `pg`.
+        cpu_offload: results go to the CPU. Without effect if there is a companion.
+        companion_obj: a state dict of the same structure. Results are copied into its tensors, which then take their
+            place in what is returned; the functions see them, too.
+        ranks_only: where not empty, the other ranks call the functions as well, but get {} (None for what is no dict).
+        type_check: refuse leaves other than tensors, int, float, str, bytes, BytesIO, torch.Size and None. Otherwise
+            they are deep copies.
+        non_blocking: of the copies into the companion.
+
+    Raises:
+        UsageError: a leaf that the type check refuses, or a container that contains itself; nothing was called yet.
+        CompanionMismatch: the companion has other keys, or a tensor that a result does not fit exactly.
+    """
+    _check_leaves(iter_object, type_check, needs_data=False)
+    kept = _is_kept(ranks_only, pg)
+
+    def visit(path: Path, value: Any, companion: Any) -> Any:
+        if not isinstance(value, Tensor):
+            _check_pair(path, value, companion)
+            return value if isinstance(value, SIMPLE) else copy.deepcopy(value)
+        function = dtensor_func if isinstance(value, DTensor) else tensor_func
+        function = sharded_tensor_func if is_sharded_tensor(value) else function
+        result = function(value, pg, device, None if companion is ABSENT else companion)
+        if not kept:
+            return None
+        if companion is not ABSENT:
+            return _copy_into(path, result, companion, non_blocking)
+        return to_cpu(result) if cpu_offload and isinstance(result, Tensor) else result
+
+    result = map_leaves(visit, iter_object, ABSENT if companion_obj is None else companion_obj)
+    if kept:
+        return result
+    return {} if isinstance(iter_object, dict) else None
+
+
+def _is_kept(ranks_only: Sequence[int], pg: dist.ProcessGroup | None) -> bool:
+    """Whether this rank gets the result."""
+    if not ranks_only:
+        return True
+    size = dist.get_world_size(pg)
+    if not all(0 <= rank < size for rank in ranks_only):
+        raise UsageError(
+            "ranks_only",
+            expected=f"ranks of the group, 0 to {size - 1}",
+            got=f"{tuple(ranks_only)}",
+            remedy="Leave it empty for all ranks.",
+        )
+    return dist.get_rank(pg) in ranks_only
+
+
+def _check_leaves(state_dict: Any, type_check: bool, needs_data: bool) -> None:
+    for path, value in leaves_of(state_dict):
+        if needs_data and isinstance(value, Tensor):
+            check_data(path, value)
+        elif type_check and items_of(value) is None and not isinstance(value, (Tensor, *SIMPLE)):
+            raise UsageError(
+                show(path),
+                expected="a tensor, int, float, str, bytes, BytesIO, torch.Size or None",
+                got=type(value).__name__,
+                remedy="Replace it by such values, or pass type_check=False for a deep copy.",
+            )
+
+
+def check_data(path: Path, tensor: Tensor) -> None:
+    """Raises if the values of the tensor cannot be had."""
+    if is_sharded_tensor(tensor):
+        _refuse_sharded_tensor(path)
+    if tensor.is_meta:
+        raise UsageError(
+            show(path),
+            expected="a tensor with data",
+            got=f"one on the meta device, of shape {tuple(tensor.shape)}",
+            remedy="Materialize it first: to_empty, then initialize or load.",
+        )
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
+        extent = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        if tuple(tensor.to_local().shape) != extent[0]:
+            raise UsageError(
+                show(path),
+                expected=f"the local shape {extent[0]} that {list(tensor.placements)} give this rank",
+                got=f"{tuple(tensor.to_local().shape)}",
+                remedy="Cut it with hwfsdp.layout.shard_of, or give from_local the global shape.",
+            )
+
+
+def _refuse_sharded_tensor(path: Path) -> None:
+    raise UnsupportedError(
+        show(path), expected="a Tensor or DTensor", got="a ShardedTensor", remedy="Make it a DTensor."
+    )
+
+
+# --- Gather and offload ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_state_dict(
+    state_dict: dict[Any, Any],
+    *,
+    pg: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    cpu_offload: bool = False,
+    ranks_only: Sequence[int] = (),
+    type_check: bool = True,
+) -> Any:
+    """The state dict with whole tensors in place of DTensors; everything else in it is the same object.
+
+    A collective: every rank of a DTensor's mesh calls it, with the DTensors in the same order. They are gathered one
+    at a time over their own meshes, on the mesh's kind of device.
+
+    Args:
+        pg: the group in which `ranks_only` counts.
+        device: without effect, as in torch for DTensors.
+        cpu_offload, ranks_only, type_check: see `iterate_state_dict`.
+
+    Raises:
+        UsageError: what `iterate_state_dict` does, a tensor on the meta device, or a DTensor whose local shape is
+            not what its placements say; no collective has run then on this rank.
+        UnsupportedError: a ShardedTensor.
+    """
+    _check_leaves(state_dict, type_check, needs_data=True)
+    options: dict[str, Any] = {
+        "pg": pg,
+        "device": device,
+        "cpu_offload": cpu_offload,
+        "ranks_only": ranks_only,
+    }
+    return iterate_state_dict(state_dict, _same, _gathered, _same, type_check=type_check, **options)
+
+
+def _same(tensor: Tensor, *_: Any) -> Tensor:
+    return tensor
+
+
+def _gathered(tensor: DTensor, *_: Any) -> Tensor:
+    return whole_of(tensor)
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """All of a DTensor, on every rank of its mesh (Note [Gathering by extents]); outside the mesh, what is there."""
+    mesh = tensor.device_mesh
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        summed = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+        tensor = tensor.redistribute(placements=summed)
+    local = tensor.to_local()
+    if local.device.type != mesh.device_type:
+        local = local.to(mesh.device_type)
+    cutting = [dim for dim, placement in enumerate(tensor.placements) if is_shard(placement)]
+    if mesh.get_coordinate() is None or not cutting:
+        return local
+    first = local_extent_of(
+        tensor.shape, mesh.shape, tensor.placements, [0] * mesh.ndim
+    )  # the longest of all
+    padded = local.new_zeros(first.shape)
+    padded[tuple(slice(n) for n in local.shape)] = local
+    stacked = bytes_of(padded)
+    for dim in reversed(cutting):
+        stacked = _gather_along(mesh, dim, stacked)
+    sizes, placements = [mesh.size(dim) for dim in cutting], [tensor.placements[dim] for dim in cutting]
+    shards = stacked.view(local.dtype).view(prod(sizes), *first.shape)
+    return unshard_strided(list(shards), tensor.shape, sizes, placements)
+
+
+def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
+    """What the ranks along this mesh dim have, [n] each, in the order of the mesh: [size of the mesh dim * n]."""
+    group, coordinate = mesh.get_group(dim), list(mesh.get_coordinate() or ())
+    received = mine.new_empty(mesh.size(dim) * mine.numel())
+    if not received.numel():
+        return received
+    all_gather_single(received, mine, group, async_op=False)
+    along = mesh.mesh[tuple(slice(None) if i == dim else c for i, c in enumerate(coordinate))].tolist()
+    order = [dist.get_process_group_ranks(group).index(rank) for rank in along]
+    if order == sorted(order):
+        return received
+    return received.view(len(order), -1)[order].flatten()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The values as bytes, in row-major order; a view if they lie like that already."""
+    dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def offload_state_dict_to_cpu(
+    state_dict: dict[Any, Any], *, ranks_only: Sequence[int] = (), type_check: bool = True
+) -> Any:
+    """The state dict with every tensor on the CPU, DTensors as DTensors; what is there already is the same object.
+
+    Args:
+        ranks_only, type_check: see `iterate_state_dict`.
+
+    Raises:
+        UsageError: what `iterate_state_dict` does, or a tensor on the meta device. UnsupportedError: a ShardedTensor.
+    """
+    _check_leaves(state_dict, type_check, needs_data=True)
+    options: dict[str, Any] = {"cpu_offload": True, "ranks_only": ranks_only, "type_check": type_check}
+    return iterate_state_dict(state_dict, _same, _same, _same, **options)
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor) and not tensor.to_local().is_cpu:
+        return wrap_like(tensor.to_local().cpu(), tensor)
+    return tensor.cpu()
+
+
+# --- Copies ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def create_cpu_state_dict(
+    state_dict: dict[Any, Any], pin_memory: bool = False, share_memory: bool = False
+) -> Any:
+    """The state dict with new tensors of the same shapes and dtypes on the CPU, for `copy_state_dict` to fill.
+
+    They are dense, each with memory of its own, and hold nothing in particular. DTensors get a new local part. Other
+    leaves are deep copies if they are not of the types that `iterate_state_dict` accepts.
+
+    Args:
+        pin_memory: in page-locked memory, from which copies to an accelerator can be asynchronous.
+        share_memory: in memory that child processes see.
+
+    Raises:
+        StateError: memory to be pinned, but no CUDA device. UnsupportedError: a ShardedTensor.
+    """
+    if pin_memory and not torch.cuda.is_available():
+        raise StateError(
+            "create_cpu_state_dict(pin_memory=True)",
+            expected="a CUDA device",
+            got="none",
+            remedy="Leave pin_memory out; nothing could copy faster.",
+        )
+    for path, value in leaves_of(state_dict):
+        if is_sharded_tensor(value):
+            _refuse_sharded_tensor(path)
+
+    def make(tensor: Tensor, *_: Any) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return wrap_like(_cpu_room(tensor.to_local(), pin_memory, share_memory), tensor)
+        return _cpu_room(tensor, pin_memory, share_memory)
+
+    return iterate_state_dict(state_dict, make, make, make, type_check=False)
+
+
+def _cpu_room(like: Tensor, pin: bool, share: bool) -> Tensor:
+    pin = pin and like.numel() > 0
+    room = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin and not share)
+    if share:
+        room.share_memory_()
+    if (
+        pin and share
+    ):  # shared memory is not the pinning allocator's: it is registered for as long as it lives
+        runtime: Any = torch.cuda.cudart()
+        storage = room.untyped_storage()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), storage.nbytes(), 1)))
+        weakref.finalize(storage, runtime.cudaHostUnregister, room.data_ptr())
+    return room
+
+
+@torch.no_grad()
+def copy_state_dict(
+    state_dict: dict[Any, Any],
+    copy_state_dict: dict[Any, Any],
+    non_blocking: bool = False,
+    type_check: bool = True,
+) -> Any:
+    """Copies the values of every tensor into the tensor at the same place in `copy_state_dict`.
+
+    Returns:
+        The containers and other leaves of `state_dict` with the tensors of `copy_state_dict`.
+
+    Raises:
+        CompanionMismatch: keys differ, or a shape, a dtype, a placement: nothing is broadcast, cast or cut.
+        UsageError: what `iterate_state_dict` does, or a tensor on the meta device. UnsupportedError: a ShardedTensor.
+        Nothing was copied then.
+    """
+    _check_leaves(state_dict, type_check, needs_data=True)
+    _check_leaves(copy_state_dict, type_check=False, needs_data=True)
+    map_leaves(_check_pair, state_dict, copy_state_dict)
+    options: dict[str, Any] = {
+        "companion_obj": copy_state_dict,
+        "type_check": type_check,
+        "non_blocking": non_blocking,
+    }
+    return iterate_state_dict(state_dict, _same, _same, _same, **options)
+
+
+def _copy_into(path: Path, value: Any, target: Any, non_blocking: bool) -> Any:
+    _check_pair(path, value, target)
+    if isinstance(value, Tensor):
+        inner = isinstance(target, DTensor)
+        to, source = (target.to_local(), value.to_local()) if inner else (target, value)  # type: ignore[attr-defined]
+        to.copy_(source, non_blocking=non_blocking)
+        return target
+    return value
+
+
+def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict: dict[Any, Any]) -> bool:
+    """Whether `copy_state_dict` from one to the other would fit: same keys, shapes, dtypes and placements.
+
+    Only looks. Values may differ, of tensors and of everything else.
+
+    Raises:
+        UsageError: a container contains itself.
+    """
+    try:
+        map_leaves(_check_pair, state_dict, compared_state_dict)
+    except CompanionMismatch:
+        return False
+    return True
+
+
+def _check_pair(path: Path, value: Any, other: Any) -> None:
+    """Raises if one of two leaves is a tensor and the other is not one just like it."""
+    if other is ABSENT:
+        return
+    mine, theirs = describe(value), describe(other)
+    if mine != theirs or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh):
+        raise CompanionMismatch(
+            show(path),
+            expected=mine,
+            got=theirs if mine != theirs else "one on another device mesh",
+            remedy="Make the second state dict from the first one, for example with create_cpu_state_dict.",
+        )
+
+
+def describe(leaf: Any) -> str:
+    """What has to be the same for values to be copied as they are."""
+    if not isinstance(leaf, Tensor):
+        return "no tensor" if items_of(leaf) is None else f"a {type(leaf).__name__}"
+    text = f"{leaf.dtype} {list(leaf.shape)}"
+    if leaf.layout != torch.strided:
+        text += f" ({leaf.layout})"
+    if isinstance(leaf, DTensor):
+        text += f" as {list(leaf.placements)}, here {list(leaf.to_local().shape)}"
+    return text

@@ -1,0 +1,295 @@
+"""What a state dict is: leaves at paths.
+
+Containers are mappings, lists, tuples (named ones too) and dataclasses; whatever else is met, a tensor above all, is a
+leaf. A path is the tuple of keys that lead to a leaf: the keys themselves (an int stays an int), positions, names of
+fields. Everything that this package does with state dicts is `map_leaves`, which builds the same containers again
+around new leaves, or `leaves_of`, which lists them. A container that contains itself has no end, and is refused.
+
+`flatten_state_dict` names leaves by their paths, joined by dots. Those names cannot be taken apart again ("a.0" may be
+a list's or a dict's, of an int or a str), so it also returns how the leaves were held. Empty containers are leaves of
+the flat dict, because nothing below them would be there to remember them.
+
+`torch.Size` is a leaf: it is a tuple, but of ints only.
+
+Left out: sets, whose members have no key, and containers of unknown types, which are leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hwfsdp.errors import UsageError
+
+Path = tuple[Any, ...]
+
+
+class CompanionMismatch(UsageError):
+    """Two state dicts that should be alike differ in keys, kinds, shapes or dtypes; the message says where."""
+
+
+class _Absent:
+    """Stands for a companion that was not given; None is a value like any other."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()
+
+
+def show(path: Path) -> str:
+    """The path as one would index it: state_dict['state'][0]['exp_avg']."""
+    return "state_dict" + "".join(f"[{key!r}]" for key in path)
+
+
+def brief(value: Any) -> str:
+    """What a leaf or container is, in a few words: type, and of a tensor the shape and dtype."""
+    if isinstance(value, Tensor):
+        return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+    items = items_of(value)
+    return type(value).__name__ if items is None else f"{type(value).__name__} with keys {list(items)}"
+
+
+def items_of(tree: Any) -> dict[Any, Any] | None:
+    """Key to child, in order; None if `tree` is a leaf."""
+    if isinstance(tree, Mapping):
+        return dict(tree.items())
+    if isinstance(tree, list | tuple):
+        return None if isinstance(tree, torch.Size) else dict(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+    return None
+
+
+def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
+    """A new container like `tree`, of the same type, with these children (the same keys in the same order)."""
+    if isinstance(tree, tuple):
+        return type(tree)(*items.values()) if hasattr(tree, "_fields") else type(tree)(items.values())
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        raise UsageError(
+            f"a {type(tree).__name__} in a state dict",
+            expected="a mapping that items can be assigned to",
+            got="one that is read-only",
+            remedy="Make it a dict.",
+        )
+    result = copy.copy(
+        tree
+    )  # with its default factory, its attributes, and fields that __init__ does not take
+    if isinstance(tree, MutableMapping | list):
+        attributes = getattr(tree, "__dict__", {})
+        for key, value in items.items():
+            result[key] = value
+            if key in attributes and attributes[key] is tree[key]:  # where items are attributes, too
+                setattr(result, key, value)
+        return result
+    for name, value in items.items():
+        object.__setattr__(result, name, value)  # frozen or not
+    return result
+
+
+# --- Going through -----------------------------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """A leaf and the keys that lead to it."""
+
+    path: Path
+    value: Any
+
+
+def map_leaves(
+    fn: Callable[[Path, Any, Any], Any], tree: Any, companion: Any = ABSENT, *, by_path: bool = False
+) -> Any:
+    """The containers of `tree` again, new ones, with `fn(path, leaf, companion's leaf)` in place of every leaf.
+
+    What is met again (with the same companion) is not mapped again: the result is one object again, too.
+
+    Args:
+        companion: has the same keys; a mapping may have them in another order and be of another type, and a list
+            may stand for a tuple. Leaves of `tree` face whatever the companion has there.
+        by_path: what `fn` returns depends on the path. It is called for every path then, for those of empty
+            containers, too, and what was one object is so no longer.
+
+    Raises:
+        UsageError: a container contains itself. CompanionMismatch: a container faces something else.
+    """
+    return _Descent(fn, rebuild, by_path).map((), tree, companion)
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """The leaves, from left to right, empty containers among them; what is shared comes once for each path.
+
+    Raises:
+        UsageError: a container contains itself.
+    """
+    found: list[Leaf] = []
+    _Descent(lambda *leaf: found.append(Leaf(*leaf[:2])), lambda *_: None, True).map((), tree, ABSENT)
+    return found
+
+
+def traverse_state_dict(state_dict: Mapping[Any, Any], visitor: Callable[[Path, Any], None]) -> None:
+    """Calls `visitor(path, leaf)` for every leaf, from left to right; an empty container is visited as a leaf.
+
+    Raises:
+        UsageError: a container contains itself.
+    """
+    for path, value in leaves_of(state_dict):
+        visitor(path, value)
+
+
+class _Descent:
+    """One way down and up again; see `map_leaves`."""
+
+    def __init__(
+        self,
+        fn: Callable[[Path, Any, Any], Any],
+        build: Callable[[Any, dict[Any, Any]], Any],
+        by_path: bool,
+    ) -> None:
+        self.fn, self.build, self.by_path = fn, build, by_path
+        self.above: dict[int, Path] = {}  # containers that we are inside of
+        self.done: dict[tuple[int, int], tuple[Any, Any, Any]] = (
+            {}
+        )  # holds what it knows by id, so ids stay valid
+
+    def map(self, path: Path, tree: Any, companion: Any) -> Any:
+        known = (id(tree), id(companion))
+        if known in self.done:
+            return self.done[known][0]
+        items = items_of(tree)
+        if items is None or (self.by_path and path and not items):
+            result = self.fn(path, tree, companion)
+        else:
+            result = self._map_container(path, tree, items, companion)
+        if not self.by_path:
+            self.done[known] = (result, tree, companion)
+        return result
+
+    def _map_container(self, path: Path, tree: Any, items: dict[Any, Any], companion: Any) -> Any:
+        if id(tree) in self.above:
+            raise UsageError(
+                show(path),
+                expected="containers that do not contain themselves",
+                got=f"the {type(tree).__name__} that is {show(self.above[id(tree)])}, too",
+                remedy="Remove the reference back; state dicts are trees.",
+            )
+        others = _companions(path, tree, items, companion)
+        self.above[id(tree)] = path
+        new = {key: self.map((*path, key), child, others[key]) for key, child in items.items()}
+        del self.above[id(tree)]
+        return self.build(tree, new)
+
+
+def _companions(path: Path, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
+    """What each child faces."""
+    if companion is ABSENT:
+        return dict.fromkeys(items, ABSENT)
+    others = items_of(companion)
+    if others is None or _kind(companion) != _kind(tree):
+        raise CompanionMismatch(
+            show(path),
+            expected=f"two of a kind, here {_kind(tree)}",
+            got=f"{type(tree).__name__} and {brief(companion)}",
+            remedy="Make the second state dict from the first one's structure.",
+        )
+    if others.keys() != items.keys():
+        missing = [key for key in items if key not in others]
+        raise CompanionMismatch(
+            show(path),
+            expected="the same keys in both state dicts",
+            got=f"{missing} only in the first, {[key for key in others if key not in items]} only in the second",
+            remedy="Make the second state dict from the first one's structure.",
+        )
+    return others
+
+
+def _kind(container: Any) -> str:
+    if isinstance(container, Mapping):
+        return "mappings"
+    return "sequences" if isinstance(container, list | tuple) else "dataclasses"
+
+
+# --- Flat and back -----------------------------------------------------------------------------------------
+
+
+class FlatMapping(dict[str, Path]):
+    """Flat key to path, in order, and how the leaves were held.
+
+    Attributes:
+        structure: the containers of the state dict, with a slot in place of each leaf. It holds no tensor.
+    """
+
+    structure: Any = None
+
+
+class _Slot:
+    """The place of a leaf."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], FlatMapping]:
+    """The leaves by the keys of their paths, joined by dots, and what `unflatten_state_dict` needs to undo that.
+
+    Leaves are the same objects. Empty containers are leaves here, as copies.
+
+    Raises:
+        UsageError: two leaves would have the same key, or a container contains itself.
+    """
+    flat: dict[str, Any] = {}
+    mapping = FlatMapping()
+
+    def move_out(path: Path, value: Any, _: Any) -> _Slot:
+        key = ".".join(map(str, path))
+        if key in flat:
+            raise UsageError(
+                show(path),
+                expected="a flat key of its own",
+                got=f"{key!r}, which is also that of {show(mapping[key])}",
+                remedy="Rename one of the two.",
+            )
+        flat[key] = value if items_of(value) is None else rebuild(value, {})
+        mapping[key] = path
+        return _Slot(key)
+
+    mapping.structure = map_leaves(move_out, state_dict, by_path=True)
+    return flat, mapping
+
+
+def unflatten_state_dict(flat: Mapping[str, Any], mapping: FlatMapping) -> Any:
+    """The state dict that `flatten_state_dict` took apart, with the leaves that `flat` has now.
+
+    Container types, int keys, tuples and empty containers are as they were. A container that was met at two paths
+    comes back as two, since its leaves have two names and may differ by now; leaves that are one object stay one.
+
+    Raises:
+        UsageError: `mapping` is not what `flatten_state_dict` returned, or the keys are not those of `flat`.
+    """
+    if not isinstance(mapping, FlatMapping):
+        raise UsageError(
+            "unflatten_state_dict",
+            expected="the mapping that flatten_state_dict returned",
+            got=type(mapping).__name__,
+            remedy="Keep it as it is; paths alone do not tell a list from a dict of ints.",
+        )
+    if flat.keys() != mapping.keys():
+        raise UsageError(
+            "unflatten_state_dict",
+            expected="the flat keys of the mapping",
+            got=f"{sorted(mapping.keys() - flat.keys())} missing, {sorted(flat.keys() - mapping.keys())} unknown",
+            remedy="Add or remove entries in the nested state dict, then flatten it again.",
+        )
+
+    def move_in(path: Path, slot: _Slot, _: Any) -> Any:
+        return flat[slot.key]
+
+    return map_leaves(move_in, mapping.structure)

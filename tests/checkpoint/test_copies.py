@@ -1,0 +1,368 @@
+"""State dicts copied, offloaded and compared in one process, and what is refused there.
+
+The oracles are torch's private helpers where they are right, and the tensors themselves where they are not: each of
+their traps that has to do with copying has a test of its own here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import _state_dict_utils as torchs
+
+from hwfsdp.checkpoint.state_dict import (
+    check_state_dict_similarity,
+    copy_state_dict,
+    create_cpu_state_dict,
+    gather_state_dict,
+    iterate_state_dict,
+    offload_state_dict_to_cpu,
+)
+from hwfsdp.checkpoint.traverse import CompanionMismatch
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Record:
+    weight: Tensor
+    name: str
+
+
+def plain() -> dict[str, Any]:
+    """What torch's helpers handle well: dicts, lists and tuples of dense tensors and scalars."""
+    return {
+        "w": torch.arange(6.0).view(2, 3),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "nested": {"list": [torch.ones(2, dtype=torch.bfloat16), 1, "s"], "tuple": (None, 2.5, b"x")},
+        "strided": torch.arange(6).view(2, 3).t(),
+        0: {1: torch.tensor([1 + 2j])},
+    }
+
+
+def rich() -> dict[str, Any]:
+    """What they turn into plain dicts and tuples, or refuse."""
+    return {
+        "pair": Pair(torch.ones(2), [torch.zeros(1)]),
+        "ordered": OrderedDict(b=torch.ones(1), a=2),
+        "default": defaultdict(list, {3: torch.ones(1)}),
+        "record": Record(torch.ones(3), "n"),
+        "none": None,
+        "size": torch.Size([1, 2]),
+        "empties": [{}, (), []],
+    }
+
+
+def same(tensor: Tensor, *_: Any) -> Tensor:
+    return tensor
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """The same types, keys and values at every level."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        assert_equal(list(a.values()), list(b.values()))
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for left, right in zip(a, b):
+            assert_equal(left, right)
+    elif dataclasses.is_dataclass(a):
+        assert_equal(vars(a), vars(b))
+    else:
+        assert a == b
+
+
+def zeroed(state_dict: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = iterate_state_dict(state_dict, same, same, lambda t, *_: torch.zeros_like(t))
+    return result
+
+
+# --- Iterate -----------------------------------------------------------------------------------------------
+
+
+def test_iterating_gives_what_torch_gives() -> None:
+    def double(tensor: Tensor, *_: Any) -> Tensor:
+        return tensor + tensor
+
+    mine = iterate_state_dict(plain(), same, same, double)
+    assert_equal(mine, torchs._iterate_state_dict(plain(), same, same, double))
+
+
+def test_container_types_are_preserved_where_torch_loses_them() -> None:
+    assert_equal(iterate_state_dict(rich(), same, same, same), rich())
+    lost = torchs._iterate_state_dict({"pair": Pair(1, 2)}, same, same, same)
+    assert type(lost["pair"]) is tuple
+
+
+def test_containers_are_new_and_tensors_are_not() -> None:
+    state_dict = plain()
+    result = iterate_state_dict(state_dict, same, same, same)
+    result["nested"]["list"].append(1)
+    assert len(state_dict["nested"]["list"]) == 3
+    assert result["w"] is state_dict["w"]
+
+
+def test_functions_are_handed_group_device_and_companion() -> None:
+    seen: list[Any] = []
+
+    def look(tensor: Tensor, *rest: Any) -> Tensor:
+        seen.append(rest)
+        return tensor
+
+    target = torch.zeros(2)
+    iterate_state_dict(
+        {"a": torch.ones(2)}, same, same, look, device=torch.device("cpu"), companion_obj={"a": target}
+    )
+    assert seen == [(None, torch.device("cpu"), target)]
+    assert torch.equal(target, torch.ones(2))
+
+
+def test_a_shared_tensor_is_visited_once_and_stays_shared() -> None:
+    tensor = torch.ones(2)
+    calls: list[Tensor] = []
+
+    def copied(value: Tensor, *_: Any) -> Tensor:
+        calls.append(value)
+        return value.clone()
+
+    result = iterate_state_dict({"a": tensor, "b": [tensor]}, same, same, copied)
+    assert result["a"] is result["b"][0] and len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "value", [{1}, object(), torch.float32, lambda: 1, 1j], ids=lambda v: type(v).__name__
+)
+def test_the_type_check_refuses_a_leaf_by_its_path_before_anything_is_called(value: Any) -> None:
+    calls: list[Tensor] = []
+    with pytest.raises(UsageError, match=rf"^state_dict\['a'\]\[1\]: .*got {type(value).__name__}\."):
+        iterate_state_dict({"t": torch.ones(1), "a": [0, value]}, same, same, lambda t, *_: calls.append(t))
+    assert calls == []
+
+
+def test_without_the_type_check_other_leaves_are_deep_copies() -> None:
+    state_dict = {"a": {1, 2}, "b": io.BytesIO(b"1")}
+    result = iterate_state_dict(state_dict, same, same, same, type_check=False)
+    assert result["a"] == {1, 2} and result["a"] is not state_dict["a"]
+    assert result["b"] is state_dict["b"]
+
+
+# --- Copy --------------------------------------------------------------------------------------------------
+
+
+def test_copying_gives_what_torch_gives() -> None:
+    mine, theirs = zeroed(plain()), zeroed(plain())
+    result = copy_state_dict(plain(), mine)
+    assert_equal(result, torchs._copy_state_dict(plain(), theirs))
+    assert_equal(mine, theirs)
+    assert result["w"] is mine["w"]
+
+
+def test_copying_into_room_made_for_it_keeps_values_types_and_views() -> None:
+    base = torch.arange(8.0)
+    state_dict = {**rich(), "view": base[::2], "overlapping": base[1:5], "expanded": base[:1].expand(3)}
+    room = create_cpu_state_dict(state_dict)
+    assert check_state_dict_similarity(state_dict, room)
+    assert_equal(copy_state_dict(state_dict, room), state_dict)
+    assert room["expanded"].stride() == (1,)
+
+
+MISFITS = {
+    "a (1,) that would be broadcast to (4,)": (torch.ones(1), torch.zeros(4)),
+    "a 0-d that would be broadcast": (torch.tensor(1.0), torch.zeros(4)),
+    "1.7 that would become 1": (torch.tensor([1.7]), torch.zeros(1, dtype=torch.int64)),
+    "fp32 that would become fp16": (torch.tensor([1e30]), torch.zeros(1, dtype=torch.float16)),
+    "complex that would lose its imaginary part": (torch.tensor([1j]), torch.zeros(1)),
+    "the same number of elements in another shape": (torch.ones(2, 3), torch.zeros(3, 2)),
+    "a tensor and no tensor": (torch.ones(1), 1.0),
+    "no tensor and a tensor": (1.0, torch.ones(1)),
+    "a tensor and None": (torch.ones(1), None),
+    "a scalar and a container": (1, {}),
+    "sparse and dense": (torch.eye(2).to_sparse(), torch.zeros(2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_copy_refuses_by_path_and_before_anything_is_copied(name: str) -> None:
+    source, target = MISFITS[name]
+    into = {"first": torch.zeros(1), "k": [target]}
+    with pytest.raises(CompanionMismatch) as info:
+        copy_state_dict({"first": torch.ones(1), "k": [source]}, into)
+    assert str(info.value).startswith("state_dict['k'][0]: expected ")
+    assert "\n" not in str(info.value)
+    assert torch.equal(into["first"], torch.zeros(1))
+
+
+def test_torch_does_broadcast_and_truncate() -> None:
+    """Why the tests above are there."""
+    assert torchs._copy_state_dict({"a": torch.ones(1)}, {"a": torch.zeros(4)})["a"].tolist() == [1, 1, 1, 1]
+    truncated = torchs._copy_state_dict({"a": torch.tensor([1.7])}, {"a": torch.zeros(1, dtype=torch.int64)})
+    assert truncated["a"].tolist() == [1]
+
+
+@pytest.mark.parametrize("keys", [("a",), ("a", "b", "c"), ("a", "c")])
+def test_copy_refuses_other_keys(keys: tuple[str, ...]) -> None:
+    into = {key: torch.zeros(1) for key in keys}
+    with pytest.raises(CompanionMismatch, match=r"^state_dict: expected the same keys in both"):
+        copy_state_dict({"a": torch.ones(1), "b": torch.ones(1)}, into)
+    assert not any(tensor.any() for tensor in into.values())
+
+
+def test_a_cycle_in_either_is_an_error_with_its_path() -> None:
+    looped: dict[str, Any] = {"a": {}}
+    looped["a"]["back"] = looped
+    for source, target in [(looped, {}), ({}, looped)]:
+        with pytest.raises(
+            UsageError, match=r"^state_dict\['a'\]\['back'\]: expected containers that do not"
+        ):
+            copy_state_dict(source, target)
+
+
+# --- Meta and ShardedTensor --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "go",
+    [
+        gather_state_dict,
+        offload_state_dict_to_cpu,
+        lambda sd: copy_state_dict(sd, {"m": [torch.ones(2)]}),
+        lambda sd: copy_state_dict({"m": [torch.ones(2)]}, sd),
+    ],
+    ids=["gather", "offload", "copy from", "copy to"],
+)
+def test_meta_tensors_are_refused_where_data_are_needed(go: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"^state_dict\['m'\]\[0\]: .*one on the meta device, of shape \(2,\)\."
+    ):
+        go({"m": [torch.ones(2, device="meta")]})
+
+
+def test_meta_tensors_have_a_shape_to_make_room_for_and_to_compare() -> None:
+    meta = {"m": torch.empty(2, 3, device="meta")}
+    room = create_cpu_state_dict(meta)
+    assert room["m"].is_cpu and room["m"].shape == (2, 3)
+    assert check_state_dict_similarity(meta, room)
+
+
+@pytest.mark.filterwarnings("ignore:.*DTensor:FutureWarning")
+def test_a_sharded_tensor_is_refused_by_name(tmp_path: Any) -> None:
+    import torch.distributed as dist
+
+    sharded_tensor = pytest.importorskip("torch.distributed._shard.sharded_tensor")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+        old = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=["rank:0/cpu"]), 4)
+        for go in (gather_state_dict, offload_state_dict_to_cpu, create_cpu_state_dict):
+            with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\]: .*got a ShardedTensor\."):
+                go({"s": old})
+        handled = iterate_state_dict({"s": old}, lambda *_: "seen", same, same)
+        assert handled == {"s": "seen"}
+    finally:
+        dist.destroy_process_group()
+
+
+# --- Similarity --------------------------------------------------------------------------------------------
+
+
+def test_comparing_does_not_overwrite_what_it_compares() -> None:
+    first, second = {"a": torch.ones(2)}, {"a": torch.zeros(2)}
+    assert check_state_dict_similarity(first, second)
+    assert torch.equal(first["a"], torch.ones(2)) and torch.equal(second["a"], torch.zeros(2))
+    torchs._check_state_dict_similarity(first, second)
+    assert torch.equal(second["a"], torch.ones(2))  # why this test is there
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sd: sd.pop("w"),
+        lambda sd: sd.update(extra=1),
+        lambda sd: sd.update(w=torch.ones(3, 2)),
+        lambda sd: sd.update(w=sd["w"].double()),
+        lambda sd: sd["nested"]["list"].pop(),
+        lambda sd: sd[0].update({1: 5}),
+        lambda sd: sd[0].update({"1": sd[0].pop(1)}),
+        lambda sd: sd["nested"].update(tuple=None),
+    ],
+)
+def test_every_difference_of_structure_shape_or_dtype_is_seen(change: Any) -> None:
+    other = plain()
+    change(other)
+    assert not check_state_dict_similarity(plain(), other)
+    assert not check_state_dict_similarity(other, plain())
+
+
+def test_values_and_container_classes_may_differ() -> None:
+    other = OrderedDict(reversed(zeroed(plain()).items()))
+    other["nested"]["list"][2] = "other"
+    assert check_state_dict_similarity(plain(), other)
+
+
+# --- Room on the CPU, offloading ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_room_has_torchs_shapes_and_dtypes_and_memory_of_its_own(share: bool) -> None:
+    state_dict = plain()
+    room = create_cpu_state_dict(state_dict, share_memory=share)
+    theirs = torchs._create_cpu_state_dict(plain(), share_memory=share)
+    assert check_state_dict_similarity(room, theirs) and check_state_dict_similarity(room, state_dict)
+    for mine, old in [(room["w"], state_dict["w"]), (room["scalar"], state_dict["scalar"])]:
+        assert mine.data_ptr() != old.data_ptr()
+        assert mine.is_shared() == share
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to pin memory for")
+def test_pinning_without_a_device_is_refused() -> None:
+    with pytest.raises(StateError, match="expected a CUDA device; got none"):
+        create_cpu_state_dict(plain(), pin_memory=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("share", [False, True])
+def test_pinned_room_is_pinned_and_takes_copies_from_the_device(share: bool) -> None:
+    on_device = {"w": torch.arange(1000.0, device="cuda"), "empty": torch.empty(0, device="cuda")}
+    for _ in range(3):  # registered memory is given back, or the next one could not be had
+        room = create_cpu_state_dict(on_device, pin_memory=True, share_memory=share)
+        assert room["w"].is_pinned() and room["w"].is_shared() == share
+        copy_state_dict(on_device, room, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(room["w"], torch.arange(1000.0))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloading_from_a_device_gives_what_torch_gives() -> None:
+    on_device = {"w": torch.arange(4.0, device="cuda"), "n": [1, torch.ones(2)]}
+    assert_equal(offload_state_dict_to_cpu(on_device), torchs._offload_state_dict_to_cpu(on_device))
+
+
+def test_offloading_leaves_what_is_on_the_cpu_where_it_is() -> None:
+    state_dict = rich()
+    offloaded = offload_state_dict_to_cpu(state_dict)
+    assert_equal(offloaded, state_dict)
+    assert offloaded["pair"].first is state_dict["pair"].first
+
+
+def test_nothing_that_is_returned_has_a_gradient_history() -> None:
+    model = nn.Linear(2, 2)
+    weight = model.weight * 2
+    room = create_cpu_state_dict({"w": weight})
+    assert not copy_state_dict({"w": weight}, room)["w"].requires_grad

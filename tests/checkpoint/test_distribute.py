@@ -1,0 +1,685 @@
+"""State dicts gathered from ranks, broadcast to them and distributed among them, at world sizes 1 to 4.
+
+The oracle is the whole tensor that the shards were cut from. Where torch's private helpers are right, they have to
+agree. Each world size starts its ranks once; every check then runs on them, one after the other, so that a check
+that leaves ranks diverged fails the next one, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _state_dict_utils as torchs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hwfsdp import fully_shard, launch
+from hwfsdp.checkpoint.distribute import broadcast_state_dict, distribute_state_dict
+from hwfsdp.checkpoint.state_dict import copy_state_dict, create_cpu_state_dict, gather_state_dict
+from hwfsdp.checkpoint.state_dict import check_state_dict_similarity, offload_state_dict_to_cpu
+from hwfsdp.compat import dtensor, local_of
+from hwfsdp.errors import FSDPError, RankError, StateError, UnsupportedError, UsageError
+from hwfsdp.layout import shard_of
+
+CPU = torch.device("cpu")
+WORLD_SIZES = [1, 2, 3, 4]
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def on_ranks(check: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[check.__name__] = check
+    return check
+
+
+def run_all() -> dict[str, str]:
+    """On a rank: check to traceback, empty where it held."""
+    found = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def results(world_size: int) -> list[dict[str, str]]:
+    try:
+        found: list[dict[str, str]] = launch(run_all, world_size, timeout=60)
+    except RankError as error:  # kept like any other result: the ranks are not started again for every check
+        found = [dict.fromkeys(CHECKS, str(error))]
+    return found
+
+
+# --- What is moved -----------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@functools.cache
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@functools.cache
+def grids() -> list[DeviceMesh]:
+    """Meshes of two and three dims over all ranks."""
+    size = dist.get_world_size()
+    shapes = (
+        {(size, 1), (1, size), (2, size // 2), (2, 1, size // 2)} if size % 2 == 0 else {(size, 1), (1, size)}
+    )
+    return [init_device_mesh("cpu", shape) for shape in sorted(shapes)]
+
+
+def strided(dim: int, split_factor: int) -> Placement:
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def cut(whole: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """A DTensor, without any communication and with memory of its own."""
+    local = shard_of(whole, mesh, placements).clone()
+    return dtensor(local, mesh, placements, whole.shape, whole.stride())
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every element has a value of its own."""
+    return (torch.arange(torch.Size(shape).numel()) + 1).view(shape).to(dtype)
+
+
+def layouts() -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
+    found = {
+        "line": (line(), (Shard(0),)),
+        "columns": (line(), (Shard(1),)),
+        "replicas": (line(), (Replicate(),)),
+    }
+    for mesh in grids():
+        rest = [Replicate()] * (mesh.ndim - 2)
+        last = mesh.size(mesh.ndim - 1)
+        for name, placements in {
+            "both": (Shard(0), *rest, Shard(0)),
+            "fsdp over tp": (strided(0, last), *rest, Shard(0)),
+            "rows and columns": (Shard(0), *rest, Shard(1)),
+            "columns and rows": (Shard(1), *rest, Shard(0)),
+            "hsdp": (Replicate(), *rest, Shard(0)),
+            "hsdp turned": (Shard(1), *rest, Replicate()),
+        }.items():
+            found[f"{name} {tuple(mesh.shape)}"] = (mesh, placements)
+    return found
+
+
+SHAPES = [(7, 5), (2, 3), (0, 3), (5, 1, 2)]
+
+
+def wholes() -> dict[str, Tensor]:
+    """For every layout a whole tensor of every shape."""
+    return {f"{name} {shape}": numbered(*shape) for name in layouts() for shape in SHAPES}
+
+
+def sharded(fill: float | None = None) -> dict[str, DTensor]:
+    """The same, cut as the layout says; with this value everywhere, if there is one."""
+    found = {}
+    for name, (mesh, placements) in layouts().items():
+        for shape in SHAPES:
+            whole = numbered(*shape) if fill is None else torch.full(shape, float(fill))
+            found[f"{name} {shape}"] = cut(whole, mesh, *placements)
+    return found
+
+
+def model_like() -> dict[str, Any]:
+    """A full state dict with a bit of everything."""
+    base = numbered(12)
+    return {
+        "weight": numbered(7, 3),
+        "transposed": numbered(3, 7).t(),
+        "view": base[2:9],
+        "other view": base[::2],
+        "zero dim": torch.tensor(5.0),
+        "flags": torch.tensor([True, False, True]),
+        "half": numbered(5, dtype=torch.bfloat16),
+        "complex": numbered(3).to(torch.complex64).conj() * 1j,
+        "text": "new",
+        "none": None,
+        "number": 3,
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(2.0), "exp_avg": numbered(7, 3)}, 1: {"exp_avg": numbered(2)}},
+            "param_groups": [{"lr": 0.5, "betas": (0.9, 0.99), "params": [0, 1]}],
+        },
+        "pair": Pair(numbered(4), OrderedDict(a=numbered(1))),
+    }
+
+
+def local_like() -> dict[str, Any]:
+    """The same before it is filled: zeros, other scalars, sharded where it can be."""
+
+    def rows(*shape: int, dtype: torch.dtype = torch.float32) -> DTensor:
+        return cut(torch.zeros(shape, dtype=dtype), line(), Shard(0))
+
+    return {
+        "weight": rows(7, 3),
+        "transposed": rows(7, 3),
+        "view": torch.zeros(14)[::2],
+        "other view": rows(6),
+        "zero dim": cut(torch.tensor(0.0), line(), Replicate()),
+        "flags": rows(3, dtype=torch.bool),
+        "half": rows(5, dtype=torch.bfloat16),
+        "complex": rows(3, dtype=torch.complex64),
+        "text": "old",
+        "none": None,
+        "number": 0,
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(0.0), "exp_avg": rows(7, 3)}, 1: {"exp_avg": rows(2)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.0, 0.0), "params": [0, 1]}],
+        },
+        "pair": Pair(rows(4), OrderedDict(a=torch.zeros(1))),
+    }
+
+
+def assert_holds(local: Any, whole: Any) -> None:
+    """Types of containers, scalars, and of every tensor this rank's part of the whole one."""
+    if isinstance(whole, Tensor):
+        part = shard_of(whole, local.device_mesh, local.placements) if isinstance(local, DTensor) else whole
+        mine = local_of(local) if isinstance(local, DTensor) else local
+        assert mine.dtype == whole.dtype and local.shape == whole.shape
+        assert torch.equal(mine, part), f"{mine} is not {part}"
+    elif isinstance(whole, dict):
+        assert type(local) is type(whole) and list(local) == list(whole)
+        for key in whole:
+            assert_holds(local[key], whole[key])
+    elif isinstance(whole, list | tuple):
+        assert type(local) is type(whole) and len(local) == len(whole)
+        for mine, other in zip(local, whole):
+            assert_holds(mine, other)
+    else:
+        assert local == whole
+
+
+@contextlib.contextmanager
+def data_sent() -> Iterator[list[int]]:
+    """Sizes of the tensors that are broadcast in the block, not counting those that carry objects."""
+    sizes: list[int] = []
+    broadcast = dist.broadcast
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return broadcast(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "broadcast", counting):
+        yield sizes
+
+
+def raised(go: Callable[[], Any], kind: type[FSDPError] = UsageError) -> str:
+    """The message, which is the same on all ranks, and one line."""
+    with pytest.raises(kind) as info:
+        go()
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(info.value))
+    assert len(set(messages)) == 1 and "\n" not in messages[0]
+    return str(info.value)
+
+
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+# --- Gather ------------------------------------------------------------------------------------------------
+
+
+@on_ranks
+def gathering_gives_the_whole_whatever_the_layout() -> None:
+    gathered = gather_state_dict(sharded())
+    for name, whole in wholes().items():
+        assert type(gathered[name]) is Tensor, name
+        assert torch.equal(gathered[name], whole), name
+
+
+@on_ranks
+def gathering_gives_what_torch_gives() -> None:
+    whole = {"a": numbered(7, 3), "b": numbered(8)}
+    state_dict = {"x": [distribute_tensor(whole["a"], line(), [Shard(0)])], "y": whole["b"], "z": "s"}
+    mine, theirs = gather_state_dict(state_dict), torchs._gather_state_dict(state_dict)
+    assert torch.equal(mine["x"][0], theirs["x"][0])
+    assert mine["y"] is theirs["y"] is whole["b"] and mine["z"] == theirs["z"]
+
+
+@on_ranks
+def gathering_works_for_every_dtype() -> None:
+    dtypes = [
+        torch.bool,
+        torch.int8,
+        torch.uint16,
+        torch.int64,
+        torch.bfloat16,
+        torch.complex64,
+        torch.float8_e5m2,
+    ]
+    for dtype in dtypes:
+        whole = numbered(7, 3, dtype=dtype)
+        gathered = gather_state_dict({"a": cut(whole, line(), Shard(0))})["a"]
+        assert gathered.dtype == dtype and torch.equal(
+            gathered.view(torch.uint8), whole.view(torch.uint8)
+        ), dtype
+
+
+@on_ranks
+def only_the_ranks_asked_for_get_the_gathered_dict() -> None:
+    last = dist.get_world_size() - 1
+    gathered = gather_state_dict({"a": cut(numbered(7), line(), Shard(0)), "b": {"c": 1}}, ranks_only=(last,))
+    if is_last():
+        assert_holds(gathered, {"a": numbered(7), "b": {"c": 1}})
+    else:
+        assert gathered == {}
+    message = raised(lambda: gather_state_dict({}, ranks_only=(last + 1,)))
+    assert message.startswith("ranks_only: expected ranks of the group")
+
+
+@on_ranks
+def gathering_sums_what_is_still_to_be_summed() -> None:
+    value = DTensor.from_local(numbered(3), line(), [Partial()])
+    assert torch.equal(gather_state_dict({"p": value})["p"], numbered(3) * dist.get_world_size())
+
+
+@on_ranks
+def gathering_follows_the_order_of_the_mesh_not_that_of_ranks() -> None:
+    mesh = DeviceMesh("cpu", list(reversed(range(dist.get_world_size()))))
+    assert torch.equal(gather_state_dict({"a": cut(numbered(7), mesh, Shard(0))})["a"], numbered(7))
+
+
+@on_ranks
+def gathering_over_a_part_of_a_mesh_asks_only_the_ranks_in_it() -> None:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2) if size % 2 == 0 else (1, size), mesh_dim_names=("a", "b"))
+    for name in ("a", "b"):
+        mine = numbered(7, 2) * (1 + mesh.get_local_rank("b" if name == "a" else "a"))
+        assert torch.equal(gather_state_dict({"w": cut(mine, mesh[name], Shard(0))})["w"], mine)
+
+
+@on_ranks
+def gathering_keeps_containers_and_what_is_shared() -> None:
+    weight = cut(numbered(5), line(), Shard(0))
+    gathered = gather_state_dict({"p": Pair(weight, OrderedDict(tied=weight)), "state": {0: weight}})
+    assert_holds(gathered["p"], Pair(numbered(5), OrderedDict(tied=numbered(5))))
+    assert gathered["p"].first is gathered["p"].second["tied"] is gathered["state"][0]
+
+
+@on_ranks
+def gathering_refuses_a_local_part_that_placements_do_not_give() -> None:
+    wrong = dtensor(torch.zeros(9), line(), [Shard(0)], (7,), (1,))
+    with pytest.raises(UsageError, match=r"^state_dict\['w'\]\[0\]: expected the local shape .*got \(9,\)\."):
+        gather_state_dict({"w": [wrong]})
+
+
+@on_ranks
+def gathering_without_grad_history() -> None:
+    parameter = nn.Parameter(cut(numbered(5), line(), Shard(0)))
+    assert not gather_state_dict({"p": parameter})["p"].requires_grad
+
+
+# --- Copies of DTensors ------------------------------------------------------------------------------------
+
+
+@on_ranks
+def dtensors_are_copied_into_room_made_for_them() -> None:
+    state_dict = sharded()
+    room = create_cpu_state_dict(state_dict)
+    assert check_state_dict_similarity(state_dict, room)
+    copied = copy_state_dict(state_dict, room)
+    for name, whole in wholes().items():
+        assert_holds(copied[name], whole)
+        memory, original = local_of(copied[name]), local_of(state_dict[name])
+        assert not memory.numel() or memory.data_ptr() != original.data_ptr()
+    assert all(mine is state_dict[name] for name, mine in offload_state_dict_to_cpu(state_dict).items())
+
+
+@on_ranks
+def a_zero_dim_dtensor_gets_memory_of_its_own() -> None:
+    state_dict = {"a": cut(torch.tensor(1.0), line(), Replicate())}
+    room = create_cpu_state_dict(state_dict)
+    local_of(room["a"]).fill_(9)
+    assert local_of(state_dict["a"]).item() == 1
+
+
+@on_ranks
+def dtensors_of_other_shape_placement_or_mesh_are_not_similar() -> None:
+    state_dict = {"a": cut(numbered(8, 8), line(), Shard(0))}
+    others: list[Tensor] = [
+        numbered(8, 8),
+        cut(numbered(8, 9), line(), Shard(0)),
+        cut(numbered(8, 8).double(), line(), Shard(0)),
+        cut(numbered(8, 8), line(), Shard(1)),
+        cut(numbered(8, 8), grids()[0], Shard(0), Replicate()),
+    ]
+    for other in others:
+        assert not check_state_dict_similarity(state_dict, {"a": other})
+        with pytest.raises(UsageError, match=r"^state_dict\['a'\]: "):
+            copy_state_dict(state_dict, {"a": other})
+
+
+# --- Broadcast and distribute, where all goes well ---------------------------------------------------------
+
+
+def broadcast(full: dict[Any, Any], local: dict[Any, Any], **options: Any) -> None:
+    broadcast_state_dict(full if is_first() else {"junk": object()}, local, CPU, **options)
+
+
+def distribute(full: dict[Any, Any], local: dict[Any, Any]) -> None:
+    distribute_state_dict(full, local, CPU)
+
+
+def every_rank_gets_its_part(fill: Callable[..., None]) -> None:
+    local = sharded(fill=-1.0)
+    before = dict(local)
+    fill(wholes(), local)
+    for name, whole in wholes().items():
+        assert_holds(local[name], whole)
+        assert local[name] is before[name]  # where it was
+
+
+def a_bit_of_everything_arrives(fill: Callable[..., None]) -> None:
+    local = local_like()
+    weight = local["optimizer"]["state"][0]["exp_avg"]
+    fill(model_like(), local)
+    assert_holds(local, model_like())
+    assert local["optimizer"]["state"][0]["exp_avg"] is weight
+
+
+def what_is_on_the_meta_device_gets_memory(fill: Callable[..., None]) -> None:
+    full = {"w": numbered(7, 3), "plain": numbered(2), "step": torch.tensor(1.0), "tied": numbered(7, 3)}
+    meta = dtensor(torch.empty(2, 3, device="meta"), line(), [Shard(0)], (7, 3), (3, 1))
+    local = {
+        "w": meta,
+        "plain": torch.empty(2, device="meta"),
+        "step": torch.tensor(0.0).to("meta"),
+        "tied": meta,
+    }
+    fill(full, local)
+    assert_holds(local, full)
+    assert local["tied"] is local["w"]
+    full["plain"].zero_(), full["w"].zero_()
+    assert_holds({"w": local["w"], "plain": local["plain"]}, {"w": numbered(7, 3), "plain": numbered(2)})
+    part = local_of(local["w"])
+    assert part.untyped_storage().nbytes() == part.numel() * 4  # not a view of the whole
+
+
+def an_expanded_tensor_is_replaced(fill: Callable[..., None]) -> None:
+    local = {"a": torch.zeros(1).expand(3)}
+    fill({"a": numbered(3)}, local)
+    assert_holds(local, {"a": numbered(3)})
+
+
+def what_one_side_alone_has_is_left_as_it_is(fill: Callable[..., None]) -> None:
+    local = {"a": torch.zeros(2), "mine": {"b": [torch.zeros(1), "x"]}, "empty": {}}
+    fill({"a": numbered(2), "theirs": numbered(3), "empty": {0: numbered(1)}}, local)
+    assert_holds(local, {"a": numbered(2), "mine": {"b": [torch.zeros(1), "x"]}, "empty": {}})
+
+
+def the_state_of_a_real_optimizer_survives(fill: Callable[..., None]) -> None:
+    model = nn.Linear(5, 7)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.25)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(numbered(2, 5)).sum().backward()
+    optimizer.step()
+    state_dict = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    kept = gather_state_dict({"copy": copy_state_dict(state_dict, create_cpu_state_dict(state_dict))})["copy"]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *optimizer.state[model.weight].values()]:
+            (local_of(tensor) if isinstance(tensor, DTensor) else tensor).zero_()
+    fill(kept, state_dict)
+    assert_holds(gather_state_dict(state_dict), kept)
+    assert torch.equal(local_of(model.weight), shard_of(kept["model"]["weight"], line(), [Shard(0)]))
+    optimizer.load_state_dict(state_dict["optimizer"])
+
+
+BOTH = [
+    every_rank_gets_its_part,
+    a_bit_of_everything_arrives,
+    what_is_on_the_meta_device_gets_memory,
+    an_expanded_tensor_is_replaced,
+    what_one_side_alone_has_is_left_as_it_is,
+    the_state_of_a_real_optimizer_survives,
+]
+for fill in (broadcast, distribute):
+    for promise in BOTH:
+        CHECKS[f"{promise.__name__} ({fill.__name__})"] = functools.partial(promise, fill)
+
+
+@on_ranks
+def broadcasting_gives_what_torch_gives() -> None:
+    full = {
+        "a": numbered(8, 2),
+        "b": numbered(3),
+        "step": torch.tensor(4.0),
+        "s": "text",
+        "unknown": numbered(2),
+    }
+
+    def local() -> dict[str, Any]:
+        return {
+            "a": cut(torch.zeros(8, 2), line(), Shard(0)),
+            "b": torch.zeros(3),
+            "step": torch.tensor(0.0),
+            "s": "",
+        }
+
+    mine, theirs = local(), local()
+    broadcast(full, mine)
+    torchs._broadcast_state_dict(full if is_first() else {}, theirs, CPU)
+    assert list(mine) == list(theirs)
+    assert torch.equal(local_of(mine["a"]), local_of(theirs["a"]))
+    assert torch.equal(mine["b"], theirs["b"]) and mine["step"] == theirs["step"] and mine["s"] == theirs["s"]
+
+
+@on_ranks
+def distributing_needs_no_communication() -> None:
+    local = sharded(fill=-1.0)
+    only_here = {"k": torch.full((3,), float(dist.get_rank()))}
+    with mock.patch.object(dist, "scatter", side_effect=AssertionError), data_sent() as sizes:
+        distribute(wholes(), local)
+        if is_last():  # no one else takes part
+            mine = {"k": torch.zeros(3)}
+            distribute(only_here, mine)
+            assert torch.equal(mine["k"], only_here["k"])
+    assert sizes == []
+
+
+@on_ranks
+def strict_removes_keys_that_the_source_does_not_have() -> None:
+    full = {"a": numbered(2), "state": {0: {"m": numbered(1)}}, "gone": {}}
+    local = {
+        "a": torch.zeros(2),
+        "b": torch.zeros(1),
+        "state": {0: {"m": torch.zeros(1), "v": torch.zeros(1)}, 1: {"m": torch.zeros(1)}},
+        "gone": {0: torch.zeros(1)},
+    }
+    broadcast(full, local, strict=True)
+    assert_holds(local, full)
+
+
+@on_ranks
+def cpu_offload_does_not_mind_keys_that_only_the_source_has() -> None:
+    local = {"a": torch.zeros(2)}
+    broadcast({"a": numbered(2), "unknown": numbered(2)}, local, cpu_offload=True)
+    assert_holds(local, {"a": numbered(2)})
+
+
+@on_ranks
+def the_source_is_the_first_rank_of_the_group() -> None:
+    size = dist.get_world_size()
+    group = dist.new_group(list(range(size // 2, size)))
+    if dist.get_rank() < size // 2:
+        return
+    local = {"a": torch.zeros(3)}
+    full = {"a": numbered(3)} if dist.get_rank(group) == 0 else {}
+    broadcast_state_dict(full, local, CPU, pg=group)
+    assert_holds(local, {"a": numbered(3)})
+
+
+@on_ranks
+def whole_tensors_are_in_memory_one_at_a_time() -> None:
+    full = {str(i): numbered(100 + i) for i in range(6)} | {"turned": numbered(9, 11).t()}
+    local = {name: cut(torch.zeros(whole.shape), line(), Shard(0)) for name, whole in full.items()}
+    received: list[torch.UntypedStorage] = []
+    send = dist.broadcast
+
+    def watching(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        received.append(tensor.untyped_storage())
+        return send(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "broadcast", watching):
+        broadcast(full, local)
+    assert_holds(local, full)
+    assert len(received) == len(full)
+    if is_first():  # what lies ready is sent from where it is
+        assert [s.data_ptr() for s in received[:-1]] == [w.data_ptr() for w in list(full.values())[:-1]]
+    else:
+        assert len({storage.data_ptr() for storage in received}) == 1
+        assert received[0].nbytes() == 4 * 105
+
+
+# --- Broadcast, where something does not fit ---------------------------------------------------------------
+
+
+def refusals() -> dict[str, tuple[str, Any, Any, type[FSDPError], str]]:
+    """name: (key, the source's value, the last rank's place for it, error, beginning of what it says)"""
+    looped: dict[str, Any] = {}
+    looped["again"] = looped
+    odd = dtensor(torch.zeros(9), line(), [Shard(0)], (7,), (1,))
+    here = f"state_dict['k'], rank {dist.get_world_size() - 1}: expected "
+    return {
+        "shape": (
+            numbered(3),
+            torch.zeros(4),
+            UsageError,
+            here + "shape (4,) and torch.float32; got shape (3,)",
+        ),
+        "(1,) for (4,)": (numbered(1), torch.zeros(4), UsageError, here + "shape (4,)"),
+        "dtype": (
+            numbered(3),
+            torch.zeros(3, dtype=torch.int64),
+            UsageError,
+            here + "shape (3,) and torch.int64",
+        ),
+        "sharded": (numbered(3), cut(torch.zeros(4), line(), Shard(0)), UsageError, here + "shape (4,)"),
+        "tensor for a scalar": (numbered(3), 5, UsageError, here + "int"),
+        "tensor for None": (numbered(3), None, UsageError, here + "NoneType"),
+        "scalar for a tensor": (5, torch.zeros(3), UsageError, here + "a tensor of shape (3,)"),
+        "leaf for a container": (5, {"a": 1}, UsageError, here + "a container"),
+        "container for a leaf": ({"a": 1}, 5, UsageError, here + "what can hold the entries of a container"),
+        "empty container for a leaf": ({}, torch.zeros(1), UsageError, here + "Tensor"),
+        "partial": (
+            numbered(3),
+            DTensor.from_local(torch.zeros(3), line(), [Partial()]),
+            UnsupportedError,
+            "",
+        ),
+        "cut in another way": (numbered(7), odd, UsageError, "state_dict['k']: expected the local shape"),
+        "cycle there": (
+            numbered(3),
+            looped,
+            UsageError,
+            "state_dict['k']['again']: expected containers that",
+        ),
+        "cycle at the source": (
+            looped,
+            torch.zeros(3),
+            UsageError,
+            "state_dict['k']['again']: expected containers",
+        ),
+        "dtensor": (
+            cut(numbered(3), line(), Shard(0)),
+            torch.zeros(3),
+            UsageError,
+            "state_dict['k']: expected a whole",
+        ),
+        "sparse": (
+            torch.eye(2).to_sparse(),
+            torch.zeros(2, 2),
+            UsageError,
+            "state_dict['k']: expected a whole",
+        ),
+        "meta": (
+            torch.empty(3, device="meta"),
+            torch.zeros(3),
+            UsageError,
+            "state_dict['k']: expected a tensor with",
+        ),
+        "lambda": (lambda: 1, 5, UsageError, "state_dict['k']: expected what can be sent to other ranks"),
+    }  # type: ignore[return-value]
+
+
+@on_ranks
+def a_misfit_on_one_rank_is_an_error_on_all_before_any_data_moves() -> None:
+    for name, (value, place, kind, begin) in refusals().items():
+        fits = is_last() or name == "cycle at the source"
+        local = {"first": torch.zeros(2), "k": place} if fits else {"first": torch.zeros(2)}
+        with data_sent() as sizes:
+            message = raised(lambda: broadcast({"first": numbered(2), "k": value}, local), kind)
+        assert message.startswith(begin), (name, message)
+        assert torch.equal(local["first"], torch.zeros(2)) and local.get("k", place) is place, name
+        assert sizes == [], name
+
+
+@on_ranks
+def torch_does_leave_ranks_diverged() -> None:
+    """Why the check above is there: this rank raises, the others go on."""
+    local = {"a": cut(torch.zeros(4, 5 if is_last() else 3), line(), Shard(0))}
+    full = {"a": numbered(4, 3)} if is_first() else {}
+    failed = False
+    try:
+        torchs._broadcast_state_dict(full, local, CPU)
+    except RuntimeError:
+        failed = True
+    assert failed == is_last()
+
+
+@on_ranks
+def distributing_what_does_not_fit_changes_nothing() -> None:
+    local = {"first": torch.zeros(2), "k": [torch.zeros(4)]}
+    rank = dist.get_rank()
+    with pytest.raises(UsageError) as info:
+        distribute({"first": numbered(2), "k": [numbered(1)]}, local)
+    assert str(info.value).startswith(f"state_dict['k'][0], rank {rank}: expected shape (4,)")
+    assert_holds(local, {"first": torch.zeros(2), "k": [torch.zeros(4)]})
+
+
+# --- The tests ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_ranks(check: str, world_size: int) -> None:
+    complaints = [
+        f"rank {rank}:\n{found[check]}" for rank, found in enumerate(results(world_size)) if found[check]
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_broadcasting_without_a_process_group_is_refused() -> None:
+    with pytest.raises(StateError, match="broadcast_state_dict: expected a process group; got none"):
+        broadcast_state_dict({}, {}, CPU)
+
+
+def test_distributing_works_without_a_process_group() -> None:
+    local = {"a": torch.zeros(2), "b": 1}
+    distribute_state_dict({"a": numbered(2), "b": 2}, local, CPU)
+    assert_holds(local, {"a": numbered(2), "b": 2})

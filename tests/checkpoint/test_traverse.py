@@ -1,0 +1,324 @@
+"""State dicts as leaves at paths: round trips of flattening, and containers that stay what they are.
+
+The oracles are equality with what went in, and torch's private helpers where those lose nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections import OrderedDict, defaultdict, namedtuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import _state_dict_utils as torchs
+
+from hwfsdp.checkpoint.traverse import (
+    ABSENT,
+    CompanionMismatch,
+    flatten_state_dict,
+    leaves_of,
+    map_leaves,
+    show,
+    traverse_state_dict,
+    unflatten_state_dict,
+)
+from hwfsdp.errors import UsageError
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any = None
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Record:
+    a: Any
+    b: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Any
+    computed: Any = dataclasses.field(default=None, init=False)
+
+
+class ListOfOurs(list):
+    pass
+
+
+KEYS = st.one_of(st.text("abc", min_size=1, max_size=3), st.integers(0, 3))
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3))
+
+
+def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    # Keys "1" and 1 in one dict have the same flat key, which is an error of its own.
+    items = st.lists(st.tuples(KEYS, children), max_size=3, unique_by=lambda item: str(item[0]))
+    values = st.lists(children, max_size=3)
+    return st.one_of(
+        items.map(dict),
+        items.map(OrderedDict),
+        items.map(lambda pairs: defaultdict(list, pairs)),
+        values,
+        values.map(tuple),
+        values.map(ListOfOurs),
+        st.tuples(children, children).map(lambda pair: Pair(*pair)),
+        st.tuples(children, children).map(lambda pair: Point(*pair)),
+        st.tuples(children, children).map(lambda pair: Record(*pair)),
+        children.map(Frozen),
+    )
+
+
+TREES = st.recursive(LEAVES, containers, max_leaves=12)
+STATE_DICTS = st.dictionaries(KEYS, TREES, max_size=4).filter(lambda d: len({str(k) for k in d}) == len(d))
+
+
+def types(tree: Any) -> Any:
+    """The tree with types in place of leaves, and with the types of containers, which == does not compare."""
+    if isinstance(tree, dict):
+        return type(tree), [(key, types(value)) for key, value in tree.items()]
+    if isinstance(tree, list | tuple):
+        return type(tree), [types(value) for value in tree]
+    if dataclasses.is_dataclass(tree):
+        return type(tree), [types(getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    return type(tree)
+
+
+# --- Flat and back -----------------------------------------------------------------------------------------
+
+
+@given(STATE_DICTS)
+def test_unflatten_undoes_flatten(state_dict: dict[Any, Any]) -> None:
+    back = unflatten_state_dict(*flatten_state_dict(state_dict))
+    assert back == state_dict
+    assert types(back) == types(state_dict)
+
+
+@given(STATE_DICTS)
+def test_a_mapping_that_was_pickled_still_unflattens(state_dict: dict[Any, Any]) -> None:
+    flat, mapping = flatten_state_dict(state_dict)
+    assert types(unflatten_state_dict(flat, pickle.loads(pickle.dumps(mapping)))) == types(state_dict)
+
+
+@given(STATE_DICTS)
+def test_map_leaves_with_identity_is_a_copy_of_every_container(state_dict: dict[Any, Any]) -> None:
+    copied = map_leaves(lambda path, leaf, _: leaf, state_dict)
+    assert copied == state_dict and copied is not state_dict
+    assert types(copied) == types(state_dict)
+
+
+STR_KEYS = st.text("abc", min_size=1, max_size=2)
+PLAIN = st.dictionaries(
+    STR_KEYS,
+    st.recursive(
+        LEAVES,
+        lambda children: st.one_of(
+            st.dictionaries(STR_KEYS, children, min_size=1, max_size=3),
+            st.lists(children, min_size=1, max_size=3),
+        ),
+        max_leaves=10,
+    ),
+    max_size=4,
+)
+
+
+@given(PLAIN)
+def test_flat_keys_paths_and_visits_are_torchs_where_torch_loses_nothing(state_dict: dict[str, Any]) -> None:
+    flat, mapping = flatten_state_dict(state_dict)
+    assert (flat, mapping) == torchs._flatten_state_dict(state_dict)
+    visits: list[Any] = []
+    expected: list[Any] = []
+    traverse_state_dict(state_dict, lambda *visit: visits.append(visit))
+    torchs._traverse_state_dict(state_dict, lambda *visit: expected.append(visit))
+    assert visits == expected
+    back = torchs._unflatten_state_dict(flat, mapping)
+    assert back == unflatten_state_dict(flat, mapping)
+
+
+def test_int_keys_are_not_lost() -> None:
+    state_dict = {"state": {0: {"step": 1}, 10: {"step": 2}}}
+    flat, mapping = flatten_state_dict(state_dict)
+    assert flat == {"state.0.step": 1, "state.10.step": 2}
+    assert mapping["state.10.step"] == ("state", 10, "step")
+    assert unflatten_state_dict(flat, mapping) == state_dict
+
+
+def test_empty_containers_are_leaves_of_the_flat_dict() -> None:
+    state_dict = {"a": {}, "b": [], "c": (), "d": OrderedDict(), "e": {"f": [{}]}}
+    flat, mapping = flatten_state_dict(state_dict)
+    assert flat == {"a": {}, "b": [], "c": (), "d": OrderedDict(), "e.f.0": {}}
+    assert flat["a"] is not state_dict["a"]
+    assert types(unflatten_state_dict(flat, mapping)) == types(state_dict)
+
+
+@pytest.mark.parametrize("empty", [{}, OrderedDict(), defaultdict(int)], ids=lambda d: type(d).__name__)
+def test_an_empty_state_dict_comes_back(empty: dict[Any, Any]) -> None:
+    flat, mapping = flatten_state_dict(empty)
+    assert flat == {} and types(unflatten_state_dict(flat, mapping)) == types(empty)
+
+
+def test_unflatten_takes_the_leaves_that_the_flat_dict_has_now() -> None:
+    flat, mapping = flatten_state_dict({"a": (1, [2])})
+    assert unflatten_state_dict({**flat, "a.1.0": 5}, mapping) == {"a": (1, [5])}
+
+
+def test_the_optimizer_of_torch_comes_back() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state_dict = optimizer.state_dict()
+    back = unflatten_state_dict(*flatten_state_dict(state_dict))
+    assert types(back) == types(state_dict)
+    assert back["state"][0]["exp_avg"] is state_dict["state"][0]["exp_avg"]
+    optimizer.load_state_dict(back)
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "names"),
+    [
+        ({"a": {"b": 1}, "a.b": 2}, ["['a']['b']", "['a.b']"]),
+        ({0: 1, "0": 2}, ["[0]", "['0']"]),
+        ({"a": {1: 1, "1": 2}}, ["['a'][1]", "['a']['1']"]),
+    ],
+)
+def test_two_leaves_with_the_same_flat_key_are_refused_by_both_paths(
+    state_dict: dict[Any, Any], names: list[str]
+) -> None:
+    with pytest.raises(UsageError) as info:
+        flatten_state_dict(state_dict)
+    assert all(f"state_dict{name}" in str(info.value) for name in names)
+
+
+def test_flat_keys_that_the_mapping_does_not_know_are_refused() -> None:
+    flat, mapping = flatten_state_dict({"a": [1, 2]})
+    with pytest.raises(UsageError, match=r"\['a.1'\] missing, \['b'\] unknown"):
+        unflatten_state_dict({"a.0": 1, "b": 2}, mapping)
+
+
+def test_a_mapping_of_torch_is_refused() -> None:
+    flat, mapping = torchs._flatten_state_dict({"a": [1]})
+    with pytest.raises(UsageError, match="expected the mapping that flatten_state_dict returned; got dict"):
+        unflatten_state_dict(flat, mapping)  # type: ignore[arg-type]
+
+
+# --- Sharing and cycles ------------------------------------------------------------------------------------
+
+
+def cycles() -> dict[str, tuple[Any, str, str]]:
+    """name: (state dict, path at which it starts over, path of the container that is met again)"""
+    as_dict: dict[str, Any] = {"a": {}}
+    as_dict["a"]["b"] = as_dict
+    as_list: dict[str, Any] = {"a": [1, []]}
+    as_list["a"][1].append(as_list["a"])
+    in_tuple: dict[str, Any] = {"a": ([],)}
+    in_tuple["a"][0].append(in_tuple["a"])
+    record = Record(1)
+    record.b = {7: record}
+    return {
+        "dict": (as_dict, "state_dict['a']['b']", "state_dict"),
+        "list": (as_list, "state_dict['a'][1][0]", "state_dict['a']"),
+        "tuple": (in_tuple, "state_dict['a'][0][0]", "state_dict['a']"),
+        "dataclass": ({"r": record}, "state_dict['r']['b'][7]", "state_dict['r']"),
+    }
+
+
+@pytest.mark.parametrize("where", cycles())
+@pytest.mark.parametrize(
+    "go", [leaves_of, flatten_state_dict, lambda tree: map_leaves(lambda *leaf: leaf[1], tree)]
+)
+def test_a_cycle_is_an_error_with_both_paths(where: str, go: Any) -> None:
+    state_dict, again, first = cycles()[where]
+    with pytest.raises(UsageError) as info:
+        go(state_dict)
+    assert str(info.value).startswith(f"{again}: ")
+    assert f"that is {first}, too." in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_what_is_shared_without_a_cycle_stays_shared() -> None:
+    tensor, inner = torch.ones(2), {"x": 1}
+    state_dict = {"a": inner, "b": [inner, inner], "t": tensor, "u": (tensor,)}
+    copied = map_leaves(
+        lambda path, leaf, _: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state_dict
+    )
+    assert copied["a"] is copied["b"][0] is copied["b"][1] is not inner
+    assert copied["t"] is copied["u"][0] is not tensor
+
+
+def test_a_shared_container_is_visited_at_each_of_its_paths() -> None:
+    inner = {"x": 1}
+    assert leaves_of({"a": inner, "b": inner}) == [(("a", "x"), 1), (("b", "x"), 1)]
+    assert unflatten_state_dict(*flatten_state_dict({"a": inner, "b": inner})) == {"a": inner, "b": inner}
+
+
+# --- Containers --------------------------------------------------------------------------------------------
+
+
+def test_what_a_container_carries_besides_its_items_is_kept() -> None:
+    state_dict = nn.Sequential(nn.Linear(1, 1)).state_dict()
+    factory = defaultdict(dict, a=1)
+    copied = map_leaves(lambda path, leaf, _: 0, {"model": state_dict, "d": factory})
+    assert copied["model"]._metadata == state_dict._metadata  # type: ignore[attr-defined]
+    assert copied["d"]["new"] == {}
+    assert "new" not in factory
+
+
+def test_frozen_dataclasses_and_fields_that_init_does_not_take_are_mapped() -> None:
+    record = Frozen(1)
+    object.__setattr__(record, "computed", 2)
+    assert map_leaves(lambda path, leaf, _: leaf + 10, {"r": record})["r"].computed == 12
+    assert (record.a, record.computed) == (1, 2)
+
+
+def test_a_size_is_a_leaf() -> None:
+    assert leaves_of({"s": torch.Size([2, 3])}) == [(("s",), torch.Size([2, 3]))]
+
+
+def test_a_read_only_mapping_can_be_visited_but_not_rebuilt() -> None:
+    state_dict = {"a": MappingProxyType({"b": 1})}
+    assert leaves_of(state_dict) == [(("a", "b"), 1)]
+    with pytest.raises(
+        UsageError, match="mappingproxy in a state dict: expected a mapping that items can be"
+    ):
+        map_leaves(lambda path, leaf, _: leaf, state_dict)
+
+
+# --- Companions --------------------------------------------------------------------------------------------
+
+
+def test_leaves_meet_those_of_the_companion_whatever_the_order_of_its_keys() -> None:
+    pairs = map_leaves(lambda path, a, b: (a, b), {"x": 1, "y": [2, 3]}, OrderedDict(y=(5, 6), x=4))
+    assert pairs == {"x": (1, 4), "y": [(2, 5), (3, 6)]}
+    assert map_leaves(lambda path, a, b: b, {"x": 1}) == {"x": ABSENT}
+
+
+@pytest.mark.parametrize(
+    ("tree", "companion", "where"),
+    [
+        ({"a": {"b": 1}}, {"a": {"c": 1}}, "['a']"),
+        ({"a": [1, 2]}, {"a": [1]}, "['a']"),
+        ({"a": [{"b": 1}]}, {"a": [1]}, "['a'][0]"),
+        ({"a": {0: 1}}, {"a": [1]}, "['a']"),
+        ({"a": {0: 1}}, {"a": {"0": 1}}, "['a']"),
+        ({"a": Record(1)}, {"a": {"a": 1, "b": None}}, "['a']"),
+    ],
+)
+def test_a_companion_of_another_structure_is_refused_at_its_path(
+    tree: Any, companion: Any, where: str
+) -> None:
+    with pytest.raises(CompanionMismatch) as info:
+        map_leaves(lambda path, a, b: a, tree, companion)
+    assert str(info.value).startswith(f"state_dict{where}: ")
+
+
+def test_paths_are_shown_as_one_would_index() -> None:
+    assert show(("state", 0, "exp_avg")) == "state_dict['state'][0]['exp_avg']"
