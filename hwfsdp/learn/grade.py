@@ -177,10 +177,11 @@ def grade(exercise: Exercise, folder: Path, course: Course, options: Options = O
 
 
 def _reject(result: Grade, finding: Finding) -> None:
-    """Nothing of it counts; the first check that did not pass says why."""
+    """Nothing of it counts; the check that found out says why, or else the first."""
     result.status, result.finding = "error", finding
-    first = next((r for r in result.results if not r.passed), result.results[0])
-    first.passed, first.finding, first.dependency = False, finding, None
+    if all(checked.finding is not finding for checked in result.results):
+        first = result.results[0]
+        first.passed, first.finding, first.dependency = False, finding, None
 
 
 def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted]:

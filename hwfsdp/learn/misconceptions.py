@@ -140,6 +140,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "whole gradients stay alive after they were reduced",
         "Who still refers to the gradient of the whole parameter?",
     ),
+    "kept-alive": Misconception(
+        "memory stays alive that nobody will read again",
+        "Which attribute, list or closure still refers to it, and who is to read it there?",
+    ),
     # --- schedule ---
     "never-resharded": Misconception(
         "parameters stay whole from forward to backward (this is ZeRO-2)",

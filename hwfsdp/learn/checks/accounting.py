@@ -28,7 +28,10 @@ from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.grade import Check
 from hwfsdp.learn.run import Ranks, Report, attempt
 
+Walk = tuple[str, int, int]  # collective, bytes, ranks
+Amount = tuple[dict[str, int], MeshShape]  # bytes by collective, and the mesh that they travel over
 STATES = ("params", "grads", "optimizer")
+FIXED, DRAWN = 80, 40  # cases by chance: the same in every grading, and others in each
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 MEASURED = (
     {  # by name of the run: strategy, itemsize of gathers, what is resharded after forward: blocks, root
@@ -54,7 +57,7 @@ def llama_8b() -> list[GroupSizes]:
 
 
 def setups(seed: int) -> list[Setup]:
-    """Those that are measured, then a large one, then small ones by chance."""
+    """Those that are measured, then large ones, then small ones by chance, some of them from the seed."""
     found = []
     for run, (strategy, gathered, blocks, root) in MEASURED.items():
         groups = [GroupSizes(s, gathered, 4, b) for s, b in zip(GROUPS, (blocks, blocks, root), strict=True)]
@@ -65,10 +68,11 @@ def setups(seed: int) -> list[Setup]:
     for strategy in Strategy:
         shards = 8 if strategy is Strategy.HSDP else None
         found.append(Setup(f"Llama 3 8B, {strategy.name}, 512 ranks", llama_8b(), strategy, 512, shards, 509))
-    return found + [_drawn(random.Random(1000 * seed + n)) for n in range(120)]
+    found += [_small(random.Random(n)) for n in range(FIXED)]
+    return found + [_small(random.Random(f"{seed}, {n}"))._replace(drawn=True) for n in range(DRAWN)]
 
 
-def _drawn(draw: random.Random) -> Setup:
+def _small(draw: random.Random) -> Setup:
     strategy, replicas, shards = draw.choice(list(Strategy)), draw.randint(1, 4), draw.randint(1, 5)
     groups = [
         GroupSizes(
@@ -86,23 +90,39 @@ def _drawn(draw: random.Random) -> Setup:
     return Setup(words, groups, strategy, world_size, shards, draw.randrange(world_size))
 
 
-def walks(seed: int) -> list[tuple[str, int, int]]:
-    """(collective, bytes, ranks) of the cases for `on_the_wire`; the last ones are too large for floats."""
-    draw = random.Random(seed)
-    small = [(draw.randint(0, 1000), draw.randint(2, 9)) for _ in range(40)]
-    sizes = [(96, 4), (1 << 20, 2), (1000, 1), (7, 1), *small, (10**17 + 1, 7), (10**18 + 3, 512)]
+def fixed_walks() -> list[Walk]:
+    """Cases for `on_the_wire` that are the same in every grading; some are too large for floats."""
+    sizes = [(96, 4), (1 << 20, 2), (1000, 1), (7, 1), (10**17 + 1, 7), (10**18 + 3, 512)]
+    return [(collective, n, w) for n, w in sizes for collective in COLLECTIVES] + _walks(random.Random(0))
+
+
+def _walks(draw: random.Random) -> list[Walk]:
+    sizes = [(draw.randint(0, 1000), draw.randint(2, 9)) for _ in range(20)]
     return [(collective, n, w) for n, w in sizes for collective in COLLECTIVES]
 
 
-def amounts(seed: int) -> list[tuple[dict[str, int], MeshShape]]:
-    """Cases for `bytes_sent`: those measured on rings, some with keys missing, some by chance."""
-    draw, measured = random.Random(seed), dict.fromkeys(COLLECTIVES, 4 * ROWS)
+def walks(seed: int) -> list[Walk]:
+    return fixed_walks() + _walks(random.Random(f"walks {seed}"))
+
+
+def fixed_amounts() -> list[Amount]:
+    """Cases for `bytes_sent`: those measured on rings, some with keys missing, some by chance, always the same."""
+    measured = dict.fromkeys(COLLECTIVES, 4 * ROWS)
     cases = [(measured, MeshShape(1, WORLD_SIZE)), (measured, MeshShape(AXIS, AXIS))]
     cases += [({}, MeshShape(2, 2)), ({"all_reduce": 90, "all_gather": 60}, MeshShape(3, 5))]
-    for _ in range(40):
+    return cases + _amounts(random.Random(0))
+
+
+def _amounts(draw: random.Random) -> list[Amount]:
+    cases = []
+    for _ in range(20):
         traffic = {collective: draw.randint(0, 5000) for collective in COLLECTIVES}
         cases.append((traffic, MeshShape(draw.randint(1, 6), draw.randint(1, 6))))
     return cases
+
+
+def amounts(seed: int) -> list[Amount]:
+    return fixed_amounts() + _amounts(random.Random(f"amounts {seed}"))
 
 
 # --- On the rank -------------------------------------------------------------------------------------------
@@ -169,11 +189,12 @@ def _values(found: Any, keys: Sequence[str], what: str) -> dict[str, Any]:
 def judge_wire(ranks: Ranks, seed: int) -> None:
     """Blocks passed on around a ring."""
     wrong = []
-    found = ranks.run(probe, 1, seed=seed)["wire"][0]
-    for (collective, n, w), actual in zip(walks(seed), found, strict=True):
+    found, fixed = ranks.run(probe, 1, seed=seed)["wire"][0], len(fixed_walks())
+    for number, ((collective, n, w), actual) in enumerate(zip(walks(seed), found, strict=True)):
         (_, expected), *theories = wire_sizes(collective, n, w)
         if actual != expected:
-            wrong.append(Wrong(f"on_the_wire({collective!r}, {n:,}, {w})", expected, actual, theories))
+            words = f"on_the_wire({collective!r}, {n:,}, {w})"
+            wrong.append(Wrong(words, expected, actual, theories, drawn=number >= fixed))
     verdict(wrong)
 
 
@@ -192,7 +213,7 @@ def judge_states(ranks: Ranks, seed: int) -> None:
             expected = ranks.reference(probe_measure, WORLD_SIZE)[setup.run][setup.rank]["states"]
             words += ", measured by the ledger"
         rights = zip(STATES, expected, actual, state_sizes(setup), strict=True)
-        wrong += [Wrong(f"{words}, {s}", e, a, sizes[1:]) for s, e, a, sizes in rights if e != a]
+        wrong += [Wrong(f"{words}, {s}", e, a, sizes[1:], setup.drawn) for s, e, a, sizes in rights if e != a]
     verdict(wrong)
 
 
@@ -226,15 +247,15 @@ def _wrong_traffic(ranks: Ranks, function: str, setup: Setup, predicted: Mapping
             measured = ranks.reference(probe_measure, WORLD_SIZE)[setup.run][0]["traffic"]
             expected, words = measured.get(collective, 0), f"{words}, measured by the event log"
         if actual != expected:
-            wrong.append(Wrong(words, expected, actual, others))
+            wrong.append(Wrong(words, expected, actual, others, setup.drawn))
     return wrong
 
 
 def judge_sent(ranks: Ranks, seed: int) -> None:
     """Bytes of sends around real rings; blocks passed on along each axis."""
     wrong = []
-    found = ranks.run(probe, 1, seed=seed)["sent"][0]
-    for (traffic, mesh), predicted in zip(amounts(seed), found, strict=True):
+    found, fixed = ranks.run(probe, 1, seed=seed)["sent"][0], len(fixed_amounts())
+    for number, ((traffic, mesh), predicted) in enumerate(zip(amounts(seed), found, strict=True)):
         values = _values(predicted, list(traffic), "bytes_sent")
         measured = ranks.reference(probe_measure, WORLD_SIZE)["sent"][0].get(str(tuple(mesh)), {})
         for collective, n in traffic.items():
@@ -243,7 +264,7 @@ def judge_sent(ranks: Ranks, seed: int) -> None:
             if n == 4 * ROWS and measured:
                 expected, words = measured[collective], f"{words}, measured on real rings"
             if values[collective] != expected:
-                wrong.append(Wrong(words, expected, values[collective], theories))
+                wrong.append(Wrong(words, expected, values[collective], theories, drawn=number >= fixed))
     verdict(wrong)
 
 

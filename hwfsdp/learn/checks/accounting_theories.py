@@ -22,6 +22,7 @@ class Setup(NamedTuple):
 
     Attributes:
         run: name of the measured run, "" if there is none. shards: of HSDP. rank: whose states.
+        drawn: from the seed; others are the same in every grading.
     """
 
     words: str
@@ -32,6 +33,7 @@ class Setup(NamedTuple):
     rank: int = 0
     per_element: StateBytes = FULL
     run: str = ""
+    drawn: bool = False
 
     @property
     def shapes(self) -> list[Sequence[int]]:
@@ -46,25 +48,34 @@ class Setup(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """A prediction that is not right: of what, and what it would be by each theory."""
+    """A prediction that is not right: of what, and what it would be by each theory.
+
+    `drawn`: the case is from the seed; others are the same in every grading.
+    """
 
     words: str
     expected: int
     actual: Any
     theories: Sequence[tuple[str, int]]
+    drawn: bool = False
 
 
 def verdict(wrong: Sequence[Wrong]) -> None:
-    """Raises a Finding if there is anything wrong: the first one, with the theory that explains most of all."""
+    """Raises a Finding if there is anything wrong: the first one, with the theory that explains most of all.
+
+    Cases that are drawn have no say unless there is nothing else wrong, so that one answer gets one verdict, whatever the
+    seed. Of theories that explain as many, the first listed is taken.
+    """
     if not wrong:
         return
-    votes: dict[str, int] = {}
-    for each in wrong:
-        for misconception in dict.fromkeys(name for name, value in each.theories if value == each.actual):
-            votes[misconception] = votes.get(misconception, 0) + 1
-    enough = {name: count for name, count in votes.items() if 4 * count >= len(wrong)}  # fewer are chance
+    heard = [each for each in wrong if not each.drawn] or wrong
+    votes = dict.fromkeys((name for each in heard for name, _ in each.theories), 0)
+    for each in heard:
+        for misconception in {name for name, value in each.theories if value == each.actual}:
+            votes[misconception] += 1
+    enough = {name: count for name, count in votes.items() if 4 * count >= len(heard)}  # fewer are chance
     misconception = max(enough, key=lambda name: enough[name], default="wrong-formula")
-    first = next((w for w in wrong if (misconception, w.actual) in w.theories), wrong[0])
+    first = next((w for w in heard if (misconception, w.actual) in w.theories), heard[0])
     actual = f"{first.actual:,} B" if isinstance(first.actual, int) else str(first.actual)
     message = f"{first.words}: predicted {actual}, expected {first.expected:,} B."
     raise Finding(misconception, message, first.expected, first.actual)
@@ -130,10 +141,9 @@ def sent_sizes(collective: str, n: int, mesh: MeshShape) -> list[tuple[str, int]
 
 def state_sizes(setup: Setup) -> list[list[tuple[str, int]]]:
     """Of each state the right size, then those by theory, in bytes."""
-    shapes, shard, rank = setup.shapes, setup.mesh.shard, setup.rank % setup.mesh.shard
-    padded, mine, all_ranks = chunk(shapes, shard), own(shapes, shard, rank), setup.world_size
-    whole = ("whole", shard * padded)
-    as_chunk = ("chunk", padded)
+    shard = setup.mesh.shard
+    padded, theories = chunk(setup.shapes, shard), _elements_by_theory(setup)
+    whole, as_chunk = ("whole", shard * padded), ("chunk", padded)
     kinds = {
         Strategy.DDP: (whole, whole),
         Strategy.ZERO1: (whole, whole),
@@ -141,38 +151,42 @@ def state_sizes(setup: Setup) -> list[list[tuple[str, int]]]:
         Strategy.ZERO3: (as_chunk, as_chunk),
         Strategy.HSDP: (as_chunk, as_chunk),
     }[setup.strategy]
-    theories = {
+    mine = ("rows", own(setup.shapes, shard, setup.rank % shard))
+    return [
+        [(name, nbytes * elements) for name, elements in (kind, *theories[kind[0]])]
+        for kind, nbytes in zip((*kinds, mine), setup.per_element, strict=True)
+    ]
+
+
+def _elements_by_theory(setup: Setup) -> dict[str, list[tuple[str, int]]]:
+    """What would be held in place of the whole, a padded chunk, or a rank's rows."""
+    shapes, shard, all_ranks = setup.shapes, setup.mesh.shard, setup.world_size
+    rank, elements = setup.rank % shard, numel(shapes)
+    padded, mine = chunk(shapes, shard), own(shapes, shard, rank)
+    replicated = [("replicated", shard * padded), ("replicated", elements)]
+    over_all = [chunk(shapes, all_ranks), own(shapes, all_ranks, setup.rank)]
+    shards_are_ranks = [("shards-are-ranks", size) for size in over_all]
+    others = [own(shapes, shard, other) for other in (setup.rank, shard - 1 - rank, setup.rank // shard)]
+    return {
         "whole": [
-            ("padding-dropped", numel(shapes)),
+            ("padding-dropped", elements),
             ("sharded-too-much", padded),
             ("sharded-too-much", mine),
         ],
         "chunk": [
-            *(("replicated", shard * padded), ("replicated", numel(shapes))),
-            *(("padding-dropped", mine), ("padding-dropped", numel(shapes) // shard)),
-            *(
-                ("shards-are-ranks", chunk(shapes, all_ranks)),
-                ("shards-are-ranks", own(shapes, all_ranks, setup.rank)),
-            ),
+            *replicated,
+            ("padding-dropped", mine),
+            ("padding-dropped", elements // shard),
+            *shards_are_ranks,
         ],
         "rows": [
-            *(("replicated", shard * padded), ("replicated", numel(shapes))),
-            *(("padding-leaked", padded), ("wrong-rows", numel(shapes) // shard)),
-            *(
-                ("wrong-rows", own(shapes, shard, setup.rank)),
-                ("wrong-rows", own(shapes, shard, shard - 1 - rank)),
-            ),
-            *(
-                ("shards-are-ranks", chunk(shapes, all_ranks)),
-                ("shards-are-ranks", own(shapes, all_ranks, setup.rank)),
-            ),
+            *replicated,
+            ("padding-leaked", padded),
+            ("wrong-rows", elements // shard),
+            *(("wrong-rows", size) for size in others),
+            *shards_are_ranks,
         ],
     }
-    sizes = [[kind, *theories[kind[0]]] for kind in kinds] + [[("rows", mine), *theories["rows"]]]
-    return [
-        [(name, nbytes * elements) for name, elements in of_state]
-        for of_state, nbytes in zip(sizes, setup.per_element, strict=True)
-    ]
 
 
 def summed(

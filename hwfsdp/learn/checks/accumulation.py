@@ -27,6 +27,7 @@ from hwfsdp.learn.checks.accumulation_runs import (
     PATHS,
     PRECISE,
     PRECISE_PATHS,
+    ROUGH,
     SILENT,
     SUMS,
     Setting,
@@ -113,9 +114,14 @@ def oracle(
 
 
 def _sum(grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> Tensor | None:
-    """One after the other, every sum rounded to the dtype."""
-    found = [grad if dtype is None else grad.to(dtype) for grad in grads if grad is not None]
-    return sum(found[1:], found[0]) if found else None
+    """One after the other, every sum rounded to the dtype, but no summand other than the first."""
+    found = [grad for grad in grads if grad is not None]
+    if not found:
+        return None
+    total = found[0].to(dtype or found[0].dtype, copy=True)
+    for grad in found[1:]:
+        total.add_(grad)
+    return total
 
 
 def _rows(whole: Tensor, world_size: int, rank: int) -> Tensor:
@@ -318,13 +324,40 @@ def judge_sums(ranks: Ranks, seed: int) -> None:
     run = ranks.run(probe_settings, 2, seed=seed)
     for setting in (FREED, WHOLE, USUAL, SUMS, KEPT, FORWARD_ONLY):
         _compare_numbers(run, setting, seed, 2)
+        _compare_left(run, setting)
 
 
 def judge_precision(ranks: Ranks, seed: int) -> None:
-    """bf16 parameters: gradients add up in fp32 if they are to be reduced in it, and in bf16 otherwise."""
+    """Gradients add up in what they are to be reduced in, be it wider than the parameters or narrower."""
     run = ranks.run(probe_settings, 2, seed=seed)
-    for setting in (PRECISE, COARSE):
+    for setting in (PRECISE, COARSE, ROUGH):
+        for found in found_of(run, setting):
+            _compare_accumulated(found)
         _compare_numbers(run, setting, seed, 2)
+        _compare_left(run, setting)
+
+
+def _compare_accumulated(found: Found) -> None:
+    """The dtypes of `accumulated_grad`, where there are any."""
+    expected = str(found.setting.dtypes[1])
+    for index, moment in enumerate(found.moments):
+        if wrong := [dtype for dtype in moment["accumulated"] if dtype != expected]:
+            message = (
+                f"{found.setting.name}, rank {found.rank}: after micro-batch {index // 2}, accumulated gradients are "
+                f"{wrong[0]}; expected {expected}, the reduce dtype."
+            )
+            raise Finding("reduced-in-wrong-dtype", message, expected, wrong[0])
+
+
+def _compare_left(run: Run, setting: Setting) -> None:
+    """No whole gradient is alive after the last micro-batch."""
+    for rank, left in enumerate(run[f"left: {setting.name}"]):
+        if left:
+            message = (
+                f"{setting.name}, rank {rank}: {left:,} B of whole gradients are alive after the last micro-batch, "
+                "expected 0 B."
+            )
+            raise Finding("grad-not-freed", message, 0, left)
 
 
 def judge_skipped(ranks: Ranks, seed: int) -> None:

@@ -7,7 +7,8 @@ made. In bf16 they do round, and where a sum is made shows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ from torch.distributed.tensor import DTensor
 import hwfsdp
 from hwfsdp import events, hooks
 from hwfsdp.eventlog import EventLog
+from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
 from hwfsdp.learn.run import Report, log_data
+from hwfsdp.param import FSDPParam
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTH, ROWS = 6, 4
@@ -54,12 +57,13 @@ KEPT = Setting("three micro-batches, never resharded between them", False, keep=
 FORWARD_ONLY = Setting("two micro-batches, resharded after forward only", True, keep=True, paths=(ALL,) * 2)
 PRECISE = Setting("bf16, reduced in fp32", True, dtypes=(BF16, FP32), paths=(ALL,) * 4)
 COARSE = Setting("bf16 throughout", False, dtypes=(BF16, BF16), paths=(ALL,) * 3)
+ROUGH = Setting("fp32, reduced in bf16", True, dtypes=(FP32, BF16), paths=(ALL,) * 2)
 PATHS = Setting("layers that some micro-batches skip", True, paths=((0, 1), (0,), (0,)))
 PRECISE_PATHS = PATHS._replace(name="layers that some micro-batches skip, bf16", dtypes=(BF16, FP32))
 SILENT = Setting("the loss of rank 1 is zero", True, paths=(ALL,) * 2, silent=1)
 SETTINGS = (
     *(FREED, WHOLE, USUAL, SUMS, KEPT, FORWARD_ONLY),
-    *(PRECISE, COARSE, PATHS, PRECISE_PATHS, SILENT),
+    *(PRECISE, COARSE, ROUGH, PATHS, PRECISE_PATHS, SILENT),
 )
 FEWER = Setting("reshard_after_forward=2", 2, paths=(ALL,) * 2)
 
@@ -134,6 +138,7 @@ def groups_of(model: Model) -> dict[str, list[nn.Parameter]]:
 
 def probe_settings(report: Report, seed: int, library: str = "hwfsdp") -> None:
     """All settings on two ranks; `library` may be "torch", whose FSDP2 is the oracle."""
+    ready()
     package: Any = hwfsdp if library == "hwfsdp" else torch.distributed.fsdp
     for setting in SETTINGS:
         if setting is not PRECISE_PATHS or package is hwfsdp:  # FSDP2 of torch 2.13 raises there
@@ -156,13 +161,31 @@ def _run(report: Report, setting: Setting, seed: int, package: Any) -> None:
     if package is not hwfsdp:
         _train(model, setting, seed, lambda: None)
     else:
-        with hwfsdp.record() as log:
+        with hwfsdp.record() as log, taken_grads() as taken:
             _train(model, setting, seed, lambda: moments.append(_moment(model)))
+        report[f"left: {setting.name}"] = bytes_alive(taken)
         kept = [event for event in log.events if event.op in (*WATCHED, "free", "copy_in")]
         report[f"log: {setting.name}"] = log_data(EventLog(kept))
     report[f"grads: {setting.name}"] = {name: _local(p.grad) for name, p in model.named_parameters()}
     if warned := getattr(model, "warned", None):
         report[f"warned: {setting.name}"] = warned
+
+
+@contextmanager
+def taken_grads() -> Iterator[list[Watched]]:
+    """Watches the memory of all whole gradients that are taken meanwhile."""
+    original, taken = FSDPParam.take_grad, list[Watched]()
+
+    def take_grad(self: FSDPParam) -> Tensor | None:
+        grad = self.unsharded_param.grad if self.unsharded_param is not None else None
+        taken.extend(watch(each) for each in (grad, self.accumulated_grad) if each is not None)
+        return original(self)
+
+    FSDPParam.take_grad = take_grad  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        FSDPParam.take_grad = original  # type: ignore[method-assign]
 
 
 def _train(model: Any, setting: Setting, seed: int, look: Callable[[], None]) -> None:
@@ -185,9 +208,12 @@ def _train(model: Any, setting: Setting, seed: int, look: Callable[[], None]) ->
 
 
 def _moment(model: nn.Module) -> dict[str, Any]:
-    """What there is now: collectives so far, and of every group the bytes of its whole parameters and their form."""
+    """What there is now: collectives so far, of every group the bytes of its whole parameters and their form, and the dtypes
+    of accumulated gradients.
+    """
     recorder = events.active()
     found: dict[str, Any] = {"events": len(recorder.drafts) if recorder else 0}
+    kept: set[str] = set()
     for module in model.modules():
         state = hooks.state_of(module)
         for group in state.groups if state else ():
@@ -196,6 +222,8 @@ def _moment(model: nn.Module) -> dict[str, Any]:
             ]
             forms = {_form(p.slots[0].registered()) for p in group.params}
             found[group.fqn] = [sum(whole), " and ".join(sorted(forms))]
+            kept |= {str(p.accumulated_grad.dtype) for p in group.params if p.accumulated_grad is not None}
+    found["accumulated"] = sorted(kept)
     found["reduced"] = sum(p.grad is not None for p in model.parameters() if isinstance(p, DTensor))
     return found
 

@@ -320,7 +320,13 @@ CHECKS = (
     Check("06.scaling", "means are made where it is cheap, and stay in range", 1, JUDGES["scaling"]),
     Check("06.taken", "nobody else refers to a gradient that was taken", 1, JUDGES["taken"]),
     Check("06.added", "what was reduced is added to the shard's gradient", 1, JUDGES["added"]),
-    Check("06.gradients", "gradients are those of the whole batch, bit for bit", 1, judge_gradients),
+    Check(
+        "06.gradients",
+        "gradients are those of the whole batch, bit for bit",
+        1,
+        judge_gradients,
+        ("06.scaling",),  # a wrong mean has been told of; what it does to a gradient would mislead
+    ),
     Check("06.schedule", "backward gathers one group ahead, reduces each group once", 1, judge_schedule),
     Check("06.freed", "one group at a time is whole, and none afterwards", 1, judge_memory),
     Check("06.again", "gradients of several backwards add up", 1, judge_again, ("06.gradients",)),

@@ -19,6 +19,7 @@ from hwfsdp import MixedPrecisionPolicy, collectives, fully_shard
 from hwfsdp.hooks import state_of
 from hwfsdp.learn.checks import backward_scaling
 from hwfsdp.learn.checks.backward_models import drawing
+from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
 from hwfsdp.learn.diagnose import Finding, first_difference
 from hwfsdp.learn.run import Report, Run
 from hwfsdp.param import FSDPParam
@@ -39,6 +40,7 @@ CASES: list[Copy] = [
     *((world_size, shapes, FP32, FP32) for world_size in (1, 2, 3, 4, 5) for shapes in SHAPES),
     *((2, ((4, 3), (6,)), BF16, FP32), (3, ((4, 3), (7,)), BF16, FP32), (2, ((5, 3), (4,)), FP32, BF16)),
 ]
+HOOKS = 2  # on one gradient
 COPIES = [case for case in CASES for _ in range(2)]  # with contiguous gradients, and with others
 
 
@@ -47,6 +49,7 @@ COPIES = [case for case in CASES for _ in range(2)]  # with contiguous gradients
 
 def report_parts(report: Report, seed: int) -> None:
     """What the functions give on this rank, those that run through; comes before anything that runs a model."""
+    ready()
     errors = []
     for key, part in PARTS.items():
         try:
@@ -69,7 +72,16 @@ def gradients(seed: int, number: int) -> list[Tensor]:
     return found
 
 
-def _copied(seed: int, number: int) -> Any:
+def _copies(seed: int) -> Any:
+    """All cases, and the bytes of their gradients and buffers that are alive when they are over."""
+    memory: list[Watched] = []
+    return {
+        "cases": [_copied(seed, number, memory) for number in range(len(COPIES))],
+        "alive": bytes_alive(memory),
+    }
+
+
+def _copied(seed: int, number: int, memory: list[Watched]) -> Any:
     world_size, shapes, _, dtype = COPIES[number]
     grads = gradients(seed, number)
     before = [grad.clone() for grad in grads]
@@ -77,7 +89,8 @@ def _copied(seed: int, number: int) -> Any:
     flat = torch.full((world_size, columns), torch.nan, dtype=dtype)
     collectives.copy_in_grads(grads, flat)
     kept = len(grads) == len(before) and all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-    return {"flat": flat, "inputs kept": kept}
+    memory += map(watch, (*grads, flat))
+    return {"flat": flat.clone(), "inputs kept": kept}
 
 
 @functools.cache
@@ -178,12 +191,12 @@ def _added(seed: int, with_hook: bool) -> list[Any]:
         copies.append(grad.clone())
         return copies[-1]
 
-    def hook(given: Any) -> None:
-        calls.append(
-            float(given.grad.to_local().sum()) if given is dtensor and given.grad is not None else None
-        )
+    def hook(number: int, given: Any) -> None:
+        there = given is dtensor and given.grad is not None
+        calls.append([number, float(given.grad.to_local().sum()) if there else None])
 
-    handle = dtensor.register_post_accumulate_grad_hook(hook) if with_hook else None
+    hooks = [functools.partial(hook, number) for number in range(HOOKS if with_hook else 0)]
+    handles = [dtensor.register_post_accumulate_grad_hook(each) for each in hooks]
     FSDPParam._to_memory_of_grads = copied  # type: ignore[method-assign]
     try:
         for number, grad in enumerate(added_grads(seed)):
@@ -202,7 +215,7 @@ def _added(seed: int, with_hook: bool) -> list[Any]:
             )
     finally:
         FSDPParam._to_memory_of_grads, dtensor.grad = original, None  # type: ignore[method-assign]
-        if handle is not None:
+        for handle in handles:
             handle.remove()
     return found
 
@@ -224,7 +237,7 @@ def _described_grad(dtensor: Any, memory: int, before: Any) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[int], Any]] = {
-    "copied": lambda seed: [_copied(seed, number) for number in range(len(COPIES))],
+    "copied": _copies,
     "scalings": lambda seed: backward_scaling.report_means(),
     "taken": lambda seed: {name: _taken(seed, name) for name in TAKES},
     "tensor-parallel": _taken_of_dtensor,
@@ -237,7 +250,8 @@ PARTS: dict[str, Callable[[int], Any]] = {
 
 def check_copy(run: Run, seed: int) -> None:
     """Row r of the buffer is what rank r shall get: its chunk of every gradient, then zeros."""
-    for number, found in enumerate(run["copied"][0]):
+    copied = run["copied"][0]
+    for number, found in enumerate(copied["cases"]):
         world_size, shapes, given, dtype = COPIES[number]
         grads = gradients(seed, number)
         case = f"copy_in_grads of shapes {', '.join(map(str, shapes))} for {world_size} ranks"
@@ -261,6 +275,9 @@ def check_copy(run: Run, seed: int) -> None:
                 f"{difference}; it holds one gradient after the other, not one rank after the other.",
             )
         raise Finding("wrong-rows", f"{difference}.", expected, flat)
+    if left := copied["alive"]:
+        text = f"After {len(COPIES)} calls of copy_in_grads, {left:,} B of gradients and buffers are alive that the caller has dropped."
+        raise Finding("grad-not-freed", text, 0, left)
 
 
 def padded(grad: Tensor, world_size: int, dtype: torch.dtype) -> Tensor:
@@ -340,12 +357,17 @@ def check_add(run: Run, seed: int) -> None:
     )
     for with_hook, adds in zip((False, True), run["added"][0], strict=True):
         for number, ((name, expected), found) in enumerate(zip(steps, adds, strict=True)):
-            case = f"add_sharded_grad with {name}{' and a hook' if with_hook else ''}"
+            case = f"add_sharded_grad with {name}{f' and {HOOKS} hooks' if with_hook else ''}"
             _check_added(case, found, expected, second if number == 1 else None)
             _check_memory(case, found, number == 1 or with_hook)
-            if found["calls"] != ([float(expected.sum())] if with_hook else []):
-                text = f"{case}: called {len(found['calls'])} times, or before the gradient was there, or with something else."
-                raise Finding("hook-not-called", text, "one call, with the parameter", found["calls"])
+            calls = [[hook, float(expected.sum())] for hook in range(HOOKS if with_hook else 0)]
+            if found["calls"] != calls:
+                order = ", ".join(f"number {hook}" for hook, _ in found["calls"]) or "none"
+                text = (
+                    f"{case}: of {len(calls)} hooks, called were: {order}. Each is called once, in the order in which they "
+                    "were registered, with the parameter, when the gradient is there."
+                )
+                raise Finding("hook-not-called", text, calls, found["calls"])
 
 
 def _check_added(case: str, found: dict[str, Any], expected: Tensor, assigned: Tensor | None) -> None:

@@ -223,6 +223,7 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
         kept = {"kept": list(sizes), "tree": ["Tree"]}.get(key, [])
         for where, _, facts in _steps(ranks, seed, key, "alive"):
             _check_alive(f"{where}, after the forward", facts["alive"], kept, sizes)
+            _check_let_go(f"{where}, after the forward", "flat buffers of gathers", facts.get("buffers", {}))
     for where, _, facts in _steps(ranks, seed, "left out", "alive"):
         _check_alive(f"{where}, after the forward", facts["alive"], [], {})
     sizes = _group_sizes(Oracle(seed, WORLD, Tree), "tree")
@@ -272,6 +273,12 @@ def _check_alive(
         raise Finding("resharded-anyway", text, should, sum(alive.values()))
 
 
+def _check_let_go(where: str, what: str, left: Mapping[str, int]) -> None:
+    if left:
+        text = f"{where}: {what} are alive: {', '.join(left)}. {sum(left.values()):,} B, expected 0 B."
+        raise Finding("kept-alive", text, 0, sum(left.values()))
+
+
 def judge_order(ranks: Ranks, seed: int) -> None:
     """The order of forwards, noted once each and never in a recomputation, and phases afterwards."""
     for key in TRAINED:
@@ -312,6 +319,9 @@ def judge_backward(ranks: Ranks, seed: int) -> None:
                 events, "all_gather", counts.get(key, 4), more=name, fewer="never-resharded", when=when
             )
             _check_alive(f"{where}, after the backward", facts["after"], [], {})
+            _check_let_go(
+                f"{where}, after the backward", "outputs that the caller has dropped", facts["outputs"]
+            )
         for step in range(len(found) // WORLD):
             _check_grads(
                 f"{WORDS[key]}, step {step + 1}", [f for _, i, f in found if i == step], oracle.grads(step)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp import compat, fully_shard
 from hwfsdp.group import ParamGroup
 from hwfsdp.hooks import state_of
+from hwfsdp.learn.checks.lifetimes import ready, still_alive
 from hwfsdp.learn.checks.watched import (
     Chain,
     Layer,
@@ -40,6 +41,7 @@ def probe_forward(report: Report, seed: int) -> None:
 
     After anything else ranks may no longer be at the same collective.
     """
+    ready()
     errors: list[Exception] = []
     for section in (_group, _in_flight, _chain, _kept, _no_grad, _tree, _pair, _left_out, _recomputed):
         try:
@@ -172,11 +174,14 @@ def _train(
         x = inputs(seed, step, rank).requires_grad_()
         with record() as log:
             out = (run or model)(x)
-        facts |= {"out": out, "alive": watcher.alive(), "order": [name for name, _ in calls]}
+        facts |= {"out": out.detach().clone(), "alive": watcher.alive(), "order": [name for name, _ in calls]}
+        facts["buffers"] = still_alive(watcher.buffers)
         facts["idle"] = {s.fqn: [s.phase.name, len(s.to_run)] for s in watcher.states}
         facts["forward"] = log_data(log)
         with record() as log:
             loss_of(out, rank).backward()
+        del out
+        facts["outputs"] = still_alive(watcher.outputs)
         facts["noted in backward"] = [name for name, inside in calls if inside]
         facts |= {"after": watcher.alive(), "input grad": x.grad, "backward": log_data(log)}
         facts["grads"] = _grads(model)

@@ -87,6 +87,13 @@ def judge_gather(ranks: Ranks, seed: int) -> None:
 def _compare_copy(name: str, shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], actual: Tensor) -> None:
     """The bytes of a part, shard after shard."""
     pieces = [shard.to(dtype).view(torch.uint8) for shard, dtype in zip(shards, dtypes, strict=True)]
+    whole = (sum(map(len, pieces)),)
+    if tuple(actual.shape) != whole:
+        message = (
+            f"copy_in, {name}: the part has {actual.numel():,} B afterwards, in shape {tuple(actual.shape)}; it came with "
+            f"{whole[0]:,} B, what the shards take in their dtypes, and is to be filled, not resized."
+        )
+        raise Finding("gathered-in-wrong-dtype", message, f"{whole[0]} B", f"{actual.numel()} B")
     for number, (piece, found) in enumerate(zip(pieces, actual.split([*map(len, pieces)]), strict=True)):
         if torch.equal(piece, found):
             continue

@@ -26,12 +26,8 @@ WORLD_SIZE = 4
 GUARD = 3  # elements before and after a tensor that are not its own
 CASES = ((torch.float32, 5), (torch.int64, 3), (torch.bfloat16, 1), (torch.float64, 64))  # dtype, n
 FLOATING = [number for number, (dtype, _) in enumerate(CASES) if dtype.is_floating_point]
-RINGS = (
-    (0, 2),
-    (1, 3),
-    (0, 2, 3),
-    (1,),
-)  # of some of the ranks; each rank is in one of two, and in one of the others
+# Of some of the ranks. Each rank is in one of the first two, and in one of the others.
+RINGS = ((0, 2), (1, 3), (0, 2, 3), (1,))
 
 
 def blocks(seed: int, number: int, world_size: int) -> list[Tensor]:
@@ -259,13 +255,35 @@ def judge_sum(ranks: Ranks, seed: int) -> None:
 
 
 def judge_mean(ranks: Ranks, seed: int) -> None:
-    """The sum, divided by W once."""
+    """The sum, divided by W once. Sums are right by now."""
     run = ranks.run(probe, WORLD_SIZE, seed=seed)
     for rank, result in enumerate(run["weights of mean"]):
+        compare_rounding(inner(result), run["mean"][rank], seed, in_world(rank))
         compare_weights(inner(result), in_world(rank), mean=True)
     for rank, found in enumerate(run["mean"]):
         for number, result in zip(FLOATING, found, strict=True):
             compare_sum(inner(result), shares(seed, number, WORLD_SIZE), in_world(rank), mean=True)
+
+
+def compare_rounding(ones: Tensor, found: Sequence[dict[str, Any]], seed: int, place: Place) -> None:
+    """Raises a Finding if means of 1/W come out as whole numbers, although whole means are right.
+
+    Args:
+        ones: the mean of `unit_shares`. found: the means of `shares`, all of them whole numbers.
+    """
+    if ones.any():
+        return
+    try:
+        for number, result in zip(FLOATING, found, strict=True):
+            compare_sum(inner(result), shares(seed, number, place.world_size), place, mean=True)
+    except Finding:
+        return  # more is wrong than the last digits
+    right = f"1/{place.world_size}"
+    message = (
+        f"Reduce-scatter, mean=True, {place.words}: the sum is right, the mean is not. Sums that {place.world_size} divides "
+        f"give the right mean, but a sum of 1 gives 0; expected {right}. The division rounds to whole numbers."
+    )
+    raise Finding("wrong-value", message, right, 0)
 
 
 def compare_sum(actual: Tensor, given: Tensor, place: Place, mean: bool) -> None:
@@ -293,7 +311,10 @@ def compare_weights(actual: Tensor, place: Place, mean: bool) -> None:
     entered = [(q, b, w) for q, row in enumerate(weights.tolist()) for b, w in enumerate(row) if w]
     listed = ", ".join(f"{w:g} × rank {q}'s of block {b}" for q, b, w in entered) or "nothing"
     each = "1/W" if mean else "1"
-    message = f"Reduce-scatter, mean={mean}, {place.words}: the result is {listed}. Expected {each} × every rank's of "
+    result = "the sum is right, the mean is not: it is" if mean else "the result is"
+    message = (
+        f"Reduce-scatter, mean={mean}, {place.words}: {result} {listed}. Expected {each} × every rank's of "
+    )
     message += f"block {place.rank}."
     raise Finding(_weights_misconception(weights, place, mean), message)
 

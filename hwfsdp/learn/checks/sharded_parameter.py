@@ -129,6 +129,12 @@ def judge_front(ranks: Ranks, seed: int) -> None:
                 f"{where} padded_shard keeps {facts['padded bytes']} B alive, its own elements are {size} B."
             )
             raise Finding("replicated", text, size, facts["padded bytes"])
+        if facts["whole alive"]:
+            text = (
+                f"{where} {facts['whole alive']} B of the whole parameter are alive when everyone else has let go of it; "
+                f"expected 0 B, the shard has its own {size} B."
+            )
+            raise Finding("replicated", text, 0, facts["whole alive"])
         if facts["local"].numel() and not (facts["front"] and facts["row strides"]):
             text = f"{where} the local part of sharded_param is not the front of padded_shard's memory."
             raise Finding("not-a-view", text)
@@ -226,6 +232,9 @@ def _check_state(where: str, facts: Data, state: str, alive: int | None = None) 
         if flag != facts["flag"]:
             text = f"{where}: {which} has requires_grad {flag}; the user set it to {facts['flag']}."
             raise Finding("flag-not-followed", text, facts["flag"], flag)
+    if not facts.get("grad kept", True):
+        text = f"{where}: unsharded_param.grad is another one, or gone; no transition touches gradients."
+        raise Finding("grad-lost", text, "the object that autograd left", "None, or another")
     if not facts["mesh"] or not facts["post forward"]:
         which = (
             "post_forward_shard is still there" if facts["mesh"] else "gather_mesh is still the smaller one"

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import storage
 from hwfsdp.compat import local_of, storage_key
+from hwfsdp.learn.checks.lifetimes import bytes_alive, ready, watch
 from hwfsdp.learn.run import Report
 from hwfsdp.mesh import ShardMesh, shard_mesh, smaller_mesh
 from hwfsdp.param import FSDPParam, Slot
@@ -79,6 +80,7 @@ CASES = (
 
 def probe_parameter(report: Report, seed: int) -> None:
     """All sections, whichever of them fail; the first failure counts in the end."""
+    ready()
     errors: list[Exception] = []
     for section in (_storages, _shards, _elsewhere, _places, _transitions, _post_forward, _extension):
         try:
@@ -174,7 +176,11 @@ def _shards(report: Report, seed: int) -> None:
     try:
         for case in CASES:
             whole = case.whole(seed)
-            found.append(_facts(_made(case, whole, meshes[case.mesh], kind=_Unregistered), whole))
+            param = _made(case, whole, meshes[case.mesh], kind=_Unregistered)
+            found.append(_facts(param, whole))
+            memory = watch(whole)
+            del whole  # by all but `param`, if it keeps it
+            found[-1]["whole alive"] = bytes_alive([memory])
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -270,18 +276,26 @@ def _transitions(report: Report, seed: int) -> None:
         sharded.requires_grad_(requires_grad)
         _gather(param, whole)
         first = first if number else param.unsharded_param
+        grad = _grad(first)
         param.to_unsharded()
         entered = _state(param, first, model, slots, requires_grad)
         entered["value"] = _copy(slots[1].registered())
+        entered["grad kept"] = _grad(first) is grad
         rounds.append({"unsharded": entered})
         if number == 0:
             saved = slots[0].registered()
             loss = (saved**2).sum()
         if number == 1:
             report["error"], report["grad"] = _backward(loss, saved, first)
+        grad = _grad(first)
         param.to_sharded()
-        rounds[-1]["sharded"] = _state(param, sharded, model, slots, requires_grad)
+        left = _state(param, sharded, model, slots, requires_grad)
+        rounds[-1]["sharded"] = left | {"grad kept": _grad(first) is grad}
         rounds[-1]["kept"] = [param.unsharded_param is first, _shape(first)]
+
+
+def _grad(param: nn.Parameter | None) -> Tensor | None:
+    return None if param is None else param.grad
 
 
 def _shape(param: nn.Parameter | None) -> list[int] | None:

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hwfsdp import compat
+from hwfsdp.collectives import Gathered
 from hwfsdp.group import ParamGroup
 from hwfsdp.hooks import FSDPState, state_of
+from hwfsdp.learn.checks.lifetimes import Watched, watch
 
 WIDTHS = (4, 6, 3, 5, 2)  # of the chain's layers; no two groups have the same size
 Data = dict[str, Any]
@@ -57,6 +59,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.check("forward", self.weight)
         y: Tensor = Affine.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        if self.watcher is not None:
+            self.watcher.outputs.setdefault(self.name, []).append(watch(y))
         return y
 
     def check(self, phase: str, weight: Tensor) -> None:
@@ -116,15 +120,33 @@ def loss_of(out: Tensor, rank: int) -> Tensor:
 
 
 class Watcher:
-    """Sees, from inside each layer, which groups have memory, and whether the layer's own parameter is there."""
+    """Sees, from inside each layer, which groups have memory, and whether the layer's own parameter is there.
+
+    Attributes:
+        outputs: by layer, what it has returned. buffers: by group, what was gathered. Only the memory, and only watched.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.states = states_of(model)
         self.looks: list[Data] = []
         self.unusable: list[list[str]] = []
+        self.outputs: dict[str, list[Watched]] = {}
+        self.buffers: dict[str, list[Watched]] = {}
+        for group in (group for state in self.states for group in state.groups):
+            self._watch_gathers(group)
         for layer in model.modules():
             if isinstance(layer, Layer):
                 layer.watcher = self
+
+    def _watch_gathers(self, group: ParamGroup) -> None:
+        gather = group._gather
+
+        def spy() -> Gathered:
+            gathered = gather()
+            self.buffers.setdefault(group.fqn, []).append(watch(gathered.flat))
+            return gathered
+
+        group._gather = spy  # type: ignore[method-assign]
 
     def look(self, layer: Layer, phase: str, weight: Tensor) -> None:
         if phase == "forward":

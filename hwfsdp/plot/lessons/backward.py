@@ -1,7 +1,8 @@
 """06: the way of two gradients from two ranks into their shards, and a backward of three layers in the order of its events.
 
-Above, every cell is what `copy_in_grads` wrote into it. Below, events are drawn in the order in which rank 0 issued them, and
-bytes are those that the ledger counted between them.
+Above, every cell is what `copy_in_grads` wrote into it. Below, events are drawn in the order in which rank 0 issued them. Whole
+parameters are those allocated and not freed when an event was issued, whole gradients those that the ledger counted from
+then to the next.
 """
 
 from __future__ import annotations
@@ -142,8 +143,12 @@ def _draw_order(axes: Axes, recorded: Recorded) -> None:
         axes.add_patch(Rectangle((place + 0.05, y), 0.9, 0.8, facecolor=look.color, edgecolor="none"))
         ink = style.ink_on(look.color)
         axes.text(place + 0.5, y + 0.38, event.owner, ha="center", va="center", fontsize=10, color=ink)
-    for kind, bottom in LINES.items():
-        heights = [height / GROUP_BYTES for height in _heights(recorded, bars, kind)]
+    rows = {
+        "unsharded_param": [_alive(recorded, event) for event in bars] + [0.0],
+        "unsharded_grad": [height / GROUP_BYTES for height in _heights(recorded, bars, "unsharded_grad")],
+    }
+    for kind, heights in rows.items():
+        bottom = LINES[kind]
         axes.fill_between(
             range(len(bars) + 2),
             bottom,
@@ -164,6 +169,12 @@ def _draw_order(axes: Axes, recorded: Recorded) -> None:
     )
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def _alive(recorded: Recorded, event: Event) -> float:
+    """Whole groups when this event was issued."""
+    signs = {"alloc": 1, "free": -1}
+    return sum(signs.get(e.op, 0) * e.bytes for e in recorded.events if e.seq < event.seq) / GROUP_BYTES
 
 
 def _heights(recorded: Recorded, bars: list[Event], kind: str) -> list[int]:

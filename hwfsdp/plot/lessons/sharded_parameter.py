@@ -129,19 +129,7 @@ def _draw_states(axes: Axes) -> None:
         color=style.WHITE,
     )
     for index, moment in enumerate(found):
-        axes.bar(index, moment.nbytes, 1, shard, align="edge", color=style.SKY_BLUE)
-        text = f"gathered\n{moment.nbytes} B" if moment.nbytes else "gathered\n0 B"
-        height = shard + max(moment.nbytes / 2, most * 0.12)
-        axes.text(index + 0.5, height, text, ha="center", va="center", fontsize=style.TEXT_SIZE)
-        if index:
-            axes.annotate(
-                *(moment.verb, (index, shard + most * 1.04)),
-                (index, 1.3 * (shard + most) if index % 2 else 1.18 * (shard + most)),
-                ha="center",
-                va="bottom",
-                fontsize=style.TEXT_SIZE,
-                arrowprops={"arrowstyle": "-|>", "color": style.GREYS[2]},
-            )
+        _draw_moment(axes, index, moment, shard, most)
     caption = "Modules have sharded_param and unsharded_param in turn:\ntwo objects, for as long as the model lives."
     axes.text(
         *(0, -0.2, caption),
@@ -151,3 +139,20 @@ def _draw_states(axes: Axes) -> None:
         fontsize=style.TEXT_SIZE,
         color=style.GREYS[3],
     )
+
+
+def _draw_moment(axes: Axes, index: int, moment: Moment, shard: int, most: int) -> None:
+    """What comes and goes, on top of the shard; and the call that led there."""
+    axes.bar(index, moment.nbytes, 1, shard, align="edge", color=style.SKY_BLUE)
+    height = shard + max(moment.nbytes / 2, most * 0.12)
+    text = f"gathered\n{moment.nbytes} B"
+    axes.text(index + 0.5, height, text, ha="center", va="center", fontsize=style.TEXT_SIZE)
+    if index:
+        axes.annotate(
+            *(moment.verb, (index, shard + most * 1.04)),
+            (index, 1.3 * (shard + most) if index % 2 else 1.18 * (shard + most)),
+            ha="center",
+            va="bottom",
+            fontsize=style.TEXT_SIZE,
+            arrowprops={"arrowstyle": "-|>", "color": style.GREYS[2]},
+        )

@@ -36,13 +36,14 @@ def states(
     grads: str = "chunk * (shard if strategy in (Strategy.DDP, Strategy.ZERO1) else 1)",
     optimizer: str = "rows",
     shard: str = "mesh_shape(strategy, world_size, shards).shard",
+    number: str = "rank % shard",
 ) -> dict[str, str]:
     """Elements of a state, by another formula."""
     return {"model_state_bytes": f"""
         def model_state_bytes(shapes, strategy, world_size, shards=None, rank=0, per_element=FP32_ADAM):
             shard = {shard}
             chunk = sum(padded_local_numel(shape, shard) for shape in shapes)
-            rows = sum(prod(local_shape(shape, shard, rank % shard)) for shape in shapes)
+            rows = sum(prod(local_shape(shape, shard, {number})) for shape in shapes)
             numel = sum(prod(shape) for shape in shapes)
             return StateBytes(
                 ({params}) * per_element.params,
@@ -165,6 +166,13 @@ WRONG = [
     Wrong("states: padded optimizer", states(optimizer="chunk"), "03.states", "padding-leaked"),
     Wrong("states: optimizer not sharded", states(optimizer="numel"), "03.states", "replicated"),
     Wrong("states: optimizer in equal parts", states(optimizer="numel // shard"), "03.states", "wrong-rows"),
+    Wrong(
+        "states: the number of the group for that in the group",
+        states(number="rank // shard"),
+        "03.states",
+        "wrong-rows",
+    ),
+    Wrong("states: ranks counted over all", states(number="rank"), "03.states", "wrong-rows"),
     Wrong(
         "states: hybrid over all ranks",
         states(shard="1 if strategy is Strategy.DDP else world_size"),

@@ -314,6 +314,46 @@ WRONG = [
         "08.sums",
         "crashed",
     ),
+    Wrong(
+        "added up in fp32, whatever the reduce dtype",
+        {ACCUMULATE: """
+            def accumulate_grad(self):
+                grad = self.unsharded_param.grad if self.unsharded_param is not None else None
+                if grad is None or (self.accumulated_grad is None and self.dtypes.reduce in (None, grad.dtype)):
+                    return
+                self.accumulated_grad = self.take_grad().float()
+            """},
+        "08.precision",
+        "reduced-in-wrong-dtype",
+    ),
+    Wrong(
+        "every micro-batch's gradient kept",
+        {ACCUMULATE: """
+            def accumulate_grad(self):
+                grad = self.unsharded_param.grad if self.unsharded_param is not None else None
+                if grad is None or (self.accumulated_grad is None and self.dtypes.reduce in (None, grad.dtype)):
+                    return
+                self._keep = [*getattr(self, "_keep", []), grad]
+                taken = self.take_grad()
+                self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
+            """},
+        "08.precision",
+        "grad-not-freed",
+    ),
+    Wrong(
+        "every micro-batch's gradient kept, those that autograd adds up too",
+        {ACCUMULATE: """
+            def accumulate_grad(self):
+                grad = self.unsharded_param.grad if self.unsharded_param is not None else None
+                self._keep = [*getattr(self, "_keep", []), grad]
+                if grad is None or (self.accumulated_grad is None and self.dtypes.reduce in (None, grad.dtype)):
+                    return
+                taken = self.take_grad()
+                self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
+            """},
+        "08.sums",
+        "grad-not-freed",
+    ),
 ]
 
 RIGHT = [
@@ -381,10 +421,10 @@ RIGHT = [
                     if param is None or param.grad is None:
                         return
                     if self.accumulated_grad is not None:
-                        self.accumulated_grad = self.accumulated_grad + param.grad
+                        self.accumulated_grad = (self.accumulated_grad + param.grad).to(wide)
                         param.grad = None
                     elif wide is not None and wide != param.grad.dtype:
-                        self.accumulated_grad = torch.zeros(self.shape, dtype=wide) + param.grad
+                        self.accumulated_grad = torch.zeros(self.shape, dtype=wide).add_(param.grad)
                         param.grad = None
                 """,
         },

@@ -85,16 +85,14 @@ WRONG = [
         "input-changed",
     ),
     Wrong("sums", scaling("return Scaling(1, SUM, SUM, 1)"), "06.scaling", "summed-not-averaged"),
-    Wrong(
-        "sums, in training", scaling("return Scaling(1, SUM, SUM, 1)"), "06.gradients", "summed-not-averaged"
-    ),
+    Wrong("sums, in training", scaling("return Scaling(1, SUM, SUM, 1)"), "06.alone", "summed-not-averaged"),
     Wrong(
         "means divided again", scaling("return Scaling(1, MEAN, MEAN, ranks)"), "06.scaling", "averaged-twice"
     ),
     Wrong(
         "means divided again, in training",
         scaling("return Scaling(1, MEAN, MEAN, ranks)"),
-        "06.gradients",
+        "06.alone",
         "averaged-twice",
     ),
     Wrong(
@@ -112,12 +110,6 @@ WRONG = [
         "fp16 summed first",
         scaling(SPARE + "return Scaling(1, SUM, SUM, divide)"),
         "06.scaling",
-        "overflowed",
-    ),
-    Wrong(
-        "fp16 summed first, in training",
-        scaling(SPARE + "return Scaling(1, SUM, SUM, divide)"),
-        "06.gradients",
         "overflowed",
     ),
     Wrong(
@@ -500,6 +492,83 @@ return Scaling(before, SUM, SUM, divide / before)
             """},
         "06.copied",  # the first check that runs ranks: nothing else is looked at
         "stuck-in",
+    ),
+    Wrong(
+        "only the first hook is called",
+        {ADD: """
+            def add_sharded_grad(self, grad):
+                dtensor = self.sharded_param
+                hooks = compat.post_accumulate_grad_hooks(dtensor)
+                grad = self._to_memory_of_grads(grad, used_at_once=bool(hooks) or dtensor.grad is not None)
+                if dtensor.grad is None:
+                    dtensor.grad = compat.wrap_like(grad, dtensor)
+                else:
+                    local_of(dtensor.grad).add_(grad)
+                for hook in hooks[:1]:
+                    hook(dtensor)
+            """},
+        "06.added",
+        "hook-not-called",
+    ),
+    Wrong(
+        "the last hook is called first",
+        {ADD: """
+            def add_sharded_grad(self, grad):
+                dtensor = self.sharded_param
+                hooks = compat.post_accumulate_grad_hooks(dtensor)
+                grad = self._to_memory_of_grads(grad, used_at_once=bool(hooks) or dtensor.grad is not None)
+                if dtensor.grad is None:
+                    dtensor.grad = compat.wrap_like(grad, dtensor)
+                else:
+                    local_of(dtensor.grad).add_(grad)
+                for hook in reversed(list(hooks)):
+                    hook(dtensor)
+            """},
+        "06.added",
+        "hook-not-called",
+    ),
+    Wrong(
+        "gradients kept in a list after they were copied",
+        {"copy_in_grads": """
+            def copy_in_grads(grads, flat):
+                COPIED.append(grads)
+                column = 0
+                flat.zero_()
+                for grad in grads:
+                    for rank, rows in enumerate(grad.chunk(flat.shape[0]) if len(grad) else ()):
+                        flat[rank, column : column + rows.numel()] = rows.flatten()
+                    column += _chunk_numel(grad.shape, flat.shape[0])
+            """},
+        "06.copied",
+        "grad-not-freed",
+        "\nCOPIED = []\n",
+    ),
+    Wrong(
+        "views of gradients kept after they were copied",
+        {"copy_in_grads": """
+            def copy_in_grads(grads, flat):
+                column = 0
+                flat.zero_()
+                for grad in grads:
+                    for rank, rows in enumerate(grad.chunk(flat.shape[0]) if len(grad) else ()):
+                        COPIED.append(rows)
+                        flat[rank, column : column + rows.numel()] = rows.flatten()
+                    column += _chunk_numel(grad.shape, flat.shape[0])
+            """},
+        "06.copied",
+        "grad-not-freed",
+        "\nCOPIED = []\n",
+    ),
+    Wrong(
+        "the rest of the divisor in whole numbers",
+        scaling(SPARE + """
+before = 1.0
+while not spare and before * before < divide and divide % before == 0:
+    before *= 2
+return Scaling(before, SUM, SUM, divide // before)
+"""),
+        "06.scaling",
+        "summed-not-averaged",
     ),
 ]
 

@@ -271,6 +271,27 @@ WRONG = [
         "05.prefetch",
         "not-prefetched",
     ),
+    Wrong(
+        "the flat buffer of each gather kept",
+        changed(
+            "finish_unshard",
+            (
+                "gathered, self._gathered = self._gathered, None",
+                "self._last = gathered = self._gathered\n        self._gathered = None",
+            ),
+        ),
+        "05.memory",
+        "kept-alive",
+    ),
+    Wrong(
+        "the output of each module kept",
+        changed(
+            "complete_forward",
+            ("self.phase = Phase.IDLE", "self._out = output\n        self.phase = Phase.IDLE"),
+        ),
+        "05.backward",
+        "kept-alive",
+    ),
 ]
 
 RIGHT = [

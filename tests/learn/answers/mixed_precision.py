@@ -64,6 +64,32 @@ WRONG = [
         "gathered-in-wrong-dtype",
     ),
     Wrong(
+        "bytes of the shards as they are, more than there is room for",
+        {"copy_in": """
+            def copy_in(shards, dtypes, part, sizes):
+                if part.dtype == torch.uint8:
+                    torch.cat([shard.view(torch.uint8) for shard in shards], out=part)
+                else:
+                    torch.cat([shard.to(part.dtype) for shard in shards], out=part)
+            """},
+        "07.gather",
+        "gathered-in-wrong-dtype",
+    ),
+    Wrong(
+        "a part of another size",
+        {"copy_in": """
+            def copy_in(shards, dtypes, part, sizes):
+                part.resize_(sum(sizes) + 1)
+                at = 0
+                for shard, dtype, size in zip(shards, dtypes, sizes):
+                    cast = shard.to(dtype)
+                    part[at : at + size] = cast.view(torch.uint8) if part.dtype == torch.uint8 else cast
+                    at += size
+            """},
+        "07.gather",
+        "gathered-in-wrong-dtype",
+    ),
+    Wrong(
         "numbers written into bytes",
         {"copy_in": """
             def copy_in(shards, dtypes, part, sizes):

@@ -235,6 +235,21 @@ WRONG = [
         "averaged-twice",
     ),
     Wrong(
+        "mean: rounded down to whole numbers",
+        reduce(
+            end="output.copy_(partial)\n"
+            "            if mean: output.div_(world_size, rounding_mode='floor')",
+        ),
+        "02.mean",
+        "wrong-value",
+    ),
+    Wrong(
+        "mean: the result stays as it was",
+        reduce(end="output if mean else output.copy_(partial)"),
+        "02.mean",
+        "block-missing",
+    ),
+    Wrong(
         "mean: always", reduce(end="output.copy_(partial / world_size)"), "02.reduce", "averaged-not-summed"
     ),
     Wrong(

@@ -18,6 +18,60 @@ WRONG = [
         "padded-always",
     ),
     Wrong(
+        "rounded up through floats",
+        {"chunk_length": "def chunk_length(n, world_size):\n    return math.ceil(n / world_size)\n"},
+        "01.chunk",
+        "float-for-integer",
+        "\nimport math\n",
+    ),
+    Wrong(
+        "almost one added to a float",
+        {"chunk_length": "def chunk_length(n, world_size):\n    return round(n / world_size + 0.499)\n"},
+        "01.chunk",
+        "float-for-integer",
+    ),
+    Wrong(
+        "padded length through floats",
+        {
+            "padded_length": "def padded_length(n, world_size):\n    return math.ceil(n / world_size) * world_size\n"
+        },
+        "01.padded",
+        "float-for-integer",
+        "\nimport math\n",
+    ),
+    Wrong(
+        "extents through floats",
+        {"chunk_extent": """
+            def chunk_extent(n, world_size, rank):
+                length = math.ceil(n / world_size)
+                start = min(rank * length, n)
+                return Extent(start, min(length, n - start))
+            """},
+        "01.rows",
+        "float-for-integer",
+        "\nimport math\n",
+    ),
+    Wrong(
+        "a plain tuple",
+        {"chunk_extent": """
+            def chunk_extent(n, world_size, rank):
+                length = chunk_length(n, world_size)
+                start = min(rank * length, n)
+                return start, min(length, n - start)
+            """},
+        "01.rows",
+        "wrong-value",
+    ),
+    Wrong(
+        "three dimensions at most",
+        {"local_shape": """
+            def local_shape(shape, world_size, rank):
+                return (chunk_extent(shape[0], world_size, rank).length, *shape[1:3])
+            """},
+        "01.shape",
+        "wrong-value",
+    ),
+    Wrong(
         "padded length not padded",
         {"padded_length": "def padded_length(n, world_size):\n    return n\n"},
         "01.padded",
@@ -103,7 +157,7 @@ WRONG = [
 
 RIGHT = [
     Right(
-        "math.ceil by floats of moderate size",
+        "rounded up with additions and remainders",
         {
             "chunk_length": "def chunk_length(n, world_size):\n    return (n + world_size - 1) // world_size\n",
             "padded_length": "def padded_length(n, world_size):\n    return n + (-n) % world_size\n",

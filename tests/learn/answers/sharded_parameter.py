@@ -308,6 +308,40 @@ WRONG = [
         "04.sharded",
         "not-registered",
     ),
+    Wrong(
+        "the whole parameter kept beside the shard",
+        shard(("rows = self.rows_of(whole)", "rows = self.rows_of(whole)\n        self._whole = whole")),
+        "04.front",
+        "replicated",
+    ),
+    Wrong(
+        "a view of the whole parameter kept",
+        shard(("rows = self.rows_of(whole)", "rows = self._rows = self.rows_of(whole)")),
+        "04.front",
+        "replicated",
+    ),
+    Wrong(
+        "accumulated gradients thrown away when gathered",
+        to_unsharded(
+            (
+                "self.register(self.unsharded_param)",
+                "self.unsharded_param.grad = None\n        self.register(self.unsharded_param)",
+            )
+        ),
+        "04.unsharded",
+        "grad-lost",
+    ),
+    Wrong(
+        "accumulated gradients thrown away when freed",
+        to_sharded(
+            (
+                "self._free()",
+                "self._free()\n        if self.unsharded_param is not None:\n            self.unsharded_param.grad = None",
+            )
+        ),
+        "04.sharded",
+        "grad-lost",
+    ),
 ]
 
 RIGHT = [
