@@ -9,9 +9,15 @@ from __future__ import annotations
 import os
 
 import torch.distributed  # noqa: F401  (before the environment changes, which is for the ranks only)
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
+settings.register_profile(
+    "deterministic",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],  # a stopwatch, too
+)
 settings.load_profile("deterministic")
 
 os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
