@@ -103,11 +103,11 @@ def nothing_left_behind(limit: int = PROCESSES) -> Iterator[Watch]:
     Ranks of one run at a time: whatever the server of ranks has started is taken for this run's.
     """
     watch, over = Watch(), threading.Event()
-    server = server_pid()
 
     def look() -> None:
-        while server and not over.wait(0.2):
-            if len(descendants(server)) > limit:
+        while not over.wait(0.2):
+            server = server_pid()  # the first run of all starts it
+            if server and len(descendants(server)) > limit:
                 watch.exceeded = True
                 end_all_below(server)
 
@@ -118,5 +118,5 @@ def nothing_left_behind(limit: int = PROCESSES) -> Iterator[Watch]:
     finally:
         over.set()
         watcher.join()
-        if server:
+        if server := server_pid():
             end_all_below(server)

@@ -128,7 +128,7 @@ class Broken(Exception):
     """A run that ended in a way that no code may: nothing of it counts.
 
     Attributes:
-        reason: "died", "late", "exited", "memory" or "processes". rank: the first one. got: what happened.
+        reason: "died", "late", "exited" or "processes". rank: the first one. got: what happened.
         stacks: where the ranks stood, as text.
     """
 
