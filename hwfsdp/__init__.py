@@ -51,6 +51,7 @@ a book, in this order; each imports only from those before it.
          nursery       what it does before it forks
          messages      what they say to their caller
          ranks         processes to run on
+         snapshots     what a run needs to go on where it was
          train         the loop
     VIII Pictures
          plot          figures of a log
@@ -66,6 +67,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hwfsdp.errors import CheckpointError as CheckpointError
     from hwfsdp.errors import CollectiveError as CollectiveError
     from hwfsdp.errors import FSDPError as FSDPError
     from hwfsdp.errors import RankError as RankError
@@ -93,6 +95,7 @@ __version__ = "0.1.0"
 
 _HOME = {  # public name → the module it is defined in; imported when first asked for, as that imports torch
     "CPUOffloadPolicy": "precision",
+    "CheckpointError": "errors",
     "CollectiveError": "errors",
     "DataParallelMeshDims": "mesh",
     "Event": "events",

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ _BEGAN = time.monotonic()
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
 
 if TYPE_CHECKING:
+    from hwfsdp.snapshots import SnapshotConfig
     from hwfsdp.train import TrainConfig
 
 
@@ -95,6 +97,16 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--trace", type=Path, metavar="FILE", help="record the last two steps into FILE (JSON)"
     )
+    saving = train.add_argument_group("saving", "with any of these options, SIGTERM saves and ends the run")
+    saving.add_argument(
+        "--save-every", type=_positive, metavar="N", help="save every N steps, and at the end"
+    )
+    saving.add_argument("--resume", action="store_true", help="go on from the last save, if there is one")
+    saving.add_argument("--keep", type=_positive, metavar="N", help="how many saves to keep (default 2)")
+    saving.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="where saves go (default runs/train/checkpoint)"
+    )
+    saving.add_argument("--wait-for-saves", action="store_true", help="do not train while a save is written")
     _add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
     _add_course_verbs(verbs)
     return parser
@@ -237,7 +249,7 @@ def _demo_report(summary: dict[str, Any], out: Path) -> str:
 
 def _train(args: argparse.Namespace) -> int:
     from hwfsdp.eventlog import EventLog
-    from hwfsdp.ranks import launch
+    from hwfsdp.ranks import launch, stoppable
     from hwfsdp.train import train
 
     reshard = {None: None, "yes": True, "no": False}[args.reshard_after_forward]
@@ -246,17 +258,21 @@ def _train(args: argparse.Namespace) -> int:
         param_dtype=args.param_dtype,
         reshard_after_forward=reshard,
         record_last=min(2, args.steps) if args.trace else 0,
+        snapshots=_snapshots(args),
     )
     if args.trace:
         args.trace.touch()  # complains here, before the work is done
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
     on_step = _quiet if args.json else progress(args.steps, "train")
     device = _device(args)
-    results = launch(train, ranks, config, device, on_step, device=device)
+    with stoppable() if config.snapshots else nullcontext():
+        results = launch(train, ranks, config, device, on_step, device=device)
     if os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun the other ranks have nothing to add
     losses, times = results[0].losses, sorted(results[0].step_ms)
-    summary = {"ranks": ranks, "losses": losses, "step_ms": times[len(times) // 2]}
+    summary = {"ranks": ranks, "losses": losses, "step_ms": times[len(times) // 2] if times else None}
+    if config.snapshots:
+        summary |= {"resumed_at": results[0].resumed_at, "stopped": results[0].stopped}
     if args.trace:
         log = EventLog.merge(result.log for result in results)
         log.save(args.trace)
@@ -264,9 +280,29 @@ def _train(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary, indent=2))
     else:
-        print(f"{ranks} ranks, {len(losses)} steps: loss {losses[0]:.4f} → {losses[-1]:.4f}", end=", ")
-        print(f"median step {summary['step_ms']:.0f} ms")
+        print(_train_report(summary, str(config.snapshots.path) if config.snapshots else ""))
     return 0
+
+
+def _snapshots(args: argparse.Namespace) -> SnapshotConfig | None:
+    from hwfsdp.snapshots import SnapshotConfig
+
+    if not (args.save_every or args.resume or args.keep or args.checkpoint or args.wait_for_saves):
+        return None
+    path = args.checkpoint or Path("runs/train/checkpoint")
+    return SnapshotConfig(path.absolute(), args.save_every, args.keep or 2, args.resume, args.wait_for_saves)
+
+
+def _train_report(summary: dict[str, Any], path: str) -> str:
+    losses, resumed = summary["losses"], summary.get("resumed_at")
+    text = f"{summary['ranks']} ranks, {len(losses)} steps"
+    text += f", {resumed} of them done before" if resumed else ""
+    text += f": loss {losses[0]:.4f} → {losses[-1]:.4f}"
+    text += f", median step {summary['step_ms']:.0f} ms" if summary["step_ms"] is not None else ""
+    if path:
+        text += f"\nSaved in {path}"
+        text += "; asked to stop, --resume goes on from here" if summary["stopped"] else ""
+    return text
 
 
 def _device(args: argparse.Namespace) -> str:

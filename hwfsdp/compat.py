@@ -75,6 +75,16 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
     return [part.split(":")[0] for part in config.split(",") if ":" in part]
 
 
+def send_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
+    """Sends [n] uint8 to a rank of the group, unseen by recordings; `dist.send` is for what belongs to a step."""
+    group.send([data], rank, tag).wait()
+
+
+def receive_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
+    """Receives what `send_bytes` sent, however long it takes."""
+    group.recv([data], rank, tag).wait(timedelta(days=1))
+
+
 def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
     """Lets dispatch modes, if there are any, see a collective that no backend of torch runs.
 
@@ -294,3 +304,18 @@ def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Non
         module._parameters[name] = param
     else:
         setattr(module, name, param)
+
+
+def is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None:
+    """Whether anything but this list refers to its storage at `index`; None if this torch cannot tell.
+
+    What refers to a storage is tensors, whoever holds them, other than weakly: views, saved tensors, arrays. All of them
+    count in C++, where no public function looks; a weak reference to a tensor says nothing about its views. Python's
+    references to the storage object count as one there, and are told apart by comparing with another list's item.
+    """
+    use_count = getattr(torch._C, "_storage_Use_Count", None)
+    if use_count is None:
+        return None
+    other = [object()]
+    shared: bool = use_count(storages[index]._cdata) > 1
+    return shared or sys.getrefcount(storages[index]) > sys.getrefcount(other[0])

@@ -7,7 +7,7 @@ was got, and what to do. Each also derives from the built-in exception that a ca
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 
 class FSDPError(Exception):
@@ -62,6 +62,24 @@ class CollectiveError(FSDPError, RuntimeError):
             got=" ".join(str(cause).split()) or type(cause).__name__,
             remedy="Look at the first rank that failed; where none did, ranks ran different modules.",
         )
+
+
+class CheckpointError(FSDPError, RuntimeError):
+    """A checkpoint that is damaged or incomplete, or could not be written or read.
+
+    Attributes:
+        file: its path, or the name within the checkpoint. key: of the entry concerned, as one would index it.
+        offset: bytes from the beginning of the file. Each is None where it does not apply.
+    """
+
+    file: str | None = None
+    key: str | None = None
+    offset: int | None = None
+
+    def at(self, file: object = None, key: str | None = None, offset: int | None = None) -> Self:
+        """Sets the attributes; returns itself."""
+        self.file, self.key, self.offset = None if file is None else str(file), key, offset
+        return self
 
 
 TRACEBACK_BELOW = "The traceback below is that rank's."

@@ -17,6 +17,11 @@ Note [Which rank failed first]
 Note [Time runs out]
     A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
     collective that the rank is blocked in and its stack. It also ends the rank when the caller is gone.
+
+Note [Asked to stop]
+    SIGTERM ends a process where it stands. Who has something to bring to an end first, wraps `launch` in `stoppable`, and
+    on the ranks the function in it, too: then the signal sets `stop_requested` instead, in the caller's process for all
+    its ranks, under torchrun for the rank that got it. What follows from it, the function decides.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -51,10 +56,17 @@ from hwfsdp.errors import TRACEBACK_BELOW, CollectiveError, RankError, UsageErro
 from hwfsdp.messages import Inbox
 from hwfsdp.server import start_server
 
+stop_requested = threading.Event()
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
-LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "monitoredBarrier")
+LOST_PEER = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "monitoredBarrier",
+    "a broken connection",
+)
 
 
 def launch(
@@ -129,11 +141,44 @@ def run_ranks(
             sys.stdout.isatty(),
         )
         ranks = _start(task)
+        _running.append(ranks)
+        if stop_requested.is_set():
+            _ask_to_stop(ranks)
         try:
             caller = _Caller(ranks, time.monotonic() + timeout if timeout else None, timeout, write, unpickle)
             return caller.collect()
         finally:
+            _running.remove(ranks)
             _end(ranks)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """In the block, SIGTERM asks this process and its ranks to stop (Note [Asked to stop]).
+
+    Only the main thread can take signals; in another one the block changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(*_: Any) -> None:
+        stop_requested.set()
+        for ranks in _running:
+            _ask_to_stop(ranks)
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        stop_requested.clear()
+
+
+def _ask_to_stop(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        with suppress(OSError):  # it has ended
+            rank.connection.send("stop")
 
 
 def _show(text: str) -> None:
@@ -177,6 +222,9 @@ class _Rank:
     result: Any = None
     failure: _Failure | None = None
     inbox: Inbox = field(default_factory=Inbox)
+
+
+_running: list[list[_Rank]] = []  # of the calls under way
 
 
 def _start(task: _Task) -> list[_Rank]:
@@ -398,6 +446,7 @@ def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
         fn, args, kwargs = pickle.loads(task.call)
         _init_process_group(task.device, task.collective_timeout, task.init_method, rank, task.world_size)
         result = fn(*args, **kwargs)
+        _finish_saves()
         sys.stdout.flush()
         send(("return", cloudpickle.dumps(result)))
     except BaseException as error:  # pytest's failures are no Exceptions
@@ -405,6 +454,13 @@ def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
     finally:
         _destroy_process_group()
+
+
+def _finish_saves() -> None:
+    """Ends what saves in the background; raises if it failed and nobody has heard of it."""
+    background = sys.modules.get("hwfsdp.checkpoint.background")  # not imported: nothing is saving
+    if background is not None:
+        background.finish_saves()
 
 
 def _described(error: BaseException) -> str:
@@ -424,9 +480,12 @@ def _listen(connection: Connection, send: Callable[[Any], None], main_thread: in
     """Answers the caller's question where this rank stands; ends the rank when the caller is gone."""
     while True:
         try:
-            connection.recv()
+            question = connection.recv()
         except (EOFError, OSError):
             os._exit(1)
+        if question == "stop":
+            stop_requested.set()
+            continue
         frame = sys._current_frames().get(main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
         pending = describe_wait()
@@ -492,7 +551,9 @@ def _run_under_torchrun(
         _init_process_group(device, timeout or COLLECTIVE_TIMEOUT, "env://")
     try:
         results: list[Any] = [None] * world_size
-        dist.all_gather_object(results, fn(*args, **kwargs))
+        result = fn(*args, **kwargs)
+        _finish_saves()
+        dist.all_gather_object(results, result)
         return results
     finally:
         if ours:

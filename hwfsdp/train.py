@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,9 @@ from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.models import GPT, GPTConfig, next_byte_loss
 from hwfsdp.precision import MixedPrecisionPolicy
+from hwfsdp.ranks import stop_requested, stoppable
 from hwfsdp.recording import record
+from hwfsdp.snapshots import ROWS, Progress, SnapshotConfig, Snapshots, rows_of
 from hwfsdp.wrap import fully_shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,6 +36,7 @@ class TrainConfig:
         reshard_after_forward: as for `fully_shard`.
         text: path of the training text; None: the one that comes with Python.
         record_last: how many of the last steps to record.
+        snapshots: where and when to save; None: never. Then a request to stop is not heeded either.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -44,6 +48,7 @@ class TrainConfig:
     reshard_after_forward: bool | None = None
     text: str | None = None
     record_last: int = 0
+    snapshots: SnapshotConfig | None = None
 
     def __post_init__(self) -> None:
         if (
@@ -61,11 +66,18 @@ class TrainConfig:
 
 @dataclass
 class TrainResult:
-    """What one rank has to tell: losses are means over all ranks, times are its own; the log if it recorded."""
+    """What one rank has to tell: losses are means over all ranks, times are its own; the log if it recorded.
+
+    Attributes:
+        losses: of all steps, those before the run was resumed as well. resumed_at: how many those are.
+        stopped: whether it was asked to stop before the last step.
+    """
 
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     log: EventLog | None = None
+    resumed_at: int = 0
+    stopped: bool = False
 
 
 def build_model(config: GPTConfig, seed: int) -> GPT:
@@ -125,23 +137,83 @@ def train(
     Args:
         on_step: called on rank 0 with the number of steps done and its loss.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    text = load_text(config.text)
-    options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy_of(config)}
-    model = shard_model(build_model(config.model, config.seed), fully_shard, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-    result = TrainResult()
-    with ExitStack() as recording:
-        for step in range(config.steps):
-            if step == config.steps - config.record_last:
-                result.log = recording.enter_context(record())
-            batch = draw_batch(text, config.model.seq_len, config.batch * world_size, config.seed, step)
-            inputs, targets = share(batch, rank, world_size)
-            start = time.perf_counter()
-            loss = float(train_step(model, optimizer, inputs.to(device), targets.to(device)))
-            result.step_ms.append((time.perf_counter() - start) * 1e3)
-            result.losses.append(loss)
-            if on_step and rank == 0:
-                on_step(step + 1, loss)
-    result.losses = mean_over_ranks(result.losses)
-    return result
+    with stoppable():
+        return _Run(config, device, on_step).run()
+
+
+class _Run:
+    """A run on one rank."""
+
+    def __init__(
+        self, config: TrainConfig, device: str, on_step: Callable[[int, float], None] | None
+    ) -> None:
+        self.config, self.device, self.on_step = config, device, on_step
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.text = load_text(config.text)
+        self.rows = rows_of(config.snapshots, config.batch * self.world_size, self.world_size)
+        options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy_of(config)}
+        self.model = shard_model(build_model(config.model, config.seed), fully_shard, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
+        self.snapshots = self._open_snapshots()
+        self.progress = self.snapshots.resume() if self.snapshots else Progress()
+        self.own_losses: list[float] = []  # of this rank, since the means were last taken
+
+    def _open_snapshots(self) -> Snapshots | None:
+        config = self.config
+        settings = {
+            "model": str(config.model),
+            "lr": config.lr,
+            "seed": config.seed,
+            "param_dtype": config.param_dtype,
+            "text": f"{self.text.numel()} bytes, CRC-32 {zlib.crc32(self.text.numpy().data):08x}",
+            ROWS: self.rows,
+        }
+        return Snapshots(config.snapshots, self.model, self.optimizer, settings) if config.snapshots else None
+
+    def run(self) -> TrainResult:
+        """Trains to the last step, or until it is asked to stop."""
+        config, progress = self.config, self.progress
+        result = TrainResult(resumed_at=progress.step)
+        with ExitStack() as recording:
+            while progress.step < config.steps and not result.stopped:
+                if progress.step == config.steps - config.record_last:
+                    result.log = recording.enter_context(record())
+                result.step_ms.append(self.step())
+                if self.snapshots:
+                    result.stopped = self.any_asked_to_stop() and progress.step < config.steps
+                    self.save_if_due(result.stopped)
+        if self.snapshots:
+            self.snapshots.finish()
+        self.gather_losses()
+        result.losses = progress.losses
+        return result
+
+    def step(self) -> float:
+        """One step on the next batch; returns its milliseconds."""
+        progress, config = self.progress, self.config
+        batch = draw_batch(self.text, config.model.seq_len, self.rows, config.seed, progress.step)
+        inputs, targets = share(batch, self.rank, self.world_size)
+        start = time.perf_counter()
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        self.own_losses.append(float(train_step(self.model, self.optimizer, inputs, targets)))
+        elapsed = (time.perf_counter() - start) * 1e3
+        progress.step += 1
+        if self.on_step and self.rank == 0:
+            self.on_step(progress.step, self.own_losses[-1])
+        return elapsed
+
+    def gather_losses(self) -> None:
+        self.progress.losses += mean_over_ranks(self.own_losses)
+        self.own_losses = []
+
+    def any_asked_to_stop(self) -> bool:
+        """Whether any rank is to stop, so that all do after the same step."""
+        return any(mean_over_ranks([float(stop_requested.is_set())]))
+
+    def save_if_due(self, stopping: bool) -> None:
+        """Saves every so many steps, and at the end of the run."""
+        assert self.config.snapshots is not None and self.snapshots is not None
+        step, every = self.progress.step, self.config.snapshots.every
+        if stopping or step == self.config.steps or (every and step % every == 0):
+            self.gather_losses()
+            self.snapshots.save(self.progress)

@@ -1,8 +1,62 @@
 """State dicts that are moved, compared, saved.
 
+    from hwfsdp import checkpoint
+
+    checkpoint.save(state_dict, path)           # every rank; whole or not at all
+    checkpoint.load(state_dict, path)           # in place, into any sharding, at any world size
+    handle = checkpoint.async_save(state_dict, path)
+    checkpoint.verify(path), checkpoint.inspect(path)
+
+Rooms, in reading order:
+
     traverse      what a state dict is: leaves at paths, in containers that keep their types
     state_dict    gathered, offloaded, copied, compared
     distribute    whole tensors into shards, on every rank or from one
+    staging       copies to save from, while training goes on
+    agreement     all ranks, or none
+    boxes         parts of tensors: integers only
+    values        what is not a tensor, as JSON
+    manifest      what is in a save, and where
+    blocks        its files, each block with a checksum
+    plan          who writes what
+    saves         the directory: which save counts, and which may go
+    matching      a save and a state dict to load it into
+    saving        a save, step by step
+    loading       a load, step by step
+    background    a save, while training goes on
+    verification  looking at a checkpoint without loading it
+    store         the public functions: save, load, async_save, verify, inspect
+    meta          from the meta device straight into shards
+    partition     the PART format: who holds what
+    parts         the PART format: files
+    dcp           torch's own format
+    convert       from one format to another
 
-Nothing is imported here: a process that only reads a checkpoint need not know how to gather one.
+Nothing is imported before it is asked for: a process that only reads a checkpoint need not know how to gather one.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwfsdp.checkpoint.store import Inspection as Inspection
+    from hwfsdp.checkpoint.store import SaveHandle as SaveHandle
+    from hwfsdp.checkpoint.store import async_save as async_save
+    from hwfsdp.checkpoint.store import finish_saves as finish_saves
+    from hwfsdp.checkpoint.store import inspect as inspect
+    from hwfsdp.checkpoint.store import load as load
+    from hwfsdp.checkpoint.store import save as save
+    from hwfsdp.checkpoint.store import verify as verify
+
+
+__all__ = ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'hwfsdp.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module("hwfsdp.checkpoint.store"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,322 @@
+"""All ranks, or none.
+
+A checkpoint is written by many ranks, and any of them may fail, die, or hang at any moment. Whatever happens to one has
+to be known to all, soon and by name. So ranks work in *steps*: each does its part, and reports to the first rank of the
+group, the leader; the leader decides, and answers each. If a part failed, the answer is that error, and every rank
+raises it; nobody goes on to the next step.
+
+    agreement = Agreement(group, "save")
+    share = agreement.step("plan", work=describe_mine, decide=divide)      # on every rank
+    agreement.step("write", work=lambda: write(share), decide=commit)
+
+Messages are JSON. They go point to point over gloo, with a tag that belongs to this agreement alone, so that they never
+meet the collectives that training runs at the same time in another thread.
+
+Note [A star, not a ring]
+    When a rank dies, its connections break, and whoever waits for it hears so at once. In a collective most ranks wait
+    for some neighbor, which is alive, and would learn of the death by a timeout, minutes later, and not whose. Here the
+    leader listens to each rank on its own connection: the one that breaks tells who died. It answers the others, who
+    listen to the leader from the beginning of the step, and can be stopped in the midst of their work (`check`).
+
+Note [Who is late]
+    gloo's own timeouts close every connection of the process, also those over which the news would have to travel. So
+    threads wait in gloo, and the waiting for them has the time limit. The leader has four fifths of the time that the
+    others have; otherwise they would blame it for waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hwfsdp import errors
+from hwfsdp.compat import cpu_backend, receive_bytes, send_bytes, timeout_of
+from hwfsdp.errors import CheckpointError, FSDPError
+
+_FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
+_FAREWELL = 2.0  # seconds in which the leader tries to tell ranks that may not listen
+_KNOWN: dict[str, type[FSDPError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, FSDPError)
+}
+
+
+class Abandoned(Exception):
+    """Another rank has failed: this one need not go on with its part."""
+
+
+class Agreement:
+    """One call of a function that all ranks of a group call.
+
+    Attributes:
+        rank, size: of this process in the group; 0 and 1 without a process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
+        """Takes the next tag of the group; every rank creates its agreements in the same order.
+
+        Args:
+            group: None: all ranks, or this process alone if there is no process group.
+            what: for messages, for example "save".
+        """
+        self.what = what
+        self.rank, self.size = 0, 1
+        self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._failed = threading.Event()
+        if dist.is_initialized():
+            group = group if group is not None else dist.group.WORLD
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.size > 1:
+            assert group is not None
+            link = _link_of(group)
+            self._carrier = link.carrier or group
+            self._tag = _FIRST_TAG + next(link.numbers) % _TAGS
+            self._patience = timeout_of(self._carrier)
+
+    def step(
+        self,
+        phase: str,
+        work: Callable[[], Any],
+        decide: Callable[[list[Any]], Sequence[Any]] | None = None,
+    ) -> Any:
+        """Does `work` on every rank, `decide` on the leader; every rank returns the answer that it got, or all raise.
+
+        Args:
+            phase: for messages, for example "writing".
+            work: returns what JSON can hold. May call `check` now and then, if it takes long.
+            decide: gets what the ranks returned, in their order; returns an answer for each, which JSON can hold.
+                None: every rank gets None.
+
+        Raises:
+            FSDPError: the error of the first rank that failed, the same on all ranks; `CheckpointError` if a rank died
+                or did not report in time, or if the error is of no kind of this package.
+        """
+        self._failed.clear()
+        if self.size == 1:
+            answer = self._attempt(phase, lambda: _each(decide, [_as_sent(work())])[0])
+        elif self.rank == 0:
+            answer = self._lead(phase, work, decide)
+        else:
+            answer = self._follow(phase, work)
+        if "error" in answer:
+            raise _restored(answer["error"]) from answer.get("cause")
+        return answer["result"]
+
+    def check(self) -> None:
+        """Raises `Abandoned` if another rank is known to have failed."""
+        if self._failed.is_set():
+            raise Abandoned
+
+    def _attempt(self, phase: str, work: Callable[[], Any]) -> dict[str, Any]:
+        try:
+            return {"result": work()}
+        except Abandoned:
+            return {"error": None}
+        except Exception as error:
+            return {"error": _described(self._as_ours(error, phase)), "cause": error}
+
+    def _as_ours(self, error: Exception, phase: str) -> FSDPError:
+        where = f"rank {self.rank}" if self.size > 1 else "this process"
+        if isinstance(error, FSDPError):
+            if self.size > 1 and not error.subject.startswith("rank "):
+                copy = type(error).__new__(type(error))
+                copy.__dict__.update(error.__dict__)
+                FSDPError.__init__(
+                    copy,
+                    f"{where}, {error.subject}",
+                    expected=error.expected,
+                    got=error.got,
+                    remedy=error.remedy,
+                )
+                return copy
+            return error
+        got = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        file = error.filename if isinstance(error, OSError) else None
+        return CheckpointError(
+            f"{self.what}, {phase}, {where}",
+            expected="every rank to do its part",
+            got=got if not isinstance(error, OSError) else f"{error.strerror or error} ({file or 'no file'})",
+            remedy="What was there before is as it was; mend this, and try again.",
+        ).at(file)
+
+    # --- The leader ------------------------------------------------------------------------------------------
+
+    def _lead(
+        self, phase: str, work: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None
+    ) -> dict[str, Any]:
+        self._inbox = queue.SimpleQueue()
+        for rank in range(1, self.size):
+            self._listen(rank)
+        reports = {0: self._attempt(phase, lambda: _as_sent(work()))}
+        failure = reports[0] if reports[0].get("error") else self._collect(phase, reports)
+        if failure is None:
+            results = [reports[rank]["result"] for rank in range(self.size)]
+            decided = self._attempt(phase, lambda: [_as_sent(a) for a in _each(decide, results)])
+            failure = decided if "error" in decided else None
+        if failure is None:
+            answers = [{"result": answer} for answer in decided["result"]]
+        else:
+            answers = [{"error": failure["error"]}] * self.size
+        self._answer(answers, hurry=failure is not None)
+        return failure or answers[0]
+
+    def _collect(self, phase: str, reports: dict[int, Any]) -> dict[str, Any] | None:
+        """Adds every rank's report; returns the first that tells of a failure."""
+        until = time.monotonic() + 0.8 * self._patience
+        while len(reports) < self.size:
+            try:
+                rank, report = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                late = [rank for rank in range(self.size) if rank not in reports]
+                return {
+                    "error": _described(self._lost(late, phase, f"no word for {0.8 * self._patience:g} s"))
+                }
+            if isinstance(report, Exception):
+                return {
+                    "error": _described(self._lost([rank], phase, "a broken connection: its process is gone"))
+                }
+            reports[rank] = report
+            if report.get("error"):
+                return dict(report)
+        return None
+
+    def _answer(self, answers: Sequence[Any], hurry: bool) -> None:
+        """Sends each rank its answer. In a hurry, those that do not listen are left alone."""
+        senders = [
+            threading.Thread(target=self._send_or_lose, args=(rank, answers[rank]), daemon=True)
+            for rank in range(1, self.size)
+        ]
+        until = time.monotonic() + (_FAREWELL if hurry else self._patience)
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join(max(0.0, until - time.monotonic()))
+
+    def _send_or_lose(self, rank: int, message: dict[str, Any]) -> None:
+        try:
+            self._send(rank, message)
+        except RuntimeError:
+            pass  # it has died; who waits for it next will say so
+
+    # --- The others ------------------------------------------------------------------------------------------
+
+    def _follow(self, phase: str, work: Callable[[], Any]) -> dict[str, Any]:
+        self._inbox = queue.SimpleQueue()
+        self._listen(0)
+        report = self._attempt(phase, lambda: _as_sent(work()))
+        try:
+            self._send(0, report)
+            answer = self._inbox.get(timeout=self._patience)[1]
+        except queue.Empty:
+            answer = self._lost([0], phase, f"no word for {self._patience:g} s")
+        except RuntimeError:
+            answer = self._lost([0], phase, "a broken connection: its process is gone")
+        if isinstance(answer, FSDPError):
+            return {"error": _described(answer)}
+        if isinstance(answer, Exception):
+            return {"error": _described(self._lost([0], phase, "a broken connection: its process is gone"))}
+        if answer.get("error") == report.get("error"):
+            return {**answer, "cause": report.get("cause")}
+        return dict(answer)
+
+    # --- Messages --------------------------------------------------------------------------------------------
+
+    def _lost(self, ranks: list[int], phase: str, got: str) -> CheckpointError:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return CheckpointError(
+            f"{self.what}, {phase}",
+            expected=f"{who} to do its part" if len(ranks) == 1 else f"{who} to do their part",
+            got=got,
+            remedy="What was there before is as it was; start all ranks again.",
+        )
+
+    def _listen(self, rank: int) -> None:
+        """Puts the next message of a rank into the inbox, or the exception that tells of its death."""
+        inbox, failed = self._inbox, self._failed
+        worker = threading.Thread(
+            target=_hear, args=(self._carrier, rank, self._tag, inbox, failed), daemon=True
+        )
+        worker.start()
+
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
+        message = {key: value for key, value in message.items() if key != "cause"}
+        data = bytearray(json.dumps(message).encode())
+        size = torch.tensor([len(data)])
+        send_bytes(self._carrier, size.view(torch.uint8), rank, self._tag)
+        send_bytes(self._carrier, torch.frombuffer(data, dtype=torch.uint8), rank, self._tag)
+
+
+def _hear(
+    group: dist.ProcessGroup, rank: int, tag: int, inbox: queue.SimpleQueue[Any], failed: threading.Event
+) -> None:
+    message: Any
+    try:
+        size = torch.zeros(1, dtype=torch.int64)
+        receive_bytes(group, size.view(torch.uint8), rank, tag)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        receive_bytes(group, data, rank, tag)
+        message = json.loads(data.numpy().tobytes())
+    except Exception as error:
+        message = error
+    if isinstance(message, Exception) or "error" in message:
+        failed.set()
+    inbox.put((rank, message))
+
+
+def _each(decide: Callable[[list[Any]], Sequence[Any]] | None, results: list[Any]) -> Sequence[Any]:
+    return decide(results) if decide else [None] * len(results)
+
+
+def _as_sent(result: Any) -> Any:
+    """What a result is after its way: the leader must not see tuples where it sees lists from the others."""
+    return json.loads(json.dumps(result))
+
+
+def _described(error: FSDPError) -> dict[str, Any]:
+    kind = next(k.__name__ for k in type(error).__mro__ if k.__name__ in _KNOWN)
+    return {"kind": kind, "attributes": error.__dict__}
+
+
+def _restored(description: dict[str, Any]) -> FSDPError:
+    fields = description["attributes"]
+    kind = _KNOWN[description["kind"]]
+    error = kind.__new__(kind)
+    error.__dict__.update(fields)
+    FSDPError.__init__(
+        error, fields["subject"], expected=fields["expected"], got=fields["got"], remedy=fields["remedy"]
+    )
+    return error
+
+
+# --- Links -------------------------------------------------------------------------------------------------
+
+
+class _Link(NamedTuple):
+    """What carries the messages of a group (None: the group itself), and numbers for the tags of its agreements."""
+
+    carrier: dist.ProcessGroup | None
+    numbers: count[int]
+
+
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, _Link] = weakref.WeakKeyDictionary()
+
+
+def _link_of(group: dist.ProcessGroup) -> _Link:
+    """The link of a group. One that cannot move bytes of the CPU gets a gloo group of the same ranks, made once."""
+    if group not in _links:
+        carrier = None
+        if cpu_backend(group) != "gloo":
+            ranks = dist.get_process_group_ranks(group)
+            carrier = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _links[group] = _Link(carrier, count())
+    return _links[group]

@@ -1,0 +1,201 @@
+"""Files of a save, written and read block by block, each block with its checksum.
+
+CRC-32 finds every error of a single bit and every burst of up to 32, and misses one of four billion others; it runs at a
+good part of the speed of memory, and it is in every Python. It is no protection against malice: whoever can write the
+files can write the checksums, too. What protects from that is that nothing in the files is ever run.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.checkpoint.manifest import BLOCK_BYTES, damaged
+
+_WRITE_BYTES = 8 * BLOCK_BYTES  # of one call; in between, others may stop us
+
+
+class Extent(NamedTuple):
+    """Bytes of a file: where they begin, and what gives them."""
+
+    at: int
+    data: Callable[[], memoryview]
+
+
+def checksums_of(data: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
+    """CRC-32 of each block."""
+    return [zlib.crc32(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes)]
+
+
+def write_file(
+    path: Path, header: bytes, extents: Iterable[Extent], check: Callable[[], None]
+) -> list[list[int]]:
+    """Writes a new file and brings it to the disk; returns the checksums of each extent.
+
+    Args:
+        extents: in the order of the file, with gaps of zeros between them.
+        check: called now and then; may raise to stop.
+
+    Raises:
+        OSError: whatever keeps the bytes from the disk.
+    """
+    checksums = []
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        _write_all(fd, memoryview(header))
+        end = len(header)
+        for extent in extents:
+            _write_all(fd, memoryview(bytes(extent.at - end)))
+            data = extent.data()
+            crc32 = []
+            for start in range(0, len(data), _WRITE_BYTES):
+                check()
+                part = data[start : start + _WRITE_BYTES]
+                crc32 += checksums_of(part)
+                _write_all(fd, part)
+            checksums.append(crc32)
+            end = extent.at + len(data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return checksums
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def write_small_file(path: Path, data: bytes) -> None:
+    """Writes a new file and brings it to the disk."""
+    write_file(path, data, (), lambda: None)
+
+
+def sync_directory(path: Path) -> None:
+    """Brings the names in a directory to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_file(path: Path, nbytes: int | None = None) -> int:
+    """A descriptor of a regular file, never reached through a link, of this size.
+
+    Raises:
+        CheckpointError: it is missing, something else, or of another size.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise damaged(path, "a file of the checkpoint", "none: it is missing") from None
+    except OSError as error:
+        got = "a symbolic link" if path.is_symlink() else error.strerror or type(error).__name__
+        raise damaged(path, "a file that can be read", got) from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or (nbytes is not None and found.st_size != nbytes):
+        os.close(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(path, "a regular file", stat.filemode(found.st_mode))
+        raise damaged(path, f"{nbytes} bytes", f"{found.st_size}", min(nbytes or 0, found.st_size))
+    return fd
+
+
+def read_small_file(path: Path, limit: int) -> bytes:
+    """All bytes of a file of at most `limit` bytes.
+
+    Raises:
+        CheckpointError: it is missing, too large, or cannot be read.
+    """
+    fd = open_file(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise damaged(path, f"at most {limit} bytes", f"{size}", limit)
+        data = bytearray(size)
+        read_exactly(fd, memoryview(data), 0, path)
+        return bytes(data)
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, into: memoryview, at: int, path: Path, key: str | None = None) -> None:
+    """Fills the memory from the file, beginning at byte `at`.
+
+    Raises:
+        CheckpointError: the file ends before, or the disk fails.
+    """
+    done = 0
+    while done < len(into):
+        try:
+            n = os.preadv(fd, [into[done:]], at + done)
+        except OSError as error:
+            raise damaged(path, "bytes", error.strerror or str(error), at + done, key) from error
+        if n == 0:
+            raise damaged(path, f"{len(into) - done} bytes more", "the end of the file", at + done, key)
+        done += n
+
+
+class BlockReader(NamedTuple):
+    """Reads blocks of one chunk, none without its checksum.
+
+    Attributes:
+        fd, path: of the file. at: byte at which the chunk begins. nbytes: of the chunk. key: for messages.
+    """
+
+    fd: int
+    path: Path
+    at: int
+    nbytes: int
+    crc32: tuple[int, ...]
+    block_bytes: int
+    key: str
+
+    def covering(self, start: int, stop: int) -> tuple[int, int]:
+        """The bytes of the chunk [from, to) that hold these, in whole blocks."""
+        blocks = start // self.block_bytes, -(-stop // self.block_bytes)
+        return blocks[0] * self.block_bytes, min(blocks[1] * self.block_bytes, self.nbytes)
+
+    def read(self, into: memoryview, start: int) -> None:
+        """Fills the memory with whole blocks, the first of which begins at byte `start` of the chunk.
+
+        Raises:
+            CheckpointError: a block is not what was written; the message names file, key and offset.
+        """
+        read_exactly(self.fd, into, self.at + start, self.path, self.key)
+        for done in range(0, len(into), self.block_bytes):
+            block = (start + done) // self.block_bytes
+            crc = zlib.crc32(into[done : done + self.block_bytes])
+            if crc != self.crc32[block]:
+                raise damaged(
+                    self.path,
+                    f"a block with the checksum {self.crc32[block]:08x}",
+                    f"{crc:08x}: it is damaged",
+                    self.at + start + done,
+                    self.key,
+                )
+
+
+def check_header(fd: int, path: Path, header: bytes) -> None:
+    """Raises `CheckpointError` unless the file begins with this header."""
+    found = bytearray(len(header))
+    read_exactly(fd, memoryview(found), 0, path)
+    if found != header:
+        got = found.decode(errors="replace").strip()
+        if bytes(found[:2]) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+            got = "a pickle, which is never opened"
+        raise damaged(path, f"a file that begins with {header.decode().strip()!r}", f"{got!r}", 0)
+
+
+def check_zeros(fd: int, path: Path, start: int, stop: int) -> None:
+    """Raises `CheckpointError` unless these bytes of the file are zero."""
+    found = bytearray(stop - start)
+    read_exactly(fd, memoryview(found), start, path)
+    for i, byte in enumerate(found):
+        if byte:
+            raise damaged(path, "zeros between two parts", f"{byte}", start + i)

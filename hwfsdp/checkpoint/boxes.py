@@ -1,0 +1,104 @@
+"""Boxes: parts of a tensor, as offsets and shapes. Integers only.
+
+A checkpoint holds a tensor in chunks, boxes that some rank had; a rank that loads it needs a box of its own. This module
+says whether chunks make up the whole, what two boxes share, and how to go through a large box in small pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor: the index of its first element, and its shape."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What cuts the box out of the whole."""
+        return tuple(slice(start, start + n) for start, n in zip(self.offset, self.shape))
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{start}:{start + n}' for start, n in zip(self.offset, self.shape))}]"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """What both have; None if that is nothing."""
+    starts = tuple(max(a, b) for a, b in zip(one.offset, other.offset))
+    ends = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape)]
+    shape = tuple(end - start for start, end in zip(starts, ends))
+    return Box(starts, shape) if all(n > 0 for n in shape) else None
+
+
+def within(box: Box, outer: Box) -> Box:
+    """`box`, counted from the first element of `outer`, which contains it."""
+    return Box(tuple(a - b for a, b in zip(box.offset, outer.offset)), box.shape)
+
+
+def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why the boxes do not tile a tensor of this shape, every element once; None if they do.
+
+    Boxes are compared along the dim in which most of them begin at different places, so that those of a sharded tensor,
+    however many, are compared with their neighbors only.
+    """
+    for box in boxes:
+        if len(box.shape) != len(shape) or len(box.offset) != len(shape):
+            return f"a part with {len(box.shape)} dims of a tensor with {len(shape)}"
+        if not all(0 <= a and 0 < n and a + n <= size for a, n, size in zip(box.offset, box.shape, shape)):
+            return f"the part {box} outside the shape {list(shape)}"
+    dims = range(len(shape))
+    dim = max(dims, key=lambda d: len({box.offset[d] for box in boxes}), default=None)
+    if dim is None:
+        return None if len(boxes) == 1 else f"{len(boxes)} parts for one element"
+    ordered = sorted(boxes, key=lambda box: box.offset[dim])
+    for i, box in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other.offset[dim] >= box.offset[dim] + box.shape[dim]:
+                break
+            if intersection(box, other):
+                return f"the parts {box} and {other}, which overlap"
+    covered = sum(box.numel for box in boxes)
+    return None if covered == prod(shape) else f"{covered} of {prod(shape)} elements"
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements between neighbors along each dim, in row-major order."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
+    """The elements from the first to the last of a box, in the row-major order of a tensor of this shape: [from, to)."""
+    strides = strides_of(shape)
+    first = sum(start * step for start, step in zip(box.offset, strides))
+    return first, first + sum((n - 1) * step for n, step in zip(box.shape, strides)) + 1
+
+
+def pieces_of(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
+    """The box in pieces whose spans have `limit` elements at most, halving it along its outermost dim."""
+    first, last = span_of(box, shape)
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if last - first <= limit or dim is None:
+        yield box
+        return
+    half = box.shape[dim] // 2
+    for start, n in ((0, half), (half, box.shape[dim] - half)):
+        offset, part = list(box.offset), list(box.shape)
+        offset[dim], part[dim] = offset[dim] + start, n
+        yield from pieces_of(Box(tuple(offset), tuple(part)), shape, limit)

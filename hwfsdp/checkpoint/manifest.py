@@ -1,0 +1,363 @@
+"""The manifest of a save: what is in it, and where. JSON, and read with suspicion.
+
+    {"format": "hwfsdp checkpoint", "version": 1, "save": "000002-5e0c9f1a", "block_bytes": 1048576,
+     "files": [{"name": "00000.bin", "bytes": 4194368}, …],
+     "containers": [[[], "dict"], [["optim"], "dict"], …],
+     "entries": [{"path": ["model", "weight"], "dtype": "float32", "shape": [8, 4], "chunks":
+                    [{"file": 0, "at": 64, "offset": [0, 0], "shape": [4, 4], "crc32": ["1c291ca3"]}, …]},
+                 {"path": ["optim", "lr"], "value": 0.001}, …],
+     "sha256": "…"}
+
+The last field is the hash of everything before it, so a manifest vouches for itself, and for every block of every file
+through the checksums of the blocks. `save` is also in the name of the directory, in the first bytes of every file, and
+in `CURRENT`: files of two saves cannot be mixed.
+
+A manifest that passes its hash may still have been made by someone else. So nothing in it is believed before it has been
+checked: paths are made here and not taken from it, chunks tile their tensors and do not overlap in their files, keys
+come once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hwfsdp.checkpoint.boxes import Box, find_fault
+from hwfsdp.checkpoint.traverse import Path as KeyPath
+from hwfsdp.checkpoint.traverse import show
+from hwfsdp.checkpoint.values import decode, dtype_named
+from hwfsdp.errors import CheckpointError
+
+FORMAT, VERSION = "hwfsdp checkpoint", 1
+BLOCK_BYTES = 1 << 20  # a checksum each
+ALIGNMENT = 64  # bytes; of the first byte of every chunk
+LARGEST = 1 << 29  # bytes of a manifest
+SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{8}")
+_HASH = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n\Z')
+KINDS = ("dict", "list", "tuple")
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor and the bytes that hold it, row-major.
+
+    Attributes:
+        file: index into the manifest's files. at: byte at which the chunk begins there.
+        box: which part. crc32: of each block of `BLOCK_BYTES`, the last of which may be shorter.
+    """
+
+    file: int
+    at: int
+    box: Box
+    crc32: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its chunks tile it. `same_as`: the path of another one that it is one object with."""
+
+    path: KeyPath
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...] = ()
+    same_as: KeyPath | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape} and {self.dtype}"
+
+
+@dataclass(frozen=True)
+class ValueEntry:
+    """Something that is not a tensor; `json_value` is what `values.encode` made of it."""
+
+    path: KeyPath
+    json_value: Any
+
+    def __str__(self) -> str:
+        return f"the {type(decode(self.json_value)).__name__} {str(decode(self.json_value))[:40]!r}"
+
+
+Entry = TensorEntry | ValueEntry
+
+
+class DataFile(NamedTuple):
+    """A file of a save and its size."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a save but the bytes.
+
+    Attributes:
+        containers: path to kind ("dict", "list", "tuple") of what held the entries.
+        digest: SHA-256 of the text, in hex; "" before it is written.
+    """
+
+    save_id: str
+    files: tuple[DataFile, ...]
+    containers: dict[KeyPath, str]
+    entries: dict[KeyPath, Entry]
+    block_bytes: int = BLOCK_BYTES
+    digest: str = field(default="", compare=False)
+
+    def tensors(self) -> Iterator[TensorEntry]:
+        """The tensors that have chunks of their own."""
+        for entry in self.entries.values():
+            if isinstance(entry, TensorEntry) and entry.same_as is None:
+                yield entry
+
+    def chunks_of(self, entry: TensorEntry) -> tuple[Chunk, ...]:
+        """The chunks of a tensor, wherever they are listed."""
+        if entry.same_as is None:
+            return entry.chunks
+        original = self.entries[entry.same_as]
+        assert isinstance(original, TensorEntry)
+        return original.chunks
+
+
+def header_of(save_id: str, file: int) -> bytes:
+    """The first `ALIGNMENT` bytes of a file of a save."""
+    return f"hwfsdp data {VERSION} {save_id} {file:05d}".encode().ljust(ALIGNMENT - 1) + b"\n"
+
+
+def name_of(file: int) -> str:
+    return f"{file:05d}.bin"
+
+
+# --- Writing -----------------------------------------------------------------------------------------------
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The manifest as it is written; ends with its own hash."""
+    tree = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save": manifest.save_id,
+        "block_bytes": manifest.block_bytes,
+        "files": [{"name": file.name, "bytes": file.nbytes} for file in manifest.files],
+        "containers": [[list(path), kind] for path, kind in manifest.containers.items()],
+        "entries": [_entry_as_json(entry) for entry in manifest.entries.values()],
+    }
+    text = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return text + f',"sha256":"{hashlib.sha256(text).hexdigest()}"}}\n'.encode()
+
+
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
+    if isinstance(entry, ValueEntry):
+        return {"path": list(entry.path), "value": entry.json_value}
+    tree: dict[str, Any] = {
+        "path": list(entry.path),
+        "dtype": str(entry.dtype).removeprefix("torch."),
+        "shape": list(entry.shape),
+    }
+    if entry.same_as is not None:
+        return {**tree, "same_as": list(entry.same_as)}
+    return {**tree, "chunks": [_chunk_as_json(chunk) for chunk in entry.chunks]}
+
+
+def _chunk_as_json(chunk: Chunk) -> dict[str, Any]:
+    crc32 = [f"{crc:08x}" for crc in chunk.crc32]
+    box = {"offset": list(chunk.box.offset), "shape": list(chunk.box.shape)}
+    return {"file": chunk.file, "at": chunk.at, **box, "crc32": crc32}
+
+
+# --- Reading -----------------------------------------------------------------------------------------------
+
+
+def from_bytes(data: bytes, file: Path) -> Manifest:
+    """The manifest that these bytes are, every word of it checked.
+
+    Args:
+        file: where they are from; the directory that holds it is named as the save.
+
+    Raises:
+        CheckpointError: it is damaged, of another version, or describes what cannot be.
+    """
+    tree = parse_json(data, file)
+    found = _HASH.search(data)
+    if not found:
+        raise damaged(file, "a manifest that ends with its hash", "none: it is cut short", len(data))
+    digest = hashlib.sha256(data[: found.start()]).hexdigest()
+    if digest != found[1].decode():
+        raise damaged(file, f"the bytes whose SHA-256 is {found[1].decode()[:12]}…", f"{digest[:12]}…", 0)
+    try:
+        manifest = _Reader(file).manifest(tree, digest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(file, "the fields of a manifest", f"{type(error).__name__}: {error}") from error
+    if manifest.save_id != file.parent.name:
+        raise damaged(file, f"the manifest of save {file.parent.name}", f"that of {manifest.save_id}")
+    return manifest
+
+
+def parse_json(data: bytes, file: Path) -> Any:
+    """An object of this format and version, from JSON in which no key comes twice.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if data[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        raise damaged(file, "JSON", "a pickle, which is never opened", 0)
+    try:
+        tree = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # what is no UTF-8 and no JSON, too
+        offset = getattr(error, "pos", getattr(error, "start", 0))
+        raise damaged(file, "JSON", f"{' '.join(str(error).split())}", offset) from error
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise damaged(file, f'an object with "format": "{FORMAT}"', str(tree)[:60])
+    if type(tree.get("version")) is not int or tree["version"] != VERSION:
+        raise CheckpointError(
+            str(file),
+            expected=f"version {VERSION}, which this hwfsdp reads",
+            got=f"version {str(tree.get('version'))[:20]}",
+            remedy="Read it with the hwfsdp that wrote it.",
+        ).at(file)
+    return tree
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
+    return tree
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def damaged(
+    file: Path, expected: str, got: str, offset: int | None = None, key: str | None = None
+) -> CheckpointError:
+    """The error for a file that is not what it should be."""
+    place = f"{file}, byte {offset}" if offset is not None else str(file)
+    return CheckpointError(
+        f"{place}, {key}" if key else place,
+        expected=expected,
+        got=got,
+        remedy="Load another save; `hwfsdp checkpoint inspect` lists them.",
+    ).at(file, key, offset)
+
+
+class _Reader:
+    """Turns JSON into a manifest. Whatever it meets that is of the wrong type raises KeyError, TypeError or ValueError."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def manifest(self, tree: Any, digest: str) -> Manifest:
+        save_id, block_bytes = tree["save"], _natural(tree["block_bytes"])
+        if (
+            not isinstance(save_id, str)
+            or not SAVE_ID.fullmatch(save_id)
+            or block_bytes % ALIGNMENT
+            or not block_bytes
+        ):
+            raise ValueError(f"save {str(save_id)[:60]!r} with blocks of {block_bytes} bytes")
+        files = tuple(DataFile(file["name"], _natural(file["bytes"])) for file in tree["files"])
+        for i, file in enumerate(files):
+            if file.name != name_of(i):
+                raise ValueError(f"file {i} named {str(file.name)[:60]!r} instead of {name_of(i)!r}")
+        containers = {_path(path): str(kind) for path, kind in tree["containers"]}
+        entries = [self.entry(entry, block_bytes) for entry in tree["entries"]]
+        by_path = {entry.path: entry for entry in entries}
+        manifest = Manifest(save_id, files, containers, by_path, block_bytes, digest)
+        if len(by_path) != len(entries) or len(containers) != len(tree["containers"]):
+            raise ValueError("an entry that comes twice")
+        self.check_tree(manifest)
+        self.check_tensors(manifest)
+        return manifest
+
+    def entry(self, tree: Any, block_bytes: int) -> Entry:
+        path = _path(tree["path"])
+        if "value" in tree:
+            decode(tree["value"])
+            return ValueEntry(path, tree["value"])
+        dtype, shape = dtype_named(tree["dtype"]), _naturals(tree["shape"])
+        if "same_as" in tree:
+            return TensorEntry(path, dtype, shape, same_as=_path(tree["same_as"]))
+        chunks = tuple(self.chunk(chunk) for chunk in tree["chunks"])
+        for chunk in chunks:
+            if len(chunk.crc32) != -(-chunk.box.numel * dtype.itemsize // block_bytes):
+                raise ValueError(f"{len(chunk.crc32)} checksums for a part of {show(path)}")
+        return TensorEntry(path, dtype, shape, chunks)
+
+    def chunk(self, tree: Any) -> Chunk:
+        crc32 = tuple(_crc32(text) for text in tree["crc32"])
+        box = Box(_naturals(tree["offset"]), _naturals(tree["shape"]))
+        return Chunk(_natural(tree["file"]), _natural(tree["at"]), box, crc32)
+
+    def check_tree(self, manifest: Manifest) -> None:
+        """Every entry and container is inside containers, down to the outermost one."""
+        for path in [*manifest.entries, *manifest.containers]:
+            if path and manifest.containers.get(path[:-1]) not in KINDS:
+                raise ValueError(f"{show(path)} in what is no container")
+        if manifest.containers.get(()) != "dict" or set(manifest.entries) & set(manifest.containers):
+            raise ValueError("a container that is an entry, too, or no outermost dict")
+
+    def check_tensors(self, manifest: Manifest) -> None:
+        """Chunks tile their tensors, and share no byte of their files."""
+        used: list[list[tuple[int, int, KeyPath]]] = [[] for _ in manifest.files]
+        for entry in manifest.entries.values():
+            if isinstance(entry, TensorEntry) and entry.same_as is not None:
+                original = manifest.entries.get(entry.same_as)
+                if (
+                    not isinstance(original, TensorEntry)
+                    or original.same_as is not None
+                    or (original.dtype, original.shape) != (entry.dtype, entry.shape)
+                ):
+                    raise ValueError(f"{show(entry.path)} the same as {show(entry.same_as)}")
+        for entry in manifest.tensors():
+            fault = find_fault(entry.shape, [chunk.box for chunk in entry.chunks])
+            if fault:
+                raise damaged(self.file, "parts that make up the tensor", fault, key=show(entry.path))
+            for chunk in entry.chunks:
+                if chunk.file >= len(used) or chunk.at % ALIGNMENT:
+                    raise ValueError(f"a part of {show(entry.path)} in file {chunk.file} at {chunk.at}")
+                nbytes = chunk.box.numel * entry.dtype.itemsize
+                used[chunk.file].append((chunk.at, chunk.at + nbytes, entry.path))
+        for file, ranges in zip(manifest.files, used):
+            end = ALIGNMENT
+            for start, stop, path in sorted(ranges, key=lambda r: r[:2]):
+                if start < end or stop > file.nbytes:
+                    got = f"bytes {start} to {stop} of a file of {file.nbytes}, {end} of them taken"
+                    raise damaged(self.file, f"a place of its own in {file.name}", got, key=show(path))
+                end = stop
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]!r} where a size or an index should be")
+    return value
+
+
+def _naturals(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{str(values)[:40]!r} where a list should be")
+    return tuple(_natural(value) for value in values)
+
+
+def _path(keys: Any) -> KeyPath:
+    if not isinstance(keys, list) or not all(type(key) in (int, str) for key in keys):
+        raise ValueError(f"{str(keys)[:60]!r} where a path of keys should be")
+    return tuple(keys)
+
+
+def _crc32(text: Any) -> int:
+    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{8}", text):
+        raise ValueError(f"{str(text)[:40]!r} where a checksum should be")
+    return int(text, 16)

@@ -1,0 +1,345 @@
+"""Who writes what: each rank's part of a state dict, and the whole that they make up.
+
+Every rank describes what it has (`describe`), as JSON. The leader compares the descriptions, since a checkpoint holds one
+state dict and not one for each rank, and gives every box to one of the ranks that have it (`divide`): the largest first,
+each to the rank with the fewest bytes so far. The outcome is the manifest, but for the checksums.
+
+Note [Replicas are compared]
+    What several ranks have is written by one. If it is not the same on all of them, something went wrong long before the
+    save, a forgotten reduction, weights drawn from different seeds, and a checkpoint of one rank's opinion would hide it.
+    So a rank sends a checksum of what others have as well, and the error names key and ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hwfsdp.checkpoint.boxes import Box, find_fault, whole
+from hwfsdp.checkpoint.manifest import (
+    ALIGNMENT,
+    Chunk,
+    DataFile,
+    Entry,
+    Manifest,
+    TensorEntry,
+    ValueEntry,
+    name_of,
+)
+from hwfsdp.checkpoint.state_dict import bytes_of, check_data
+from hwfsdp.checkpoint.traverse import Path, items_of, map_leaves, show
+from hwfsdp.checkpoint.values import dtype_named, encode
+from hwfsdp.compat import is_shard, local_of
+from hwfsdp.errors import UnsupportedError, UsageError
+from hwfsdp.layout import compute_local_shape_and_global_offset
+
+
+@dataclass
+class LocalParts:
+    """What this rank has of a state dict.
+
+    Attributes:
+        description: of everything, as JSON, for the leader.
+        tensors: by path, those of which this rank has a part: the part.
+    """
+
+    description: dict[str, Any]
+    tensors: dict[Path, Tensor]
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The values, row-major, as bytes on the CPU: of the tensor itself where they lie like that, or of a copy."""
+    data = bytes_of(tensor.cpu())
+    return data.numpy().data
+
+
+def box_of(tensor: Tensor) -> Box | None:
+    """Which part of the whole this rank has; None if nothing."""
+    if not isinstance(tensor, DTensor):
+        box = whole(tensor.shape)
+    elif tensor.device_mesh.get_coordinate() is None:
+        return None
+    else:
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        box = Box(tuple(offset), tuple(shape))
+    return box if box.numel else None
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """This rank's values, without their gradient's history."""
+    return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# --- Describing --------------------------------------------------------------------------------------------
+
+
+def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
+    """This rank's part of a state dict.
+
+    Raises:
+        UsageError: a key, value or tensor that a checkpoint cannot hold; the message names it.
+        UnsupportedError: a tensor of a kind that is not strided, or that has no memory of its own.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(
+            "save", expected="a state dict", got=type(state_dict).__name__, remedy="Pass a dict."
+        )
+    containers: list[Any] = [[[], "dict"]]
+    entries: list[dict[str, Any]] = []
+    tensors: dict[Path, Tensor] = {}
+    first: dict[Any, dict[str, Any]] = {}
+
+    def visit(path: Path, value: Any, _: Any) -> None:
+        for n in range(1, len(path)):
+            note_container(path[:n])
+        _check_keys(path)
+        if items_of(value) is not None:
+            note_container(path)
+        elif not isinstance(value, Tensor):
+            entries.append({"path": path, "value": _encoded(path, value)})
+        else:
+            _check_tensor(path, value)
+            box, memory = box_of(value), memory_of(value)
+            if memory in first:
+                entries.append({**first[memory], "path": path, "alias": first[memory]["path"]})
+                return
+            entries.append({**_schema(path, value), "box": box})
+            if box is not None:
+                first[memory], tensors[path] = entries[-1], part_of(value)
+                if _has_replicas(value, world_size):
+                    entries[-1]["crc32"] = zlib.crc32(view_bytes(tensors[path]))
+
+    noted: set[Path] = {()}
+
+    def note_container(path: Path) -> None:
+        if path not in noted:
+            noted.add(path)
+            containers.append([path, _kind_at(state_dict, path)])
+
+    map_leaves(visit, state_dict, by_path=True)
+    return LocalParts({"containers": containers, "entries": entries}, tensors)
+
+
+def _kind_at(tree: Any, path: Path) -> str:
+    for key in path:
+        tree = (items_of(tree) or {})[key]
+    return "list" if isinstance(tree, list) else "tuple" if isinstance(tree, tuple) else "dict"
+
+
+def _check_keys(path: Path) -> None:
+    for n, key in enumerate(path):
+        if type(key) not in (int, str):
+            raise UsageError(
+                show(path[: n + 1]),
+                expected="keys that are str or int",
+                got=f"the {type(key).__name__} {key!r}",
+                remedy="Rename it.",
+            )
+
+
+def _encoded(path: Path, value: Any) -> Any:
+    try:
+        return encode(value)
+    except TypeError:
+        raise UsageError(
+            show(path),
+            expected="a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch",
+            got=f"{type(value).__name__}: {str(value)[:40]}",
+            remedy="Leave it out, or save what it can be made from again.",
+        ) from None
+
+
+def _schema(path: Path, tensor: Tensor) -> dict[str, Any]:
+    return {"path": path, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for two tensors whose values, and place in the whole, cannot but be the same."""
+    part, placed = part_of(tensor), ()
+    if isinstance(tensor, DTensor):
+        placed = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))  # type: ignore[assignment]
+    return (
+        part.data_ptr(),
+        part.device,
+        part.dtype,
+        tuple(part.shape),
+        part.stride(),
+        part.is_conj(),
+        part.is_neg(),
+        placed,
+    )
+
+
+def _check_tensor(path: Path, tensor: Tensor) -> None:
+    check_data(path, tensor)
+    check_kind(path, tensor)
+
+
+def check_kind(path: Path, tensor: Tensor) -> None:
+    """Raises `UnsupportedError` for tensors whose values are not simply numbers in memory."""
+    inner = part_of(tensor)
+    wrapper: bool = is_traceable_wrapper_subclass(inner)
+    kind = "a quantized tensor" if inner.is_quantized else "a nested tensor" if inner.is_nested else ""
+    if inner.layout != torch.strided:
+        kind = f"a sparse tensor ({inner.layout})"
+    elif wrapper or type(inner).__name__ == "FakeTensor":
+        kind = f"a {type(inner).__name__}"
+    if kind:
+        raise UnsupportedError(
+            show(path),
+            expected="a dense tensor",
+            got=kind,
+            remedy="Save its parts, or what to_dense() or dequantize() returns.",
+        )
+    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+        raise UsageError(
+            show(path),
+            expected="values that are whole or cut",
+            got=f"addends, {list(tensor.placements)}",
+            remedy="Redistribute Partial to Replicate first.",
+        )
+
+
+def _has_replicas(tensor: Tensor, world_size: int) -> bool:
+    """Whether another rank may have the same box."""
+    if not isinstance(tensor, DTensor):
+        return world_size > 1
+    mesh = tensor.device_mesh
+    copies = any(mesh.size(dim) > 1 for dim, p in enumerate(tensor.placements) if not is_shard(p))
+    return copies or mesh.size() != world_size
+
+
+# --- Dividing ----------------------------------------------------------------------------------------------
+
+
+def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
+    """The manifest of what all ranks have together, rank i writing file i; without checksums.
+
+    Raises:
+        UsageError: the ranks do not have the same keys, values, shapes and dtypes, or copies of a tensor differ, or the
+            parts do not make up a tensor. The message names key and ranks.
+    """
+    for rank, other in enumerate(descriptions[1:], 1):
+        _check_alike(descriptions[0], other, rank)
+    containers = {tuple(path): kind for path, kind in descriptions[0]["containers"]}
+    entries: dict[Path, Entry] = {}
+    holders: dict[tuple[Path, Box], list[int]] = {}
+    for i, first in enumerate(descriptions[0]["entries"]):
+        path = tuple(first["path"])
+        if "value" in first:
+            entries[path] = ValueEntry(path, first["value"])
+            continue
+        by_rank = [description["entries"][i] for description in descriptions]
+        same_as = _alias_of(by_rank)
+        entries[path] = TensorEntry(path, dtype_named(first["dtype"]), tuple(first["shape"]), same_as=same_as)
+        if same_as is None:
+            holders.update(_holders_of(path, by_rank))
+    return _lay_out(Manifest(save_id, (), containers, entries), holders, len(descriptions))
+
+
+def _alias_of(by_rank: list[dict[str, Any]]) -> Path | None:
+    """The path of the tensor that has the same memory on every rank that has a part of it."""
+    aliases = {
+        tuple(entry["alias"]) if "alias" in entry else None for entry in by_rank if entry["box"] is not None
+    }
+    return aliases.pop() if len(aliases) == 1 else None
+
+
+def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    """Raises unless both ranks have the same entries, but for which boxes."""
+    mine = {tuple(entry["path"]): entry for entry in first["entries"]}
+    theirs = {tuple(entry["path"]): entry for entry in other["entries"]}
+    for path in [p for p in mine if p not in theirs] + [p for p in theirs if p not in mine]:
+        has, lacks = (0, rank) if path in mine else (rank, 0)
+        _refuse(path, "the same keys on every rank", f"one that rank {has} has and rank {lacks} has not")
+    for path, entry in mine.items():
+        other_entry = theirs[path]
+        one, two = _brief(entry), _brief(other_entry)
+        if one != two:
+            _refuse(path, f"the same on every rank, on rank 0 {one}", f"{two} on rank {rank}")
+    if first["containers"] != other["containers"] or list(mine) != list(theirs):
+        kinds = {tuple(path): kind for path, kind in first["containers"]}
+        differing = [(p, k) for p, k in other["containers"] if kinds.get(tuple(p)) != k]
+        got = f"a {differing[0][1]} on rank {rank}" if differing else f"another order on rank {rank}"
+        _refuse(tuple(differing[0][0]) if differing else (), "the same containers on every rank", got)
+
+
+def _brief(entry: dict[str, Any]) -> str:
+    if "value" in entry:
+        return f"the value {entry['value']!r}"
+    return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
+
+
+def _refuse(path: Path, expected: str, got: str) -> None:
+    raise UsageError(
+        show(path),
+        expected=expected,
+        got=got,
+        remedy="Save what differs under keys of its own, for example gathered into a list, one for each rank.",
+    )
+
+
+def _holders_of(path: Path, by_rank: list[dict[str, Any]]) -> dict[tuple[Path, Box], list[int]]:
+    """The distinct boxes of a tensor and the ranks that have each; checks that copies are equal and parts tile."""
+    holders: dict[tuple[Path, Box], list[int]] = {}
+    for rank, entry in enumerate(by_rank):
+        if entry["box"] is None:
+            continue
+        box = Box(*map(tuple, entry["box"]))
+        ranks = holders.setdefault((path, box), [])
+        if ranks and by_rank[ranks[0]].get("crc32") != entry.get("crc32"):
+            _refuse(
+                path,
+                f"the same values {box} on ranks {ranks[0]} and {rank}, as both have them",
+                f"checksums {by_rank[ranks[0]].get('crc32', 0):08x} and {entry.get('crc32', 0):08x}",
+            )
+        ranks.append(rank)
+    fault = find_fault(by_rank[0]["shape"], [box for _, box in holders])
+    if fault:
+        _refuse(path, f"parts of {len(by_rank)} ranks that make up {tuple(by_rank[0]['shape'])}", fault)
+    return holders
+
+
+def _lay_out(manifest: Manifest, holders: dict[tuple[Path, Box], list[int]], world_size: int) -> Manifest:
+    """The manifest with a place in some rank's file for every box."""
+
+    def nbytes(item: tuple[Path, Box]) -> int:
+        entry = manifest.entries[item[0]]
+        assert isinstance(entry, TensorEntry)
+        return item[1].numel * entry.dtype.itemsize
+
+    load = [0] * world_size
+    chosen: dict[tuple[Path, Box], int] = {}
+    for item in sorted(holders, key=lambda item: (len(holders[item]) > 1, -nbytes(item))):
+        chosen[item] = min(
+            holders[item], key=lambda rank: load[rank]
+        )  # sole holders first: they have no choice
+        load[chosen[item]] += nbytes(item)
+    ends = [ALIGNMENT] * world_size
+    chunks: dict[Path, list[Chunk]] = {}
+    for item in holders:
+        file = chosen[item]
+        at = -(-ends[file] // ALIGNMENT) * ALIGNMENT
+        chunks.setdefault(item[0], []).append(Chunk(file, at, item[1]))
+        ends[file] = at + nbytes(item)
+    entries = {
+        path: replace(entry, chunks=tuple(chunks.get(path, ()))) if isinstance(entry, TensorEntry) else entry
+        for path, entry in manifest.entries.items()
+    }
+    files = tuple(DataFile(name_of(i), end) for i, end in enumerate(ends))
+    return replace(manifest, files=files, entries=entries)
+
+
+def share_of(manifest: Manifest, file: int) -> Iterator[tuple[TensorEntry, Chunk]]:
+    """What one file holds, in its order."""
+    found = [(entry, chunk) for entry in manifest.tensors() for chunk in entry.chunks if chunk.file == file]
+    return iter(sorted(found, key=lambda pair: pair[1].at))

@@ -1,0 +1,225 @@
+"""The directory of a checkpoint: its saves, and which of them counts.
+
+    path/CURRENT                    which save is loaded, and the hash of its manifest
+    path/000002-5e0c9f1a/           one save: a number that grows, and eight random digits
+        manifest.json               written last: a save without it was never finished
+        00000.bin, 00001.bin, …     the bytes that each rank wrote
+
+A save is written into a directory of its own and touches nothing of the others. When everything is on the disk,
+`CURRENT` is replaced by a file that names it, which is one step for every reader: before it, the old save is loaded,
+after it, the new one. Only then are old saves removed.
+
+Note [Who is still writing]
+    What a save that died leaves behind looks like one that is under way. The leader of a save holds a lock on the
+    checkpoint's directory, which ends with its process, however that ends. Who gets the lock knows that nobody else is
+    writing, and sweeps. Where the file system has no locks, two saves at the same time are the user's to prevent.
+
+Note [Removing a save]
+    The manifest goes first. Whoever is interrupted then leaves an unfinished save, which counts for nothing and is
+    swept, not one that looks whole and has no data.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.checkpoint import blocks
+from hwfsdp.checkpoint.manifest import (
+    FORMAT,
+    LARGEST,
+    SAVE_ID,
+    VERSION,
+    Manifest,
+    damaged,
+    from_bytes,
+    parse_json,
+)
+from hwfsdp.errors import CheckpointError, StateError, UsageError
+
+CURRENT, MANIFEST = "CURRENT", "manifest.json"
+_NEW = "CURRENT.new"
+_LARGEST_CURRENT = 4096  # bytes
+
+
+class Current(NamedTuple):
+    """Which save counts: its directory, and the SHA-256 of its manifest (None: whatever the manifest says itself)."""
+
+    folder: Path
+    digest: str | None
+
+
+def find_saves(path: Path) -> list[str]:
+    """The ids of the finished saves, oldest first."""
+    if not path.is_dir():
+        return []
+    ids = [entry.name for entry in path.iterdir() if SAVE_ID.fullmatch(entry.name)]
+    return sorted(
+        (i for i in ids if (path / i / MANIFEST).is_file()), key=lambda i: (int(i.split("-")[0]), i)
+    )
+
+
+def exists(path: Path) -> bool:
+    """Whether a save there counts, be it intact or not."""
+    return os.path.lexists(path / CURRENT)
+
+
+def find_current(path: Path) -> Current:
+    """The save that counts; `path` may also be the directory of one save.
+
+    Raises:
+        UsageError: there is no checkpoint. CheckpointError: `CURRENT` is damaged.
+    """
+    if SAVE_ID.fullmatch(path.name) and not path.is_symlink() and (path / MANIFEST).exists():
+        return Current(path, None)
+    file = path / CURRENT
+    if not os.path.lexists(file):
+        saves = find_saves(path)
+        remedy = f"There are saves in it: load {path / saves[-1]}" if saves else "Check the path"
+        got = "one without the file CURRENT" if path.is_dir() else "a file" if path.exists() else "nothing"
+        raise UsageError(str(path), expected="the directory of a checkpoint", got=got, remedy=f"{remedy}.")
+    data = blocks.read_small_file(file, _LARGEST_CURRENT)
+    tree = parse_json(data, file)
+    try:
+        save_id, digest = tree["save"], tree["manifest_sha256"]
+        intact = data == _current_bytes(save_id, digest) and SAVE_ID.fullmatch(save_id)
+    except (KeyError, TypeError):
+        intact = None
+    if not intact:
+        raise damaged(file, "what a save writes", "something else", 0)
+    return Current(path / save_id, digest)
+
+
+def _current_bytes(save_id: str, digest: str) -> bytes:
+    tree = {"format": FORMAT, "version": VERSION, "save": save_id, "manifest_sha256": digest}
+    text = json.dumps(tree)[:-1]
+    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+
+
+def read_manifest(current: Current) -> Manifest:
+    """The manifest of a save.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or not the one that `CURRENT` was written for.
+    """
+    if current.folder.is_symlink() or not current.folder.is_dir():
+        got = "a symbolic link" if current.folder.is_symlink() else "none: it is missing"
+        raise damaged(current.folder, "the directory of the save that CURRENT names", got)
+    file = current.folder / MANIFEST
+    manifest = from_bytes(blocks.read_small_file(file, LARGEST), file)
+    if current.digest is not None and manifest.digest != current.digest:
+        got = f"one with SHA-256 {manifest.digest[:12]}…"
+        raise damaged(file, f"the manifest that CURRENT names, with {current.digest[:12]}…", got)
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raises `CheckpointError` unless the save has exactly the files of its manifest."""
+    expected = {MANIFEST, *(file.name for file in manifest.files)}
+    found = {entry.name for entry in folder.iterdir()}
+    for name in sorted(expected - found):
+        raise damaged(folder / name, "a file of the checkpoint", "none: it is missing")
+    for name in sorted(found - expected):
+        raise damaged(folder / name, "only files that the manifest lists", "one that it does not")
+
+
+# --- Writing -----------------------------------------------------------------------------------------------
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Raises `UsageError` if a save may not go there."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise UsageError(
+            str(path), expected="a directory, or nothing", got="a file", remedy="Choose another path."
+        )
+    if overwrite:
+        return
+    saves = find_saves(path)
+    others = [e.name for e in path.iterdir() if not SAVE_ID.fullmatch(e.name) and e.name != _NEW]
+    if saves or others:
+        got = f"the checkpoint {saves[-1]}" if saves else f"a directory with {sorted(others)[0]!r} in it"
+        remedy = "Pass overwrite=True, keep=N to have several, or choose another path."
+        raise UsageError(str(path), expected="no checkpoint, or overwrite=True", got=got, remedy=remedy)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a checkpoint's directory (Note [Who is still writing]).
+
+    Raises:
+        StateError: another save holds it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StateError(
+                    str(path),
+                    expected="one save at a time",
+                    got="another process that is saving there",
+                    remedy="Wait for it, or choose another path.",
+                ) from None
+        yield
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+        except OSError:
+            pass
+    finally:
+        os.close(fd)
+
+
+def begin(path: Path) -> str:
+    """Makes the directory of a new save, after all that are there; returns its id."""
+    numbers = [int(e.name.split("-")[0]) for e in path.iterdir() if SAVE_ID.fullmatch(e.name)]
+    save_id = f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(4)}"
+    (path / save_id).mkdir()
+    return save_id
+
+
+def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
+    """Brings manifest and names to the disk, then lets the save count."""
+    blocks.write_small_file(path / save_id / MANIFEST, manifest)
+    blocks.sync_directory(path / save_id)
+    (path / _NEW).unlink(missing_ok=True)
+    blocks.write_small_file(path / _NEW, _current_bytes(save_id, digest))
+    blocks.sync_directory(path)
+    os.replace(path / _NEW, path / CURRENT)
+    blocks.sync_directory(path)
+
+
+def sweep(path: Path, current: str | None, keep: int) -> None:
+    """Removes what dead saves left, and all finished ones but the newest `keep`, `current` among them."""
+    finished = find_saves(path)
+    others = [save_id for save_id in finished if save_id != current]
+    kept = {current, *others[len(others) - (keep - 1) :]} if current else set(finished)
+    for entry in list(path.iterdir()):
+        if SAVE_ID.fullmatch(entry.name) and entry.name not in kept and not entry.is_symlink():
+            remove(entry)
+    (path / _NEW).unlink(missing_ok=True)
+
+
+def remove(folder: Path) -> None:
+    """Removes a save (Note [Removing a save])."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest_of(path: Path) -> str | None:
+    """The id that `CURRENT` names; None if it names none that can be read."""
+    try:
+        return find_current(path).folder.name
+    except (UsageError, CheckpointError):
+        return None

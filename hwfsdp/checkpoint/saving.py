@@ -1,0 +1,141 @@
+"""A save on one rank, from a state dict to a save that counts.
+
+    describe → [leader: compare, divide, make a directory] → write → [leader: manifest, CURRENT, sweep]
+
+Square brackets are what the leader decides; at each arrow all ranks have agreed (see `agreement`).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.checkpoint import blocks, saves
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.manifest import (
+    Chunk,
+    Manifest,
+    TensorEntry,
+    from_bytes,
+    header_of,
+    name_of,
+    to_bytes,
+)
+from hwfsdp.checkpoint.plan import LocalParts, describe, divide, share_of, view_bytes
+from hwfsdp.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a save goes; see `store.save`."""
+
+    path: Path
+    overwrite: bool = False
+    keep: int | None = None
+
+    def check(self) -> None:
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise UsageError(
+                "save", expected="keep=1 or more", got=f"keep={self.keep!r}", remedy="Leave it out for one."
+            )
+        saves.check_target(self.path, self.overwrite or self.keep is not None)
+
+
+def save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str:
+    """`store.save`, in an agreement that was made before; `state_dict` may be a function that returns it."""
+    with ExitStack() as held:
+        return _Saving(agreement, target, held).run(state_dict)
+
+
+class _Saving:
+    """One save on one rank; the leader's has more to do."""
+
+    def __init__(self, agreement: Agreement, target: Target, held: ExitStack) -> None:
+        self.agreement, self.target, self.held = agreement, target, held
+        self.parts: LocalParts
+        self.manifest: Manifest
+
+    def run(self, state_dict: Any) -> str:
+        def describe_mine() -> Any:
+            self.parts = describe(state_dict() if callable(state_dict) else state_dict, self.agreement.size)
+            return self.parts.description
+
+        answer = self.agreement.step("planning", describe_mine, self.begin)
+        folder: Path = self.target.path / answer["save"]
+        try:
+            self.agreement.step("writing", lambda: self.write(folder, answer["share"]), self.finish)
+        except BaseException:
+            if self.agreement.rank == 0 and saves.newest_of(self.target.path) != folder.name:
+                saves.remove(folder)
+            raise
+        return folder.name
+
+    # The leader's parts.
+
+    def begin(self, descriptions: list[Any]) -> list[Any]:
+        """Makes the directory, and tells each rank what to write."""
+        path = self.target.path
+        self.target.check()
+        manifest = divide(descriptions, "")  # complains before anything is made
+        _make_directory(path)
+        self.held.enter_context(saves.locked(path))
+        self.target.check()  # again, now that nobody else can save there
+        saves.sweep(path, None, 1)
+        self.manifest = replace(manifest, save_id=saves.begin(path))
+        shares = [
+            [[list(entry.path), chunk.at] for entry, chunk in share_of(self.manifest, rank)]
+            for rank in range(len(descriptions))
+        ]
+        return [{"save": self.manifest.save_id, "share": share} for share in shares]
+
+    def finish(self, checksums: list[Any]) -> list[Any]:
+        """Completes the manifest; from here on the save counts."""
+        by_chunk: dict[tuple[int, int], tuple[int, ...]] = {}
+        for rank, crc32 in enumerate(checksums):
+            for (_, chunk), blocks_of_chunk in zip(share_of(self.manifest, rank), crc32, strict=True):
+                by_chunk[rank, chunk.at] = tuple(blocks_of_chunk)
+
+        def complete(chunk: Chunk) -> Chunk:
+            return chunk._replace(crc32=by_chunk[chunk.file, chunk.at])
+
+        entries = {
+            path: (
+                replace(entry, chunks=tuple(map(complete, entry.chunks)))
+                if isinstance(entry, TensorEntry)
+                else entry
+            )
+            for path, entry in self.manifest.entries.items()
+        }
+        data = to_bytes(replace(self.manifest, entries=entries))
+        path, save_id = self.target.path, self.manifest.save_id
+        written = from_bytes(
+            data, path / save_id / saves.MANIFEST
+        )  # every tensor tiled, every byte in its place
+        for file in written.files:
+            os.close(blocks.open_file(path / save_id / file.name, file.nbytes))
+        saves.finish(path, save_id, data, written.digest)
+        with suppress(OSError):  # it counts already
+            saves.sweep(path, save_id, self.target.keep or 1)
+        return [None] * len(checksums)
+
+    # Every rank's part.
+
+    def write(self, folder: Path, share: list[Any]) -> list[list[int]]:
+        """Writes this rank's file; returns the checksums of its chunks."""
+        rank = self.agreement.rank
+        extents = [
+            blocks.Extent(at, lambda path=tuple(path): view_bytes(self.parts.tensors[path]))  # type: ignore[misc]
+            for path, at in share
+        ]
+        header = header_of(folder.name, rank)
+        return blocks.write_file(folder / name_of(rank), header, extents, self.agreement.check)
+
+
+def _make_directory(path: Path) -> None:
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        blocks.sync_directory(made.parent)

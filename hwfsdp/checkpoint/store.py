@@ -1,0 +1,122 @@
+"""Checkpoints that survive: the public functions.
+
+    save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 100}, "runs/checkpoint")
+    load(state_dict, "runs/checkpoint")         # into the tensors of state_dict, however they are sharded
+
+    handle = async_save(state_dict, "runs/checkpoint", keep=3)      # returns when the values are copied
+    handle.wait()                                                   # later: the id of the save, or its error
+
+What a save promises: it counts when all of it is on the disk, or not at all, and whatever was there before is untouched
+until then. What a load promises: either every value is what was saved, or an error that says what is wrong where, and
+then not one value of the target has changed. Files hold nothing but numbers and JSON, so no checkpoint can make a
+program run anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.background import SaveHandle, finish_saves, start_save
+from hwfsdp.checkpoint.loading import load_agreed
+from hwfsdp.checkpoint.saving import Target, save_agreed
+from hwfsdp.checkpoint.verification import Inspection, inspect, verify
+
+__all__ = ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"]
+
+
+def save(
+    state_dict: Mapping[Any, Any],
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> str:
+    """Writes a state dict; a collective, which every rank of the group calls with the same keys.
+
+    Args:
+        state_dict: dicts, lists and tuples of tensors, DTensors, numbers, strings, bytes, None; keys are str or int.
+            A DTensor is written by the ranks that have its parts, anything else by one of the ranks, after it was found
+            to be the same on all.
+        path: a directory, on storage that all ranks see. It is made, with its parents.
+        overwrite: there may be a checkpoint already; the new save takes its place when it is complete.
+        keep: how many saves to have in `path`, this one included; older ones are removed. Given, it allows for a checkpoint
+            being there. None: one.
+
+    Returns:
+        The id of the save; `path / id` can be loaded, too, as long as it is kept.
+
+    Raises:
+        UsageError: an entry that a checkpoint cannot hold, ranks that differ, or a target that is there already.
+        UnsupportedError: a sparse, quantized or otherwise unusual tensor.
+        StateError: another process is saving there.
+        CheckpointError: a disk that is full or fails, a rank that raised, died, or hung. The same on all ranks, and what
+            was there before is as it was.
+    """
+    finish_saves()
+    return save_agreed(Agreement(process_group, "save"), state_dict, Target(Path(path), overwrite, keep))
+
+
+def async_save(
+    state_dict: Mapping[Any, Any],
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle:
+    """`save`, which goes on after the call has returned; a collective, as that is.
+
+    Returns when every tensor is copied to the CPU: changing them does not change the save. The copies' memory, as much as
+    this rank's part of the state dict, is kept for the next call.
+
+    Args:
+        As for `save`.
+
+    Returns:
+        A handle; its `wait` raises what `save` would have raised.
+
+    Raises:
+        The error of the asynchronous save before this one, if nobody waited for it.
+    """
+    return start_save(state_dict, process_group, Target(Path(path), overwrite, keep))
+
+
+def load(
+    state_dict: Any,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    allow_cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Puts what was saved into a state dict of the same keys, in place; a collective over the group.
+
+    Each rank reads what it needs: of a DTensor the part that it has, at any world size and in any sharding, whatever they
+    were at the save. Other values replace those of the state dict.
+
+    Args:
+        path: what `save` got, or one save in it.
+        strict: the keys have to be the same. Otherwise those that only one side has are left alone.
+        allow_cast: tensors may have another dtype, of the same or a wider kind: precision may be lost, but no value
+            becomes infinite, no fraction and no imaginary part is dropped.
+
+    Returns:
+        `state_dict`.
+
+    Raises:
+        UsageError: there is no checkpoint, or the state dict does not fit: a key, shape, rank or dtype, a tensor where
+            another value was saved, a tensor without memory.
+        CheckpointError: something in the checkpoint is missing or damaged, with file, key and offset. All ranks raise
+            the same error, and the target is untouched.
+    """
+    load_agreed(
+        Agreement(process_group, "load"), state_dict, Path(path), strict=strict, allow_cast=allow_cast
+    )
+    return state_dict

@@ -1,0 +1,87 @@
+"""What is not a tensor, as JSON, and back again to what it was.
+
+A state dict is full of small things: learning rates, counters, names, flags. Those that JSON has stand for themselves;
+the others become an object that names their type. Whatever is not in the list of types below is refused, because what
+could write it could also run code when it is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# type → what its text says, and back
+_WRITERS: dict[type, Callable[[Any], Any]] = {
+    bytes: lambda value: base64.b64encode(value).decode(),
+    bytearray: lambda value: base64.b64encode(value).decode(),
+    complex: lambda value: [value.real.hex(), value.imag.hex()],
+    torch.Size: list,
+    torch.dtype: lambda value: str(value).removeprefix("torch."),
+    torch.device: str,
+    torch.layout: lambda value: str(value).removeprefix("torch."),
+    torch.memory_format: lambda value: str(value).removeprefix("torch."),
+}
+
+
+def _constant(kind: type) -> Callable[[Any], Any]:
+    """Reads a constant of torch, such as torch.float32, of this type."""
+
+    def read(name: Any) -> Any:
+        found = getattr(torch, name, None) if isinstance(name, str) else None
+        if not isinstance(found, kind):
+            raise ValueError(f"no {kind.__name__} of torch: {name!r}")
+        return found
+
+    return read
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+    "complex": lambda parts: complex(*map(float.fromhex, parts)),
+    "Size": torch.Size,
+    "dtype": _constant(torch.dtype),
+    "device": torch.device,
+    "layout": _constant(torch.layout),
+    "memory_format": _constant(torch.memory_format),
+}
+
+dtype_named = _constant(torch.dtype)
+
+
+def encode(value: Any) -> Any:
+    """The value as JSON has it.
+
+    Raises:
+        TypeError: it is of no type that a checkpoint can hold.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value if value is None or isinstance(value, bool) else str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"type": "float", "value": str(float(value))}
+    for kind, write in _WRITERS.items():
+        if isinstance(value, kind):
+            return {"type": kind.__name__, "value": write(value)}
+    raise TypeError(type(value).__name__)
+
+
+def decode(json_value: Any) -> Any:
+    """The value that `encode` wrote.
+
+    Raises:
+        ValueError: `encode` writes nothing of the kind.
+    """
+    if json_value is None or isinstance(json_value, bool | int | float | str):
+        return json_value
+    try:
+        read = _READERS[json_value["type"]]
+        return read(json_value["value"])
+    except Exception as error:
+        raise ValueError(f"no value that a checkpoint can hold: {str(json_value)[:80]}") from error

@@ -1,0 +1,196 @@
+"""What a run needs to go on where it was, saved now and then.
+
+A snapshot holds the sharded model, the optimizer's state, how many steps are done and their losses, each rank's random
+number generators, and the settings that made the run what it is. Batches are a function of seed and step (see `data`), so
+the number of the step is also the position in the data. A run that goes on from a snapshot with as many ranks as
+before computes the same bits as one that was never interrupted; with another number of ranks, the same up to rounding.
+
+Left out: the generators of Python and numpy, which training here does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from hwfsdp.checkpoint.meta import init_optimizer_state
+from hwfsdp.checkpoint import saves
+from hwfsdp.checkpoint.store import SaveHandle, async_save, inspect, load, save
+from hwfsdp.compat import dtensor
+from hwfsdp.errors import UsageError
+
+ROWS = "rows of a batch, all ranks together"  # the setting that may be shared out differently
+
+
+@dataclass(frozen=True)
+class SnapshotConfig:
+    """Where and when.
+
+    Attributes:
+        path: directory of the checkpoint. every: steps between two saves; None: at the end only.
+        keep: how many saves to have. resume: go on from the one that is there, if there is one.
+        blocking: training waits until a save is on the disk, not only until it is copied.
+    """
+
+    path: Path
+    every: int | None = None
+    keep: int = 2
+    resume: bool = False
+    blocking: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep < 1 or (self.every is not None and self.every < 1):
+            raise UsageError(
+                "SnapshotConfig",
+                expected="1 or more saves to keep, and 1 or more steps between two",
+                got=f"keep {self.keep}, every {self.every}",
+                remedy="Change these settings.",
+            )
+        if saves.exists(self.path) and not self.resume:
+            raise UsageError(
+                str(self.path),
+                expected="no checkpoint, as this run begins anew",
+                got="one",
+                remedy="Resume from it (--resume), or give the run another directory (--checkpoint).",
+            )
+
+
+@dataclass
+class Progress:
+    """Steps done, and the mean loss over all ranks of each."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+class Snapshots:
+    """The snapshots of one run, on one rank; every method is a collective over all ranks.
+
+    Args:
+        settings: what must not change between a run and the one that goes on from it; numbers and strings.
+    """
+
+    def __init__(
+        self,
+        config: SnapshotConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.config, self.model, self.optimizer, self.settings = config, model, optimizer, dict(settings)
+        self._handle: SaveHandle | None = None
+
+    def resume(self) -> Progress:
+        """Fills model and optimizer from the newest save, if the run is to go on and there is one.
+
+        Raises:
+            UsageError: other settings than those of the run that was saved. What `store.load` raises.
+        """
+        if not self.config.resume or not saves.exists(self.config.path):
+            return Progress()
+        found = inspect(self.config.path)
+        prefix = "state_dict['settings']"
+        saved = {name: found.values.get(f"{prefix}[{name!r}]") for name in self.settings}
+        self._check_settings(saved)
+        generators: Tensor = self._generators()
+        if (shape := found.tensors["state_dict['generators']"].shape) != tuple(generators.shape):
+            generators = torch.empty(shape, dtype=torch.uint8)  # of another number of ranks: of no use here
+        init_optimizer_state(self.optimizer)
+        losses = torch.empty(found.tensors["state_dict['losses']"].shape, dtype=torch.float64)
+        state = {**self._state(Progress()), "losses": losses, "generators": generators}
+        load(state, self.config.path)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if isinstance(generators, DTensor):
+            self._set_generators(generators.to_local()[0])
+        return Progress(len(losses), losses.tolist())
+
+    def save(self, progress: Progress) -> None:
+        """Saves the run as it is now; the error of the save before, if that failed, is raised here.
+
+        Returns when everything is copied, or, if the config says so, on the disk.
+        """
+        state, path, keep = self._state(progress), self.config.path, self.config.keep
+        if self.config.blocking:
+            save(state, path, keep=keep)
+            return
+        self.finish()
+        self._handle = async_save(state, path, keep=keep)
+
+    def finish(self) -> None:
+        """Waits until the last save is on the disk; raises its error."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "losses": torch.tensor(progress.losses, dtype=torch.float64),
+            "generators": self._generators(),
+            "settings": self.settings,
+        }
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        for name, setting in self.settings.items():
+            if saved[name] != setting:
+                raise UsageError(
+                    f"resuming from {self.config.path}",
+                    expected=f"{name}: {saved[name]!r}, as in the run that was saved",
+                    got=f"{setting!r}",
+                    remedy="Give the same setting, or begin anew in another directory.",
+                )
+
+    # --- Random numbers ------------------------------------------------------------------------------------
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _generators(self) -> DTensor:
+        """[ranks, bytes] uint8, a row for each rank: the states of its generators."""
+        states = [torch.get_rng_state()]
+        if self._device().type != "cpu":
+            states.append(torch.get_device_module(self._device()).get_rng_state())
+        mine = torch.cat(states)[None]
+        param = next(self.model.parameters())
+        assert isinstance(param, DTensor)
+        shape = (dist.get_world_size(), mine.shape[1])
+        return dtensor(mine, param.device_mesh, [Shard(0)], shape, (mine.shape[1], 1))
+
+    def _set_generators(self, mine: Tensor) -> None:
+        size = torch.get_rng_state().numel()
+        torch.set_rng_state(mine[:size].clone())
+        if mine.numel() > size:
+            torch.get_device_module(self._device()).set_rng_state(mine[size:].clone())
+
+
+def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:
+    """Rows of a batch, all ranks together: those of the run to go on from, if the number of ranks has changed.
+
+    Args:
+        rows: what this run's settings make it.
+
+    Raises:
+        UsageError: the ranks cannot share those rows evenly.
+    """
+    if config is None or not config.resume or not saves.exists(config.path):
+        return rows
+    found = inspect(config.path)
+    saved = found.values.get(f"state_dict['settings'][{ROWS!r}]")
+    if found.ranks == world_size or not isinstance(saved, int):
+        return rows
+    if saved % world_size:
+        raise UsageError(
+            f"resuming from {config.path}",
+            expected=f"a number of ranks that divides its batches of {saved} rows",
+            got=f"{world_size} ranks",
+            remedy="Choose another number of ranks.",
+        )
+    return saved
