@@ -309,9 +309,9 @@ def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Non
 def is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None:
     """Whether anything but this list refers to its storage at `index`; None if this torch cannot tell.
 
-    What refers to a storage is tensors, whoever holds them, other than weakly: views, saved tensors, arrays. All of them
-    count in C++, where no public function looks; a weak reference to a tensor says nothing about its views. Python's
-    references to the storage object count as one there, and are told apart by comparing with another list's item.
+    Tensors refer to it, and so does all that is made of them: views, arrays, what autograd saved. Weak references cannot
+    tell, because a view outlives its tensor. What counts in C++ is counted there, where no public function looks;
+    Python's references to the storage count as one there, and are compared with those to something else in a list.
     """
     use_count = getattr(torch._C, "_storage_Use_Count", None)
     if use_count is None:

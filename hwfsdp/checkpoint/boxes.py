@@ -90,6 +90,20 @@ def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     return first, first + sum((n - 1) * step for n, step in zip(box.shape, strides)) + 1
 
 
+def slices_of(box: Box, parts: int) -> list[Box]:
+    """The box cut along its first dim of several elements, into this many parts or as many as there are elements."""
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if dim is None or parts < 2:
+        return [box]
+    step = -(-box.shape[dim] // parts)
+    cut = []
+    for start in range(0, box.shape[dim], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim], shape[dim] = offset[dim] + start, min(step, shape[dim] - start)
+        cut.append(Box(tuple(offset), tuple(shape)))
+    return cut
+
+
 def pieces_of(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
     """The box in pieces whose spans have `limit` elements at most, halving it along its outermost dim."""
     first, last = span_of(box, shape)
@@ -97,8 +111,5 @@ def pieces_of(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
     if last - first <= limit or dim is None:
         yield box
         return
-    half = box.shape[dim] // 2
-    for start, n in ((0, half), (half, box.shape[dim] - half)):
-        offset, part = list(box.offset), list(box.shape)
-        offset[dim], part[dim] = offset[dim] + start, n
-        yield from pieces_of(Box(tuple(offset), tuple(part)), shape, limit)
+    for half in slices_of(box, 2):
+        yield from pieces_of(half, shape, limit)

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hwfsdp.checkpoint.boxes import Box, find_fault, whole
+from hwfsdp.checkpoint.boxes import Box, find_fault, slices_of, whole, within
 from hwfsdp.checkpoint.manifest import (
     ALIGNMENT,
+    BLOCK_BYTES,
     Chunk,
     DataFile,
     Entry,
@@ -47,11 +48,16 @@ class LocalParts:
 
     Attributes:
         description: of everything, as JSON, for the leader.
-        tensors: by path, those of which this rank has a part: the part.
+        tensors: by path, those of which this rank has a part: the part, and which it is.
     """
 
     description: dict[str, Any]
-    tensors: dict[Path, Tensor]
+    tensors: dict[Path, tuple[Tensor, Box]]
+
+    def bytes_of(self, path: Path, box: Box) -> memoryview:
+        """The bytes of a box within the part that this rank has."""
+        part, outer = self.tensors[path]
+        return view_bytes(part[within(box, outer).slices])
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
@@ -95,7 +101,7 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
         )
     containers: list[Any] = [[[], "dict"]]
     entries: list[dict[str, Any]] = []
-    tensors: dict[Path, Tensor] = {}
+    tensors: dict[Path, tuple[Tensor, Box]] = {}
     first: dict[Any, dict[str, Any]] = {}
 
     def visit(path: Path, value: Any, _: Any) -> None:
@@ -114,9 +120,9 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
                 return
             entries.append({**_schema(path, value), "box": box})
             if box is not None:
-                first[memory], tensors[path] = entries[-1], part_of(value)
+                first[memory], tensors[path] = entries[-1], (part_of(value), box)
                 if _has_replicas(value, world_size):
-                    entries[-1]["crc32"] = zlib.crc32(view_bytes(tensors[path]))
+                    entries[-1]["crc32"] = zlib.crc32(view_bytes(part_of(value)))
 
     noted: set[Path] = {()}
 
@@ -310,23 +316,25 @@ def _holders_of(path: Path, by_rank: list[dict[str, Any]]) -> dict[tuple[Path, B
 
 
 def _lay_out(manifest: Manifest, holders: dict[tuple[Path, Box], list[int]], world_size: int) -> Manifest:
-    """The manifest with a place in some rank's file for every box."""
+    """The manifest with a place in some rank's file for every box; large ones are shared out among their holders."""
 
     def nbytes(item: tuple[Path, Box]) -> int:
         entry = manifest.entries[item[0]]
         assert isinstance(entry, TensorEntry)
         return item[1].numel * entry.dtype.itemsize
 
+    candidates: dict[tuple[Path, Box], list[int]] = {}
+    for (path, box), ranks in holders.items():
+        parts = min(len(ranks), max(1, nbytes((path, box)) // BLOCK_BYTES))
+        candidates.update({(path, part): ranks for part in slices_of(box, parts)})
     load = [0] * world_size
     chosen: dict[tuple[Path, Box], int] = {}
-    for item in sorted(holders, key=lambda item: (len(holders[item]) > 1, -nbytes(item))):
-        chosen[item] = min(
-            holders[item], key=lambda rank: load[rank]
-        )  # sole holders first: they have no choice
+    for item in sorted(candidates, key=lambda item: (len(candidates[item]) > 1, -nbytes(item))):
+        chosen[item] = min(candidates[item], key=lambda rank: load[rank])  # sole holders first: no choice
         load[chosen[item]] += nbytes(item)
     ends = [ALIGNMENT] * world_size
     chunks: dict[Path, list[Chunk]] = {}
-    for item in holders:
+    for item in candidates:
         file = chosen[item]
         at = -(-ends[file] // ALIGNMENT) * ALIGNMENT
         chunks.setdefault(item[0], []).append(Chunk(file, at, item[1]))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hwfsdp.checkpoint import blocks, saves
 from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.checkpoint.boxes import Box
 from hwfsdp.checkpoint.manifest import (
     Chunk,
     Manifest,
@@ -24,7 +26,7 @@ from hwfsdp.checkpoint.manifest import (
     name_of,
     to_bytes,
 )
-from hwfsdp.checkpoint.plan import LocalParts, describe, divide, share_of, view_bytes
+from hwfsdp.checkpoint.plan import LocalParts, describe, divide, share_of
 from hwfsdp.errors import UsageError
 
 
@@ -86,7 +88,7 @@ class _Saving:
         saves.sweep(path, None, 1)
         self.manifest = replace(manifest, save_id=saves.begin(path))
         shares = [
-            [[list(entry.path), chunk.at] for entry, chunk in share_of(self.manifest, rank)]
+            [[list(entry.path), chunk.at, chunk.box] for entry, chunk in share_of(self.manifest, rank)]
             for rank in range(len(descriptions))
         ]
         return [{"save": self.manifest.save_id, "share": share} for share in shares]
@@ -127,8 +129,8 @@ class _Saving:
         """Writes this rank's file; returns the checksums of its chunks."""
         rank = self.agreement.rank
         extents = [
-            blocks.Extent(at, lambda path=tuple(path): view_bytes(self.parts.tensors[path]))  # type: ignore[misc]
-            for path, at in share
+            blocks.Extent(at, partial(self.parts.bytes_of, tuple(path), Box(*map(tuple, box))))
+            for path, at, box in share
         ]
         header = header_of(folder.name, rank)
         return blocks.write_file(folder / name_of(rank), header, extents, self.agreement.check)

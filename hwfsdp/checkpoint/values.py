@@ -39,11 +39,15 @@ def _constant(kind: type) -> Callable[[Any], Any]:
     return read
 
 
+def _complex(real: str, imag: str) -> complex:
+    return complex(float.fromhex(real), float.fromhex(imag))
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
-    "complex": lambda parts: complex(*map(float.fromhex, parts)),
+    "complex": lambda parts: _complex(*parts),
     "Size": torch.Size,
     "dtype": _constant(torch.dtype),
     "device": torch.device,

@@ -1,0 +1,416 @@
+"""State dicts copied to the CPU while training waits.
+
+An asynchronous save first takes a copy that training can no longer change, *staging*, and then writes that copy while
+training goes on. So staging is the part that training pays for. A `StateDictStager` allocates nothing once it has been
+used twice, and copies few large pieces instead of many small ones:
+
+    lay out   where each tensor's elements lie in its storage, and which bytes are copied together
+    lend      memory for them, of an earlier copy that nobody refers to any more
+    copy      one `copy_` for each piece; from CUDA to pinned memory all at once, and then one wait per device
+
+Note [Views stay views]
+    Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. All
+    views of a storage go into one staged storage, with the strides that they have and the distances between them, if
+    more than half of the bytes from the first to the last of them are asked for. Otherwise each *run* of views whose
+    extents overlap is treated alone, in the same way; and a run with more holes than elements, such as two columns
+    of a wide matrix, falls apart into views that touch no common element. What is left over as a single view with holes
+    is closed up: its elements lie densely, in the order in which they lay before. Several views with holes that do
+    have elements in common are copied together with the holes.
+
+    Conjugated and negated views hold other values than the memory under them. They are resolved, into memory of their
+    own.
+
+Note [Lent memory]
+    Buffers belong to the source storage that they were made for: to the object, while it lives. An address would be
+    that of another storage later, of another size. A weak dict forgets the buffers together with the source.
+
+    A buffer is lent again when nothing but the pool refers to its storage. The staged dict itself says nothing about
+    that, because a view, or an array made of one tensor, survives it. Of the free buffers that a call finds, it
+    keeps what it needs and as much again, for a save that is still being written; the rest is released.
+
+Left out: references that Python and torch do not count. Another process that mapped a staged tensor, and a copy from
+one to a device that is still under way, see the next staging if the dict was dropped before they were done.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from hwfsdp.checkpoint.state_dict import check_data, create_cpu_state_dict
+from hwfsdp.checkpoint.traverse import Path, leaves_of, map_leaves, show
+from hwfsdp.compat import is_referred_to_elsewhere, local_of, wrap_like
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
+from hwfsdp.layout import compute_local_stride
+
+T = TypeVar("T")
+Storage = torch.UntypedStorage
+
+
+class StateDictStager:
+    """Copies state dicts to the CPU, over and over, into memory that it reuses (Note [Lent memory]).
+
+    Calls from several threads wait for each other.
+
+    Args:
+        pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous.
+        share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
+            the staged dict until they are done: they are not seen to refer to it.
+
+    Raises:
+        StateError: memory to be pinned, but no CUDA device.
+    """
+
+    def __init__(self, pin_memory: bool = False, share_memory: bool = False) -> None:
+        if pin_memory and not torch.cuda.is_available():
+            raise StateError(
+                "StateDictStager(pin_memory=True)",
+                expected="a CUDA device",
+                got="none",
+                remedy="Leave pin_memory out; nothing could copy faster.",
+            )
+        self._pin, self._share = pin_memory, share_memory
+        self._pools: WeakKeyDictionary[Storage, list[Storage]] = WeakKeyDictionary()  # by source
+        self._lock = threading.RLock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is kept, lent or not, for sources that live."""
+        return sum(buffer.nbytes() for pool in list(self._pools.values()) for buffer in pool)
+
+    def close(self) -> None:
+        """Lets go of all memory; what is lent lives on with those who use it. The next `stage` starts afresh."""
+        with self._lock:
+            self._pools.clear()
+
+    @torch.no_grad()
+    def stage(self, state_dict: T) -> T:
+        """A copy on the CPU that nothing done to `state_dict` later changes; it is complete on return.
+
+        Tensors become plain tensors of the same shape, dtype and values, DTensors DTensors of the same mesh and
+        placements, both without gradient or its history. Strides are the same, except where Note [Views stay views]
+        says otherwise. Other leaves are deep copies. What is one object at two paths is so in the copy.
+
+        Raises:
+            UsageError: a container contains itself, a leaf that cannot be copied, a tensor without data (on the meta
+                device, or not initialized), or a DTensor whose local shape is not what its placements say.
+            UnsupportedError: a tensor that is sparse, nested, quantized, a ShardedTensor, or of a subclass that has
+                no memory of its own.
+            StateError: a tensor whose memory was freed. In all cases nothing was copied.
+        """
+        tensors = _tensors_of(state_dict)
+        with self._lock:
+            staged, copies = self._lay_out(tensors)
+            result: T = _rebuilt(state_dict, staged)
+            _run(copies, self._pin)
+        return result
+
+    def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
+        """Tensors in lent memory, by the same ids, that hold nothing yet, and what to copy there."""
+        staged: dict[int, Tensor] = {}
+        copies: list[_Copy] = []
+        sources: defaultdict[Storage, dict[_View, list[int]]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            if tensor.numel():
+                sources[tensor.untyped_storage()].setdefault(_view_of(tensor), []).append(key)
+            else:
+                staged[key] = _over(self._allocate(0), tensor.dtype, 0, tensor.shape, tensor.stride())
+
+        for source, views in sources.items():
+            blocks = _blocks(list(views))
+            for block, buffer in zip(blocks, self._lend(source, [block.nbytes for block in blocks])):
+                copies.append(_copy_of(block, buffer, source, tensors[views[block.views[0]][0]]))
+                for view in block.views:
+                    offset, stride = _place_of(view, block)
+                    for key in views[view]:
+                        staged[key] = _over(buffer, view.dtype, offset, view.shape, stride)
+        return staged, copies
+
+    def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
+        """A buffer of each of these sizes, in bytes, that nobody refers to (Note [Lent memory])."""
+        pool = self._pools.setdefault(source, [])
+        free: defaultdict[int, list[int]] = defaultdict(list)
+        for index in range(len(pool)):
+            if is_referred_to_elsewhere(pool, index) is False:
+                free[pool[index].nbytes()].append(index)
+        lent = [pool[free[size].pop()] if free[size] else None for size in sizes]
+
+        spares = Counter(sizes)
+        for index in sorted((i for size in free for i in free[size][spares[size] :]), reverse=True):
+            del pool[index]
+        return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
+
+    def _add(self, pool: list[Storage], size: int) -> Storage:
+        pool.append(self._allocate(size))
+        # where references cannot be counted, it would never be lent again
+        return pool.pop() if is_referred_to_elsewhere(pool, -1) is None else pool[-1]
+
+    def _allocate(self, size: int) -> Storage:
+        like = {"buffer": torch.empty(size, dtype=torch.uint8, device="meta")}
+        buffer: Tensor = create_cpu_state_dict(like, self._pin, self._share)["buffer"]
+        return buffer.untyped_storage()
+
+
+# --- Check -------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(state_dict: Any) -> dict[int, Tensor]:
+    """What has to be copied for each tensor, by the tensor's id: itself, or of a DTensor the local part."""
+    tensors: dict[int, Tensor] = {}
+    for path, value in leaves_of(state_dict):
+        if isinstance(value, Tensor) and id(value) not in tensors:
+            if is_lazy(value):
+                _refuse(
+                    UsageError,
+                    path,
+                    "a tensor with data",
+                    "an uninitialized one",
+                    "Run a forward pass first.",
+                )
+            check_data(path, value)
+            local = local_of(value) if isinstance(value, DTensor) else value
+            _check_memory(path, local)
+            tensors[id(value)] = local
+    return tensors
+
+
+def _check_memory(path: Path, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        _refuse(
+            UnsupportedError, path, "a dense tensor", kind, "Store to_dense(), or its values and indices."
+        )
+    if tensor.is_quantized:
+        remedy = "Store int_repr(), the scale and the zero point instead."
+        _refuse(UnsupportedError, path, "a tensor that is not quantized", str(tensor.dtype), remedy)
+    if not _has_memory(tensor):
+        remedy = "Store the tensors that it is made of instead."
+        _refuse(UnsupportedError, path, "a tensor with memory of its own", type(tensor).__name__, remedy)
+    end, available = _view_of(tensor).end, tensor.untyped_storage().nbytes()
+    if tensor.numel() and end > available:
+        remedy = "Stage it while it is gathered, or the sharded parameters instead."
+        _refuse(
+            StateError, path, f"a storage of at least {end} bytes", f"{available}, the rest was freed", remedy
+        )
+
+
+def _refuse(kind: Any, path: Path, expected: str, got: str, remedy: str) -> None:
+    raise kind(show(path), expected=expected, got=got, remedy=remedy)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it has a storage that holds its elements; subclasses may have one for show."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device == tensor.device and (storage.data_ptr() != 0 or storage.nbytes() == 0)
+    except RuntimeError:
+        return False
+
+
+# --- Lay out -----------------------------------------------------------------------------------------------
+
+
+class _View(NamedTuple):
+    """Where a tensor's elements lie in its storage; tensors with equal views are the same in the copy."""
+
+    begin: int  # byte of the first element
+    end: int  # byte after the last one
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    dtype: torch.dtype
+    lazy: tuple[bool, bool]  # conjugated, negated when read
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Its shape without repetition: expanded dims have size 1."""
+        if 0 not in self.stride:
+            return self.shape
+        return tuple(n if step else 1 for n, step in zip(self.shape, self.stride))
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements, without repetition."""
+        return prod(self.stored) * self.dtype.itemsize
+
+
+class _Block(NamedTuple):
+    """What goes into one staged storage: `nbytes` from byte `begin` on, or the elements of one view closed up."""
+
+    views: list[_View]
+    begin: int
+    nbytes: int
+    closed_up: bool
+
+
+def _view_of(tensor: Tensor) -> _View:
+    shape, stride, size = tensor.shape, tensor.stride(), tensor.element_size()
+    begin = int(tensor.storage_offset())
+    end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+    return _View(begin * size, end * size, shape, stride, tensor.dtype, (tensor.is_conj(), tensor.is_neg()))
+
+
+def _blocks(views: list[_View]) -> list[_Block]:
+    """Which views of one storage are staged together (Note [Views stay views])."""
+    blocks = [_close_up(view) for view in views if any(view.lazy)]
+    plain = sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2])
+    if len(plain) < 2:
+        return [*blocks, *(_block([view]) for view in plain)]
+    runs: list[list[_View]] = []
+    end = -1
+    for view in plain:
+        if view.begin >= end:
+            runs.append([])
+        runs[-1].append(view)
+        end = max(end, view.end)
+    if 2 * sum(map(_wanted, runs)) > _span(plain):
+        return [*blocks, _block(plain)]
+    return [*blocks, *(block for run in runs for block in _split(run))]
+
+
+def _span(views: Iterable[_View]) -> int:
+    """Bytes from the first to the last."""
+    return max(view.end for view in views) - min(view.begin for view in views)
+
+
+def _wanted(views: list[_View]) -> int:
+    """At most so many of these bytes belong to elements."""
+    return min(_span(views), sum(view.nbytes for view in views))
+
+
+def _split(run: list[_View]) -> list[_Block]:
+    """The run, or if most of it is holes, groups that have no element in common."""
+    if len(run) == 1 or 2 * _wanted(run) > _span(run):
+        return [_block(run)]
+    groups: list[list[_View]] = []
+    for view in run:
+        touched = [group for group in groups if any(_may_share(view, other) for other in group)]
+        groups = [group for group in groups if group not in touched]
+        groups.append([*(other for group in touched for other in group), view])
+    blocks = [_block(group) for group in groups]
+    return blocks if sum(block.nbytes for block in blocks) < _span(run) else [_block(run)]
+
+
+def _may_share(a: _View, b: _View) -> bool:
+    """Whether two views may have an element in common; they do not if some pitch keeps them in separate columns."""
+    if a.end <= b.begin or b.end <= a.begin:
+        return False
+    pitches = {
+        step * v.dtype.itemsize for v in (a, b) for n, step in zip(v.shape, v.stride) if n > 1 and step
+    }
+    return not any(
+        (b.begin - a.begin) % pitch >= _width(a, pitch) and (a.begin - b.begin) % pitch >= _width(b, pitch)
+        for pitch in pitches
+    )
+
+
+def _width(view: _View, pitch: int) -> int:
+    """Bytes from the view's first to its last element in a row, if rows begin every `pitch` bytes."""
+    steps = [(n, step * view.dtype.itemsize) for n, step in zip(view.stored, view.stride)]
+    return view.dtype.itemsize + sum((n - 1) * step for n, step in steps if step % pitch)
+
+
+def _block(views: list[_View]) -> _Block:
+    begin, end = min(view.begin for view in views), max(view.end for view in views)
+    if len(views) == 1 and views[0].nbytes < end - begin and not _overlaps_itself(views[0]):
+        return _close_up(views[0])
+    # Offsets are counted in elements, so the largest of them has to fit between the beginning and each view.
+    begin -= begin % max(view.dtype.itemsize for view in views)
+    return _Block(views, begin, end - begin, closed_up=False)
+
+
+def _close_up(view: _View) -> _Block:
+    return _Block([view], view.begin, view.nbytes, closed_up=True)
+
+
+def _overlaps_itself(view: _View) -> bool:
+    """Whether two indices may lead to the same element, expanded dims aside."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(view.stored, view.stride) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
+def _place_of(view: _View, block: _Block) -> tuple[int, tuple[int, ...]]:
+    """Offset and stride, in elements, in the staged storage."""
+    if not block.closed_up:
+        return (view.begin - block.begin) // view.dtype.itemsize, view.stride
+    dense = compute_local_stride(view.stride, view.stored)
+    return 0, tuple(step if old else 0 for step, old in zip(dense, view.stride))
+
+
+def _over(
+    storage: Storage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """A tensor over memory that is there."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+# --- Copy --------------------------------------------------------------------------------------------------
+
+
+class _Copy(NamedTuple):
+    """One `copy_` to be made."""
+
+    target: Tensor
+    source: Tensor
+    waits: bool  # must not be asynchronous: lazy ones are resolved on the CPU, after they have arrived
+
+
+def _copy_of(block: _Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy:
+    """Copies the block into the buffer. `tensor` has the block's first view of the source."""
+    if not block.closed_up:
+        shape, step = [block.nbytes], [1]
+        target = _over(buffer, torch.uint8, 0, shape, step)
+        return _Copy(target, _over(source, torch.uint8, block.begin, shape, step), waits=False)
+    view = block.views[0]
+    _, stride = _place_of(view, block)
+    # In the order of the target's memory: copies from a device would otherwise go through a temporary on the CPU.
+    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    shape, step = [view.stored[dim] for dim in order], [stride[dim] for dim in order]
+    elements = tensor[tuple(slice(n) for n in view.stored)].permute(order)
+    return _Copy(_over(buffer, view.dtype, 0, shape, step), elements, waits=any(view.lazy))
+
+
+def _run(copies: list[_Copy], pinned: bool) -> None:
+    """Makes the copies, those from CUDA to pinned memory asynchronously, and waits for them."""
+    devices = set()
+    try:
+        for target, source, waits in copies:
+            starts_only = pinned and source.is_cuda and not waits
+            if starts_only:
+                devices.add(source.device)
+            target.copy_(source, non_blocking=starts_only)
+    finally:
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _rebuilt(state_dict: Any, staged: dict[int, Tensor]) -> Any:
+    """The state dict with the staged tensors, and deep copies of what is no tensor."""
+    memo: dict[int, Any] = {}
+
+    def visit(path: Path, value: Any, _: Any) -> Any:
+        if isinstance(value, DTensor):
+            return wrap_like(staged[id(value)], value)
+        if isinstance(value, Tensor):
+            return staged[id(value)]
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception as error:
+            got = f"{type(value).__name__} ({' '.join(str(error).split())})"
+            remedy = "Take it out, or store what it is made of instead."
+            raise UsageError(show(path), expected="what can be copied", got=got, remedy=remedy) from error
+
+    return map_leaves(visit, state_dict)

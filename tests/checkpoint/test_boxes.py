@@ -1,0 +1,137 @@
+"""Boxes against what indexing a tensor says."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwfsdp.checkpoint.boxes import (
+    Box,
+    find_fault,
+    intersection,
+    pieces_of,
+    span_of,
+    strides_of,
+    whole,
+    within,
+)
+
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    return Box(offset, tuple(draw(st.integers(1, n - a)) for a, n in zip(offset, shape)))
+
+
+@st.composite
+def cases(draw: st.DrawFn, boxes: int = 2) -> tuple[tuple[int, ...], list[Box]]:
+    shape = draw(shapes)
+    return shape, [draw(boxes_in(shape)) for _ in range(boxes)]
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, cut again and again at random places."""
+    shape = draw(shapes)
+    boxes = [whole(shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dims = [d for d, n in enumerate(box.shape) if n > 1]
+        if not dims:
+            boxes.append(box)
+            continue
+        dim = draw(st.sampled_from(dims))
+        cut = draw(st.integers(1, box.shape[dim] - 1))
+        for start, n in ((0, cut), (cut, box.shape[dim] - cut)):
+            offset, part = list(box.offset), list(box.shape)
+            offset[dim], part[dim] = offset[dim] + start, n
+            boxes.append(Box(tuple(offset), tuple(part)))
+    return shape, draw(st.permutations(boxes))
+
+
+def counts(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
+    """How many of the boxes have each element."""
+    found = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        found[box.slices] += 1
+    return found
+
+
+@given(cases())
+def test_an_intersection_is_what_both_have(case):
+    shape, (one, other) = case
+    found = intersection(one, other)
+    assert torch.equal(counts(shape, [found] if found else []), (counts(shape, [one, other]) == 2).long())
+
+
+@given(cases())
+def test_a_box_within_another_cuts_the_same_elements(case):
+    shape, (one, other) = case
+    inner = intersection(one, other)
+    if inner:
+        numbers = torch.arange(prod(shape)).view(shape)
+        assert torch.equal(numbers[one.slices][within(inner, one).slices], numbers[inner.slices])
+
+
+@given(tilings())
+def test_a_tiling_has_no_fault(case):
+    assert find_fault(*case) is None
+
+
+@given(tilings(), st.data())
+def test_a_tiling_with_a_box_less_or_twice_has_one(case, data):
+    shape, boxes = case
+    i = data.draw(st.integers(0, len(boxes) - 1))
+    assert find_fault(shape, boxes[:i] + boxes[i + 1 :])
+    assert find_fault(shape, [*boxes, boxes[i]])
+
+
+@given(cases(boxes=3))
+def test_boxes_without_a_fault_have_every_element_once(case):
+    shape, boxes = case
+    assert (find_fault(shape, boxes) is None) == bool((counts(shape, boxes) == 1).all())
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box((0,), (4,)),
+        Box((0, 0), (5, 3)),
+        Box((-1, 0), (4, 3)),
+        Box((1, 0), (4, 3)),
+        Box((0, 0, 0), (4, 3, 1)),
+        Box((0, 4), (4, 0)),
+    ],
+)
+def test_a_box_that_is_not_inside_is_a_fault(box):
+    assert find_fault((4, 3), [box])
+
+
+def test_no_boxes_tile_a_tensor_without_elements():
+    assert find_fault((0, 3), []) is None
+    assert find_fault((), [Box((), ())]) is None
+    assert find_fault((), []) and find_fault((), [Box((), ())] * 2)
+
+
+@given(cases(boxes=1))
+def test_a_span_is_from_the_first_to_the_last_element(case):
+    shape, (box,) = case
+    found = torch.arange(prod(shape)).view(shape)[box.slices].flatten()
+    assert span_of(box, shape) == (int(found[0]), int(found[-1]) + 1)
+    assert strides_of(shape) == torch.empty(shape).stride()
+
+
+@given(cases(boxes=1), st.integers(1, 40))
+def test_pieces_make_up_the_box_and_keep_the_limit(case, limit):
+    shape, (box,) = case
+    pieces = list(pieces_of(box, shape, limit))
+    assert torch.equal(counts(shape, pieces), counts(shape, [box]))
+    for piece in pieces:
+        first, last = span_of(piece, shape)
+        assert last - first <= limit or piece.numel == 1

@@ -1,0 +1,847 @@
+"""State dicts staged on the CPU: what shares memory, what is copied, whose memory it is, and for how long.
+
+The oracles are `copy.deepcopy`, which keeps what is shared and copies whole storages, and arithmetic on strides. Where
+memory comes from is told by addresses of tensors that live at the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from hwfsdp import compat, fully_shard, launch
+from hwfsdp.checkpoint import staging
+from hwfsdp.checkpoint.staging import StateDictStager
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def addresses(tensor: Tensor) -> Tensor:
+    """Of every element, in the tensor's shape, as int64."""
+    size, steps = tensor.element_size(), list(tensor.stride())
+    result = torch.full(tensor.shape, tensor.data_ptr())
+    for dim, step in enumerate(steps):
+        along = [-1 if d == dim else 1 for d in range(tensor.ndim)]
+        result += (torch.arange(tensor.shape[dim]) * step * size).view(along)
+    return result
+
+
+def stage(state_dict: Any, **options: Any) -> Any:
+    return StateDictStager(**options).stage(state_dict)
+
+
+def staged_bytes(state_dict: Any) -> int:
+    stager = StateDictStager()
+    stager.stage(state_dict)
+    return stager.nbytes
+
+
+# --- What is shared stays shared ---------------------------------------------------------------------------
+
+BASE = torch.arange(24, dtype=torch.float64)
+COMPLEX = torch.view_as_complex(torch.arange(24.0).view(12, 2))
+SHARED: dict[str, list[Tensor]] = {
+    "a tensor and a slice of it": [BASE, BASE[5:11]],
+    "two that overlap": [BASE[:16], BASE[8:]],
+    "neighbors in a flat parameter": [BASE[:6].view(2, 3), BASE[6:18].view(3, 4), BASE[18:]],
+    "neighbors with a small gap": [BASE[:10], BASE[12:]],
+    "a matrix and its transpose": [BASE.view(4, 6), BASE.view(4, 6).t()],
+    "columns that make up most of a matrix": [BASE.view(4, 6)[:, :2], BASE.view(4, 6)[:, 3:]],
+    "a row and a column": [BASE.view(4, 6)[1], BASE.view(4, 6)[:, 2]],
+    "two dtypes": [BASE[1:], BASE.view(torch.int32)[3:20]],
+    "complex and real": [COMPLEX, torch.view_as_real(COMPLEX), COMPLEX.imag],
+    "expanded and not": [BASE[:4, None].expand(4, 3), BASE[2:6]],
+    "windows that overlap themselves": [BASE.unfold(0, 6, 2), BASE[3:5]],
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_views_of_one_storage_are_views_of_one_staged_storage(name: str) -> None:
+    source = SHARED[name]
+    staged, oracle = stage(source), copy.deepcopy(source)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in staged}) == 1
+    for mine, theirs in zip(staged, oracle):
+        assert (mine.dtype, mine.stride(), mine.shape) == (theirs.dtype, theirs.stride(), theirs.shape)
+        assert mine.data_ptr() - staged[0].data_ptr() == theirs.data_ptr() - oracle[0].data_ptr()
+        assert torch.equal(mine, theirs)
+    for position in range(len(source)):
+        for tensors in (staged, oracle):  # one element is written, all views of it show that
+            tensors[position][(-1,) * tensors[position].ndim] = 99
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(staged, oracle))
+
+
+def test_the_source_shares_nothing_with_the_copy() -> None:
+    source = {"a": torch.zeros(4), "b": torch.zeros(2, 2).t()}
+    staged = stage(source)
+    staged["a"].fill_(1)
+    assert source["a"].count_nonzero() == 0
+    assert not {t.data_ptr() for t in source.values()} & {t.data_ptr() for t in staged.values()}
+
+
+@pytest.mark.parametrize("distance", [0, 8, 40, 396])
+def test_tied_views_with_holes_are_staged_once(distance: int) -> None:
+    matrix = torch.arange(1000.0).view(10, 100)
+    column = matrix[:, distance // 4]
+    staged = stage({"a": column, "b": column.detach()})
+    assert staged["a"] is not staged["b"] and staged["a"].data_ptr() == staged["b"].data_ptr()
+    assert staged["a"].untyped_storage().nbytes() == 40
+
+
+@pytest.mark.parametrize(
+    "near",
+    [
+        [BASE[:10], BASE[2:4], BASE[6:8]],
+        [BASE.view(4, 6)[:, :2], BASE.view(4, 6)[:, 3:]],
+        [BASE.view(4, 6)[:2, 1], BASE.view(4, 6)[1]],
+    ],
+    ids=["within another", "interleaved columns", "a row and a column"],
+)
+def test_views_that_are_far_from_another_are_staged_together_without_it(near: list[Tensor]) -> None:
+    base = torch.arange(1000, dtype=torch.float64)
+    begin = min(tensor.storage_offset() for tensor in near)
+    source = [base.as_strided(t.shape, t.stride(), t.storage_offset()) for t in near]
+    *staged, far = stage([*source, base[-3:]])
+    assert len(set(homes(staged))) == 1 and homes(far) != homes(staged[0])
+    for mine, theirs in zip(staged, source):
+        assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+        assert mine.storage_offset() == theirs.storage_offset() - begin
+    assert far.tolist() == [997, 998, 999]
+
+
+class Slice(NamedTuple):
+    """`base.as_strided(shape, stride, offset)`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> Slice:
+    ndim = draw(st.integers(0, 3))
+    shape = tuple(draw(st.lists(st.integers(0, 3), min_size=ndim, max_size=ndim)))
+    stride = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 12]), min_size=ndim, max_size=ndim)))
+    return Slice(shape, stride, draw(st.integers(0, 40) | st.integers(400, 440)))
+
+
+@settings(max_examples=300)
+@given(st.lists(slices(), min_size=1, max_size=6))
+def test_elements_that_are_one_in_the_source_and_only_those_are_one_in_the_copy(views: list[Slice]) -> None:
+    base = torch.arange(520)  # each element says which it is
+    stager = StateDictStager()
+    staged = stager.stage([base.as_strided(*view) for view in views])
+    places: dict[int, int] = {}
+    for tensor, view in zip(staged, views):
+        assert torch.equal(tensor, base.as_strided(*view))
+        for value, place in zip(tensor.flatten().tolist(), addresses(tensor).flatten().tolist()):
+            assert places.setdefault(value, place) == place
+    assert len(set(places.values())) == len(places)
+    assert stager.nbytes <= base.nbytes
+
+
+# --- No more than what is asked for ------------------------------------------------------------------------
+
+WIDE = torch.arange(40_000, dtype=torch.float32).view(100, 400)
+BYTES: dict[str, tuple[list[Tensor], int]] = {
+    "a small slice of a large storage": ([WIDE[50, 10:20]], 40),
+    "the same slice twice": ([WIDE[50, 10:20], WIDE[50, 10:20]], 40),
+    "two that overlap": ([WIDE[50, 10:20], WIDE[50, 15:25]], 60),
+    "two ends": ([WIDE[0, :10], WIDE[-1, -10:]], 80),
+    "two ends, and two that overlap in between": (
+        [WIDE[0, :10], WIDE[9, :8], WIDE[9, 4:10], WIDE[-1, -10:]],
+        120,
+    ),
+    "a column": ([WIDE[:, 7]], 400),
+    "two columns": ([WIDE[:, 7], WIDE[:, 300]], 800),
+    "columns of another view": ([WIDE[:, 7], WIDE.view(200, 200)[:, 9:11]], 400 + 1600),
+    "a column with holes": ([WIDE[::10, 7]], 40),
+    "a block with holes": ([WIDE[::2, ::2]], 40_000),
+    "an expanded scalar": ([WIDE[0, 0].expand(1000, 1000)], 4),
+    "an expanded column": ([WIDE[:, 7:8].expand(100, 500)], 400),
+    "an expanded row": ([WIDE[3].expand(7, 400)], 1600),
+    "most of it": ([WIDE[:50], WIDE[60:]], WIDE.nbytes),
+    "nothing": ([WIDE[:0]], 0),
+    "columns that really overlap": ([WIDE[:, 7], WIDE[:50, 7]], 4 * (99 * 400 + 1)),
+    "two pairs of columns that do": (
+        [WIDE[:, 7], WIDE[:50, 7], WIDE[:, 9], WIDE[:50, 9]],
+        4 * (99 * 400 + 3),
+    ),
+    "two dtypes, the larger of which begins later": ([WIDE[0, 1:9], WIDE[0, 2:8].view(torch.float64)], 36),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_the_staged_bytes_are_what_the_views_cover(name: str) -> None:
+    source, nbytes = BYTES[name]
+    stager = StateDictStager()
+    staged = stager.stage(source)
+    assert stager.nbytes == nbytes
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in staged}
+    assert sum(storages.values()) == nbytes
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(staged, source))
+
+
+def test_a_view_with_holes_is_closed_up_in_the_order_of_its_memory() -> None:
+    view = torch.arange(48.0).view(4, 3, 4).permute(2, 0, 1)[::2]  # memory order: dim 1, 2, 0
+    staged = stage(view)
+    assert torch.equal(staged, view)
+    assert staged.stride() == (1, 6, 2)
+    assert staged.untyped_storage().nbytes() == view.numel() * 4
+
+
+# --- Buffers are reused ------------------------------------------------------------------------------------
+
+
+def training_state() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    step(model, optimizer)
+    return model, optimizer, {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    found = (leaf.value for leaf in staging.leaves_of(tree))
+    return [compat.local_of(t) if isinstance(t, DTensor) else t for t in found if isinstance(t, Tensor)]
+
+
+def homes(tree: Any) -> list[int]:
+    """Where the storages of all tensors are."""
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors_in(tree)]
+
+
+def test_a_model_and_its_optimizer_are_staged_as_deepcopy_copies_them() -> None:
+    _, _, state_dict = training_state()
+    staged, oracle = stage(state_dict), copy.deepcopy(state_dict)
+    assert type(staged["model"]) is OrderedDict and staged["model"]._metadata == oracle["model"]._metadata
+    assert staged["model"]["0.weight"].data_ptr() == staged["model"]["2.weight"].data_ptr()
+    for mine, theirs in zip(staging.leaves_of(staged), staging.leaves_of(oracle), strict=True):
+        assert mine.path == theirs.path and type(mine.value) is type(theirs.value)
+        assert (
+            torch.equal(mine.value, theirs.value)
+            if isinstance(mine.value, Tensor)
+            else mine.value == theirs.value
+        )
+
+
+def test_from_the_third_staging_on_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, state_dict = training_state()
+    stager, made = StateDictStager(), []
+    allocate = staging.create_cpu_state_dict
+    monkeypatch.setattr(staging, "create_cpu_state_dict", lambda *a: made.append(1) or allocate(*a))
+    previous = stager.stage(state_dict)
+    known = {home for home in homes(previous)}
+    for turn in range(5):  # the previous one is still being written
+        step(model, optimizer)
+        current = stager.stage(state_dict)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_in(current), tensors_in(state_dict)))
+        assert not set(homes(current)) & set(homes(previous))
+        if turn:
+            assert set(homes(current)) <= known and not made
+        known |= set(homes(current))
+        previous = current
+        made.clear()
+
+
+def test_one_set_of_buffers_is_enough_if_the_copy_is_dropped_in_time() -> None:
+    _, _, state_dict = training_state()
+    stager = StateDictStager()
+    first = homes(stager.stage(state_dict))
+    nbytes = stager.nbytes
+    assert [homes(stager.stage(state_dict)) for _ in range(3)] == [first] * 3
+    assert stager.nbytes == nbytes
+
+
+def test_buffers_go_with_their_source() -> None:
+    stager = StateDictStager()
+    sources = {"a": torch.zeros(100), "b": torch.zeros(10)}
+    staged = stager.stage(sources)
+    assert stager.nbytes == 440
+    view = sources.pop("a")[3:]  # the storage lives
+    assert stager.nbytes == 440
+    del view
+    assert stager.nbytes == 40
+    assert staged["a"].count_nonzero() == 0  # lent memory stays with those who use it
+
+
+def test_a_new_storage_at_an_old_address_gets_a_buffer_of_its_own() -> None:
+    stager, kept = StateDictStager(), []
+    for size in [*range(1, 40), *range(40, 0, -1)]:
+        source = torch.full((size,), float(size))
+        staged = stager.stage({"a": source})["a"]
+        assert stager.nbytes == staged.untyped_storage().nbytes() == 4 * size
+        kept.append(staged)
+        del source
+        assert stager.nbytes == 0
+    assert all(bool((staged == staged.numel()).all()) for staged in kept)
+    assert len({staged.data_ptr() for staged in kept}) == len(kept)
+
+
+def test_buffers_go_with_the_stager_and_with_close() -> None:
+    source, stager = {"a": torch.ones(8)}, StateDictStager()
+    staged = stager.stage(source)["a"]
+    buffers = [staged.untyped_storage()]
+    assert compat.is_referred_to_elsewhere(buffers, 0)
+    del staged
+    assert compat.is_referred_to_elsewhere(buffers, 0)  # the pool does
+    stager.close()
+    assert not compat.is_referred_to_elsewhere(buffers, 0) and stager.nbytes == 0
+    stager.close()
+    buffers[0] = stager.stage(source)["a"].untyped_storage()
+    assert stager.nbytes == 32
+    del stager
+    assert not compat.is_referred_to_elsewhere(buffers, 0)
+
+
+def test_buffers_for_many_copies_at_a_time_are_not_kept_for_good() -> None:
+    source, stager = torch.ones(8), StateDictStager()
+    history = [stager.stage(source) for _ in range(10)]
+    assert len({tensor.data_ptr() for tensor in history}) == 10 and stager.nbytes == 320
+    history.clear()
+    stager.stage(source)
+    assert stager.nbytes == 64  # one in use, one in reserve
+
+
+def test_the_size_of_the_buffer_follows_that_of_the_source() -> None:
+    source, stager = torch.arange(10.0), StateDictStager()
+    storage = source.untyped_storage()
+    stager.stage(source)
+    storage.resize_(0)
+    with pytest.raises(
+        StateError, match=r"^state_dict\['w'\]: expected a storage of at least 40 bytes; got 0, the rest was"
+    ):
+        stager.stage({"w": source})
+    storage.resize_(80)
+    source.fill_(3)
+    longer = torch.arange(20.0)
+    torch.empty(0).set_(storage, 0, (20,)).copy_(longer)
+    staged = stager.stage({"w": source.set_(storage, 0, (20,))})["w"]
+    assert torch.equal(staged, longer) and staged.untyped_storage().nbytes() == 80
+    assert stager.nbytes == 80
+
+
+def test_buffers_fit_views_that_come_and_go() -> None:
+    base, stager = torch.arange(1000.0), StateDictStager()
+    for sizes in [(3, 5), (5, 3), (3, 5), (5, 5), (1, 3), (5, 1)]:
+        front, back = stager.stage([base[: sizes[0]], base[-sizes[1] :]])
+        assert tuple(tensor.untyped_storage().nbytes() for tensor in (front, back)) == (
+            4 * sizes[0],
+            4 * sizes[1],
+        )
+        assert torch.equal(front, base[: sizes[0]]) and torch.equal(back, base[-sizes[1] :])
+    del front, back
+    stager.stage(base)
+    assert stager.nbytes == base.nbytes
+
+
+# --- Copies that overlap in time ---------------------------------------------------------------------------
+
+HOLDERS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "the dict": lambda staged: staged,
+    "one tensor": lambda staged: staged["a"],
+    "a view": lambda staged: staged["a"][1:3],
+    "a detached tensor": lambda staged: staged["a"].detach(),
+    "its data": lambda staged: staged["a"].data,
+    "a parameter": lambda staged: nn.Parameter(staged["a"]),
+    "its storage": lambda staged: staged["a"].untyped_storage(),
+    "its typed view": lambda staged: staged["a"].view(torch.int32),
+    "a part of its storage": lambda staged: staged["a"].untyped_storage()[4:8],
+    "an array": lambda staged: staged["a"].numpy(),
+    "a part of an array": lambda staged: staged["a"].numpy()[2:],
+    "a memoryview": lambda staged: memoryview(staged["a"].numpy()),
+    "a tensor of an array": lambda staged: torch.from_numpy(staged["a"].numpy()),
+    "what autograd saved": lambda staged: torch.ones(4, requires_grad=True) * staged["a"],
+    "a capsule": lambda staged: torch.utils.dlpack.to_dlpack(staged["a"]),
+    "another dict": lambda staged: copy.copy(staged),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared"])
+def test_memory_is_not_lent_again_while_anything_refers_to_it(name: str, share: bool) -> None:
+    source, stager = {"a": torch.arange(4.0), "b": torch.zeros(2)}, StateDictStager(share_memory=share)
+    first = stager.stage(source)
+    place, other = homes(first)
+    held: Any = HOLDERS[name](first)
+    del first
+    source["a"].fill_(9)
+    second = stager.stage(source)
+    assert homes(second)[0] != place
+    assert (homes(second)[1] == other) == (name not in ("the dict", "another dict"))
+    del held
+    assert homes(stager.stage(source))[0] == place
+    assert second["a"].tolist() == [9] * 4
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_compat_sees_every_reference_to_a_storage_and_no_other(name: str) -> None:
+    storages = [torch.zeros(4).untyped_storage(), torch.zeros(4).untyped_storage()]
+    assert [compat.is_referred_to_elsewhere(storages, i) for i in range(2)] == [False, False]
+    held = HOLDERS[name]({"a": torch.empty(0).set_(storages[1], 0, (4,))})
+    assert [compat.is_referred_to_elsewhere(storages, i) for i in range(2)] == [False, True]
+    del held
+    assert [compat.is_referred_to_elsewhere(storages, i) for i in range(2)] == [False, False]
+
+
+def test_where_references_cannot_be_counted_every_copy_has_new_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("torch._C._storage_Use_Count")
+    source, stager = torch.arange(4.0), StateDictStager()
+    first = stager.stage(source)
+    view = first[1:]
+    del first
+    second = stager.stage(source.fill_(9))
+    assert view.tolist() == [1, 2, 3] and second.tolist() == [9] * 4
+    assert stager.nbytes == 0
+
+
+def test_a_thread_that_stages_meanwhile_gets_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, stager, results = [torch.ones(3)], StateDictStager(), []
+    stager.stage(source)
+    other = threading.Thread(target=lambda: results.append(stager.stage(source)))
+
+    def look(*args: Any) -> bool | None:
+        result = compat.is_referred_to_elsewhere(*args)
+        if not other.ident:  # what is free was found, and not yet taken
+            other.start()
+            other.join(timeout=0.2)  # it has to wait; an impatient one would have finished by now
+        return result
+
+    monkeypatch.setattr(staging, "is_referred_to_elsewhere", look)
+    results.append(stager.stage(source))
+    other.join()
+    assert len({home for result in results for home in homes(result)}) == 2
+
+
+def test_memory_that_its_user_resized_is_not_lent_again() -> None:
+    source, stager = torch.arange(4.0), StateDictStager()
+    stager.stage(source).untyped_storage().resize_(0)
+    assert stager.stage(source).tolist() == [0, 1, 2, 3]
+    assert stager.nbytes == 16
+
+
+# --- Later changes are not seen ----------------------------------------------------------------------------
+
+
+def write_in_place(source: Tensor) -> None:
+    source.fill_(-1)
+
+
+def free_and_allocate(source: Tensor) -> None:
+    nbytes = source.untyped_storage().nbytes()
+    source.untyped_storage().resize_(0)
+    source.untyped_storage().resize_(nbytes)
+    source.fill_(-1)
+
+
+def write_in_a_thread(source: Tensor) -> None:
+    thread = threading.Thread(target=source.fill_, args=(-1,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("change", [write_in_place, free_and_allocate, write_in_a_thread])
+def test_what_happens_to_the_source_is_not_seen_in_the_copy(change: Callable[[Tensor], None]) -> None:
+    source, stager = torch.arange(5.0), StateDictStager()
+    first = stager.stage({"a": source})["a"]
+    change(source)
+    second = stager.stage({"a": source})["a"]
+    assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [-1] * 5
+
+
+def test_other_leaves_are_deep_copies_and_containers_keep_their_types() -> None:
+    both = [1]
+    stream = io.BytesIO(b"abc")
+    source = {
+        "pair": Pair(torch.ones(2), {1, 2}),
+        "ordered": OrderedDict(b=None, a=torch.Size([2])),
+        "stream": stream,
+        "objects": (threading.Event, SimpleNamespace(list=both), SimpleNamespace(list=both)),
+        0: {"": ()},
+    }
+    staged = stage(source)
+    stream.write(b"xyz")
+    source["pair"].second.add(3)
+    both.append(2)
+    assert type(staged["pair"]) is Pair and staged["pair"].second == {1, 2}
+    assert type(staged["ordered"]) is OrderedDict and list(staged["ordered"]) == ["b", "a"]
+    assert staged["stream"].getvalue() == b"abc"
+    assert staged["objects"][1].list == [1] and staged["objects"][1].list is staged["objects"][2].list
+    assert staged[0] == {"": ()}
+
+
+def test_one_object_at_two_paths_stays_one() -> None:
+    tensor, event = torch.ones(2), {1}
+    staged = stage({"a": tensor, "b": [tensor, event], "c": event})
+    assert staged["a"] is staged["b"][0] and staged["c"] is staged["b"][1]
+
+
+# --- Kinds of tensors --------------------------------------------------------------------------------------
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_copied_bit_by_bit(dtype: torch.dtype) -> None:
+    bits = (
+        torch.arange(96, dtype=torch.uint8) % 2
+        if dtype == torch.bool
+        else torch.arange(96, dtype=torch.uint8)
+    )
+    whole = bits.view(dtype)
+    source = {"whole": whole, "scalar": whole[3], "empty": whole[:0], "holes": whole.clone()[::3]}
+    staged = stage(source)
+    for key, tensor in source.items():
+        assert (staged[key].dtype, staged[key].shape) == (dtype, tensor.shape)
+        assert (
+            staged[key].contiguous().view(-1).view(torch.uint8).tolist()
+            == tensor.contiguous().view(-1).view(torch.uint8).tolist()
+        )
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 1), (), (1, 1)], ids=str)
+@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared"])
+def test_tensors_of_no_or_one_element_are_staged(shape: tuple[int, ...], share: bool) -> None:
+    staged = stage({"a": torch.full(shape, 2.0)}, share_memory=share)["a"]
+    assert torch.equal(staged, torch.full(shape, 2.0)) and staged.is_shared() == share
+
+
+def test_expanded_tensors_stay_expanded() -> None:
+    staged = stage(torch.arange(3.0).view(3, 1).expand(3, 1_000_000))
+    assert staged.stride() == (1, 0) and staged[:, -1].tolist() == [0, 1, 2]
+
+
+def test_conjugated_and_negated_views_are_resolved_into_memory_of_their_own() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j, 5j])
+    source = {
+        "z": z,
+        "conj": z.conj(),
+        "neg": z.conj().imag,
+        "holes": z.conj()[::2],
+        "wide": z[:1].conj().expand(9),
+    }
+    staged = stage(source)
+    for key, tensor in source.items():
+        assert not staged[key].is_conj() and not staged[key].is_neg()
+        assert torch.equal(staged[key], tensor)
+    assert staged["conj"].untyped_storage().data_ptr() != staged["z"].untyped_storage().data_ptr()
+    assert staged["wide"].untyped_storage().nbytes() == 8
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_gradients_and_their_history_are_left_behind(mode: Callable[[], Any]) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    product = weight * 2
+    weight.sum().backward()
+    with mode():
+        staged = stage({"leaf": weight, "product": product, "column": product[:, 0]})
+    for tensor in staged.values():
+        assert type(tensor) is Tensor and not tensor.requires_grad
+        assert tensor.grad_fn is None and tensor.grad is None
+
+
+def test_a_default_device_changes_nothing() -> None:
+    source = {"a": torch.arange(4.0), "holes": torch.arange(4.0)[::2], "empty": torch.empty(0)}
+    with torch.device("meta"):
+        staged = stage(source)
+    assert all(tensor.is_cpu for tensor in staged.values()) and staged["holes"].tolist() == [0, 2]
+
+
+class Named(Tensor):
+    """A subclass with memory of its own."""
+
+
+def test_a_subclass_with_memory_of_its_own_is_staged_as_a_plain_tensor() -> None:
+    staged = stage(
+        {"a": torch.arange(4.0).as_subclass(Named), "holes": torch.arange(6.0).as_subclass(Named)[::2]}
+    )
+    assert type(staged["a"]) is Tensor and staged["a"].tolist() == [0, 1, 2, 3]
+    assert type(staged["holes"]) is Tensor and staged["holes"].tolist() == [0, 2, 4]
+
+
+# --- Refused -----------------------------------------------------------------------------------------------
+
+
+class Wrapper(Tensor):
+    """A subclass whose elements are elsewhere."""
+
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        wrapper: Wrapper = Tensor._make_wrapper_subclass(cls, (3,))
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def fake() -> Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+def lazy() -> Tensor:
+    return nn.LazyLinear(2).weight
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "meta": (lambda: torch.ones(2, device="meta"), UsageError, "one on the meta device"),
+    "uninitialized": (lazy, UsageError, "got an uninitialized one"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), UnsupportedError, "got torch.sparse_coo"),
+    "csr": (lambda: torch.eye(2).to_sparse_csr(), UnsupportedError, "got torch.sparse_csr"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        UnsupportedError,
+        "got a nested tensor",
+    ),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        UnsupportedError,
+        "got a nested tensor",
+    ),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        UnsupportedError,
+        "got torch.qint8",
+    ),
+    "a wrapper": (Wrapper, UnsupportedError, "got Wrapper"),
+    "fake": (fake, UnsupportedError, "got FakeTensor"),
+    "what cannot be copied": (threading.Lock, UsageError, r"got lock \("),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_staged_is_refused_by_its_path_before_anything_is_copied(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, error, got = REFUSED[name]
+    value, copied = make(), []
+    monkeypatch.setattr(staging, "_run", lambda *a: copied.append(a))
+    with pytest.raises(error, match=rf"^state_dict\['k'\]\[1\]: expected .*{got}") as info:
+        stage({"first": torch.ones(3), "k": [0, value]})
+    assert "\n" not in str(info.value) and not copied
+
+
+@pytest.mark.filterwarnings("ignore:.*DTensor:FutureWarning")
+def test_a_sharded_tensor_is_refused_by_name(tmp_path: Any) -> None:
+    import torch.distributed as dist
+
+    sharded_tensor = pytest.importorskip("torch.distributed._shard.sharded_tensor")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+        old = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=["rank:0/cpu"]), 4)
+        with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\]: .*got a ShardedTensor\."):
+            stage({"s": old})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_cycle_is_refused() -> None:
+    looped: dict[str, Any] = {"a": {"t": torch.ones(1)}}
+    looped["a"]["back"] = looped
+    stager = StateDictStager()
+    with pytest.raises(UsageError, match=r"^state_dict\['a'\]\['back'\]: expected containers that do not"):
+        stager.stage(looped)
+    assert stager.nbytes == 0
+
+
+def test_after_a_refusal_buffers_are_lent_as_before() -> None:
+    source, stager = torch.arange(4.0), StateDictStager()
+    place = homes(stager.stage([source]))
+    with pytest.raises(UsageError, match=r"^state_dict\[1\]: expected what can be copied; got lock"):
+        stager.stage([source, threading.Lock()])
+    assert homes(stager.stage([source])) == place
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to pin memory for")
+def test_pinning_without_a_device_is_refused() -> None:
+    with pytest.raises(StateError, match="expected a CUDA device; got none"):
+        StateDictStager(pin_memory=True)
+
+
+# --- Other processes ---------------------------------------------------------------------------------------
+
+
+def add_one(staged: dict[str, Any]) -> None:
+    assert staged["view"].tolist() == [1, 2]
+    staged["a"] += 1
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_shared_memory_is_what_another_process_sees(method: str) -> None:
+    base = torch.arange(4.0)
+    stager = StateDictStager(share_memory=True)
+    staged = stager.stage({"a": base, "view": base[1:3], "lone": torch.ones(2)})
+    assert all(tensor.is_shared() for tensor in staged.values())
+    child = mp.get_context(method).Process(target=add_one, args=(staged,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert staged["a"].tolist() == [1, 2, 3, 4] and staged["view"].tolist() == [2, 3]
+    place = homes(staged)
+    del staged
+    again = stager.stage({"a": base, "view": base[1:3]})
+    assert homes(again) == place[:2] and again["a"].tolist() == [0, 1, 2, 3]
+
+
+# --- Sharded -----------------------------------------------------------------------------------------------
+
+
+def stage_sharded() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(15.0).view(5, 3)
+    source: dict[str, Any] = {
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+        "replica": nn.Parameter(distribute_tensor(whole.clone(), mesh, [Replicate()])),
+        "none here": distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]),
+    }
+    source["tied"] = source["rows"].detach()
+    stager = StateDictStager()
+    first, second = stager.stage(source), stager.stage(source)
+    with torch.no_grad():
+        source["replica"].zero_()
+    for staged in (first, second):
+        for key in ("rows", "columns", "replica", "none here"):
+            assert type(staged[key]) is DTensor and not staged[key].requires_grad
+            assert staged[key].placements == source[key].placements and staged[key].device_mesh == mesh
+            assert torch.equal(staged[key].full_tensor(), torch.ones(1, 2) if key == "none here" else whole)
+        assert homes([staged["rows"]]) == homes([staged["tied"]])
+    place = homes([second["rows"]])
+    kept = first["rows"]
+    del first, second, staged
+    assert homes([stager.stage(source)["rows"]]) == place
+    assert torch.equal(kept.full_tensor(), whole)
+
+
+def stage_while_training() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 5)), nn.Linear(5, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    stager, known, previous = StateDictStager(), set(), None
+    for turn in range(5):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state_dict = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        oracle, staged = copy.deepcopy(state_dict), stager.stage(state_dict)
+        assert all(map(torch.equal, tensors_in(staged), tensors_in(oracle)))
+        assert previous is None or all(map(torch.equal, *map(tensors_in, previous)))
+        assert turn < 2 or set(homes(staged)) - {0} <= known
+        known |= set(homes(staged))
+        previous = staged, oracle
+
+
+def on_ranks() -> dict[str, str]:
+    """Check to traceback, empty where it held."""
+    found = {}
+    for check in SHARDED:
+        try:
+            check()
+            found[check.__name__] = ""
+        except Exception:
+            found[check.__name__] = traceback.format_exc()
+    return found
+
+
+SHARDED = [stage_sharded, stage_while_training]
+
+
+@functools.cache
+def results() -> list[dict[str, str]]:
+    """Of all checks, on each rank; ranks are started once."""
+    found: list[dict[str, str]] = launch(on_ranks, 2, timeout=60)
+    return found
+
+
+def test_dtensors_are_staged_as_dtensors() -> None:
+    assert [found["stage_sharded"] for found in results()] == ["", ""]
+
+
+def test_the_states_of_sharded_training_are_staged_into_the_same_two_sets_of_buffers() -> None:
+    assert [found["stage_while_training"] for found in results()] == ["", ""]
+
+
+# --- On a device -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared"])
+@pytest.mark.parametrize("pin", [False, True], ids=["pageable", "pinned"])
+def test_a_copy_from_a_device_is_complete_on_return(pin: bool, share: bool) -> None:
+    base = torch.zeros(1 << 22, device="cuda")
+    z = torch.ones(8, dtype=torch.complex64, device="cuda")
+    source = {
+        "a": base,
+        "view": base[5:9],
+        "holes": torch.arange(60.0, device="cuda").view(3, 4, 5).permute(2, 0, 1)[::2],
+        "conj": (z * 1j).conj(),
+        "step": torch.tensor(3.0),
+        "empty": torch.empty(0, device="cuda"),
+    }
+    expected = {key: tensor.cpu() for key, tensor in source.items()}
+    stager, previous = StateDictStager(pin_memory=pin, share_memory=share), None
+    for turn in range(4):
+        base.fill_(turn)
+        staged = stager.stage(source)
+        base.fill_(-1)
+        assert staged["a"].is_pinned() == pin and staged["a"].is_shared() == share
+        assert bool((staged["a"] == turn).all()) and staged["view"].tolist() == [turn] * 4
+        assert all(torch.equal(staged[key], expected[key]) for key in ("holes", "conj", "step", "empty"))
+        assert previous is None or bool((previous["a"] == turn - 1).all())
+        previous = staged
+    nbytes = stager.nbytes
+    stager.stage(source)
+    assert stager.nbytes == nbytes

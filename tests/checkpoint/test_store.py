@@ -1,0 +1,348 @@
+"""What is saved by some ranks in some sharding is loaded by others in another, bit for bit.
+
+The oracle is the whole tensor, which every rank can compute, and its cut by `distribute_tensor` or nested chunking.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import uneven
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import AdamW
+
+from hwfsdp import CheckpointError, UsageError, checkpoint, fully_shard, launch, layout
+from hwfsdp.checkpoint.blocks import checksums_of
+from hwfsdp.compat import StridedShard, dtensor
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """The whole tensor, random bits of any kind but NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 2 if dtype == torch.bool else 120, shape, generator=generator)
+    return (
+        values.to(torch.float32).to(dtype)
+        if not dtype.is_complex
+        else torch.complex(values * 1.0, -values * 0.5)
+    )
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """One for each rank: a process asks for one shape only."""
+    return init_device_mesh("cpu", shape)
+
+
+def cut(whole: torch.Tensor, mesh_shape: tuple[int, ...], placements: list[Any]) -> DTensor:
+    """This rank's part of a whole tensor, by nested chunking, which is right also where torch is not."""
+    mesh = mesh_of(mesh_shape)
+    local = layout.shard_of(whole, mesh, placements).clone(memory_format=torch.contiguous_format)
+    return dtensor(local, mesh, placements, whole.shape, whole.stride())
+
+
+# mesh, placements of a tensor with two dims
+WAYS: list[tuple[tuple[int, ...], list[Any]]] = [
+    ((1,), [Shard(0)]),
+    ((2,), [Shard(0)]),
+    ((3,), [Shard(1)]),
+    ((2,), [Replicate()]),
+    ((4,), [Shard(0)]),
+    ((2, 2), [Replicate(), Shard(0)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [StridedShard(0, split_factor=2), Shard(0)]),
+    ((3, 2), [StridedShard(0, split_factor=2), Shard(0)]),
+    ((2, 2), [Shard(1), Shard(0)]),
+]
+SIZES = [(7, 5), (1, 3), (4, 4), (0, 3), (2, 9)]
+
+
+def state_in(way: tuple[tuple[int, ...], list[Any]], seed: int | None) -> dict[str, Any]:
+    """Tensors of all sizes and dtypes cut one way; random ones for a seed, zeros for None."""
+    wholes = {
+        f"{size}": numbers(size, DTYPES[i % len(DTYPES)], seed or 0) for i, size in enumerate(SIZES)
+    } | {str(dtype): numbers((5, 3), dtype, seed or 0) for dtype in DTYPES}
+    if seed is None:
+        wholes = {key: torch.zeros_like(whole) for key, whole in wholes.items()}
+    return {"a": {key: cut(whole, *way) for key, whole in wholes.items()}, 0: [wholes["(7, 5)"], seed]}
+
+
+def save_in(way: Any, path: Path) -> None:
+    checkpoint.save(state_in(way, 3), path)
+
+
+def load_in(way: Any, path: Path) -> list[str]:
+    """The keys whose loaded bits are not those saved; and whether objects stayed the same."""
+    target, expected = state_in(way, None), state_in(way, 3)
+    tensors = dict(target["a"])
+    assert checkpoint.load(target, path) is target
+    assert all(target["a"][key] is tensor for key, tensor in tensors.items())
+    wrong = [k for k, t in target["a"].items() if bits(t.to_local()) != bits(expected["a"][k].to_local())]
+    assert target[0][1] == 3 and bits(target[0][0]) == bits(expected[0][0])
+    return wrong
+
+
+@pytest.mark.parametrize("saved", WAYS, ids=str)
+def test_any_sharding_loads_into_any_other(saved, tmp_path):
+    launch(save_in, torch.Size(saved[0]).numel(), saved, tmp_path / "x", timeout=60)
+    checkpoint.verify(tmp_path / "x")
+    for way in WAYS[WAYS.index(saved) % 2 :: 2]:
+        for wrong in launch(load_in, torch.Size(way[0]).numel(), way, tmp_path / "x", timeout=60):
+            assert not wrong
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: int
+
+
+@dataclasses.dataclass
+class Record:
+    tensor: torch.Tensor
+    name: str = ""
+
+
+def nested(value: float, word: str, number: int) -> dict[Any, Any]:
+    def full() -> torch.Tensor:
+        return torch.full((3,), value)
+
+    return {
+        "ordered": OrderedDict(b=full(), a=full()),
+        7: [full(), number, [], {}],
+        "pair": Pair(full(), number),
+        "record": Record(full(), word),
+        "tuple": (full(), (word, None), ()),
+        "empty": {"inner": {}},
+        "scalar": torch.tensor(value),
+        "7": word,
+    }
+
+
+def test_containers_keep_their_types_and_their_identity(tmp_path):
+    checkpoint.save(nested(2.0, "x", 5), tmp_path)
+    target = nested(0.0, "", 0)
+    kept = [target["ordered"], target[7], target["record"], target["ordered"]["a"], target["scalar"]]
+    checkpoint.load(target, tmp_path)
+    assert kept == [target["ordered"], target[7], target["record"], target["ordered"]["a"], target["scalar"]]
+    assert repr(target) == repr(nested(2.0, "x", 5))
+
+
+def test_an_inspection_tells_what_is_in_a_save(tmp_path):
+    save_id = checkpoint.save(
+        {"w": torch.zeros(2, 3), "tied": {1: (w := torch.ones(4)), 2: w}, "lr": 0.1}, tmp_path
+    )
+    found = checkpoint.inspect(tmp_path)
+    assert (found.save_id, found.saves, found.ranks) == (save_id, (save_id,), 1)
+    assert found.values == {"state_dict['lr']": 0.1}
+    assert found.tensors["state_dict['w']"].shape == (2, 3)
+    assert found.tensors["state_dict['tied'][2]"].same_as == ("tied", 1)
+    assert found == checkpoint.verify(tmp_path / save_id)
+
+
+def sharded_training(world_size: int, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = uneven()
+    fully_shard(model)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(torch.full((2, 5), 0.1 * step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_training(path: Path) -> None:
+    model, optimizer = sharded_training(dist.get_world_size(), 2)
+    checkpoint.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
+
+
+def load_training(path: Path) -> None:
+    model, optimizer = sharded_training(dist.get_world_size(), 1)
+    expected, expected_optimizer = sharded_training(dist.get_world_size(), 2)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    checkpoint.load(state, path)
+    optimizer.load_state_dict(state["optim"])
+    for (name, found), param in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.full_tensor(), param.full_tensor(), msg=name)
+    for found, other in zip(model.parameters(), expected.parameters()):
+        for key, value in optimizer.state[found].items():
+            torch.testing.assert_close(value, expected_optimizer.state[other][key])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (3, 2)])
+def test_a_sharded_model_and_its_optimizer_go_on_at_another_world_size(before, after, tmp_path):
+    launch(save_training, before, tmp_path, timeout=60)
+    launch(load_training, after, tmp_path, timeout=60)
+
+
+# --- Which bytes are read and written ----------------------------------------------------------------------
+
+
+def save_replicas(way: Any, path: Path) -> None:
+    whole = torch.arange(4096 * 1024.0).view(4096, 1024)  # 16 MiB
+    checkpoint.save({"cut": cut(whole, *way), "plain": [torch.zeros(1000), torch.ones(1000)]}, path)
+
+
+@pytest.mark.parametrize("way", WAYS[1:6], ids=str)
+def test_replicas_are_written_once_and_the_ranks_share_the_work(way, tmp_path):
+    launch(save_replicas, torch.Size(way[0]).numel(), way, tmp_path, timeout=60)
+    found = checkpoint.inspect(tmp_path)
+    assert sum(entry.nbytes for entry in found.tensors.values()) == (16 << 20) + 8000
+    sizes = [entry.stat().st_size for entry in found.path.glob("*.bin")]
+    assert 0 <= sum(sizes) - (16 << 20) - 8000 <= 64 * 8 * len(sizes)
+    assert max(sizes) - min(sizes) <= (1 << 20)
+    loaded = checkpoint.load({"cut": torch.zeros(4096, 1024)}, tmp_path, strict=False)["cut"]
+    assert torch.equal(loaded, torch.arange(4096 * 1024.0).view(4096, 1024))
+
+
+def bytes_read(way: Any, path: Path) -> int:
+    """How many bytes of data files this rank reads."""
+    read = [0]
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: Any, offset: int) -> int:
+        n = preadv(fd, buffers, offset)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".bin"):
+            read[0] += n
+        return n
+
+    os.preadv = counting
+    target = {"cut": cut(torch.zeros(8192, 1024), *way), "other": torch.zeros(1)}
+    checkpoint.load(target, path, strict=False)
+    assert torch.equal(target["cut"].to_local(), torch.ones_like(target["cut"].to_local()))
+    return read[0]
+
+
+def save_large(path: Path) -> None:
+    whole = torch.ones(8192, 1024)
+    checkpoint.save({"cut": cut(whole, (2,), [Shard(0)]), "unwanted": torch.zeros(1 << 20)}, path)
+
+
+def test_a_rank_reads_only_the_blocks_that_it_needs(tmp_path):
+    launch(save_large, 2, tmp_path, timeout=60)
+    for world_size in (2, 4):
+        for read in launch(bytes_read, world_size, ((world_size,), [Shard(0)]), tmp_path, timeout=60):
+            needed = 8192 * 1024 * 4 // world_size
+            assert needed <= read <= needed + (2 << 20)
+
+
+# --- Saves beside and after each other ---------------------------------------------------------------------
+
+
+def test_a_target_that_exists_is_refused_unless_it_may_be_replaced(tmp_path):
+    checkpoint.save({"x": torch.zeros(2)}, tmp_path)
+    with pytest.raises(UsageError, match="overwrite=True"):
+        checkpoint.save({"x": torch.ones(2)}, tmp_path)
+    save_id = checkpoint.save({"x": torch.ones(2)}, tmp_path, overwrite=True)
+    assert checkpoint.inspect(tmp_path).saves == (save_id,)
+    assert bool(checkpoint.load({"x": torch.zeros(2)}, tmp_path)["x"].all())
+
+
+def test_the_newest_saves_are_kept_and_each_can_be_loaded(tmp_path):
+    ids = [checkpoint.save({"step": step}, tmp_path, keep=3) for step in range(6)]
+    assert checkpoint.inspect(tmp_path).saves == tuple(ids[-3:])
+    assert [checkpoint.load({"step": -1}, tmp_path / i)["step"] for i in ids[-3:]] == [3, 4, 5]
+    assert checkpoint.load({"step": -1}, tmp_path)["step"] == 5
+
+
+def test_what_dead_saves_left_is_swept_by_the_next(tmp_path):
+    first = checkpoint.save({"step": 0}, tmp_path)
+    dead = tmp_path / "000002-01234567"
+    dead.mkdir()
+    (dead / "00000.bin").write_bytes(b"half")
+    (tmp_path / "CURRENT.new").write_bytes(b"{")
+    (tmp_path / "notes.txt").write_text("mine")
+    second = checkpoint.save({"step": 1}, tmp_path, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([first, second, "CURRENT", "notes.txt"])
+    assert second > dead.name
+
+
+def test_bytes_are_the_tensors_own_and_nothing_is_a_pickle(tmp_path):
+    checkpoint.save({"x": torch.arange(5.0)[::2]}, tmp_path)
+    found = checkpoint.inspect(tmp_path)
+    (chunk,) = found.tensors["state_dict['x']"].chunks
+    data = (found.path / "00000.bin").read_bytes()
+    assert data[chunk.at : chunk.at + 12] == torch.tensor([0.0, 2.0, 4.0]).numpy().tobytes()
+    assert chunk.crc32 == tuple(checksums_of(memoryview(data[chunk.at :])))
+
+
+# --- In the background -------------------------------------------------------------------------------------
+
+
+def save_and_go_on(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full((4, 3), float(dist.get_rank()))
+    state = {"x": DTensor.from_local(local, mesh, [Shard(0)]), "step": 1}
+    first = checkpoint.async_save(state, path / "first")
+    local += 100  # training goes on
+    state["step"] = 2
+    second = checkpoint.async_save(state, path / "second")
+    local += 100
+    dist.all_reduce(torch.zeros(1000))  # on the same group, at the same time
+    assert first.wait() and second.wait() and first.done()
+
+
+def test_a_save_in_the_background_holds_the_values_at_the_call(tmp_path):
+    launch(save_and_go_on, 2, tmp_path, timeout=60)
+    for name, step, added in (("first", 1, 0), ("second", 2, 100)):
+        found = checkpoint.load({"x": torch.zeros(8, 3), "step": 0}, tmp_path / name)
+        assert found["step"] == step
+        assert torch.equal(
+            found["x"], torch.tensor([0.0, 1.0]).repeat_interleave(4)[:, None].expand(8, 3) + added
+        )
+
+
+def forget_to_wait(path: Path) -> None:
+    checkpoint.async_save({"x": torch.zeros(3)}, path)
+
+
+def test_launch_waits_for_a_save_that_nobody_waited_for(tmp_path):
+    launch(forget_to_wait, 2, tmp_path, timeout=60)
+    checkpoint.verify(tmp_path)
+
+
+def fail_in_the_background(path: Path) -> str:
+    checkpoint.async_save({"x": lambda: 0}, path)
+    with pytest.raises(UsageError, match=r"rank 0, state_dict\['x'\]") as raised:
+        checkpoint.save({"x": 1}, path)
+    checkpoint.save({"x": 1}, path)
+    return str(raised.value)
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_save(tmp_path):
+    assert len(set(launch(fail_in_the_background, 2, tmp_path, timeout=60))) == 1
+
+
+def test_a_damaged_checkpoint_changes_nothing(tmp_path):
+    checkpoint.save({"a": torch.ones(3), "b": torch.ones(1 << 20)}, tmp_path)
+    file = next(checkpoint.inspect(tmp_path).path.glob("*.bin"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    target = {"a": torch.zeros(3), "b": torch.zeros(1 << 20)}
+    with pytest.raises(CheckpointError, match=r"00000.bin, byte \d+, state_dict\['b'\]"):
+        checkpoint.load(target, tmp_path)
+    assert not target["a"].any() and not target["b"].any()
