@@ -21,7 +21,8 @@ Note [A star, not a ring]
 Note [Who is late]
     gloo's own timeouts close every connection of the process, also those over which the news would have to travel. So
     threads wait in gloo, and the waiting for them has the time limit. The leader has four fifths of the time that the
-    others have; otherwise they would blame it for waiting.
+    others have; otherwise they would blame it for waiting. A leader that was itself away for longer than they wait
+    finds all reports there, but nobody to answer, and must not decide as if there were.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp import errors
-from hwfsdp.compat import cpu_backend, receive_bytes, send_bytes, timeout_of
+from hwfsdp.compat import collectives_are_checked, cpu_backend, receive_bytes, send_bytes, timeout_of
 from hwfsdp.errors import CheckpointError, FSDPError
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
@@ -154,11 +156,13 @@ class Agreement:
     def _lead(
         self, phase: str, work: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None
     ) -> dict[str, Any]:
-        self._inbox = queue.SimpleQueue()
+        self._inbox, begin = queue.SimpleQueue(), time.monotonic()
         for rank in range(1, self.size):
             self._listen(rank)
         reports = {0: self._attempt(phase, lambda: _as_sent(work()))}
         failure = reports[0] if reports[0].get("error") else self._collect(phase, reports)
+        if failure is None and time.monotonic() - begin > self._patience:  # the others have left
+            failure = {"error": _described(self._lost([0], phase, f"no word for {self._patience:g} s"))}
         if failure is None:
             results = [reports[rank]["result"] for rank in range(self.size)]
             decided = self._attempt(phase, lambda: [_as_sent(a) for a in _each(decide, results)])
@@ -312,11 +316,19 @@ _links: weakref.WeakKeyDictionary[dist.ProcessGroup, _Link] = weakref.WeakKeyDic
 
 
 def _link_of(group: dist.ProcessGroup) -> _Link:
-    """The link of a group. One that cannot move bytes of the CPU gets a gloo group of the same ranks, made once."""
+    """The link of a group. One that cannot move bytes of the CPU gets a gloo group of the same ranks, made once.
+
+    So does one whose collectives are checked against each other (TORCH_DISTRIBUTED_DEBUG=DETAIL): the check counts messages
+    as collectives, and ranks do not send equally many.
+    """
     if group not in _links:
         carrier = None
-        if cpu_backend(group) != "gloo":
-            ranks = dist.get_process_group_ranks(group)
-            carrier = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        if cpu_backend(group) != "gloo" or collectives_are_checked():
+            carrier = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timedelta(seconds=timeout_of(group)),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
         _links[group] = _Link(carrier, count())
     return _links[group]

@@ -1,0 +1,192 @@
+"""Ranks that fail, die, or hang in a step; what the others hear of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hwfsdp import CheckpointError, RankError, StateError, UsageError, launch
+from hwfsdp.checkpoint.agreement import Abandoned, Agreement
+
+LATER = threading.Event()  # never set
+
+
+def add_up() -> list[Any]:
+    agreement = Agreement(None, "test")
+    found = []
+    for n in range(3):
+        found.append(
+            agreement.step(
+                "adding",
+                lambda: (agreement.rank, n),
+                lambda reports: [[r, n, sum(a for a, _ in reports)] for r, n in reports],
+            )
+        )
+    return [*found, agreement.step("resting", lambda: None)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_leader_answers_every_rank(world_size):
+    total = world_size * (world_size - 1) // 2
+    for rank, found in enumerate(launch(add_up, world_size, timeout=60)):
+        assert found == [[rank, n, total] for n in range(3)] + [None]
+
+
+def test_a_process_alone_needs_no_group():
+    assert Agreement(None, "test").step("adding", lambda: 1, lambda reports: [reports]) == [1]
+    with pytest.raises(CheckpointError, match="test, adding, this process: .* got KeyError: 'x'"):
+        Agreement(None, "test").step("adding", lambda: {}["x"])
+
+
+def fail(rank: int, where: str, error: Exception) -> str:
+    """What this rank raises if one does in its work, or the leader in its decision."""
+    agreement = Agreement(None, "test")
+
+    def work() -> None:
+        if where == "work" and agreement.rank == rank:
+            raise error
+
+    def decide(reports: list[Any]) -> list[Any]:
+        if where == "decide":
+            raise error
+        return reports
+
+    with pytest.raises(
+        type(error) if isinstance(error, UsageError | StateError) else CheckpointError
+    ) as raised:
+        agreement.step("failing", work, decide)
+    cause = raised.value.__cause__
+    assert agreement.rank != rank or cause is error or str(cause) == str(error)
+    dist.barrier()
+    return str(raised.value)
+
+
+ERRORS = [
+    UsageError("state_dict['x']", expected="a", got="b", remedy="C."),
+    StateError("here", expected="a", got="b", remedy="C."),
+    OSError(28, "No space left on device", "/some/file"),
+    ZeroDivisionError("division\nby zero"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize(("rank", "where"), [(0, "work"), (1, "work"), (2, "work"), (0, "decide")])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_the_error_of_one_is_the_error_of_all(rank, where, error):
+    (message,) = set(launch(fail, 3, rank, where, error, timeout=60))
+    assert f"rank {rank}" in message and "\n" not in message
+    assert (getattr(error, "strerror", None) or str(error).split("\n")[0].split(": ")[0]) in message
+
+
+def fail_while_others_work() -> None:
+    """The others stop as soon as one has failed; otherwise they would wait until the launch is over."""
+    agreement = Agreement(None, "test")
+
+    def work() -> None:
+        if agreement.rank == 1:
+            raise ValueError("stop")
+        while True:
+            LATER.wait(0.01)
+            agreement.check()
+
+    with pytest.raises(CheckpointError, match="rank 1"):
+        agreement.step("working", work)
+
+
+def test_ranks_that_still_work_are_stopped():
+    launch(fail_while_others_work, 4, timeout=60)
+
+
+def die(victim: int, point: str, path: Path) -> None:
+    agreement = Agreement(None, "test")
+
+    def kill(here: str) -> None:
+        if agreement.rank == victim and here == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        kill("work")
+        if agreement.rank != 0:
+            return
+        while point == "work" and victim != 0:  # the leader must not wait for its own work to end
+            LATER.wait(0.01)
+            agreement.check()
+
+    def decide(reports: list[Any]) -> list[Any]:
+        kill("decide")
+        return reports
+
+    kill("before")
+    try:
+        agreement.step("dying", work, decide)
+        kill("between")
+        agreement.step("dying later", lambda: None)
+    except CheckpointError as error:
+        (path / str(agreement.rank)).write_text(str(error))
+        LATER.wait(5)  # until launch ends this rank, so that its own end is not taken for the first
+        raise
+
+
+DEATHS = [(victim, point) for victim in range(3) for point in ("before", "work", "between")] + [(0, "decide")]
+
+
+@pytest.mark.parametrize(("victim", "point"), DEATHS)
+def test_all_survivors_name_the_dead(victim, point, tmp_path):
+    with pytest.raises(RankError) as raised:
+        launch(die, 3, victim, point, tmp_path, timeout=60)
+    assert raised.value.rank == victim and "SIGKILL" in str(raised.value)
+    for rank in {0, 1, 2} - {victim}:
+        assert f"expected rank {victim} to do its part" in (tmp_path / str(rank)).read_text()
+
+
+def hang(sleeper: int, done: Path) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
+    agreement = Agreement(group, "test")
+    release = threading.Event()
+
+    def work() -> None:
+        if agreement.rank == sleeper:
+            while len(list(done.iterdir())) < 2:
+                release.wait(0.01)
+
+    with pytest.raises(CheckpointError) as raised:
+        agreement.step("hanging", work)
+    (done / str(agreement.rank)).touch()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("sleeper", [0, 1, 2])
+def test_a_rank_that_hangs_is_named_by_the_others(sleeper, tmp_path):
+    found = launch(hang, 3, sleeper, tmp_path, timeout=60)
+    for rank, message in enumerate(found):
+        assert rank == sleeper or f"expected rank {sleeper} to do its part; got no word" in message
+
+
+def agree_in_part_of_the_world() -> Any:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[dist.get_rank() % 2]
+    several = [Agreement(group, "test") for _ in range(3)]
+    dist.all_reduce(torch.zeros(8), group=group)
+    return [
+        a.step("asking", lambda: dist.get_rank(), lambda reports: [reports] * 2) for a in reversed(several)
+    ]
+
+
+def test_groups_and_agreements_do_not_mix():
+    found = launch(agree_in_part_of_the_world, 4, timeout=60)
+    assert found == [[[0, 2]] * 3, [[1, 3]] * 3] * 2
+
+
+def test_work_that_is_abandoned_is_no_error_of_its_own():
+    agreement = Agreement(None, "test")
+    agreement._failed.set()
+    with pytest.raises(Abandoned):
+        agreement.check()
