@@ -1,0 +1,214 @@
+"""The files of a PART checkpoint: read with every check there is, and put in place of the old ones.
+
+Note [What the checks see]
+    Every record of the archive that a part is has a CRC-32, which torch writes and does not read; it is compared before
+    anything is loaded. What it does not cover is the archive's own structure: names, offsets, sizes, and padding. A
+    change there either makes the archive unreadable or changes nothing that is loaded. Damage by design is not detected,
+    since who can change the data can change the CRC. But it cannot run code: `weights_only=True` is not optional.
+
+Left out: files that torch.save wrote before it wrote zip archives, and those written with CRCs turned off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwfsdp.checkpoint.partition import COUNT_KEY, Contents, check_part, merge, refuse
+from hwfsdp.errors import CheckpointError, UsageError
+
+_PART = re.compile(r"PART_(\d{3,})\.pt")
+
+
+def part_name(rank: int) -> str:
+    return f"PART_{rank:03d}.pt"
+
+
+# --- Reading -----------------------------------------------------------------------------------------------
+
+
+def read(fname: str | os.PathLike[str], nthreads: int, options: Mapping[str, Any]) -> Contents:
+    """All parts of a checkpoint, each read once, and what they hold together; see `parts.load`.
+
+    Args:
+        nthreads: parts read at a time. options: for torch.load.
+    """
+    _check_options(nthreads, options)
+    directory = Path(fname)
+    files = _parts_in(directory)
+    with ThreadPoolExecutor(min(nthreads, len(files))) as pool:
+        reading = {rank: pool.submit(_read_part, path, options) for rank, path in files.items()}
+        count = reading[0].result()[COUNT_KEY]
+        for rank in range(count):
+            if rank not in files:
+                expected = f"{count} parts, as {files[0]} says"
+                refuse(str(directory / part_name(rank)), None, expected, "no such file", _INCOMPLETE)
+        for rank, path in files.items():
+            if rank >= count:
+                remedy = "It is of another save, of more ranks: remove it if the others are the newer ones."
+                refuse(str(path), None, f"{count} parts, as {files[0]} says", f"part {rank}", remedy)
+        return merge({str(files[rank]): reading[rank].result() for rank in range(count)})
+
+
+_INCOMPLETE = "Copy all parts of the checkpoint into the directory."
+
+
+def _check_options(nthreads: int, options: Mapping[str, Any]) -> None:
+    if type(nthreads) is not int or nthreads < 1:
+        raise UsageError(
+            "nthreads",
+            expected="how many parts to read at a time, 1 or more",
+            got=repr(nthreads),
+            remedy="Leave it out for 8.",
+        )
+    if options.get("weights_only", True) is not True or options.get("pickle_module") is not None:
+        raise UsageError(
+            "load",
+            expected="torch.load's weights_only=True, and no pickle_module",
+            got=f"{dict(options)}",
+            remedy="Leave them out; anything else would run code that is in the file.",
+        )
+
+
+def _parts_in(directory: Path) -> dict[int, Path]:
+    """Path of each part that is there, by rank; part 0 is."""
+    if not directory.is_dir():
+        target = Path(os.path.realpath(directory))
+        before = [name for name in _beside(target) if name.endswith(".previous")]
+        remedy = f"Rename {target.parent / before[0]}, which it was before." if before else "Check the path."
+        refuse(str(directory), None, "a directory of PART files", "none", remedy)
+    ranks = sorted(int(match[1]) for match in map(_PART.fullmatch, os.listdir(directory)) if match)
+    files = {rank: directory / part_name(rank) for rank in ranks if (directory / part_name(rank)).exists()}
+    if 0 not in files:
+        refuse(str(directory / part_name(0)), None, "the first part", "no such file", _INCOMPLETE)
+    return files
+
+
+def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
+    try:
+        _check_records(path)
+        part = torch.load(path, **{**options, "weights_only": True})
+    except CheckpointError:
+        raise
+    except Exception as error:
+        expected = "an undamaged file of torch.save, of plain data and tensors"
+        refuse_file(path, expected, _reason(path, error), error)
+    check_part(part, str(path))
+    checked: dict[Any, Any] = part
+    return checked
+
+
+def refuse_file(path: Path, expected: str, got: str, cause: Exception) -> None:
+    """Raises a CheckpointError about a file as a whole."""
+    remedy = "Load another checkpoint, or copy this file again."
+    raise CheckpointError(str(path), expected=expected, got=got, remedy=remedy).at(path) from cause
+
+
+def _check_records(path: Path) -> None:
+    """Raises if the CRC of a record in the archive is not that of its bytes."""
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+        if bad is not None:
+            remedy = "Load another checkpoint, or copy this file again."
+            raise CheckpointError(
+                f"{bad} in {path}",
+                expected="the bytes that were written",
+                got="others, by their CRC-32",
+                remedy=remedy,
+            ).at(path, bad, archive.getinfo(bad).header_offset)
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Why it could not be read, in one line; where it would have run code, by whose name."""
+    if isinstance(error, pickle.UnpicklingError):
+        with contextlib.suppress(Exception):  # it reads the same file, which may be anything
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if unsafe:
+                return f"calls of {', '.join(sorted(unsafe))}, which were not made"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# --- Replacing ---------------------------------------------------------------------------------------------
+
+
+def check_replaceable(target: Path) -> None:
+    """Raises if the directory holds something that a new save would remove."""
+    foreign = None
+    if target.is_dir():
+        foreign = next((name for name in sorted(os.listdir(target)) if not _PART.fullmatch(name)), None)
+    elif target.exists():
+        foreign = "a file of that name"
+    if foreign is not None:
+        raise UsageError(
+            str(target),
+            expected="a directory that holds nothing but PART files, or none yet",
+            got=foreign,
+            remedy="Save into a directory of its own; it is replaced as a whole.",
+        )
+
+
+def name_beside(target: Path, save_id: str) -> Path:
+    """Where a save writes before its directory gets the name `target`."""
+    return target.with_name(f".{target.name}.{save_id}.saving")
+
+
+def _beside(target: Path) -> list[str]:
+    """Names of directories that saves to `target` have left beside it, because they were killed."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.(saving|previous)")
+    return (
+        [name for name in os.listdir(target.parent) if pattern.fullmatch(name)]
+        if target.parent.is_dir()
+        else []
+    )
+
+
+def put_in_place(new: Path, target: Path) -> None:
+    """Gives a complete directory the name `target`, and removes what had it before."""
+    _sync(new)
+    _rename(new, target, aside=new.with_suffix(".previous"))
+    with contextlib.suppress(OSError):  # it is in place either way
+        _sync(target.parent)
+    for name in _beside(target):
+        shutil.rmtree(target.parent / name, ignore_errors=True)
+
+
+def _rename(new: Path, target: Path, aside: Path) -> None:
+    """`new` gets the name `target`. What had it before has the name `new` or `aside` afterwards."""
+    if not target.exists():
+        os.rename(new, target)
+        return
+    if _exchange(new, target):
+        return
+    os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names in one step; False, and nothing done, where the system has no such call."""
+    at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)
+
+
+def _sync(directory: Path) -> None:
+    """Makes the names in a directory last."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

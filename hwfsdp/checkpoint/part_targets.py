@@ -1,0 +1,223 @@
+"""What a PART checkpoint is saved from and loaded into: modules, optimizers, and their state dicts.
+
+Loading has two phases. Making a `Loading` holds what was saved against what is there, and touches nothing. Its `fill`
+then puts one tensor after the other in its place: a whole one is made, cut, and let go. What was read may lie in a file
+that is mapped into memory, so everything is copied.
+
+A model has a place for every entry: the tensors of its state dict. An optimizer that has not stepped yet has none, so
+the state of a parameter is cut like the parameter, if it has the parameter's shape. What the optimizer does have
+decides otherwise, so states of other shapes that are sharded want an optimizer that has stepped once.
+
+Left out: an optimizer over parameters on the meta device, as it is made after they have memory; and tensors in lists in
+the state of an optimizer, which stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from hwfsdp.checkpoint.distribute import TensorInfo, _check_plan, distribute_state_dict
+from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
+from hwfsdp.checkpoint.traverse import Path, brief, show
+from hwfsdp.compat import dtensor
+from hwfsdp.errors import UsageError
+from hwfsdp.layout import shard_of
+
+
+def several(value: Any) -> list[Any]:
+    """One or many as a list; [] for None."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def state_of(value: Any, what: str) -> dict[Any, Any]:
+    """The state dict of a module or optimizer, or of a mapping the same entries; a dict that may be changed."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not callable(getattr(value, "state_dict", None)) or isinstance(value, type):
+        refuse_kind(what, value)
+    state = value.state_dict()
+    return state if isinstance(state, dict) else refuse_kind(f"{what}.state_dict()", state, "a dict")
+
+
+def refuse_kind(what: str, value: Any, expected: str = "a module, an optimizer or a state dict") -> NoReturn:
+    remedy = "See the arguments of hwfsdp.checkpoint.parts.save."
+    raise UsageError(what, expected=expected, got=brief(value)[:200], remedy=remedy)
+
+
+class Loading:
+    """What is loaded, and where it goes on this rank. Making it checks everything, and touches nothing."""
+
+    def __init__(self, contents: Contents, model: Any, optimizer: Any, device: torch.device | None) -> None:
+        self.contents, self.device = contents, device
+        self.modules, self.optimizers = several(model), several(optimizer)
+        self.places = [state_of(module, f"model[{i}]") for i, module in enumerate(self.modules)]
+        for i, module in enumerate(self.modules):
+            if isinstance(module, Mapping) and not isinstance(module, MutableMapping):
+                refuse_kind(f"model[{i}]", module, "a state dict that can be filled")
+        if model is not None:
+            _check_count("model", len(self.modules), len(contents.models))
+        if optimizer is not None:
+            _check_count("optimizer", len(self.optimizers), len(contents.optimizers))
+        for i, places in enumerate(self.places):
+            _check_places(("model", i), contents.models[i], places)
+        self.states = [
+            _OptimizerPlaces(("optimizer", i), saved, target)
+            for i, (saved, target) in enumerate(zip(contents.optimizers, self.optimizers))
+        ]
+
+    def fill(self) -> None:
+        """Puts everything in its place."""
+        for module, places, entries in zip(self.modules, self.places, self.contents.models):
+            on_meta = any(isinstance(place, Tensor) and place.is_meta for place in places.values())
+            for name, entry in entries.items():
+                places[name] = self._filled(entry, places[name])
+            if isinstance(module, MutableMapping):
+                module.update(places)
+                continue
+            if on_meta and isinstance(module, nn.Module):
+                _make_parameters(module, places)
+            module.load_state_dict(places, **({"assign": True} if on_meta else {}))
+        for state in self.states:
+            state.fill()
+
+    def _filled(self, entry: Any, place: Any) -> Any:
+        """The place, holding this rank's values of the entry; another one if it had no memory."""
+        value = whole_entry(entry)
+        if not isinstance(place, Tensor):
+            return kept(value, True)
+        device = place.device
+        if place.is_meta:
+            kind = place.device_mesh.device_type if isinstance(place, DTensor) else "cpu"
+            device = self.device or torch.device(kind)
+            if not isinstance(place, DTensor):
+                return own(value).to(device)
+        held = {"": place}
+        distribute_state_dict({"": value}, held, device)
+        return held[""]
+
+
+def _make_parameters(module: nn.Module, places: dict[str, Any]) -> None:
+    """Makes parameters of what takes the place of some on the meta device: one of what was one, under all its names."""
+    made: dict[int, nn.Parameter] = {}
+    for name, param in module.state_dict(keep_vars=True).items():
+        if isinstance(param, nn.Parameter) and not param.is_meta:
+            places[name] = param
+        elif isinstance(param, nn.Parameter):
+            new = nn.Parameter(places[name], requires_grad=param.requires_grad)
+            places[name] = made.setdefault(id(param), new)
+
+
+def _check_count(what: str, given: int, saved: int) -> None:
+    if given != saved:
+        raise UsageError(
+            f"load_into's {what}",
+            expected=f"{saved}, as were saved",
+            got=f"{given}",
+            remedy="Give as many, in the same order; None leaves all as they are.",
+        )
+
+
+def _check_places(path: Path, entries: Mapping[str, Any], places: Mapping[str, Any]) -> None:
+    """Raises unless the model has a place for every entry, and an entry for every place, of the same kind."""
+    missing = [name for name in places if name not in entries]
+    unknown = [name for name in entries if name not in places]
+    if missing or unknown:
+        raise UsageError(
+            show(path),
+            expected="the entries that the model has",
+            got=f"{missing} missing, {unknown} unknown",
+            remedy="Load into the model that was saved.",
+        )
+    names = [name for name, entry in entries.items() if _is_tensor(entry) or isinstance(places[name], Tensor)]
+    plan = {(*path, name): _info(entries[name]) for name in names}
+    held: dict[Any, Any] = {name: places[name] for name in names}
+    for key in reversed(path):
+        held = {key: held}
+    _check_plan(plan, held)
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, Tensor | Cut)
+
+
+def _info(entry: Any) -> Any:
+    return TensorInfo(tuple(entry.shape), entry.dtype) if _is_tensor(entry) else entry
+
+
+class _OptimizerPlaces:
+    """The state of an optimizer as it was saved, and how it is cut for the one that takes it."""
+
+    def __init__(self, path: Path, saved: dict[str, Any], target: Any) -> None:
+        self.path, self.saved, self.target = path, saved, target
+        groups = getattr(target, "param_groups", None)
+        if not isinstance(groups, list) or not callable(getattr(target, "load_state_dict", None)):
+            refuse_kind(f"optimizer[{path[1]}]", target, "an optimizer")
+        mine, theirs = ([len(group["params"]) for group in each] for each in (groups, saved["param_groups"]))
+        if mine != theirs:
+            raise UsageError(
+                show((*path, "param_groups")),
+                expected=f"groups of {mine} params, as the optimizer has",
+                got=f"{theirs}",
+                remedy="Make the optimizer over the same parameters, in the same groups.",
+            )
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        self.params = dict(zip(indices, (param for group in groups for param in group["params"])))
+        for index, entry in saved["state"].items():
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                if _is_tensor(value):
+                    self._check(index, key, value)
+
+    def _check(self, index: Any, key: Any, value: Any) -> None:
+        place = self._place(index, key)
+        if isinstance(place, Tensor):
+            _check_places((*self.path, "state", index), {key: value}, {key: place})
+        like = self._like(index, key, value)
+        if isinstance(like, Tensor) and like.is_meta:
+            raise UsageError(
+                show((*self.path, "state", index, key)),
+                expected="parameters with memory",
+                got="one on the meta device",
+                remedy="Load the model first, then make the optimizer, and load it with model=None.",
+            )
+        if like is not None and any(isinstance(placement, Partial) for placement in like.placements):
+            refuse_kind(
+                show((*self.path, "state", index, key)), like, "a placement that says who has which values"
+            )
+
+    def _place(self, index: Any, key: Any) -> Any:
+        """What the optimizer has there already."""
+        held = getattr(self.target, "state", {}).get(self.params.get(index), {})
+        return held.get(key) if isinstance(held, Mapping) else None
+
+    def _like(self, index: Any, key: Any, value: Any) -> DTensor | None:
+        """The DTensor whose cut is that of the value; None: it stays whole."""
+        place, param = self._place(index, key), self.params.get(index)
+        if isinstance(place, Tensor):
+            return place if isinstance(place, DTensor) else None
+        return param if isinstance(param, DTensor) and param.shape == value.shape else None
+
+    def _part(self, index: Any, key: Any, value: Any) -> Any:
+        if not _is_tensor(value):
+            return kept(value, True)
+        like, whole = self._like(index, key, value), whole_entry(value)
+        if like is None:
+            return own(whole)
+        local = own(shard_of(whole, like.device_mesh, like.placements)).to(like.to_local().device)
+        return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
+
+    def fill(self) -> None:
+        state = {
+            index: (
+                {key: self._part(index, key, value) for key, value in entry.items()}
+                if isinstance(entry, dict)
+                else kept(entry, True)
+            )
+            for index, entry in self.saved["state"].items()
+        }
+        rest = {key: kept(value, True) for key, value in self.saved.items() if key != "state"}
+        self.target.load_state_dict({"state": state, **rest})

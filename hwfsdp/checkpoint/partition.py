@@ -1,0 +1,389 @@
+"""What each part of a PART checkpoint holds, and how the parts become whole again. No files here; see `parts`.
+
+A part is a dict. That of rank r of n, in a save of one model and one optimizer:
+
+    "__nshards__"   n
+    "__version__"   "2.0.0"
+    "model"         [(OrderedDict of whole tensors, {name: (torch.Size, chunk [k])})]
+    "optimizer"     [({"state": {param index: {key: value}}, "param_groups": [...]},
+                      {(param index, key): (torch.Size, chunk [k])})]
+    any other       the user's, in part 0 only
+
+A *large* tensor is cut: its elements, in row-major order, go to the ranks in chunks as `torch.chunk` makes them. All
+other entries stay whole, and are dealt out, the largest first, each to the rank that has the fewest bytes so far; the
+state of one parameter (what is not cut of it) stays together. Buffers are rank 0's.
+
+Note [Whoever holds it]
+    Readers take an entry from the part that has it, and so do not repeat that arithmetic. What they do check is that
+    every entry is in one part only, and that the chunks of a tensor add up to its size. A part without a chunk of a
+    tensor, and one with an empty chunk, mean the same: there were fewer chunks than ranks. A whole entry that all parts
+    lack is not noticed; nothing in the format lists them.
+
+Left out: sharing. Tied weights are two entries with the same values.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.checkpoint.state_dict import whole_of
+from hwfsdp.checkpoint.traverse import Path, brief, leaves_of, map_leaves, show
+from hwfsdp.errors import CheckpointError
+from hwfsdp.sharding import chunk_extent
+
+VERSION = "2.0.0"
+COUNT_KEY, VERSION_KEY, ID_KEY = "__nshards__", "__version__", "__save_id__"
+RESERVED = ("model", "optimizer", COUNT_KEY, VERSION_KEY, ID_KEY)
+
+
+# --- Dealing out -------------------------------------------------------------------------------------------
+
+
+class Deal(NamedTuple):
+    """Who holds what: `holders` of whole entries, by name or param index, and `cut`, the keys of those in chunks."""
+
+    holders: dict[Any, int]
+    cut: set[Any]
+
+
+def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
+    """The rank for each entry: the largest first, each to the rank with the least load, the lowest of several.
+
+    Args:
+        sizes: bytes by key. loads: bytes that each rank has already; those of the entries are added.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    holders = {}
+    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        load, rank = heap[0]
+        holders[key] = rank
+        heapq.heapreplace(heap, (load + size, rank))
+    for load, rank in heap:
+        loads[rank] = load
+    return holders
+
+
+def bytes_in(tree: Any) -> int:
+    """Bytes of the tensors in it, whole ones."""
+    tensors = [leaf.value for leaf in leaves_of(tree) if isinstance(leaf.value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def is_large(value: Any, large_bytes: int) -> bool:
+    """Whether it is a dense tensor of more bytes than that."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return value.numel() * value.element_size() > large_bytes
+
+
+def deal_model(
+    state: Mapping[str, Any], buffers: Collection[str], loads: list[int], large_bytes: int
+) -> Deal:
+    """Deals out a model's state dict; `buffers` are rank 0's, whatever their size."""
+    cut = {name for name, value in state.items() if name not in buffers and is_large(value, large_bytes)}
+    whole = {name: bytes_in(value) for name, value in state.items() if name not in cut}
+    mine = {name: 0 for name in whole if name in buffers}
+    loads[0] += sum(whole[name] for name in mine)
+    return Deal(mine | deal({name: size for name, size in whole.items() if name not in mine}, loads), cut)
+
+
+def deal_optimizer(state: Mapping[Any, Any], loads: list[int], large_bytes: int) -> Deal:
+    """Deals out the "state" of an optimizer's state dict; `cut` has (param index, key)."""
+    cut, sizes = set(), {}
+    for index, entry in state.items():
+        items = entry.items() if isinstance(entry, Mapping) else ()
+        large = {(index, key) for key, value in items if is_large(value, large_bytes)}
+        sizes[index] = bytes_in(entry) - sum(bytes_in(entry[key]) for _, key in large)
+        cut |= large
+    return Deal(deal(sizes, loads), cut)
+
+
+# --- Making a part -----------------------------------------------------------------------------------------
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, row-major, with memory of its own; a view would bring all of its storage into the file."""
+    plain = tensor.detach()
+    if plain.layout == torch.strided:
+        plain = plain.resolve_conj().resolve_neg().contiguous()
+    return plain.clone() if plain.is_cpu else plain.cpu()
+
+
+def chunk_of(whole: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Tensor]:
+    """The size of a tensor and this rank's run of its elements, [k], in row-major order."""
+    start, length = chunk_extent(whole.numel(), world_size, rank)
+    return whole.shape, own(whole.reshape(-1)[start : start + length])
+
+
+def kept(value: Any, keep: bool) -> Any:
+    """The value with tensors that are this part's own. DTensors in it are gathered, also where it is not kept."""
+
+    def take(_: Path, leaf: Any, __: Any) -> Any:
+        whole = whole_of(leaf) if isinstance(leaf, DTensor) else leaf
+        return own(whole) if keep and isinstance(whole, Tensor) else whole if keep else None
+
+    return map_leaves(take, value)
+
+
+def _chunk(value: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Tensor]:
+    return chunk_of(whole_of(value) if isinstance(value, DTensor) else value, rank, world_size)
+
+
+def part_of_model(
+    state: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's part of a model. DTensors are gathered one at a time, in the order of the state dict, by all ranks."""
+    whole: OrderedDict[str, Any] = OrderedDict()
+    chunks: dict[str, Any] = {}
+    for name, value in state.items():
+        if name in dealt.cut:
+            chunks[name] = _chunk(value, rank, world_size)
+            continue
+        taken = kept(value, dealt.holders[name] == rank)
+        if dealt.holders[name] == rank:
+            whole[name] = taken
+    return whole, chunks
+
+
+def part_of_optimizer(
+    state_dict: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """This rank's part of an optimizer: some of its state, and everything else."""
+    chunks: dict[Any, Any] = {}
+    state: OrderedDict[Any, Any] = OrderedDict()
+    for index, entry in state_dict["state"].items():
+        rest = entry
+        if isinstance(entry, Mapping):
+            large = {key: value for key, value in entry.items() if (index, key) in dealt.cut}
+            chunks |= {(index, key): _chunk(value, rank, world_size) for key, value in large.items()}
+            rest = {key: value for key, value in entry.items() if key not in large}
+        taken = kept(rest, dealt.holders[index] == rank)
+        if dealt.holders[index] == rank:
+            state[index] = taken
+    others = {key: kept(value, True) for key, value in state_dict.items() if key != "state"}
+    return {"state": state, **others}, chunks
+
+
+# --- Is it a part? -----------------------------------------------------------------------------------------
+
+_REMEDY = "Load another checkpoint; this one was damaged, or written by something else."
+
+
+def refuse(file: str, key: str | None, expected: str, got: str, remedy: str = _REMEDY) -> NoReturn:
+    """Raises a CheckpointError about an entry of a file."""
+    subject = file if key is None else f"{key} in {file}"
+    raise CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key)
+
+
+def check_part(part: Any, file: str) -> None:
+    """Raises CheckpointError unless it is built as a part is; what is in two parts is compared later."""
+    if not isinstance(part, dict):
+        refuse(file, None, "a dict", brief(part))
+    version = part.get(VERSION_KEY)
+    if not isinstance(version, str) or version != VERSION:
+        remedy = "Load it with the program that wrote it, and save it again."
+        refuse(file, show((VERSION_KEY,)), f"version {VERSION!r}", repr(version)[:80], remedy)
+    count = part.get(COUNT_KEY)
+    if type(count) is not int or count < 1:
+        refuse(file, show((COUNT_KEY,)), "the number of parts", repr(count)[:80])
+    if not isinstance(part.get(ID_KEY), str | None):
+        refuse(file, show((ID_KEY,)), "a str", brief(part[ID_KEY]))
+    for kind, check in (("model", _check_model), ("optimizer", _check_optimizer)):
+        several = part.get(kind)
+        if not isinstance(several, list):
+            refuse(file, show((kind,)), "a list", brief(several))
+        for i, pair in enumerate(several):
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(x, dict) for x in pair):
+                refuse(file, show((kind, i)), "a pair of dicts: whole entries, chunks", brief(pair))
+            check(pair, (kind, i), file)
+
+
+def _check_model(pair: tuple[Any, Any], path: Path, file: str) -> None:
+    whole, chunks = pair
+    for name in (*whole, *chunks):
+        if not isinstance(name, str):
+            refuse(file, show((*path, name)), "a name that is a str", type(name).__name__)
+    for name, chunk in chunks.items():
+        _check_chunk(chunk, show((*path, name)), file)
+
+
+def _check_optimizer(pair: tuple[Any, Any], path: Path, file: str) -> None:
+    whole, chunks = pair
+    if not isinstance(whole.get("state"), dict):
+        refuse(file, show((*path, "state")), "a dict", brief(whole.get("state")))
+    groups = whole.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
+        refuse(file, show((*path, "param_groups")), 'a list of dicts with "params"', brief(groups))
+    for key, chunk in chunks.items():
+        if not isinstance(key, tuple) or len(key) != 2:
+            refuse(file, show((*path, key)), "(param index, key)", repr(key)[:80])
+        _check_chunk(chunk, show((*path, "state", *key)), file)
+
+
+def _check_chunk(chunk: Any, key: str, file: str) -> None:
+    if not isinstance(chunk, tuple) or len(chunk) != 2 or not isinstance(chunk[0], tuple):
+        refuse(file, key, "(torch.Size, chunk)", brief(chunk))
+    size, values = chunk
+    if not all(type(n) is int and n >= 0 for n in size):
+        refuse(file, key, "a size of ints, 0 or more each", repr(tuple(size))[:80])
+    plain = isinstance(values, Tensor) and not isinstance(values, DTensor) and values.layout == torch.strided
+    if not plain or values.ndim != 1:
+        refuse(file, key, "a chunk with one dim", brief(values))
+
+
+# --- Whole again -------------------------------------------------------------------------------------------
+
+
+class Cut:
+    """A tensor that is in chunks still.
+
+    Attributes:
+        shape, dtype: of the whole.
+    """
+
+    def __init__(self, size: Sequence[int], chunks: list[Tensor]) -> None:
+        self.shape, self.dtype = torch.Size(size), chunks[0].dtype
+        self.chunks = [chunk for chunk in chunks if chunk.numel()] or chunks[:1]
+
+    def whole(self) -> Tensor:
+        """The tensor, on the device of its first chunk; a view of the chunk if there is only one."""
+        first = self.chunks[0]
+        rest = [chunk.to(first.device) for chunk in self.chunks[1:]]
+        return (torch.cat([first, *rest]) if rest else first).detach().view(self.shape)
+
+
+def whole_entry(entry: Any) -> Any:
+    """The entry, with its chunks put together if it is a `Cut`."""
+    return entry.whole() if isinstance(entry, Cut) else entry
+
+
+class Contents(NamedTuple):
+    """What all parts hold together. A `Cut` stands for each tensor that is in chunks."""
+
+    models: list[dict[str, Any]]
+    optimizers: list[dict[str, Any]]
+    others: dict[Any, Any]
+    save_id: str | None
+
+
+class _Entries:
+    """The entries of one model, or of the state of one optimizer, as the parts come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.whole: dict[Path, Any] = {}
+        self.chunks: dict[Path, list[tuple[Sequence[int], Tensor]]] = {}
+        self.files: dict[Path, str] = {}  # where each came from first
+
+    def add(self, key: Path, value: Any, file: str) -> None:
+        if key in self.files:
+            expected = f"the entry in one part only; it is in {self.files[key]}"
+            refuse(file, show((*self.path, *key)), expected, "the entry again")
+        self.whole[key], self.files[key] = value, file
+
+    def add_chunk(self, key: Path, chunk: tuple[Sequence[int], Tensor], file: str) -> None:
+        if key in self.whole:
+            self.add(key, None, file)  # which refuses it
+        before = self.chunks.setdefault(key, [])
+        if before and (tuple(before[0][0]), before[0][1].dtype) != (tuple(chunk[0]), chunk[1].dtype):
+            expected = f"a chunk of {tuple(before[0][0])}, {before[0][1].dtype}, as {self.files[key]} has"
+            refuse(file, show((*self.path, *key)), expected, f"one of {tuple(chunk[0])}, {chunk[1].dtype}")
+        before.append(chunk)
+        self.files.setdefault(key, file)
+
+    def all(self) -> dict[Path, Any]:
+        """Every entry by its key; raises if chunks do not add up."""
+        cut = {}
+        for key, chunks in self.chunks.items():
+            size, elements = chunks[0][0], sum(len(values) for _, values in chunks)
+            if elements != prod(size):
+                expected = f"chunks of {prod(size)} elements in all parts, for shape {tuple(size)}"
+                refuse(self.files[key], show((*self.path, *key)), expected, f"{elements}")
+            cut[key] = Cut(size, [values for _, values in chunks])
+        return self.whole | cut
+
+
+def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
+    """The contents of all parts, by file and in rank order, which `check_part` has accepted.
+
+    Raises:
+        CheckpointError: they are not parts of one save, or an entry is in two of them, or incomplete.
+    """
+    (first_file, first), *_ = parts.items()
+    for file, part in parts.items():
+        _check_same_save(first_file, first, file, part)
+    models = [_Entries(("model", i)) for i in range(len(first["model"]))]
+    optimizers = [_Entries(("optimizer", i, "state")) for i in range(len(first["optimizer"]))]
+    for file, part in parts.items():
+        for entries, (whole, chunks) in zip(models, part["model"]):
+            for name, value in whole.items():
+                entries.add((name,), value, file)
+            for name, chunk in chunks.items():
+                entries.add_chunk((name,), chunk, file)
+        for entries, (whole, chunks) in zip(optimizers, part["optimizer"]):
+            _add_state(entries, whole["state"], file)
+            for key, chunk in chunks.items():
+                entries.add_chunk(key, chunk, file)
+    return Contents(
+        [{name: value for (name,), value in entries.all().items()} for entries in models],
+        [_optimizer_of(entries, pair[0]) for entries, pair in zip(optimizers, first["optimizer"])],
+        {key: value for key, value in first.items() if key not in RESERVED},
+        first.get(ID_KEY),
+    )
+
+
+def _add_state(entries: _Entries, state: dict[Any, Any], file: str) -> None:
+    """A parameter's state is one entry per key; what is no dict, or an empty one, is an entry itself."""
+    for index, entry in state.items():
+        if isinstance(entry, dict):
+            for key, value in entry.items():
+                entries.add((index, key), value, file)
+        else:
+            entries.add((index,), entry, file)
+        if isinstance(entry, dict) and not entry:
+            entries.whole.setdefault((index,), {})
+
+
+def _optimizer_of(entries: _Entries, first: dict[str, Any]) -> dict[str, Any]:
+    state: dict[Any, Any] = {}
+    found = entries.all()
+    for (index, *rest), value in sorted(found.items(), key=lambda item: len(item[0])):
+        if not rest:
+            state[index] = value
+        elif isinstance(state.setdefault(index, {}), dict):
+            state[index][rest[0]] = value
+        else:
+            file = entries.files[(index, *rest)]
+            refuse(file, show((*entries.path, index)), "a dict in every part or in none", "both")
+    if all(isinstance(index, int) for index in state):
+        state = {index: state[index] for index in sorted(state)}
+    return {"state": state} | {key: value for key, value in first.items() if key != "state"}
+
+
+def _check_same_save(first_file: str, first: dict[str, Any], file: str, part: dict[str, Any]) -> None:
+    """Raises if what is the same in all parts of a save differs between these two."""
+    what: dict[str, tuple[Hashable, Hashable]] = {
+        show((COUNT_KEY,)): (first[COUNT_KEY], part[COUNT_KEY]),
+        show((ID_KEY,)): (first.get(ID_KEY), part.get(ID_KEY)),
+        "the number of models": (len(first["model"]), len(part["model"])),
+        "the number of optimizers": (len(first["optimizer"]), len(part["optimizer"])),
+    }
+    for i, (one, other) in enumerate(zip(first["optimizer"], part["optimizer"])):
+        groups = [repr([group["params"] for group in pair[0]["param_groups"]]) for pair in (one, other)]
+        what[f"the params of {show(('optimizer', i, 'param_groups'))}"] = (groups[0], groups[1])
+    for key, (one, other) in what.items():
+        if one != other:
+            expected = f"{str(one)[:80]}, as in {first_file}"
+            remedy = "These are parts of two saves: put the files of one save into a directory of their own."
+            refuse(file, key, expected, str(other)[:80], remedy)

@@ -1,0 +1,431 @@
+"""The PART checkpoint format, version 2.0.0: a directory with one `torch.save` file per rank, PART_000.pt and so on.
+
+    save("ckpt", model, optimizer, others={"step": 7})     # on every rank
+    load("ckpt")                                           # anywhere: {"model": …, "optimizer": …, "step": 7}
+    load_into("ckpt", model, optimizer)                    # on every rank: into shards
+
+Other programs write and read it, too. What a part holds is in `partition`. Sharded models are written as whole tensors,
+so that any reader can take them; to that end DTensors are gathered one at a time, and a rank needs memory for its part
+and one tensor besides. `load_into` maps the files into memory, and makes whole only what it is cutting.
+
+Note [One save or the other]
+    The ranks write into a new directory beside the old one. When all of them have, rank 0 exchanges the two, in one step
+    on Linux. Elsewhere there is a moment at which nothing has the name, and `load` says where the old one is. A rank that
+    fails while it writes tells the others; all raise its error, and the old checkpoint is as it was. Since the
+    directory is replaced, nothing stale can be left in it, and it must hold nothing but parts. Each save has an id, in
+    every part under a key that other readers do not look at, so that parts of two saves do not mix.
+
+What damage is noticed, and what is not, is said in `part_files`; what can be loaded into what, in `part_targets`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.checkpoint.part_files import check_replaceable, name_beside, part_name, put_in_place, read
+from hwfsdp.checkpoint.partition import (
+    COUNT_KEY,
+    ID_KEY,
+    RESERVED,
+    VERSION,
+    VERSION_KEY,
+    Deal,
+    check_part,
+    deal_model,
+    deal_optimizer,
+    kept,
+    part_of_model,
+    part_of_optimizer,
+    refuse,
+    whole_entry,
+)
+from hwfsdp.checkpoint.part_targets import Loading, refuse_kind, several, state_of
+from hwfsdp.checkpoint.state_dict import check_data
+from hwfsdp.checkpoint.traverse import Path as Keys
+from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves, show
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError
+
+LARGE_BYTES = 256 * 2**20  # tensors of more are cut
+T = TypeVar("T")
+
+
+@torch.no_grad()
+def save(
+    fname: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any = None,
+    others: Mapping[Any, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a checkpoint of one part per rank of the group; of one part without a process group.
+
+    A collective over `group`. Every rank has the same models and optimizers, sharded or not. Tensors are written as
+    plain ones, on the CPU.
+
+    Args:
+        fname: the directory. One that is there is replaced, and must hold nothing but parts.
+        model: a module or its state dict, or a list or tuple of them. A list of one is loaded as that one.
+        optimizer: an optimizer or its state dict, or a list or tuple of them.
+        others: more entries, of which those of rank 0 are saved. Values are such that torch.load takes with
+            weights_only=True, without DTensors.
+
+    Raises:
+        UsageError: on all ranks, if on any of them an argument is not like that, or the entries differ between ranks.
+        UnsupportedError: likewise, for a ShardedTensor.
+        CheckpointError: on all ranks, if one could not write. What was there before is as it was.
+    """
+    mine = _Save(Path(os.path.realpath(fname)), group)
+    digests = _together(lambda: mine.plan(model, optimizer, others), group)
+    if len(set(digests)) > 1:
+        _refuse_difference(_together(mine.listing, group))
+    save_id = _together(mine.open, group)[0]
+    try:
+        part = mine.part(save_id)
+        _together(lambda: mine.write(part, save_id), group)
+        _together(lambda: mine.commit(save_id), group)
+    finally:
+        mine.sweep(save_id)
+
+
+def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dict[Any, Any]:
+    """Reads a checkpoint of any number of parts, in any process.
+
+    Args:
+        nthreads: how many parts are read at a time, 1 or more.
+        kwargs: for torch.load, for example map_location or mmap.
+
+    Returns:
+        "model": {name: tensor}; "optimizer": its state dict, or [] if there is none; each a list if there are several.
+        And the others.
+
+    Raises:
+        UsageError: an argument, weights_only=False for example.
+        CheckpointError: a part is missing, stale, damaged, of another save or version, or holds what cannot be loaded
+            safely; or an entry is in two parts, or incomplete.
+    """
+    contents = read(fname, nthreads, kwargs)
+    states = [optimizer["state"].values() for optimizer in contents.optimizers]
+    dicts = [entry for state in states for entry in state if isinstance(entry, dict)]
+    for entries in (*contents.models, *dicts):
+        for key, entry in entries.items():
+            entries[key] = whole_entry(entry)  # in place, so that the chunks can go
+    return {"model": _bare(contents.models), "optimizer": _bare(contents.optimizers)} | contents.others
+
+
+def _bare(several: list[dict[str, Any]]) -> Any:
+    return several[0] if len(several) == 1 else several
+
+
+@torch.no_grad()
+def load_into(
+    fname: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    nthreads: int = 8,
+    device: torch.device | None = None,
+) -> dict[Any, Any]:
+    """Loads models and optimizers, sharded or not, each rank its shards; the checkpoint is of any number of ranks.
+
+    A collective over `group`; alone without a process group. Every rank reads every part.
+
+    Args:
+        model: a module or a state dict to fill, or a list or tuple of them, as many as were saved. None: models stay
+            as they are.
+        optimizer: likewise, of optimizers over the same parameters. A state that the checkpoint has, and the
+            optimizer not yet, is sharded like its parameter if it has the same shape.
+        device: where what is on the meta device gets memory. None: where the DTensor's mesh is; the CPU for others.
+
+    Returns:
+        The others of the checkpoint.
+
+    Raises:
+        UsageError: on all ranks, if on any of them keys, shapes or dtypes differ, or an argument is of no use. Nothing
+            was loaded.
+        CheckpointError: on all ranks, for what `load` raises it for, or if ranks read different saves.
+    """
+    loading: list[Loading] = []
+    _rank_in(group)
+
+    def prepare() -> str | None:
+        contents = read(fname, nthreads, {"map_location": "cpu", "mmap": True})
+        loading.append(Loading(contents, model, optimizer, device))
+        return contents.save_id
+
+    ids = _together(prepare, group)
+    if len(set(ids)) > 1:
+        raise CheckpointError(
+            "load_into",
+            expected="one save on all ranks",
+            got=f"{len(set(ids))} of them",
+            remedy="Give all ranks the same directory, while nobody saves to it.",
+        )
+    loading[0].fill()
+    others: dict[Any, Any] = kept(loading[0].contents.others, True)
+    return others
+
+
+# --- All ranks ---------------------------------------------------------------------------------------------
+
+
+def _rank_in(group: dist.ProcessGroup | None) -> int:
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if rank < 0:
+        raise UsageError(
+            "group",
+            expected="a group that this rank is in",
+            got=f"one without rank {dist.get_rank()}",
+            remedy="Call it on the ranks of the group only.",
+        )
+    return rank
+
+
+def _together(step: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """What the step returns on each rank. If it raises on any, the error of the first such rank is raised on all."""
+    result: T | None = None
+    failed: FSDPError | None = None
+    try:
+        result = step()
+    except Exception as error:
+        failed = error if isinstance(error, FSDPError) else _failure("the checkpoint", error)
+    answers: list[Any] = [(result, failed)]
+    if dist.is_initialized():
+        answers = answers * dist.get_world_size(group)
+        dist.all_gather_object(answers, (result, failed), group=group)
+    for _, failed in answers:
+        if failed is not None:
+            raise failed
+    return [result for result, _ in answers]
+
+
+def _failure(subject: str, error: Exception, file: object = None) -> CheckpointError:
+    return CheckpointError(
+        subject,
+        expected="it to succeed",
+        got=f"{type(error).__name__}: {' '.join(str(error).split())}",
+        remedy="Nothing was changed: mend the cause, and do it again.",
+    ).at(file)
+
+
+def _refuse_difference(listings: list[dict[str, str]]) -> None:
+    """Raises for the first entry that is not the same on all ranks."""
+    for rank, other in enumerate(listings):
+        for key in (*listings[0], *other):
+            mine, theirs = listings[0].get(key, "no such entry"), other.get(key, "no such entry")
+            if mine != theirs:
+                raise UsageError(
+                    f"{key}, rank {rank}",
+                    expected=f"{mine}, as rank 0 has",
+                    got=theirs,
+                    remedy="Save the same models and optimizers on all ranks, or give the group of those that do.",
+                )
+    raise UsageError(
+        "save",
+        expected="entries in the same order on all ranks",
+        got="the same ones in another order",
+        remedy="Build the models in the same way.",
+    )
+
+
+# --- Saving ------------------------------------------------------------------------------------------------
+
+
+class _Save:
+    """One save on one rank; its steps in the order of the methods."""
+
+    def __init__(self, target: Path, group: dist.ProcessGroup | None) -> None:
+        self.target, self.rank, self.ranks = target, _rank_in(group), [0]
+        if dist.is_initialized():
+            self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.models: list[dict[str, Any]] = []
+        self.optimizers: list[dict[str, Any]] = []
+        self.others: dict[Any, Any] = {}
+        self.deals: tuple[list[Deal], list[Deal]] = ([], [])
+
+    def plan(self, model: Any, optimizer: Any, others: Mapping[Any, Any] | None) -> str:
+        """Checks what is to be saved, and deals it out. What it returns is the same where the entries are."""
+        if model is None:
+            refuse_kind("model", model)
+        modules = several(model)
+        self.models = [state_of(module, f"model[{i}]") for i, module in enumerate(modules)]
+        self.optimizers = [state_of(o, f"optimizer[{i}]") for i, o in enumerate(several(optimizer))]
+        if not isinstance(others, Mapping | None):
+            refuse_kind("others", others, "a dict")
+        self.others = dict(others or {})
+        for i, state in enumerate(self.optimizers):
+            if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
+                refuse_kind(
+                    f"optimizer[{i}]", state, 'an optimizer\'s state dict, with "state" and "param_groups"'
+                )
+        for key in self.others:
+            if key in RESERVED:
+                raise UsageError(
+                    f"others[{key!r}]",
+                    expected=f"a key that the format does not use; it uses {list(RESERVED)}",
+                    got=repr(key),
+                    remedy="Rename it.",
+                )
+        self._check_entries()
+        loads = [0] * len(self.ranks)
+        buffers = [_buffers_of(module) for module in modules]
+        self.deals = (
+            [deal_model(state, names, loads, LARGE_BYTES) for state, names in zip(self.models, buffers)],
+            [deal_optimizer(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
+        )
+        dealt = [(each.holders, sorted(map(repr, each.cut))) for each in (*self.deals[0], *self.deals[1])]
+        return hashlib.sha256(repr((self.listing(), dealt)).encode()).hexdigest()
+
+    def _check_entries(self) -> None:
+        tree = {"model": self.models, "optimizer": self.optimizers}
+        for path, value in leaves_of(tree):
+            if isinstance(value, Tensor):
+                _check_tensor(path, value, self.ranks)
+        for path, value in leaves_of(self.others):
+            if isinstance(value, DTensor):
+                refuse_kind(show(path), value, "no DTensor among others, which are rank 0's alone")
+            if isinstance(value, Tensor):
+                _check_tensor(path, value, self.ranks)
+        for i, state in enumerate(self.models):
+            for name in state:
+                if not isinstance(name, str):
+                    refuse_kind(show(("model", i, name)), name, "a name that is a str")
+        _check_loadable((), {**tree, **self.others})
+
+    def listing(self) -> dict[str, str]:
+        """What has to be the same on all ranks: entries by their paths, in order."""
+        tree = {"model": self.models, "optimizer": self.optimizers}
+        return {show(path): _entry(value) for path, value in leaves_of(tree)}
+
+    def open(self) -> str:
+        """Makes the new directory, on rank 0; returns the id of the save, which is that of rank 0."""
+        save_id = secrets.token_hex(16)
+        if self.rank == 0:
+            check_replaceable(self.target)
+            try:
+                name_beside(self.target, save_id).mkdir(parents=True)
+            except OSError as error:
+                raise _failure(f"making a directory beside {self.target}", error, self.target) from error
+        return save_id
+
+    def part(self, save_id: str) -> dict[Any, Any]:
+        """This rank's part; DTensors are gathered, by all ranks."""
+        world_size = len(self.ranks)
+        part: dict[Any, Any] = {COUNT_KEY: world_size, VERSION_KEY: VERSION, ID_KEY: save_id}
+        models, optimizers = zip(self.models, self.deals[0]), zip(self.optimizers, self.deals[1])
+        part["model"] = [part_of_model(*each, self.rank, world_size) for each in models]
+        part["optimizer"] = [part_of_optimizer(*each, self.rank, world_size) for each in optimizers]
+        return part | (kept(self.others, True) if self.rank == 0 else {})
+
+    def write(self, part: dict[Any, Any], save_id: str) -> None:
+        path = name_beside(self.target, save_id) / part_name(self.rank)
+        with_crcs = torch.serialization.get_crc32_options()
+        try:
+            torch.serialization.set_crc32_options(True)
+            check_part(part, str(path))
+            with open(path, "xb") as file:
+                torch.save(part, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except FSDPError:
+            raise
+        except Exception as error:
+            raise _failure(f"writing {path}", error, path) from error
+        finally:
+            torch.serialization.set_crc32_options(with_crcs)
+
+    def commit(self, save_id: str) -> None:
+        """Puts the new directory in place of the old one, on rank 0."""
+        if self.rank != 0:
+            return
+        new = name_beside(self.target, save_id)
+        for rank in range(len(self.ranks)):
+            if not (new / f"PART_{rank:03d}.pt").is_file():
+                remedy = "Give all ranks the same directory, in a file system that they share."
+                refuse(
+                    str(new / f"PART_{rank:03d}.pt"), None, f"the part that rank {rank} wrote", "none", remedy
+                )
+        try:
+            put_in_place(new, self.target)
+        except OSError as error:
+            raise _failure(f"replacing {self.target}", error, self.target) from error
+
+    def sweep(self, save_id: str) -> None:
+        """Removes the directory beside, if the save has failed."""
+        if self.rank == 0:
+            shutil.rmtree(name_beside(self.target, save_id), ignore_errors=True)
+
+
+def _buffers_of(module: Any) -> set[str]:
+    """Names of its buffers; those that are not in its state dict, because they are not persistent, do no harm."""
+    if not isinstance(module, nn.Module):
+        return set()
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def _check_tensor(path: Keys, tensor: Tensor, ranks: list[int]) -> None:
+    check_data(path, tensor)
+    inner = tensor
+    if isinstance(tensor, DTensor):
+        inner = tensor.to_local()
+        across = tensor.device_mesh.mesh.flatten().tolist()
+        if tensor.device_mesh.get_coordinate() is None or not set(across) <= set(ranks):
+            raise UsageError(
+                show(path),
+                expected=f"a mesh that this rank is in, and all of whose ranks take part: {ranks}",
+                got=f"one of the ranks {across}",
+                remedy="Call save with the group of the ranks that have the model.",
+            )
+    if type(inner.detach()) is not Tensor:
+        raise UsageError(
+            show(path),
+            expected="a plain tensor, or a DTensor of plain ones",
+            got=type(inner).__name__,
+            remedy="Convert it first; readers would need that class.",
+        )
+
+
+def _entry(value: Any) -> str:
+    """What an entry is, as far as ranks must not differ in it."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}" if items_of(value) is None else "nothing in it"
+    text = f"{value.dtype} {list(value.shape)} {value.layout}"
+    return f"{text} as {list(value.placements)}" if isinstance(value, DTensor) else text
+
+
+def _check_loadable(path: Keys, tree: Any) -> None:
+    """Raises if torch.load with weights_only=True would not take it; tensors are taken out first."""
+    error = _loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
+    if error is None:
+        return
+    items = items_of(tree) or {}
+    for key, child in items.items():
+        _check_loadable((*path, key), child)
+    raise UsageError(
+        show(path),
+        expected="what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers",
+        got=f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})",
+        remedy="Convert it; no reader could load it safely.",
+    )
+
+
+def _loading_error(tree: Any) -> Exception | None:
+    file = io.BytesIO()
+    try:
+        torch.save(tree, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:
+        return error
+    return None

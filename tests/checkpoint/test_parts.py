@@ -1,0 +1,1233 @@
+"""The PART format: what other readers and writers of it make of ours and the other way round, and each of its traps.
+
+The oracles are a reader and a writer written from the format's description alone (`original_parts`), and the tensors
+that were saved. Whatever the writer can do alone, playing all ranks, is tested in this process; what takes ranks is a
+check that `run_all` runs on them, each world size started once.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+import re
+import tempfile
+import traceback
+import weakref
+import zipfile
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import original_parts
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models import Block, Model
+
+from hwfsdp import fully_shard, launch
+from hwfsdp.checkpoint import part_files, partition, parts
+from hwfsdp.checkpoint.state_dict import gather_state_dict
+from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
+
+WORLD_SIZES = [1, 2, 3, 4]
+LARGE = 64  # bytes
+CHECKS: dict[str, Callable[[Path], None]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _tensors_of_this_size_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LARGE_BYTES", LARGE)
+
+
+# --- What is saved -----------------------------------------------------------------------------------------
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32, start: int = 1) -> Tensor:
+    return (torch.arange(torch.Size(shape).numel()) + start).view(shape).to(dtype)
+
+
+class Zoo(nn.Module):
+    """Parameters and buffers of every kind, tied weights among them; some large, some in few elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(5)
+        self.short = nn.Parameter(numbered(33, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.turned = nn.Parameter(numbered(5, 6).t())
+        self.few = nn.Parameter(numbered(9, dtype=torch.float64))  # large; 3 chunks of 3 for 4 ranks
+        self.register_buffer("table", numbered(40, dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("cache", numbered(3), persistent=False)
+        with torch.no_grad():
+            for i, param in enumerate(self.parameters()):
+                param.add_(i)
+
+
+def small() -> Model:
+    """Two large parameters and two small ones, with rows that do not divide; 4 ranks get none of some."""
+    return Model([Block(5, 7, 3)])
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """One step, for gradients that have a value of their own everywhere."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            part = param.to_local() if isinstance(param, DTensor) else param
+            grad = numbered(*part.shape, dtype=part.dtype)
+            param.grad = (
+                grad
+                if part is param
+                else DTensor.from_local(
+                    grad, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+                )
+            )
+    optimizer.step()
+    return optimizer
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=False, **options)
+
+
+def momentum(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    half = len(params := list(model.parameters())) // 2
+    groups = [{"params": params[:half]}, {"params": params[half:], "lr": 0.25}]
+    return torch.optim.SGD(groups, lr=0.5, momentum=0.5, foreach=False, **options)
+
+
+OPTIMIZERS = [adamw, momentum]
+
+
+def assert_same(mine: Any, theirs: Any, at: str = "") -> None:
+    """The same keys and values, tensors by dtype, shape and element; the order of dicts does not matter."""
+    if isinstance(theirs, Tensor):
+        assert type(mine) is Tensor and mine.dtype == theirs.dtype and mine.shape == theirs.shape, at
+        assert torch.equal(mine, theirs), at
+    elif isinstance(theirs, dict):
+        assert isinstance(mine, dict) and mine.keys() == theirs.keys(), (at, list(mine), list(theirs))
+        for key in theirs:
+            assert_same(mine[key], theirs[key], f"{at}[{key!r}]")
+    elif isinstance(theirs, list | tuple):
+        assert type(mine) is type(theirs) and len(mine) == len(theirs), at
+        for i, (one, other) in enumerate(zip(mine, theirs)):
+            assert_same(one, other, f"{at}[{i}]")
+    else:
+        assert mine == theirs, at
+
+
+def whole(state: Any) -> Any:
+    """The state dict with copies of whole tensors."""
+    kept: Any = gather_state_dict({"": state})[""]
+    return torch.load(saved_to_memory(plain(kept)), weights_only=True)
+
+
+def plain(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(plain(value) for value in tree)
+    return tree.detach() if isinstance(tree, Tensor) else tree
+
+
+def saved_to_memory(tree: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(tree, file)
+    file.seek(0)
+    return file
+
+
+def as_read(directory: Path) -> dict[str, Any]:
+    """What the other reader makes of it, without the keys that are the format's own."""
+    found = original_parts.read(directory)
+    return {key: value for key, value in found.items() if not str(key).startswith("__")}
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# --- On ranks ----------------------------------------------------------------------------------------------
+
+
+def on_ranks(check: Callable[[Path], None]) -> Callable[[Path], None]:
+    CHECKS[check.__name__] = check
+    return check
+
+
+def run_all(directory: str) -> dict[str, str]:
+    """On a rank: check to traceback, empty where it held. Each has a directory of its own."""
+    parts.LARGE_BYTES = LARGE
+    found = {}
+    for name, check in CHECKS.items():
+        own = Path(directory, re.sub(r"\W+", "_", name))
+        own.mkdir(exist_ok=True)
+        try:
+            check(own)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def results(world_size: int) -> list[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            found: list[dict[str, str]] = launch(run_all, world_size, directory, timeout=100)
+        except (
+            RankError
+        ) as error:  # kept like any other result: the ranks are not started again for every check
+            found = [dict.fromkeys(CHECKS, str(error))]
+    return found
+
+
+@functools.cache
+def cpu() -> Any:
+    return torch.distributed.init_device_mesh("cpu", (size(),))
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """By hwfsdp, uneven shards and all."""
+    for child in model.children():
+        if isinstance(child, nn.Sequential | nn.ModuleList):
+            for block in child:
+                fully_shard(block, mesh=cpu())
+    return fully_shard(model, mesh=cpu())
+
+
+def every_rank_says(value: Any) -> list[Any]:
+    said: list[Any] = [None] * size()
+    dist.all_gather_object(said, value)
+    return said
+
+
+def raised(go: Callable[[], Any], kind: type[FSDPError]) -> str:
+    """The message, which is the same on all ranks, and one line."""
+    with pytest.raises(kind) as info:
+        go()
+    messages = every_rank_says(str(info.value))
+    assert len(set(messages)) == 1 and "\n" not in messages[0], messages
+    return messages[0]
+
+
+def is_last() -> bool:
+    return dist.get_rank() == size() - 1
+
+
+def other_readers_load_a_replicated_model(make: Callable[..., Any], directory: Path) -> None:
+    model = Zoo()
+    optimizer = stepped(make(model))
+    parts.save(directory / "c", model, optimizer, {"step": 7, "name": "n", "view": numbered(9)[2:4]})
+    expected = {"model": plain(dict(model.state_dict())), "optimizer": plain(optimizer.state_dict())}
+    expected |= {"step": 7, "name": "n", "view": numbered(9)[2:4]}
+    assert_same(as_read(directory / "c"), expected)
+    assert_same(parts.load(directory / "c"), expected)
+    assert names_in(directory / "c") == [f"PART_{rank:03d}.pt" for rank in range(size())]
+    assert every_rank_says(None) and names_in(directory) == ["c"]
+    model.load_state_dict(parts.load(directory / "c")["model"])
+
+
+def other_readers_load_a_sharded_model(make: Callable[..., Any], directory: Path) -> None:
+    model = sharded(small())
+    optimizer = stepped(make(model))
+    parts.save(directory / "c", model, optimizer, {"step": 7})
+    expected = {
+        "model": whole(dict(model.state_dict())),
+        "optimizer": whole(optimizer.state_dict()),
+        "step": 7,
+    }
+    assert_same(as_read(directory / "c"), expected)
+    assert_same(parts.load(directory / "c"), expected)
+    small().load_state_dict(parts.load(directory / "c")["model"])
+
+
+def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], directory: Path) -> None:
+    saved = small()
+    optimizer = stepped(make(saved))
+    state, moments = plain(dict(saved.state_dict())), plain(optimizer.state_dict())
+    for count, steps in ((1, 1), (2, 0), (5, 1)):  # an optimizer that has a state already, or none yet
+        where = directory / f"{count} {dist.get_rank()}"  # each rank its own copy
+        original_parts.write(where, [state], [moments], {"step": 3}, count=count, large_bytes=LARGE)
+        target = sharded(small())
+        theirs = make(target)
+        for _ in range(steps):
+            stepped(theirs)
+        assert parts.load_into(where, target, theirs) == {"step": 3}
+        assert_same(whole(dict(target.state_dict())), state)
+        assert_same(whole(theirs.state_dict()), moments)
+    for param, part in zip(
+        saved.parameters(), target.parameters()
+    ):  # and it goes on as if nothing had happened
+        param.grad = torch.ones_like(param)
+        part.grad = torch.ones_like(part)
+    optimizer.step(), theirs.step()
+    assert_same(whole(dict(target.state_dict())), plain(dict(saved.state_dict())))
+
+
+for promise in (
+    other_readers_load_a_replicated_model,
+    other_readers_load_a_sharded_model,
+    a_checkpoint_of_other_writers_goes_into_shards,
+):
+    for make in OPTIMIZERS:
+        CHECKS[f"{promise.__name__} ({make.__name__})"] = functools.partial(promise, make)
+
+
+@on_ranks
+def a_model_with_everything_goes_into_shards(directory: Path) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.norm = nn.Embedding(7, 5), nn.Linear(5, 7), nn.BatchNorm1d(5)
+            self.head.weight = self.embed.weight
+            self.short = nn.Parameter(numbered(33, dtype=torch.bfloat16))
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("cache", numbered(3), persistent=False)
+
+    model = fully_shard(Small(), mesh=cpu())
+    model.norm.running_mean += 3
+    parts.save(directory / "c", model)
+    expected = whole(dict(model.state_dict()))
+    assert "cache" not in expected and {"embed.weight", "head.weight"} <= expected.keys()
+    target = fully_shard(Small(), mesh=cpu())
+    target.cache += 1
+    parts.load_into(directory / "c", target)
+    assert_same(whole(dict(target.state_dict())), expected)
+    assert torch.equal(target.cache, numbered(3) + 1)
+    assert target.head.weight is target.embed.weight
+    with torch.device("meta"):
+        target = Small()
+    target = fully_shard(target, mesh=cpu())
+    parts.load_into(directory / "c", target)
+    assert_same(whole(dict(target.state_dict())), expected)
+    assert target.head.weight is target.embed.weight
+
+
+@on_ranks
+def a_model_on_the_meta_device_gets_memory(directory: Path) -> None:
+    model = small()
+    parts.save(directory / "c", model)
+    with torch.device("meta"):
+        target = small()
+    target = sharded(target)
+    parts.load_into(directory / "c", target)
+    assert_same(whole(dict(target.state_dict())), plain(dict(model.state_dict())))
+    with torch.device("meta"):
+        alone = sharded(small())
+    message = raised(lambda: parts.load_into(directory / "c", alone, adamw(alone)), UsageError)
+    assert "load_into's optimizer: expected 0, as were saved; got 1" in message
+    parts.save(directory / "d", model, stepped(adamw(model)))
+    message = raised(lambda: parts.load_into(directory / "d", alone, adamw(alone)), UsageError)
+    assert "expected parameters with memory; got one on the meta device" in message
+    assert all(param.is_meta for param in alone.parameters())
+    parts.load_into(directory / "d", alone)
+    optimizer = adamw(alone)
+    parts.load_into(directory / "d", None, optimizer)
+    assert_same(whole(optimizer.state_dict()), parts.load(directory / "d")["optimizer"])
+
+
+@on_ranks
+def one_tensor_at_a_time_is_whole(directory: Path) -> None:
+    names = [str(i) for i in range(5)]
+    model = fully_shard(nn.ParameterDict({name: numbered(40, 3) for name in names}), mesh=cpu())
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any) -> Tensor:
+            nonlocal most
+            most = max(most, sum(ref() is not None for ref in alive))
+            made = make(*args)
+            alive.append(weakref.ref(made))
+            return made
+
+        return call
+
+    with mock.patch.object(partition, "whole_of", watched(partition.whole_of)):
+        parts.save(directory / "c", model)
+    assert len(alive) == 5 and most == 0
+    alive.clear()
+    with mock.patch.object(partition.Cut, "whole", watched(partition.Cut.whole)):
+        parts.load_into(directory / "c", model)
+    assert len(alive) == 5 and most == 0
+
+
+@on_ranks
+def what_large_tensors_have_many_of_is_cut_and_the_rest_dealt_out(directory: Path) -> None:
+    if size() == 1:
+        return
+    model = {f"large {i}": numbered(40) for i in range(3)} | {f"small {i}": numbered(4) for i in range(8)}
+    parts.save(directory / "c", model)
+    mine = torch.load(directory / "c" / f"PART_{dist.get_rank():03d}.pt", weights_only=True)
+    assert (mine["__nshards__"], mine["__version__"]) == (size(), "2.0.0")
+    ((dealt, chunks),) = mine["model"]
+    assert type(dealt) is OrderedDict and list(chunks) == [f"large {i}" for i in range(3)]
+    for shape, chunk in chunks.values():
+        assert shape == torch.Size([40])
+        assert torch.equal(chunk, numbered(40).chunk(size())[dist.get_rank()])
+        assert chunk.untyped_storage().nbytes() == chunk.numel() * 4
+    counts = every_rank_says(len(dealt))
+    assert sum(counts) == 8 and max(counts) - min(counts) <= 1
+
+
+@on_ranks
+def a_save_replaces_parts_of_a_larger_world(directory: Path) -> None:
+    if dist.get_rank() == 0:
+        original_parts.write(directory / "c", [{"a": numbered(3)}], count=6)
+    every_rank_says(None)
+    parts.save(directory / "c", {"a": numbered(2)})
+    assert names_in(directory / "c") == [f"PART_{rank:03d}.pt" for rank in range(size())]
+    assert names_in(directory) == ["c"]
+    assert_same(parts.load(directory / "c")["model"], {"a": numbered(2)})
+
+
+@on_ranks
+def a_rank_that_cannot_write_fails_all_and_the_old_checkpoint_stays(directory: Path) -> None:
+    parts.save(directory / "c", {"a": numbered(3)})
+    write = torch.save
+
+    def full(tree: Any, file: Any) -> None:
+        if is_last() and not isinstance(file, io.BytesIO):
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+        write(tree, file)
+
+    with mock.patch.object(torch, "save", full):
+        message = raised(lambda: parts.save(directory / "c", {"a": numbered(4)}), CheckpointError)
+    assert f"PART_{size() - 1:03d}.pt" in message and "No space left on device" in message
+    assert names_in(directory) == ["c"]
+    assert_same(parts.load(directory / "c")["model"], {"a": numbered(3)})
+    with mock.patch.object(part_files, "_rename", side_effect=PermissionError(1, "not yours")):
+        message = raised(lambda: parts.save(directory / "c", {"a": numbered(4)}), CheckpointError)
+    assert "not yours" in message
+    every_rank_says(None)
+    assert names_in(directory) == ["c"]
+    assert_same(parts.load(directory / "c")["model"], {"a": numbered(3)})
+
+
+@on_ranks
+def a_part_that_rank_0_does_not_see_fails_all(directory: Path) -> None:
+    if size() == 1:
+        return
+    elsewhere = directory / f"file system {dist.get_rank()}"
+    real = part_files.name_beside
+
+    def made(target: Path, save_id: str) -> Path:
+        path = real(target, save_id)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    with mock.patch.object(parts, "name_beside", real if dist.get_rank() == 0 else made):
+        message = raised(lambda: parts.save(elsewhere / "c", {"a": numbered(3)}), CheckpointError)
+    assert "PART_001.pt: expected the part that rank 1 wrote; got none" in message
+
+
+@on_ranks
+def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
+    good = {"a": numbered(3), "b": numbered(2)}
+    for name, bad in {
+        "missing": {"a": numbered(3)},
+        "shape": {"a": numbered(4), "b": numbered(2)},
+        "dtype": {"a": numbered(3, dtype=torch.int32), "b": numbered(2)},
+        "order": {"b": numbered(2), "a": numbered(3)},
+        "kind": {"a": numbered(3), "b": 2},
+    }.items():
+        if size() == 1:
+            return
+        state = bad if is_last() else good
+        text = raised(lambda: parts.save(directory / "c", state), UsageError)
+        assert name == "order" or f"rank {size() - 1}" in text, text
+        assert names_in(directory) == []
+    text = raised(lambda: parts.save(directory / "c", 5 if is_last() else good), UsageError)
+    assert text.startswith("model[0]: expected a module, an optimizer or a state dict; got int")
+    others = {"model": 1} if is_last() else {}
+    text = raised(lambda: parts.save(directory / "c", good, None, others), UsageError)
+    assert text.startswith("others['model']: expected a key that the format does not use")
+    assert names_in(directory) == []
+
+
+@on_ranks
+def a_misfit_on_one_rank_loads_nothing_on_any(directory: Path) -> None:
+    parts.save(directory / "c", {"a": numbered(3), "b": numbered(30)})
+    for name, (bad, expected) in {
+        "shape": ({"a": torch.zeros(3), "b": torch.zeros(1)}, "['b'], rank "),
+        "dtype": ({"a": torch.zeros(3), "b": torch.zeros(30).int()}, "['b'], rank "),
+        "missing": ({"a": torch.zeros(3)}, "[] missing, ['b'] unknown"),
+        "unknown": ({"a": torch.zeros(3), "b": torch.zeros(30), "c": 1}, "['c'] missing, [] unknown"),
+        "kind": ({"a": torch.zeros(3), "b": 3}, "['b'], rank "),
+    }.items():
+        place = bad if is_last() else {"a": torch.zeros(3), "b": torch.zeros(30)}
+        assert expected in raised(lambda: parts.load_into(directory / "c", place), UsageError), name
+        assert torch.equal(place["a"], torch.zeros(3))
+
+
+@on_ranks
+def ranks_that_read_different_saves_are_told(directory: Path) -> None:
+    if size() == 1:
+        return
+    for name in "cd":
+        parts.save(directory / name, {"a": numbered(3)})
+    place = {"a": torch.zeros(3)}
+    text = raised(lambda: parts.load_into(directory / ("c" if is_last() else "d"), place), CheckpointError)
+    assert "expected one save on all ranks; got 2 of them" in text and torch.equal(place["a"], torch.zeros(3))
+
+
+@on_ranks
+def a_group_saves_without_the_others(directory: Path) -> None:
+    if size() < 3:
+        return
+    ranks = list(range(1, size()))
+    group = dist.new_group(ranks)
+    if dist.get_rank() == 0:
+        with pytest.raises(UsageError, match="group: expected a group that this rank is in"):
+            parts.save(directory / "c", {"a": numbered(30)}, group=group)
+        return
+    parts.save(directory / "c", {"a": numbered(30)}, others={"from": dist.get_rank()}, group=group)
+    assert len(names_in(directory / "c")) == len(ranks)
+    assert_same(as_read(directory / "c"), {"model": {"a": numbered(30)}, "optimizer": [], "from": 1})
+    place = {"a": torch.zeros(30)}
+    parts.load_into(directory / "c", place, group=group)
+    assert torch.equal(place["a"], numbered(30))
+
+
+@on_ranks
+def a_mesh_of_which_not_all_ranks_take_part_is_refused(directory: Path) -> None:
+    if size() < 2:
+        return
+    model = fully_shard(nn.Linear(4, 4), mesh=cpu())
+    groups = [dist.new_group([rank]) for rank in range(size())]
+    with pytest.raises(
+        UsageError, match="expected a mesh that this rank is in, and all of whose ranks take part"
+    ):
+        parts.save(directory / "c", model, group=groups[dist.get_rank()])
+
+
+@on_ranks
+def buffers_and_others_are_in_part_0_alone(directory: Path) -> None:
+    rank = dist.get_rank()
+    parts.save(directory / "c", Zoo(), others={"mine": rank})
+    mine = torch.load(directory / "c" / f"PART_{rank:03d}.pt", weights_only=True)
+    ((dealt, chunks),) = mine["model"]
+    buffers = {name for name, _ in Zoo().named_buffers()} - {"cache"}
+    assert (buffers <= dealt.keys()) == (rank == 0) and (rank == 0 or not buffers & dealt.keys())
+    assert not buffers & chunks.keys() and {"short", "few", "turned", "embed.weight"} <= chunks.keys()
+    assert ("mine" in mine) == (rank == 0)
+    assert parts.load(directory / "c")["mine"] == 0
+    ids = every_rank_says(mine["__save_id__"])
+    assert len(set(ids)) == 1
+
+
+@on_ranks
+def a_dtensor_among_others_is_refused(directory: Path) -> None:
+    weight = dict(fully_shard(nn.Linear(4, 4), mesh=cpu()).state_dict())["weight"]
+    text = raised(lambda: parts.save(directory / "c", {}, None, {"w": [weight]}), UsageError)
+    assert text.startswith("state_dict['w'][0]: expected no DTensor among others")
+
+
+def die_while_writing(directory: str) -> None:
+    write = torch.save
+
+    def killed(tree: Any, file: Any) -> None:
+        if is_last() and not isinstance(file, io.BytesIO):
+            os._exit(9)
+        write(tree, file)
+
+    with mock.patch.object(torch, "save", killed):
+        parts.save(directory, {"a": numbered(4)})
+
+
+# --- The tests: ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_ranks(check: str, world_size: int) -> None:
+    complaints = [
+        f"rank {rank}:\n{found[check]}" for rank, found in enumerate(results(world_size)) if found[check]
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_rank_that_is_killed_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    parts.save(tmp_path / "c", {"a": numbered(3)})
+    with pytest.raises(RankError):
+        launch(die_while_writing, 2, str(tmp_path / "c"), timeout=60)
+    assert_same(parts.load(tmp_path / "c")["model"], {"a": numbered(3)})
+    parts.save(tmp_path / "c", {"a": numbered(5)})
+    assert names_in(tmp_path) == ["c"]  # nothing is left of the attempt
+    assert_same(parts.load(tmp_path / "c")["model"], {"a": numbered(5)})
+
+
+# --- The tests: in one process -----------------------------------------------------------------------------
+
+
+def zoo_state() -> tuple[dict[str, Any], dict[str, Any]]:
+    model = Zoo()
+    optimizer = stepped(adamw(model))
+    return plain(dict(model.state_dict())), plain(optimizer.state_dict())
+
+
+def edit(path: Path, change: Callable[[dict[Any, Any]], Any]) -> None:
+    """Writes what `change` returns, or what it has made of the part, in its place."""
+    part = torch.load(path, weights_only=True)
+    made = change(part)
+    torch.save(part if made is None else made, path)
+
+
+def refusal(directory: Path, **options: Any) -> CheckpointError:
+    with pytest.raises(CheckpointError) as info:
+        parts.load(directory, **options)
+    assert "\n" not in str(info.value)
+    return info.value
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Two parts of a model and an optimizer by another writer, entries large and small in each."""
+    model = {"a": numbered(40), "b": numbered(3), "c": numbered(2)}
+    optimizer = {
+        "state": {i: {"step": torch.tensor(2.0), "m": numbered(40)} for i in range(3)},
+        "param_groups": [{"lr": 0.5, "params": [0, 1, 2]}],
+    }
+    original_parts.write(tmp_path / "c", [model], [optimizer], {"step": 3}, count=2, large_bytes=LARGE)
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("omit_empty", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_what_other_writers_wrote_is_loaded(tmp_path: Path, count: int, omit_empty: bool) -> None:
+    model, optimizer = zoo_state()
+    original_parts.write(
+        tmp_path / "c", [model], [optimizer], {"e": 1}, count=count, large_bytes=LARGE, omit_empty=omit_empty
+    )
+    assert_same(parts.load(tmp_path / "c"), {"model": model, "optimizer": optimizer, "e": 1})
+
+
+@pytest.mark.parametrize("models", [1, 2])
+@pytest.mark.parametrize("optimizers", [0, 1, 2])
+@pytest.mark.parametrize("as_tuple", [True, False])
+def test_one_comes_back_bare_and_several_as_a_list(
+    tmp_path: Path, models: int, optimizers: int, as_tuple: bool
+) -> None:
+    state, moments = zoo_state()
+    kind = tuple if as_tuple else list
+    parts.save(tmp_path / "c", kind([state] * models), kind([moments] * optimizers))
+    loaded = parts.load(tmp_path / "c")
+    assert_same(loaded["model"], state if models == 1 else [state] * 2)
+    assert_same(loaded["optimizer"], moments if optimizers == 1 else [moments] * optimizers)
+    assert_same(as_read(tmp_path / "c"), loaded)
+
+
+def test_state_that_is_neither_flat_nor_tensors_survives(tmp_path: Path) -> None:
+    base = numbered(12)
+    model = {
+        "conj": torch.tensor([1 + 2j, 3j]).conj(),
+        "strided": base[::2],
+        "expanded": torch.ones(1).expand(3),
+        "_extra_state": {"a": [numbered(2), None, 1.5, "x", b"y"], "size": torch.Size([2])},
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    optimizer = {
+        "state": {
+            0: {"history": [numbered(3), numbered(2)], "n": 4},
+            1: {},
+            "calls": 7,
+            2: {"m": numbered(99)},
+        },
+        "param_groups": [{"params": [0, 1, 2], "lr": torch.tensor(0.5), "betas": (0.5, 0.25)}],
+        "scale": 2.0,
+    }
+    parts.save(tmp_path / "c", model, optimizer)
+    for loaded in (parts.load(tmp_path / "c"), as_read(tmp_path / "c")):
+        sparse = loaded["model"].pop("sparse")
+        assert sparse.is_sparse and torch.equal(sparse.to_dense(), torch.eye(3))
+        assert_same(loaded["model"], {name: value for name, value in model.items() if name != "sparse"})
+        assert_same(loaded["optimizer"], optimizer)
+
+
+def test_a_buffer_that_is_not_persistent_is_neither_saved_nor_demanded(tmp_path: Path) -> None:
+    parts.save(tmp_path / "c", Zoo())
+    assert "cache" not in parts.load(tmp_path / "c")["model"]
+    parts.load_into(tmp_path / "c", Zoo())
+
+
+@pytest.mark.parametrize("large_bytes", [LARGE, 2**20])
+def test_a_view_does_not_bring_its_storage_into_the_file(
+    tmp_path: Path, large_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "LARGE_BYTES", large_bytes)
+    base = numbered(100_000)
+    moments = {"state": {0: {"m": base[5:50]}}, "param_groups": [{"params": [0], "lr": base[3]}]}
+    parts.save(
+        tmp_path / "c", {"a": base[2:30], "t": base.view(1000, 100)[:9, :3].t()}, moments, {"o": [base[:2]]}
+    )
+    assert (tmp_path / "c" / "PART_000.pt").stat().st_size < 10_000
+    loaded = parts.load(tmp_path / "c")
+    assert_same(loaded["model"], {"a": base[2:30], "t": base.view(1000, 100)[:9, :3].t()})
+    assert_same([loaded["optimizer"], loaded["o"]], [moments, [base[:2]]])
+
+
+def test_options_are_torchs(written: Path) -> None:
+    assert parts.load(written, map_location="meta")["model"]["a"].is_meta
+    assert torch.equal(parts.load(written, mmap=True, weights_only=True)["model"]["a"], numbered(40))
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights_only": False}, {"weights_only": None}, {"pickle_module": pickle}]
+)
+def test_an_option_that_would_run_code_is_refused(written: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        UsageError, match="load: expected torch.load's weights_only=True, and no pickle_module"
+    ):
+        parts.load(written, **options)
+
+
+@pytest.mark.parametrize("nthreads", [0, -1, 1.0, True, None])
+def test_fewer_threads_than_one_are_refused(written: Path, nthreads: Any) -> None:
+    with pytest.raises(UsageError, match="nthreads: expected how many parts to read at a time, 1 or more"):
+        parts.load(written, nthreads)
+
+
+@pytest.mark.parametrize("nthreads", [1, 2, 8])
+def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
+    with mock.patch.object(torch, "load", side_effect=torch.load) as load:
+        parts.load(written, nthreads)
+    assert sorted(call.args[0].name for call in load.call_args_list) == names_in(written)
+
+
+# --- The tests: what cannot be saved -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "__nshards__", "__version__", "__save_id__"])
+def test_a_key_of_the_format_is_refused_among_others(tmp_path: Path, key: str) -> None:
+    with pytest.raises(
+        UsageError, match=re.escape(f"others[{key!r}]: expected a key that the format does not use")
+    ):
+        parts.save(tmp_path / "c", {}, others={key: 1})
+    assert names_in(tmp_path) == []
+
+
+def test_others_are_a_dict(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="others: expected a dict; got list"):
+        parts.save(tmp_path / "c", {}, others=[("step", 1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [defaultdict(list), lambda: 1, object(), range(3), Path("x"), io.BytesIO(b"x"), frozenset([1])],
+    ids=str,
+)
+def test_what_could_not_be_loaded_is_refused_by_its_key(tmp_path: Path, value: Any) -> None:
+    for model, others, key in (
+        ({"a": 1}, {"step": 1, "args": {"x": [0, value]}}, "['args']['x'][1]"),
+        ({"_extra_state": value}, {}, "['model'][0]['_extra_state']"),
+    ):
+        with pytest.raises(UsageError) as info:
+            parts.save(tmp_path / "c", model, others=others)
+        assert str(info.value).startswith(
+            f"state_dict{key}: expected what torch.load takes with weights_only=True"
+        )
+        assert type(value).__name__ in str(info.value) and "\n" not in str(info.value)
+    assert names_in(tmp_path) == []
+
+
+class Labelled(Tensor):
+    """A subclass that readers would have to know."""
+
+
+@pytest.mark.parametrize(
+    "model, optimizer, message",
+    [
+        (None, None, "model: expected a module"),
+        (5, None, "model[0]: expected a module"),
+        ([nn.Linear(1, 1), nn.Linear], None, "model[1]: expected a module"),
+        ({3: numbered(1)}, None, "state_dict['model'][0][3]: expected a name that is a str"),
+        (
+            {"a": torch.empty(2, device="meta")},
+            None,
+            "state_dict['model'][0]['a']: expected a tensor with data",
+        ),
+        (
+            {"a": torch.ones(2).as_subclass(Labelled)},
+            None,
+            "state_dict['model'][0]['a']: expected a plain tensor",
+        ),
+        ({}, {"state": {}}, "optimizer[0]: expected an optimizer's state dict"),
+        ({}, [{}], "optimizer[0]: expected an optimizer's state dict"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(
+    tmp_path: Path, model: Any, optimizer: Any, message: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parts.save(tmp_path / "c", model, optimizer)
+    assert names_in(tmp_path) == []
+
+
+# --- The tests: the directory ------------------------------------------------------------------------------
+
+
+def test_a_directory_with_anything_else_in_it_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+    with pytest.raises(
+        UsageError, match="expected a directory that holds nothing but PART files.*got notes.txt"
+    ):
+        parts.save(tmp_path / "c", {"a": numbered(3)})
+    assert (tmp_path / "c" / "notes.txt").read_text() == "mine" and names_in(tmp_path) == ["c"]
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(UsageError, match="got a file of that name"):
+        parts.save(tmp_path / "f", {"a": numbered(3)})
+
+
+def test_a_link_to_the_directory_stays_a_link(tmp_path: Path) -> None:
+    parts.save(tmp_path / "disk" / "c", {"a": numbered(3)})
+    (tmp_path / "latest").symlink_to(tmp_path / "disk" / "c")
+    parts.save(tmp_path / "latest", {"a": numbered(4)})
+    assert (tmp_path / "latest").is_symlink()
+    assert torch.equal(parts.load(tmp_path / "disk" / "c")["model"]["a"], numbered(4))
+
+
+@pytest.mark.parametrize("one_step", [True, False])
+def test_a_save_replaces_what_was_there(tmp_path: Path, one_step: bool) -> None:
+    with mock.patch.object(part_files, "_exchange", part_files._exchange if one_step else lambda *_: False):
+        for n in (3, 4):
+            parts.save(tmp_path / "c", {"a": numbered(n)})
+            assert torch.equal(parts.load(tmp_path / "c")["model"]["a"], numbered(n))
+            assert names_in(tmp_path) == ["c"]
+
+
+def test_where_names_are_not_exchanged_the_old_checkpoint_is_put_back(tmp_path: Path) -> None:
+    parts.save(tmp_path / "c", {"a": numbered(3)})
+    rename = os.rename
+
+    def fails_once(source: Path, target: Path) -> None:
+        if str(source).endswith(".saving"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with mock.patch.object(part_files, "_exchange", lambda *_: False), mock.patch.object(
+        os, "rename", fails_once
+    ):
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            parts.save(tmp_path / "c", {"a": numbered(4)})
+    assert names_in(tmp_path) == ["c"]
+    assert torch.equal(parts.load(tmp_path / "c")["model"]["a"], numbered(3))
+
+
+def test_a_checkpoint_that_was_put_aside_is_named(tmp_path: Path) -> None:
+    aside = f".c.{'0' * 32}.previous"
+    parts.save(tmp_path / aside, {"a": numbered(3)})
+    assert f"Rename {tmp_path / aside}, which it was before." in str(refusal(tmp_path / "c"))
+    assert "Check the path" in str(refusal(tmp_path / "d"))
+
+
+def test_crcs_are_written_whatever_the_process_has_set(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        parts.save(tmp_path / "c", {"a": numbered(3)})
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert zipfile.ZipFile(tmp_path / "c" / "PART_000.pt").testzip() is None
+    parts.load(tmp_path / "c")
+
+
+# --- The tests: parts that do not belong together ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [("one", "two"), ("one", None), (None, "two")])
+def test_parts_of_two_saves_do_not_mix(written: Path, ids: tuple[str | None, ...]) -> None:
+    paths = [written / name for name in names_in(written)]
+    for path, save_id in zip(paths, ids):
+        edit(path, lambda part: part | ({} if save_id is None else {"__save_id__": save_id}))
+    error = refusal(written)
+    assert all(str(path) in str(error) for path in paths) and "parts of two saves" in str(error)
+    assert (error.file, error.key) == (str(paths[1]), "state_dict['__save_id__']")
+
+
+def test_a_part_is_missing(written: Path) -> None:
+    (written / "PART_001.pt").unlink()
+    assert f"{written / 'PART_001.pt'}: expected 2 parts" in str(refusal(written))
+    (written / "PART_000.pt").unlink()
+    assert f"{written / 'PART_000.pt'}: expected the first part; got no such file" in str(refusal(written))
+
+
+@pytest.mark.parametrize("rank", [2, 5, 1000])
+def test_a_stale_part_of_a_larger_world_is_named(written: Path, rank: int) -> None:
+    stale = written / f"PART_{rank:03d}.pt"
+    stale.write_bytes((written / "PART_001.pt").read_bytes())
+    assert f"{stale}: expected 2 parts" in str(refusal(written)) and "remove it" in str(refusal(written))
+
+
+def test_a_part_of_another_number_of_parts_is_refused(written: Path) -> None:
+    edit(written / "PART_001.pt", lambda part: part | {"__nshards__": 3})
+    assert "__nshards__'] in " in str(refusal(written)) and "expected 2, as in" in str(refusal(written))
+
+
+def test_files_of_other_names_are_not_looked_at(written: Path) -> None:
+    for name in ("PART_7.pt", "PART_0001.pt", "PART_001.pt.tmp", "notes"):
+        (written / name).write_text("?")
+    parts.load(written)
+
+
+def model_of(part: dict[Any, Any]) -> tuple[Any, Any]:
+    pair: tuple[Any, Any] = part["model"][0]
+    return pair
+
+
+def state_in(part: dict[Any, Any]) -> Any:
+    return part["optimizer"][0][0]["state"]
+
+
+def chunks_in(part: dict[Any, Any]) -> Any:
+    return part["optimizer"][0][1]
+
+
+A = "state_dict['model'][0]['a']"
+M = "state_dict['optimizer'][0]['state'][0]['m']"
+CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no dict": (lambda part: [part], ": expected a dict; got list"),
+    "a tensor": (lambda part: numbered(3), ": expected a dict; got Tensor"),
+    "no version": (lambda part: part.pop("__version__") and None, "['__version__'] in "),
+    "version 3": (lambda part: part | {"__version__": "3.0.0"}, "expected version '2.0.0'; got '3.0.0'"),
+    "version of no type": (
+        lambda part: part | {"__version__": numbered(2)},
+        "expected version '2.0.0'; got tensor",
+    ),
+    "no count": (lambda part: part | {"__nshards__": True}, "expected the number of parts; got True"),
+    "count 0": (lambda part: part | {"__nshards__": 0}, "expected the number of parts; got 0"),
+    "id of no type": (lambda part: part | {"__save_id__": 7}, "['__save_id__'] in "),
+    "model a dict": (lambda part: part | {"model": {}}, "state_dict['model'] in "),
+    "no optimizer": (lambda part: part.pop("optimizer") and None, "state_dict['optimizer'] in "),
+    "no pair": (lambda part: part | {"model": [{}]}, "expected a pair of dicts"),
+    "pair of lists": (lambda part: part | {"model": [([], [])]}, "expected a pair of dicts"),
+    "more models": (lambda part: part["model"].append(({}, {})), "the number of models in "),
+    "more optimizers": (
+        lambda part: part["optimizer"].append(part["optimizer"][0]),
+        "the number of optimizers in ",
+    ),
+    "name an int": (lambda part: model_of(part)[0].update({3: 1}), "[3] in "),
+    "chunk's name": (lambda part: model_of(part)[1].update({3: model_of(part)[1]["a"]}), "[3] in "),
+    "state a list": (lambda part: part["optimizer"][0][0].update(state=[]), "['state'] in "),
+    "no groups": (lambda part: part["optimizer"][0][0].pop("param_groups") and None, "['param_groups'] in "),
+    "no params": (lambda part: part["optimizer"][0][0].update(param_groups=[{}]), "['param_groups'] in "),
+    "other params": (
+        lambda part: part["optimizer"][0][0].update(param_groups=[{"params": [0]}]),
+        "expected [[0, 1, 2]], as in ",
+    ),
+    "chunk key": (
+        lambda part: chunks_in(part).update({0: (torch.Size([1]), numbered(1))}),
+        "(param index, key)",
+    ),
+    "chunk alone": (
+        lambda part: model_of(part)[1].update(a=numbered(20)),
+        "expected (torch.Size, chunk); got Tensor",
+    ),
+    "chunk of 2 dims": (
+        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(4, 5))),
+        "expected a chunk with one dim; got Tensor of shape (4, 5)",
+    ),
+    "chunk a list": (
+        lambda part: model_of(part)[1].update(a=(torch.Size([40]), [1] * 20)),
+        "with one dim; got list",
+    ),
+    "sparse chunk": (
+        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(20).to_sparse())),
+        "expected a chunk with one dim",
+    ),
+    "negative size": (
+        lambda part: model_of(part)[1].update(a=((-40,), numbered(20))),
+        "expected a size of ints, 0 or more each; got (-40,)",
+    ),
+    "size of floats": (
+        lambda part: model_of(part)[1].update(a=((40.0,), numbered(20))),
+        "expected a size of ints",
+    ),
+    "another size": (
+        lambda part: model_of(part)[1].update(a=(torch.Size([4, 10]), numbered(20))),
+        "expected a chunk of (40,), torch.float32",
+    ),
+    "another dtype": (
+        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(20, dtype=torch.int32))),
+        "got one of (40,), torch.int32",
+    ),
+    "short chunk": (
+        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(19))),
+        "expected chunks of 40 elements in all parts, for shape (40,); got 39",
+    ),
+    "no chunk": (
+        lambda part: model_of(part)[1].pop("a") and None,
+        "expected chunks of 40 elements in all parts",
+    ),
+    "no chunk of a state": (lambda part: chunks_in(part).pop((0, "m")) and None, f"{M} in "),
+    "entry twice": (
+        lambda part: model_of(part)[0].update(c=numbered(2)),
+        "expected the entry in one part only",
+    ),
+    "entry whole and cut": (lambda part: model_of(part)[0].update(a=numbered(40)), f"{A} in "),
+    "entry cut, and whole before": (
+        lambda part: model_of(part)[1].update(c=(torch.Size([2]), numbered(2))),
+        "expected the entry in one part only",
+    ),
+    "state twice": (lambda part: state_in(part).update({0: {"step": 1}}), "[0]['step'] in "),
+    "state whole and cut": (lambda part: state_in(part).update({0: {"m": numbered(40)}}), f"{M} in "),
+    "state a value and a dict": (
+        lambda part: state_in(part).update({0: 7}),
+        "expected a dict in every part or in none",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CROOKED)
+def test_a_part_that_is_not_built_as_parts_are_is_refused(written: Path, what: str) -> None:
+    change, message = CROOKED[what]
+    path = written / "PART_001.pt"
+    edit(path, change)
+    error = refusal(written)
+    assert message in str(error) and str(written) in str(error)
+    assert error.file in {str(path), str(written / "PART_000.pt")}
+
+
+def test_a_state_may_be_dealt_out_key_by_key(written: Path) -> None:
+    whole = parts.load(written)
+    step = torch.load(written / "PART_000.pt", weights_only=True)["optimizer"][0][0]["state"][0]["step"]
+    edit(written / "PART_000.pt", lambda part: state_in(part).update({0: {}}))
+    edit(written / "PART_001.pt", lambda part: state_in(part).update({0: {"step": step}}))
+    assert_same(parts.load(written), whole)
+
+
+# --- The tests: damage and malice --------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    """torch.load alone takes most of these flips, and returns other numbers."""
+    parts.save(tmp_path / "c", {"a": numbered(40), "b": numbered(5)}, others={"step": 3})
+    path = tmp_path / "c" / "PART_000.pt"
+    whole, before = path.read_bytes(), parts.load(tmp_path / "c")
+    with zipfile.ZipFile(path) as archive:
+        records = [archive.read(info) for info in archive.infolist()]
+    content = [range(at := whole.index(record), at + len(record)) for record in records if len(record) > 8]
+    refused = 0
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        try:
+            loaded = parts.load(tmp_path / "c", nthreads=1)
+        except CheckpointError as error:
+            assert str(path) in str(error) and error.file == str(path)
+            refused += 1
+        else:
+            assert not any(at in run for run in content)
+            assert_same(loaded, before)
+    assert refused >= sum(len(run) for run in content) // 5 - len(content)
+
+
+def test_damage_in_a_tensor_is_refused_by_its_record(tmp_path: Path) -> None:
+    parts.save(tmp_path / "c", {"a": numbered(40)})
+    path = tmp_path / "c" / "PART_000.pt"
+    whole = path.read_bytes()
+    at = whole.index(numbered(40).numpy().tobytes()) + 80
+    path.write_bytes(whole[:at] + b"?" + whole[at + 1 :])
+    damaged = torch.load(path, weights_only=True)["model"][0]
+    assert not torch.equal(
+        (damaged[0] | {name: chunk for name, (_, chunk) in damaged[1].items()})["a"], numbered(40)
+    )
+    error = refusal(tmp_path / "c")
+    assert str(error).startswith(f"{error.key} in {path}: expected the bytes that were written")
+    assert error.key and "data/" in error.key and error.offset is not None and error.offset < at
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused(written: Path, share: float) -> None:
+    path = written / "PART_001.pt"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    assert str(refusal(written)).startswith(f"{path}: expected an undamaged file of torch.save")
+
+
+def test_a_file_of_another_kind_is_refused(written: Path) -> None:
+    path = written / "PART_001.pt"
+    part = torch.load(path, weights_only=True)
+    torch.save(part, path, _use_new_zipfile_serialization=False)
+    assert str(path) in str(refusal(written))
+    path.unlink()
+    path.mkdir()
+    assert str(path) in str(refusal(written))
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "place", [lambda part, bomb: bomb, lambda part, bomb: part | {"x": bomb}, lambda part, bomb: {bomb: 1}]
+)
+def test_code_in_a_part_is_refused_by_name_and_not_run(written: Path, place: Any) -> None:
+    made = written.parent / "made"
+    edit(written / "PART_001.pt", lambda part: place(part, Bomb(made)))
+    for load in (parts.load, lambda path: parts.load_into(path, None)):
+        with pytest.raises(CheckpointError) as info:
+            load(written)
+        assert "posix.mkdir" in str(info.value) and str(written / "PART_001.pt") in str(info.value)
+        assert not made.exists()
+    torch.load(written / "PART_001.pt", weights_only=False)
+    assert made.exists()
+
+
+# --- The tests: into models and optimizers -----------------------------------------------------------------
+
+
+def test_a_model_and_its_optimizer_are_loaded_in_one_process(tmp_path: Path) -> None:
+    model = Zoo()
+    optimizer = stepped(adamw(model, lr=0.25))
+    parts.save(tmp_path / "c", model, optimizer, {"step": 3})
+    target = Zoo()
+    theirs = adamw(target)
+    with torch.no_grad():
+        for param in target.parameters():
+            param.zero_()
+    assert parts.load_into(tmp_path / "c", target, theirs) == {"step": 3}
+    assert_same(plain(dict(target.state_dict())), plain(dict(model.state_dict())))
+    assert_same(plain(theirs.state_dict()), plain(optimizer.state_dict()))
+    assert target.head.weight is target.embed.weight
+
+
+def test_what_was_loaded_does_not_lie_in_the_file(tmp_path: Path) -> None:
+    """The file is mapped into memory while it is loaded; who overwrites it in place must not change the model."""
+    saved, target = (Remembering(4, 4) for _ in range(2))
+    saved.extra, target.extra = [numbered(30)], None
+    moments = {"state": {0: {"m": numbered(30), "list": [numbered(30)]}}, "more": numbered(30)}
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(numbered(30))]}], lr=0.5)
+    moments |= {"param_groups": optimizer.state_dict()["param_groups"]}
+    parts.save(tmp_path / "c", saved, moments, {"o": numbered(30)})
+    others = parts.load_into(tmp_path / "c", target, optimizer)
+    path = tmp_path / "c" / "PART_000.pt"
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    (state,) = optimizer.state.values()
+    assert_same(
+        [target.extra, others, state["m"], state["list"]],
+        [[numbered(30)], {"o": numbered(30)}, numbered(30), [numbered(30)]],
+    )
+    assert_same(plain(dict(target.state_dict())), plain(dict(saved.state_dict())))
+
+
+def test_weights_that_were_tied_on_the_meta_device_are_tied(tmp_path: Path) -> None:
+    model = Zoo()
+    parts.save(tmp_path / "c", model)
+    with torch.device("meta"):
+        target = Zoo()
+    target.short = model.short  # has memory already
+    target.scale.requires_grad_(False)
+    parts.load_into(tmp_path / "c", target)
+    assert target.head.weight is target.embed.weight and target.short is model.short
+    assert target.embed.weight.requires_grad and not target.scale.requires_grad
+    assert_same(plain(dict(target.state_dict())), plain(dict(model.state_dict())))
+
+
+class Remembering(nn.Linear):
+    """Keeps something in its state dict that is no tensor."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [3, {"a": numbered(2), "b": [1]}, None])
+def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
+    model, target = Remembering(2, 2), Remembering(2, 2)
+    model.extra, target.extra = extra, {"old": 1}
+    parts.save(tmp_path / "c", [model, model])
+    parts.load_into(tmp_path / "c", [target, target])
+    assert_same(target.extra, extra)
+
+
+@pytest.mark.parametrize(
+    "model, optimizer, message",
+    [
+        ([nn.Linear(2, 2)] * 2, None, "load_into's model: expected 1, as were saved; got 2"),
+        (None, [], "load_into's optimizer: expected 1, as were saved; got 0"),
+        (
+            nn.Linear(2, 2, bias=False),
+            None,
+            "state_dict['model'][0]: expected the entries that the model has",
+        ),
+        (Remembering(2, 2), None, "got ['_extra_state'] missing, [] unknown"),
+        (nn.Linear(3, 2), None, "state_dict['model'][0]['weight']: expected shape (2, 3)"),
+        (nn.Linear(2, 2, dtype=torch.float64), None, "['weight']: expected shape (2, 2) and torch.float64"),
+        (5, None, "model[0]: expected a module"),
+        (None, nn.Linear(2, 2), "optimizer[0]: expected an optimizer"),
+        (
+            None,
+            adamw(nn.Linear(2, 2, bias=False)),
+            "expected groups of [1] params, as the optimizer has; got [2]",
+        ),
+        (None, stepped(adamw(nn.Linear(3, 2))), "['state'][0]['exp_avg']: expected shape (2, 3)"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(tmp_path: Path, model: Any, optimizer: Any, message: str) -> None:
+    saved = nn.Linear(2, 2)
+    parts.save(tmp_path / "c", saved, stepped(adamw(saved)))
+    before = [
+        saved_to_memory(plain(target.state_dict())).getvalue()
+        for target in (model, optimizer)
+        if hasattr(target, "state_dict")
+    ]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parts.load_into(tmp_path / "c", model, optimizer)
+    after = [
+        saved_to_memory(plain(target.state_dict())).getvalue()
+        for target in (model, optimizer)
+        if hasattr(target, "state_dict")
+    ]
+    assert before == after
+
+
+# --- The tests: dealing out --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "sizes", [[], [0, 0, 0], [7], [5, 3, 3, 2, 2], list(range(30)), [100, 1, 1, 1, 1]], ids=str
+)
+def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
+    loads = [0] * count
+    holders = partition.deal(dict(enumerate(sizes)), loads)
+    assert holders.keys() == set(range(len(sizes)))
+    assert loads == [sum(sizes[i] for i in holders if holders[i] == rank) for rank in range(count)]
+    for rank, load in enumerate(loads):  # the last that a rank got is what it is ahead by, at most
+        smallest = min((sizes[i] for i in holders if holders[i] == rank), default=0)
+        assert load - smallest <= min(loads)
+
+
+def test_who_holds_the_buffers_gets_fewer_of_the_rest() -> None:
+    loads = [0, 0]
+    state = {"buffer": numbered(20), "a": numbered(9), "b": numbered(8), "large": numbered(100)}
+    dealt = partition.deal_model(state, {"buffer"}, loads, large_bytes=100)
+    assert dealt == ({"buffer": 0, "a": 1, "b": 1}, {"large"}) and loads == [80, 68]
