@@ -24,6 +24,7 @@ _BEGAN = time.monotonic()
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
 
 if TYPE_CHECKING:
+    from hwfsdp.checkpoint import Inspection
     from hwfsdp.snapshots import SnapshotConfig
     from hwfsdp.train import TrainConfig
 
@@ -108,8 +109,30 @@ def build_parser() -> argparse.ArgumentParser:
     )
     saving.add_argument("--wait-for-saves", action="store_true", help="do not train while a save is written")
     _add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
+    _add_checkpoint_verbs(verbs)
     _add_course_verbs(verbs)
     return parser
+
+
+def _add_checkpoint_verbs(verbs: Any) -> None:
+    checkpoint = verbs.add_parser("checkpoint", help="look at, verify and convert checkpoints")
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(action: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = actions.add_parser(
+            action, help=text, description=f"{text.capitalize()}."
+        )
+        parser.set_defaults(run=run)
+        parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or one save in it")
+        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        return parser
+
+    add("inspect", _checkpoint_inspect, "list what is in a checkpoint, and the saves beside it")
+    add("verify", _checkpoint_verify, "read every byte of a checkpoint and compare it with its checksum")
+    convert = add("convert", _checkpoint_convert, "write a checkpoint in another format")
+    convert.add_argument("target", type=Path, metavar="TARGET", help="where to write it")
+    convert.add_argument("--to", required=True, choices=("dcp", "part", "safetensors", "store"))
+    convert.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
 
 
 def _add_course_verbs(verbs: Any) -> None:
@@ -317,6 +340,72 @@ def _device(args: argparse.Namespace) -> str:
             remedy="Leave it out to train on the CPU, or install a CUDA build: make setup TORCH_SPEC=torch.",
         )
     return args.device or ("cuda" if available else "cpu")
+
+
+# --- Checkpoints -------------------------------------------------------------------------------------------
+
+
+def _checkpoint_inspect(args: argparse.Namespace) -> int:
+    from hwfsdp.checkpoint import inspect
+
+    found = inspect(args.path)
+    if args.json:
+        print(json.dumps(_inspection_as_json(found), indent=2))
+        return 0
+    print(found)
+    for key, entry in found.tensors.items():
+        note = f"one with {entry.same_as}" if entry.same_as else f"{len(entry.chunks)} chunks"
+        dtype = str(entry.dtype).removeprefix("torch.")
+        print(f"  {_short(key):<48} {dtype:<10} {str(list(entry.shape)):<20} {note}")
+    for key, value in found.values.items():
+        print(f"  {_short(key):<48} {str(value)[:60]}")
+    print(f"saves, oldest first: {', '.join(found.saves)}")
+    return 0
+
+
+def _inspection_as_json(found: Inspection) -> dict[str, Any]:
+    return {
+        "save": found.save_id,
+        "saves": list(found.saves),
+        "ranks": found.ranks,
+        "bytes": found.nbytes,
+        "tensors": {
+            _short(key): {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": list(entry.shape),
+                "chunks": len(entry.chunks),
+            }
+            for key, entry in found.tensors.items()
+        },
+        "values": {_short(key): str(value) for key, value in found.values.items()},
+    }
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("state_dict")
+
+
+def _checkpoint_verify(args: argparse.Namespace) -> int:
+    from hwfsdp.checkpoint import verify
+
+    found = verify(args.path)
+    if args.json:
+        print(json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes}))
+    else:
+        print(f"{found}: intact")
+    return 0
+
+
+def _checkpoint_convert(args: argparse.Namespace) -> int:
+    from hwfsdp.checkpoint.convert import convert
+
+    found = convert(args.path, args.target, to=args.to, overwrite=args.overwrite)
+    if args.json:
+        print(json.dumps({"from": found.source_format, "tensors": found.tensors, "bytes": found.nbytes}))
+    else:
+        print(f"{args.path} ({found.source_format}) → {args.target} ({args.to}): ", end="")
+        print(f"{found.tensors} tensors of {found.nbytes:,} bytes")
+    return 0
 
 
 # --- The course --------------------------------------------------------------------------------------------

@@ -76,8 +76,11 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
 
 
 def send_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
-    """Sends [n] uint8 to a rank of the group, unseen by recordings; `dist.send` is for what belongs to a step."""
-    group.send([data], rank, tag).wait()
+    """Sends [n] uint8 to a rank of the group, however long it takes to receive them.
+
+    Unseen by recordings; `dist.send` is for what belongs to a step.
+    """
+    group.send([data], rank, tag).wait(timedelta(days=1))
 
 
 def receive_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:

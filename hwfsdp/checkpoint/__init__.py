@@ -11,9 +11,9 @@ Rooms, in reading order:
 
     traverse      what a state dict is: leaves at paths, in containers that keep their types
     state_dict    gathered, offloaded, copied, compared
+    agreement     all ranks, or none
     distribute    whole tensors into shards, on every rank or from one
     staging       copies to save from, while training goes on
-    agreement     all ranks, or none
     boxes         parts of tensors: integers only
     values        what is not a tensor, as JSON
     manifest      what is in a save, and where
@@ -28,8 +28,12 @@ Rooms, in reading order:
     store         the public functions: save, load, async_save, verify, inspect
     meta          from the meta device straight into shards
     partition     the PART format: who holds what
-    parts         the PART format: files
-    dcp           torch's own format
+    part_files    its files, checked, replaced as a whole
+    part_targets  what they are loaded into
+    parts         its public functions: save, load, load_into
+    dcp_metadata  torch's own format: what it says about itself, read without running any of it
+    dcp_plans     who writes and reads which box
+    dcp           its public functions: save, load
     convert       from one format to another
 
 Nothing is imported before it is asked for: a process that only reads a checkpoint need not know how to gather one.

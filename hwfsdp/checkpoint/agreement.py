@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 import time
 import weakref
@@ -128,24 +129,16 @@ class Agreement:
             return {"error": _described(self._as_ours(error, phase)), "cause": error}
 
     def _as_ours(self, error: Exception, phase: str) -> FSDPError:
-        where = f"rank {self.rank}" if self.size > 1 else "this process"
+        where = f", rank {self.rank}" if self.size > 1 else ""
         if isinstance(error, FSDPError):
-            if self.size > 1 and not error.subject.startswith("rank "):
-                copy = type(error).__new__(type(error))
-                copy.__dict__.update(error.__dict__)
-                FSDPError.__init__(
-                    copy,
-                    f"{where}, {error.subject}",
-                    expected=error.expected,
-                    got=error.got,
-                    remedy=error.remedy,
-                )
-                return copy
-            return error
+            copy = _restored(_described(error))
+            named = re.search(r", rank \d+$", copy.subject)  # by an earlier save
+            copy.subject += where if self.rank and not named else ""  # what rank 0 meets, all may
+            return _restored(_described(copy))
         got = f"{type(error).__name__}: {' '.join(str(error).split())}"
         file = error.filename if isinstance(error, OSError) else None
         return CheckpointError(
-            f"{self.what}, {phase}, {where}",
+            f"{self.what}, {phase}{where}",
             expected="every rank to do its part",
             got=got if not isinstance(error, OSError) else f"{error.strerror or error} ({file or 'no file'})",
             remedy="What was there before is as it was; mend this, and try again.",
@@ -161,8 +154,8 @@ class Agreement:
             self._listen(rank)
         reports = {0: self._attempt(phase, lambda: _as_sent(work()))}
         failure = reports[0] if reports[0].get("error") else self._collect(phase, reports)
-        if failure is None and time.monotonic() - begin > self._patience:  # the others have left
-            failure = {"error": _described(self._lost([0], phase, f"no word for {self._patience:g} s"))}
+        if failure is None and time.monotonic() - begin > 0.8 * self._patience:  # the others may have left
+            failure = {"error": _described(self._lost([0], phase, f"no word for {0.8 * self._patience:g} s"))}
         if failure is None:
             results = [reports[rank]["result"] for rank in range(self.size)]
             decided = self._attempt(phase, lambda: [_as_sent(a) for a in _each(decide, results)])
@@ -218,13 +211,11 @@ class Agreement:
         self._inbox = queue.SimpleQueue()
         self._listen(0)
         report = self._attempt(phase, lambda: _as_sent(work()))
+        threading.Thread(target=self._send_or_lose, args=(0, report), daemon=True).start()
         try:
-            self._send(0, report)
             answer = self._inbox.get(timeout=self._patience)[1]
         except queue.Empty:
             answer = self._lost([0], phase, f"no word for {self._patience:g} s")
-        except RuntimeError:
-            answer = self._lost([0], phase, "a broken connection: its process is gone")
         if isinstance(answer, FSDPError):
             return {"error": _described(answer)}
         if isinstance(answer, Exception):
@@ -258,6 +249,17 @@ class Agreement:
         size = torch.tensor([len(data)])
         send_bytes(self._carrier, size.view(torch.uint8), rank, self._tag)
         send_bytes(self._carrier, torch.frombuffer(data, dtype=torch.uint8), rank, self._tag)
+
+
+def agree(what: str, check: Callable[[], Any], group: dist.ProcessGroup | None) -> None:
+    """Runs `check` on every rank of the group; if it raises on any, all raise that error. See `Agreement.step`."""
+    gather(what, lambda: check() and None, group)
+
+
+def gather(what: str, work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """What `work` returns on every rank of the group, which JSON can hold; if it raises on any, all raise that error."""
+    results: list[Any] = Agreement(group, what).step("preparing", work, lambda found: [found] * len(found))
+    return results
 
 
 def _hear(

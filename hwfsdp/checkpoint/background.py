@@ -70,8 +70,10 @@ _stager: StateDictStager | None = None
 
 def start_save(state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
     """`store.async_save`."""
-    finish_saves()
     agreement = Agreement(group, "save")
+    agreement.step(
+        "ending the save before", finish_saves
+    )  # some ranks may have heard how it ended, others not
     global _last
     _last = SaveHandle(agreement, _stage(state_dict), target)
     return _last

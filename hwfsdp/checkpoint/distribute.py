@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from hwfsdp.checkpoint.agreement import agree
 from hwfsdp.checkpoint.state_dict import bytes_of, check_data, to_cpu
 from hwfsdp.checkpoint.traverse import Path, items_of, leaves_of, map_leaves, show
 from hwfsdp.compat import device_types, dtensor
@@ -90,7 +91,7 @@ def broadcast_state_dict(
         )
     is_source = dist.get_rank(pg) == 0
     plan = _send_plan(full_state_dict if is_source else None, pg)
-    _agree(lambda: _check_plan(plan, local_state_dict), pg)
+    agree("broadcast_state_dict", lambda: _check_plan(plan, local_state_dict), pg)
     source = dict(leaves_of(full_state_dict)) if is_source else {}
     device = torch.device(device)
     buffer = _buffer_for(plan, source, _way(pg, device))
@@ -183,20 +184,6 @@ def _one_line(error: Exception) -> str:
 # --- Agree -------------------------------------------------------------------------------------------------
 
 
-def _agree(check: Callable[[], None], pg: dist.ProcessGroup | None) -> None:
-    """Runs the check on every rank; if it raises on any, the error of the first such rank is raised on all."""
-    mine: FSDPError | None = None
-    try:
-        check()
-    except Exception as error:
-        mine = _as_ours(error)
-    errors: list[FSDPError | None] = [None] * dist.get_world_size(pg)
-    dist.all_gather_object(errors, mine, group=pg)
-    first = next((error for error in errors if error is not None), None)
-    if first is not None:
-        raise first
-
-
 def _as_ours(error: Exception) -> FSDPError:
     """The error, or one of ours that says the same and is sure to reach other ranks."""
     if isinstance(error, FSDPError):
@@ -225,9 +212,8 @@ def _check_plan(plan: Plan, local_state_dict: dict[Any, Any]) -> None:
 
 
 def _refuse_entry(path: Path, expected: str, got: str) -> None:
-    rank = f", rank {dist.get_rank()}" if dist.is_initialized() else ""
     raise UsageError(
-        f"{show(path)}{rank}",
+        show(path),
         expected=expected,
         got=got,
         remedy="Compare the model that the full state dict was taken from with this one.",

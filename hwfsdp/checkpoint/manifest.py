@@ -39,8 +39,8 @@ from hwfsdp.errors import CheckpointError
 FORMAT, VERSION = "hwfsdp checkpoint", 1
 BLOCK_BYTES = 1 << 20  # a checksum each
 ALIGNMENT = 64  # bytes; of the first byte of every chunk
-LARGEST = 1 << 29  # bytes of a manifest
-SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{8}")
+LARGEST, _LARGEST_BLOCK = 1 << 29, 1 << 26  # bytes of a manifest, of a block
+SAVE_ID = re.compile("[0-9]{6,30}-[0-9a-f]{8}")
 _HASH = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n\Z')
 KINDS = ("dict", "list", "tuple")
 
@@ -196,7 +196,7 @@ def from_bytes(data: bytes, file: Path) -> Manifest:
         raise damaged(file, f"the bytes whose SHA-256 is {found[1].decode()[:12]}…", f"{digest[:12]}…", 0)
     try:
         manifest = _Reader(file).manifest(tree, digest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(file, "the fields of a manifest", f"{type(error).__name__}: {error}") from error
     if manifest.save_id != file.parent.name:
         raise damaged(file, f"the manifest of save {file.parent.name}", f"that of {manifest.save_id}")
@@ -217,27 +217,35 @@ def parse_json(data: bytes, file: Path) -> Any:
         offset = getattr(error, "pos", getattr(error, "start", 0))
         raise damaged(file, "JSON", f"{' '.join(str(error).split())}", offset) from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise damaged(file, f'an object with "format": "{FORMAT}"', str(tree)[:60])
+        raise damaged(file, f'an object with "format": "{FORMAT}"', _brief(tree))
     if type(tree.get("version")) is not int or tree["version"] != VERSION:
         raise CheckpointError(
             str(file),
             expected=f"version {VERSION}, which this hwfsdp reads",
-            got=f"version {str(tree.get('version'))[:20]}",
+            got=f"version {_brief(tree.get('version'))}",
             remedy="Read it with the hwfsdp that wrote it.",
         ).at(file)
     return tree
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in tree:
+            raise ValueError(f"the key {key[:40]!r} comes twice")
+        tree[key] = value
     return tree
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _brief(value: Any) -> str:
+    """A value of JSON in a few words, however large or deep it is."""
+    if isinstance(value, dict):
+        return f"one with {_brief(value.get('format'))}" if "format" in value else "one without"
+    return type(value).__name__ if isinstance(value, list) else repr(value)[:60]
 
 
 def damaged(
@@ -265,7 +273,7 @@ class _Reader:
             not isinstance(save_id, str)
             or not SAVE_ID.fullmatch(save_id)
             or block_bytes % ALIGNMENT
-            or not block_bytes
+            or not 0 < block_bytes <= _LARGEST_BLOCK
         ):
             raise ValueError(f"save {str(save_id)[:60]!r} with blocks of {block_bytes} bytes")
         files = tuple(DataFile(file["name"], _natural(file["bytes"])) for file in tree["files"])
@@ -303,14 +311,17 @@ class _Reader:
 
     def check_tree(self, manifest: Manifest) -> None:
         """Every entry and container is inside containers, down to the outermost one."""
+        for path, kind in manifest.containers.items():
+            if kind not in KINDS:
+                raise ValueError(f"{show(path)}, a {kind[:40]!r}")
         for path in [*manifest.entries, *manifest.containers]:
-            if path and manifest.containers.get(path[:-1]) not in KINDS:
+            if path and path[:-1] not in manifest.containers:
                 raise ValueError(f"{show(path)} in what is no container")
         if manifest.containers.get(()) != "dict" or set(manifest.entries) & set(manifest.containers):
             raise ValueError("a container that is an entry, too, or no outermost dict")
 
     def check_tensors(self, manifest: Manifest) -> None:
-        """Chunks tile their tensors, and share no byte of their files."""
+        """Chunks tile their tensors, share no byte of their files, and leave none but to be aligned."""
         used: list[list[tuple[int, int, KeyPath]]] = [[] for _ in manifest.files]
         for entry in manifest.entries.values():
             if isinstance(entry, TensorEntry) and entry.same_as is not None:
@@ -333,10 +344,12 @@ class _Reader:
         for file, ranges in zip(manifest.files, used):
             end = ALIGNMENT
             for start, stop, path in sorted(ranges, key=lambda r: r[:2]):
-                if start < end or stop > file.nbytes:
-                    got = f"bytes {start} to {stop} of a file of {file.nbytes}, {end} of them taken"
-                    raise damaged(self.file, f"a place of its own in {file.name}", got, key=show(path))
+                if not end <= start < end + ALIGNMENT:
+                    got = f"bytes {start} to {stop}, where {end} are taken"
+                    raise damaged(self.file, f"the next place in {file.name}", got, key=show(path))
                 end = stop
+            if file.nbytes != end:
+                raise ValueError(f"{file.nbytes} bytes in {file.name}, of which {end} are used")
 
 
 def _natural(value: Any) -> int:

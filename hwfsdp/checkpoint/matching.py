@@ -13,7 +13,7 @@ Note [From boxes to bytes]
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from hwfsdp.errors import UsageError
 
 _PIECE_BYTES = 4 << 20  # of a span that is read at once
 _THREADS = 4
+_CAST_AT_ONCE = 1 << 20  # values
 
 
 @dataclass
@@ -78,6 +79,7 @@ def match(state_dict: Any, manifest: Manifest, *, strict: bool, allow_cast: bool
         elif isinstance(entry, ValueEntry):
             if isinstance(target, Tensor):
                 _refuse(path, f"a tensor, as in the state dict, of shape {tuple(target.shape)}", str(entry))
+            _check_can_change(path, state_dict)
             found.values[path] = decode(entry.json_value)
     _check_ties(found)
     return found
@@ -128,6 +130,18 @@ def _check_keys(leaves: dict[KeyPath, Any], manifest: Manifest) -> None:
         )
 
 
+def _check_can_change(path: KeyPath, state_dict: Any) -> None:
+    """Raises if the value at `path` can be given to no container: a tuple is made again, and given to the one above."""
+    above, holder, at = state_dict, state_dict, ()
+    for n, key in enumerate(path):
+        if not isinstance(above, tuple):
+            holder, at = above, path[:n]
+        above = (items_of(above) or {})[key]
+    if isinstance(holder, Mapping) and not hasattr(holder, "__setitem__"):
+        got = f"the read-only {type(holder).__name__}"
+        _refuse(at, "a mapping that items can be assigned to", got, "Make it a dict.")
+
+
 def _check_tensor(path: KeyPath, target: Any, entry: TensorEntry, allow_cast: bool) -> None:
     if not isinstance(target, Tensor):
         _refuse(path, f"a {type(target).__name__}, as in the state dict", str(entry))
@@ -142,6 +156,9 @@ def _check_tensor(path: KeyPath, target: Any, entry: TensorEntry, allow_cast: bo
     local = part_of(target)
     if any(step == 0 and n > 1 for n, step in zip(local.shape, local.stride())):
         _refuse(path, "memory for every element", "an expanded tensor", "Pass a clone of it.")
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        got = "one that was made in inference mode"
+        _refuse(path, "a tensor that can be changed", got, "Load in inference mode, too, or make it outside.")
     if target.dtype != entry.dtype:
         expected, got = f"{target.dtype}, as in the state dict", f"{entry.dtype} in the checkpoint"
         if not allow_cast:
@@ -271,14 +288,35 @@ def _cast(path: KeyPath, part: Tensor, dtype: torch.dtype) -> Tensor:
     if part.dtype == dtype:
         return part
     cast = part.to(dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        lost = part.isfinite() & ~cast.to(torch.complex128 if dtype.is_complex else torch.float64).isfinite()
-    else:
-        lost = cast.to(part.dtype) != part
-    if bool(lost.any()):
-        value = part[lost].reshape(-1)[0].item()
-        _refuse(path, f"values that {dtype} can hold", f"{value}", "Load into a tensor of the saved dtype.")
+    for values, new in zip(part.view(-1).split(_CAST_AT_ONCE), cast.view(-1).split(_CAST_AT_ONCE)):
+        lost = _lost(values, new) if dtype.is_floating_point or dtype.is_complex else _outside(values, dtype)
+        if bool(lost.any()):
+            value = values[int(lost.nonzero()[0])].item()
+            _refuse(
+                path, f"values that {dtype} can hold", f"{value}", "Load into a tensor of the saved dtype."
+            )
     return cast
+
+
+def _lost(values: Tensor, new: Tensor) -> Tensor:
+    """Which values are finite, and in another floating-point dtype infinite, at its limit, or of another sign."""
+    wide, limits = torch.complex128 if new.is_complex() else torch.float64, torch.finfo(new.dtype)
+    before, after = values.to(wide), new.to(wide)
+    if new.is_complex():
+        before, after = torch.view_as_real(before), torch.view_as_real(after)
+    far = (before.abs() > limits.max * (1 + limits.eps)) | ~after.isfinite() | (before * after < 0)
+    lost = before.isfinite() & far
+    return lost.any(-1) if new.is_complex() else lost
+
+
+def _outside(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which integers an integer dtype does not have."""
+    unsigned = (
+        values.dtype == torch.uint64
+    )  # above 2**63 it is negative as int64, which no other dtype has either
+    whole, limits = values.view(torch.int64) if unsigned else values.long(), torch.iinfo(dtype)
+    lowest = 0 if unsigned else limits.min
+    return (whole < lowest) | (whole > min(limits.max, torch.iinfo(torch.int64).max))
 
 
 # --- Filling -----------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.checkpoint.agreement import gather
 from hwfsdp.checkpoint.part_files import check_replaceable, name_beside, part_name, put_in_place, read
 from hwfsdp.checkpoint.partition import (
     COUNT_KEY,
@@ -194,21 +195,8 @@ def _rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def _together(step: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """What the step returns on each rank. If it raises on any, the error of the first such rank is raised on all."""
-    result: T | None = None
-    failed: FSDPError | None = None
-    try:
-        result = step()
-    except Exception as error:
-        failed = error if isinstance(error, FSDPError) else _failure("the checkpoint", error)
-    answers: list[Any] = [(result, failed)]
-    if dist.is_initialized():
-        answers = answers * dist.get_world_size(group)
-        dist.all_gather_object(answers, (result, failed), group=group)
-    for _, failed in answers:
-        if failed is not None:
-            raise failed
-    return [result for result, _ in answers]
+    """What the step returns on each rank. If it raises on any, that error is raised on all."""
+    return gather("PART checkpoint", step, group)
 
 
 def _failure(subject: str, error: Exception, file: object = None) -> CheckpointError:

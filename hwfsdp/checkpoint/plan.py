@@ -12,6 +12,7 @@ Note [Replicas are compared]
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -115,8 +116,9 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
         else:
             _check_tensor(path, value)
             box, memory = box_of(value), memory_of(value)
-            if memory in first:
+            if memory in first and box is not None:
                 entries.append({**first[memory], "path": path, "alias": first[memory]["path"]})
+                tensors[path] = part_of(value), box  # it may be no alias on other ranks
                 return
             entries.append({**_schema(path, value), "box": box})
             if box is not None:
@@ -154,12 +156,16 @@ def _check_keys(path: Path) -> None:
 
 def _encoded(path: Path, value: Any) -> Any:
     try:
-        return encode(value)
-    except TypeError:
+        json_value = encode(value)
+        if isinstance(json_value, int):
+            str(json_value)  # Python neither writes nor reads very long ones
+        return json_value
+    except (TypeError, ValueError) as error:
+        got = "too many digits" if isinstance(error, ValueError) else " ".join(str(value)[:80].split())
         raise UsageError(
             show(path),
             expected="a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch",
-            got=f"{type(value).__name__}: {str(value)[:40]}",
+            got=f"{type(value).__name__}: {got}",
             remedy="Leave it out, or save what it can be made from again.",
         ) from None
 
@@ -271,6 +277,8 @@ def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> Non
         other_entry = theirs[path]
         one, two = _brief(entry), _brief(other_entry)
         if one != two:
+            same = max(0, len(os.path.commonprefix([one, two])) - 40)
+            one, two = (t if len(t) < 100 else f"…{t[same:same + 60]}…" for t in (one, two))
             _refuse(path, f"the same on every rank, on rank 0 {one}", f"{two} on rank {rank}")
     if first["containers"] != other["containers"] or list(mine) != list(theirs):
         kinds = {tuple(path): kind for path, kind in first["containers"]}

@@ -25,11 +25,12 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ from hwfsdp.errors import CheckpointError, StateError, UsageError
 CURRENT, MANIFEST = "CURRENT", "manifest.json"
 _NEW = "CURRENT.new"
 _LARGEST_CURRENT = 4096  # bytes
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Current(NamedTuple):
@@ -91,7 +93,11 @@ def find_current(path: Path) -> Current:
     tree = parse_json(data, file)
     try:
         save_id, digest = tree["save"], tree["manifest_sha256"]
-        intact = data == _current_bytes(save_id, digest) and SAVE_ID.fullmatch(save_id)
+        intact = (
+            data == _current_bytes(save_id, digest)
+            and SAVE_ID.fullmatch(save_id)
+            and _DIGEST.fullmatch(digest)
+        )
     except (KeyError, TypeError):
         intact = None
     if not intact:
@@ -196,15 +202,37 @@ def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
     (path / _NEW).unlink(missing_ok=True)
     blocks.write_small_file(path / _NEW, _current_bytes(save_id, digest))
     blocks.sync_directory(path)
+    before = (path / CURRENT).read_bytes() if (path / CURRENT).is_file() else None
     os.replace(path / _NEW, path / CURRENT)
-    blocks.sync_directory(path)
+    try:
+        blocks.sync_directory(path)
+    except OSError:
+        _put_back(path, before)
+        raise
+
+
+def _put_back(path: Path, before: bytes | None) -> None:
+    """Undoes the last step of a save, as far as a disk allows that has just failed."""
+    with suppress(OSError):
+        if before is None:
+            (path / CURRENT).unlink()
+        else:
+            (path / _NEW).write_bytes(before)
+            os.replace(path / _NEW, path / CURRENT)
 
 
 def sweep(path: Path, current: str | None, keep: int) -> None:
-    """Removes what dead saves left, and all finished ones but the newest `keep`, `current` among them."""
-    finished = find_saves(path)
+    """Removes what dead saves left, and all finished ones but the newest `keep`, `current` among them.
+
+    Args:
+        current: None: a save is about to begin. What is newer than the one that counts never did, and goes, too.
+    """
+    finished, counting = find_saves(path), newest_of(path)
     others = [save_id for save_id in finished if save_id != current]
-    kept = {current, *others[len(others) - (keep - 1) :]} if current else set(finished)
+    if current:
+        kept = {current, *others[max(0, len(others) - (keep - 1)) :]}
+    else:
+        kept = set(finished[: finished.index(counting) + 1] if counting in finished else finished)
     for entry in list(path.iterdir()):
         if SAVE_ID.fullmatch(entry.name) and entry.name not in kept and not entry.is_symlink():
             remove(entry)

@@ -70,8 +70,9 @@ class _Saving:
         try:
             self.agreement.step("writing", lambda: self.write(folder, answer["share"]), self.finish)
         except BaseException:
-            if self.agreement.rank == 0 and saves.newest_of(self.target.path) != folder.name:
-                saves.remove(folder)
+            with suppress(OSError):  # what is left will be swept
+                if self.agreement.rank == 0 and saves.newest_of(self.target.path) != folder.name:
+                    saves.remove(folder)
             raise
         return folder.name
 

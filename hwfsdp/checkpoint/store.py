@@ -59,8 +59,9 @@ def save(
         CheckpointError: a disk that is full or fails, a rank that raised, died, or hung. The same on all ranks, and what
             was there before is as it was.
     """
-    finish_saves()
-    return save_agreed(Agreement(process_group, "save"), state_dict, Target(Path(path), overwrite, keep))
+    agreement = Agreement(process_group, "save")
+    agreement.step("ending the save before", finish_saves)
+    return save_agreed(agreement, state_dict, Target(Path(path), overwrite, keep))
 
 
 def async_save(

@@ -7,6 +7,7 @@ that leaves ranks diverged fails the next one, too.
 
 from __future__ import annotations
 
+import re
 import contextlib
 import functools
 import traceback
@@ -634,7 +635,10 @@ def a_misfit_on_one_rank_is_an_error_on_all_before_any_data_moves() -> None:
         local = {"first": torch.zeros(2), "k": place} if fits else {"first": torch.zeros(2)}
         with data_sent() as sizes:
             message = raised(lambda: broadcast({"first": numbered(2), "k": value}, local), kind)
-        assert message.startswith(begin), (name, message)
+        assert re.sub(r", rank \d+:", ":", message).startswith(re.sub(r", rank \d+:", ":", begin)), (
+            name,
+            message,
+        )
         assert torch.equal(local["first"], torch.zeros(2)) and local.get("k", place) is place, name
         assert sizes == [], name
 
@@ -655,10 +659,9 @@ def torch_does_leave_ranks_diverged() -> None:
 @on_ranks
 def distributing_what_does_not_fit_changes_nothing() -> None:
     local = {"first": torch.zeros(2), "k": [torch.zeros(4)]}
-    rank = dist.get_rank()
     with pytest.raises(UsageError) as info:
         distribute({"first": numbered(2), "k": [numbered(1)]}, local)
-    assert str(info.value).startswith(f"state_dict['k'][0], rank {rank}: expected shape (4,)")
+    assert str(info.value).startswith("state_dict['k'][0]: expected shape (4,)")
     assert_holds(local, {"first": torch.zeros(2), "k": [torch.zeros(4)]})
 
 

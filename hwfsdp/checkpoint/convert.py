@@ -1,0 +1,299 @@
+"""From one format to another.
+
+    convert("runs/checkpoint", "model.safetensors", to="safetensors")
+
+    store        ours: a directory with CURRENT
+    part         PART_000.pt and so on (see `parts`)
+    dcp          torch's: a directory with .metadata
+    safetensors  one file; what is not a tensor goes into its header, as JSON
+
+One process reads the source, tensor by tensor, into files that are mapped into memory beside the target, and writes the
+target from there. So a checkpoint may be larger than memory; the disk needs room for one more copy of it.
+
+Note [What formats cannot say]
+    PART knows one model, one optimizer, and others: a state dict with the key "model" is taken apart accordingly ("optim"
+    is an optimizer's, too), any other one is taken to be a model's. DCP writes the int keys of dicts as strings; those of
+    an optimizer's state become ints again. A safetensors file of someone else is a flat dict. From our own, everything
+    comes back as it was, tied tensors, empty containers and types of values included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves, store
+from hwfsdp.checkpoint.blocks import sync_directory
+from hwfsdp.checkpoint.manifest import TensorEntry
+from hwfsdp.checkpoint.matching import Match, read_tensors
+from hwfsdp.checkpoint.plan import describe
+from hwfsdp.checkpoint.traverse import Path as KeyPath
+from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.checkpoint.values import decode
+from hwfsdp.errors import CheckpointError, UsageError
+
+_HEADER = "hwfsdp"  # the key in a safetensors file's header
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted: the format it was in, how many tensors, and their bytes."""
+
+    source_format: str
+    tensors: int
+    nbytes: int
+
+
+def format_of(path: Path) -> str:
+    """The format of the checkpoint at `path`.
+
+    Raises:
+        UsageError: there is none that this module reads.
+    """
+    signs = {"store": saves.CURRENT, "dcp": dcp_metadata.METADATA, "part": "PART_000.pt"}
+    found = [name for name, sign in signs.items() if os.path.lexists(path / sign)]
+    if path.is_dir() and (path / saves.MANIFEST).is_file():
+        found.append("store")
+    if path.is_file() and path.suffix == ".safetensors":
+        found.append("safetensors")
+    if len(found) != 1:
+        got = (
+            "nothing" if not path.exists() else f"signs of {' and '.join(found)}" if found else "none of them"
+        )
+        raise UsageError(
+            str(path),
+            expected="a store, a DCP or a PART checkpoint, or a .safetensors file",
+            got=got,
+            remedy="Check the path.",
+        )
+    return found[0]
+
+
+def convert(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, to: str, overwrite: bool = False
+) -> Conversion:
+    """Writes what is in one checkpoint as another, of another format (or the same).
+
+    Args:
+        source: of any format; which one, is seen from its files.
+        to: "store", "part", "dcp" or "safetensors".
+        overwrite: there may be a checkpoint of that format already, which is replaced when the new one is complete.
+
+    Raises:
+        UsageError: no source, a target that is there, or something that the target's format cannot hold.
+        CheckpointError: the source is damaged. The target is what it was.
+    """
+    source, target = Path(source), Path(target)
+    if to not in _WRITERS:
+        raise UsageError("convert", expected=f"one of {sorted(_WRITERS)}", got=repr(to), remedy="Choose one.")
+    known = format_of(source)
+    if os.path.lexists(target) and (not overwrite or os.path.samefile(source, target)):
+        remedy = "Choose another path, or replace it with overwrite=True (--overwrite)."
+        raise UsageError(str(target), expected="no file or directory", got="one", remedy=remedy)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        state = _READERS[known](source, _Rooms(Path(scratch)))
+        _WRITERS[to](state, target, overwrite)
+        tensors = {id(leaf.value): leaf.value for leaf in leaves_of(state) if isinstance(leaf.value, Tensor)}
+        del state
+    return Conversion(known, len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+
+
+class _Rooms:
+    """New tensors whose memory is a file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.count = directory, 0
+
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        self.count += 1
+        file = str(self.directory / str(self.count))
+        return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, Any]:
+    """The containers around leaves; those of no known kind are dicts."""
+    children: dict[KeyPath, dict[Any, None]] = {(): {}}
+    for path in [*leaves, *kinds]:
+        for n in range(len(path)):
+            children.setdefault(path[:n], {})[path[n]] = None
+
+    def build(path: KeyPath) -> Any:
+        if path in leaves:
+            return leaves[path]
+        items = {key: build((*path, key)) for key in children.get(path, {})}
+        kind = kinds.get(path, "dict")
+        if kind == "dict":
+            return items
+        values = [items[key] for key in sorted(items)]
+        return values if kind == "list" else tuple(values)
+
+    tree: dict[Any, Any] = build(())
+    return tree
+
+
+# --- Readers -----------------------------------------------------------------------------------------------
+
+
+def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+    current = saves.find_current(source)
+    manifest = saves.read_manifest(current)
+    saves.check_files(current.folder, manifest)
+    leaves: dict[KeyPath, Any] = {}
+    for path, entry in manifest.entries.items():
+        if not isinstance(entry, TensorEntry):
+            leaves[path] = decode(entry.json_value)
+        elif entry.same_as is not None:
+            leaves[path] = leaves[entry.same_as]
+        else:
+            leaves[path] = rooms.make(entry.shape, entry.dtype)
+            if entry.nbytes:
+                found = read_tensors(Match(manifest, {path: leaves[path]}), current.folder, lambda: None)
+                leaves[path].copy_(found[path])
+    return _nested(leaves, manifest.containers)
+
+
+def _read_part(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+    state = parts.load(source, mmap=True, map_location="cpu")
+    return {key: value for key, value in state.items() if not (key == "optimizer" and value == [])}
+
+
+def _read_dcp(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+    manifest = dcp_metadata.read_metadata(source)
+    flat: dict[str, Any] = {}
+    for key, entry in manifest.metadata.state_dict_metadata.items():
+        flat[key] = None
+        if isinstance(entry, TensorStorageMetadata):
+            flat[key] = rooms.make(tuple(entry.size), entry.properties.dtype)
+    dcp.load({key: tensor for key, tensor in flat.items() if tensor is not None}, source, strict=False)
+    paths = manifest.metadata.planner_data
+    paths = paths if isinstance(paths, dict) else {}
+    leaves = {}
+    for key, tensor in flat.items():
+        path = tuple(paths.get(key, (key,)))
+        leaves[path] = dcp_metadata.read_value(manifest, key) if tensor is None else tensor
+    parents = {path[:n] for path in leaves for n in range(len(path))}
+    kinds = {p: "list" for p in parents if all(type(q[len(p)]) is int for q in leaves if q[: len(p)] == p)}
+    tree: dict[Any, Any] = _with_int_keys(_nested(leaves, kinds))
+    return tree
+
+
+def _with_int_keys(tree: Any) -> Any:
+    """The same, with ints as keys of an optimizer's state (Note [What formats cannot say])."""
+    if not isinstance(tree, dict):
+        return tree
+    if {"state", "param_groups"} <= tree.keys() and isinstance(tree["state"], dict):
+        state = {int(k) if str(k).isdecimal() else k: value for k, value in tree["state"].items()}
+        return {**tree, "state": state}
+    return {key: _with_int_keys(value) for key, value in tree.items()}
+
+
+def _read_safetensors(source: Path, rooms: _Rooms) -> dict[Any, Any]:
+    try:
+        with safetensors.safe_open(str(source), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read
+            text = (file.metadata() or {}).get(_HEADER)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(
+            str(source), expected="a safetensors file", got=str(error), remedy="Write it again."
+        ).at(source) from error
+    if text is None:
+        return dict(tensors)
+    try:
+        header = json.loads(text)
+        leaves = {}
+        for entry in header["entries"]:
+            path = tuple(entry["path"])
+            leaves[path] = tensors[entry["name"]] if "name" in entry else decode(entry["value"])
+        return _nested(leaves, {tuple(path): kind for path, kind in header["containers"]})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            str(source), expected="a header that hwfsdp wrote", got=repr(error)[:80], remedy="Write it again."
+        ).at(source) from error
+
+
+# --- Writers -----------------------------------------------------------------------------------------------
+
+
+def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    store.save(state, target, overwrite=overwrite)
+
+
+def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    if "model" not in state:
+        parts.save(target, state)
+        return
+    others = dict(state)
+    model = others.pop("model")
+    optimizer = others.pop("optimizer", None) or others.pop("optim", None)
+    parts.save(target, model, optimizer, others)
+
+
+def _write_dcp(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    dcp.save(state, target, overwrite=overwrite)
+
+
+def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    description = describe(state, 1).description  # refuses what JSON and dense tensors cannot hold
+    names: dict[KeyPath, str] = {}
+    values = {leaf.path: leaf.value for leaf in leaves_of(state)}
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for entry in description["entries"]:
+        path = tuple(entry["path"])
+        if "value" in entry:
+            entries.append({"path": path, "value": entry["value"]})
+            continue
+        names[path] = names[tuple(entry["alias"])] if "alias" in entry else ".".join(map(str, path))
+        entries.append({"path": path, "name": names[path]})
+        if "alias" not in entry:
+            if names[path] in tensors:
+                expected, remedy = "a name of its own for every tensor", "Rename one of the two."
+                raise UsageError(
+                    names[path], expected=expected, got="two tensors of that name", remedy=remedy
+                )
+            tensors[names[path]] = values[path].detach().contiguous()
+    header = json.dumps({"containers": description["containers"], "entries": entries})
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        safetensors.torch.save_file(tensors, draft, {"format": "pt", _HEADER: header})
+        with draft.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, target)
+        sync_directory(target.parent)
+    except KeyError as error:  # what the library raises for a dtype that the format does not have
+        expected, remedy = "dtypes that safetensors has", "Cast such tensors first."
+        raise UsageError(str(target), expected=expected, got=str(error), remedy=remedy) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+_READERS: dict[str, Callable[[Path, _Rooms], dict[Any, Any]]] = {
+    "dcp": _read_dcp,
+    "part": _read_part,
+    "safetensors": _read_safetensors,
+    "store": _read_store,
+}
+_WRITERS: dict[str, Callable[[dict[Any, Any], Path, bool], None]] = {
+    "dcp": _write_dcp,
+    "part": _write_part,
+    "safetensors": _write_safetensors,
+    "store": _write_store,
+}
+FORMATS = sorted(_WRITERS)

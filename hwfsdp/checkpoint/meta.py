@@ -1,0 +1,462 @@
+"""From the meta device straight into shards.
+
+A model that is built on the meta device and sharded there costs nothing. What is missing is memory for this rank's
+shards, and values for them, which a checkpoint has. So:
+
+    with torch.device("meta"):
+        model = GPT(config)
+    fully_shard(model)
+    state_dict = init_meta_model(model)        memory, for what a checkpoint holds
+    load(state_dict, path)                     values, written where the model has them
+    check_materialized(model, optimizer)       nothing was forgotten
+
+`init_optimizer_state` is the same for an optimizer: the state that it would have after a step, to load into.
+
+Note [The same objects]
+    Who holds a parameter, an optimizer for example, must go on holding the right one. So tensors are not replaced in
+    the places where they are found: the new tensor and the old one exchange what they are (`swap_tensors`). But a
+    state dict does not hold the model's tensors, it holds detached ones, which have nothing in common with them except
+    the storage. On the meta device a storage is a name without memory, and names are enough: every storage becomes
+    one new block of memory, and every tensor a view into the block that stands for its storage, with the strides and
+    the offset that it had. Tied weights stay tied, a slice stays a slice, and entries of a state dict, given the model
+    (`model=`), stay views of its parameters.
+
+Note [Whose shape]
+    The local shape of a DTensor is computed here (`layout`), because a DTensor that was made on the meta device may have
+    torch's, which is wrong where cuts are strided and uneven. Such a tensor gets memory of its own.
+
+Note [One parameter at a time]
+    Which state an optimizer keeps, only its step knows. So a step is made, with gradients that are zero, for each
+    parameter alone: a copy of one parameter is all that has to be kept to put its bits back afterwards.
+
+Left out: values. Non-persistent buffers have none in any checkpoint; they stay on the meta device, where
+`check_materialized` finds them, instead of being given memory that holds nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from hwfsdp.checkpoint.traverse import leaves_of, show
+from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
+from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
+from hwfsdp.group import ParamGroup
+from hwfsdp.hooks import state_of
+from hwfsdp.layout import compute_local_shape_and_global_offset, compute_local_stride
+
+SHOWN = 4  # names in a message; the rest is counted
+
+StateDict = TypeVar("StateDict", bound=dict[Any, Any])
+
+
+@torch.no_grad()
+def init_state_dict(
+    state_dict: StateDict,
+    device: torch.device | str | None = None,
+    *,
+    model: nn.Module | None = None,
+) -> StateDict:
+    """Gives every tensor on the meta device memory, in place; what the memory holds is undefined until it is loaded.
+
+    No communication. Tensors stay the same objects, in the state dict and in whatever else holds them (Note [The same
+    objects]). Shapes, dtypes, strides, placements and `requires_grad` stay, gradients on the meta device do not.
+    Tensors elsewhere are not touched.
+
+    Args:
+        state_dict: nested or not; tensors and DTensors, cut evenly or not.
+        device: where the memory is. By default each DTensor's goes to its mesh's kind of device, in host memory if
+            FSDP offloads it, and all other memory to the kind of device that the DTensors are on.
+        model: the one whose `state_dict()` it is. Its parameters and buffers that share storage with entries get their
+            memory, too, and entries are views of it. With `model.state_dict(keep_vars=True)` entries are the
+            parameters themselves, and the model need not be given.
+
+    Returns:
+        `state_dict`.
+
+    Raises:
+        UsageError: the device is meta, or a parameter is lazy. UnsupportedError: a tensor that is sparse or a
+            ShardedTensor, or the detached entry of a parameter that is a tensor subclass. StateError: something holds
+            a weak reference to a tensor. Nothing was touched then.
+    """
+    if device is not None and torch.device(device).type == "meta":
+        raise UsageError(
+            "init_state_dict(device='meta')",
+            expected="a device with memory",
+            got="meta",
+            remedy="Leave it out for the device of the mesh.",
+        )
+    entries = {show(path): value for path, value in leaves_of(state_dict) if _is_on_meta(value)}
+    of_model = _sharing_storage(model, entries.values()) if model is not None else {}
+    for name, tensor in (entries | of_model).items():
+        _check_exchangeable(name, tensor)
+    if model is not None:
+        _check_connected(entries, of_model)
+    rooms = _Rooms(device, [*of_model.values(), *entries.values()])
+    if model is not None:
+        _exchange_groups(model, {id(tensor) for tensor in of_model.values()}, rooms)
+    for tensor in (*of_model.values(), *entries.values()):
+        rooms.exchange(tensor)
+    return state_dict
+
+
+def init_meta_model(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Any]:
+    """Gives the model's parameters and persistent buffers on the meta device memory, for a checkpoint to be loaded into.
+
+    Args:
+        model: sharded or not. Buffers that are not persistent are left where they are, since no checkpoint has them.
+        device: see `init_state_dict`.
+
+    Returns:
+        `model.state_dict()`. What is copied into its tensors is in the model.
+
+    Raises:
+        What `init_state_dict` does.
+    """
+    return init_state_dict(model.state_dict(), device, model=model)
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and (is_sharded_tensor(value) or value.is_meta)
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _sharing_storage(model: nn.Module, entries: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers on meta, by fqn, whose storage is one of the entries' storages."""
+    for group in _groups_of(model):
+        group.reshard()
+    keys = {_key(entry) for entry in entries}
+    found = {name: tensor for name, tensor in _tensors_of(model).items() if tensor.is_meta}
+    return {name: tensor for name, tensor in found.items() if _key(tensor) in keys}
+
+
+def _groups_of(model: nn.Module) -> Iterator[ParamGroup]:
+    for module in model.modules():
+        if (state := state_of(module)) is not None:
+            yield from state.groups
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _is_subclass(tensor: Tensor) -> bool:
+    """Whether the memory is not the tensor's own, but that of tensors inside it."""
+    memory = _memory_of(tensor)
+    return not (type(memory) is Tensor or isinstance(memory, nn.Parameter))
+
+
+def _key(tensor: Tensor) -> int:
+    return id(tensor) if _is_subclass(tensor) or _is_odd(tensor) else storage_key(_memory_of(tensor))
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    return is_sharded_tensor(tensor) or is_lazy(tensor) or tensor.layout != torch.strided
+
+
+def _check_exchangeable(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise UsageError(
+            name,
+            expected="a tensor of known shape",
+            got="a lazy parameter",
+            remedy="Run a forward, or build the module with its sizes.",
+        )
+    if _is_odd(tensor):
+        raise UnsupportedError(
+            name,
+            expected="a dense Tensor or DTensor on the meta device",
+            got="a ShardedTensor" if is_sharded_tensor(tensor) else f"one of layout {tensor.layout}",
+            remedy="Build this one off the meta device.",
+        )
+    if weakref.getweakrefs(tensor):
+        raise StateError(
+            name,
+            expected="no weak reference to a tensor on the meta device",
+            got=f"{len(weakref.getweakrefs(tensor))}",
+            remedy="Initialize memory first, then build what refers to its tensors.",
+        )
+
+
+def _check_connected(entries: dict[str, Tensor], of_model: dict[str, Tensor]) -> None:
+    own = {id(tensor) for tensor in of_model.values()}
+    for name, tensor in entries.items():
+        if _is_subclass(tensor) and id(tensor) not in own:
+            raise UnsupportedError(
+                name,
+                expected="a plain tensor in each shard, where entries are detached from the model",
+                got=type(_memory_of(tensor)).__name__,
+                remedy="Take model.state_dict(keep_vars=True).",
+            )
+
+
+class _Rooms:
+    """New memory for what is on meta: a block for each storage (Note [The same objects])."""
+
+    def __init__(self, device: torch.device | str | None, tensors: list[Tensor]) -> None:
+        self.device = None if device is None else torch.device(device)
+        kinds = [tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)]
+        default = torch.get_default_device()
+        self.elsewhere = torch.device(kinds[0] if kinds else "cpu" if default.type == "meta" else default)
+        self.blocks: dict[int, torch.UntypedStorage] = {}
+        self.old: list[Tensor] = []  # what is known by identity has to live
+
+    def exchange(self, tensor: Tensor, is_offloaded: bool = False) -> None:
+        """Gives the tensor memory, if it has none."""
+        if not tensor.is_meta:
+            return
+        device = self.device or (torch.device("cpu") if is_offloaded else self._home(tensor))
+        new = self._with_memory(tensor, device)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        elif tensor.requires_grad:
+            new.requires_grad_()
+        if type(new) is not type(tensor):  # a kind of nn.Parameter
+            new.__class__ = type(tensor)
+        new.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, new)
+        self.old.append(new)
+
+    def _home(self, tensor: Tensor) -> torch.device:
+        return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else self.elsewhere
+
+    def _with_memory(self, tensor: Tensor, device: torch.device) -> Tensor:
+        memory = _memory_of(tensor).detach()
+        if not isinstance(tensor, DTensor):
+            return self._alike(memory, device)
+        shape = tuple(memory.shape)
+        if tensor.device_mesh.get_coordinate() is not None:
+            shape = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )[0]
+        if shape == tuple(memory.shape):
+            local = self._alike(memory, device)
+        else:  # Note [Whose shape]
+            stride = compute_local_stride(tensor.stride(), shape)
+            local = torch.empty_strided(shape, stride, dtype=memory.dtype, device=device)
+        return dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def _alike(self, memory: Tensor, device: torch.device) -> Tensor:
+        if _is_subclass(memory):
+            return torch.empty_like(memory, device=device)
+        if any(step == 0 and n > 1 for n, step in zip(memory.shape, memory.stride())):
+            return torch.empty(
+                memory.shape, dtype=memory.dtype, device=device
+            )  # expanded: cannot be written to
+        key = storage_key(memory)
+        if key not in self.blocks:
+            size = memory.untyped_storage().nbytes()
+            self.blocks[key] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        offset, shape, stride = int(memory.storage_offset()), memory.shape, memory.stride()
+        return torch.empty(0, dtype=memory.dtype, device=device).set_(self.blocks[key], offset, shape, stride)
+
+
+def _exchange_groups(model: nn.Module, wanted: set[int], rooms: _Rooms) -> None:
+    """Parameters of FSDP groups, group by group: where a group moves its rows into padded memory, that is the block."""
+    for group in _groups_of(model):
+        params = [p.sharded_param for p in group.params if id(p.sharded_param) in wanted]
+        keys = {id(param): _key(param) for param in params if not _is_subclass(param)}
+        for param in params:
+            rooms.exchange(param, group.is_offloaded)
+        group.adopt_registered()
+        for param in params:
+            if id(param) in keys and keys[id(param)] in rooms.blocks:
+                rooms.blocks[keys[id(param)]] = _memory_of(param).untyped_storage()
+
+
+# --- Nothing forgotten -------------------------------------------------------------------------------------
+
+
+def check_materialized(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Raises if something of the model is on the meta device, or if the optimizer would update something else.
+
+    Looks at parameters, buffers (persistent or not) and tensors that are plain attributes of modules; of the optimizer at
+    the parameters in its groups, and at its state.
+
+    Raises:
+        StateError: names the first few and how to initialize them, and counts the rest; or an optimizer's group and
+            the index in it of a parameter that the model does not have (any more).
+    """
+    found = _left_on_meta(model)
+    if found:
+        remedies = {
+            _FROM_CHECKPOINT: "Call init_meta_model(model) and load a checkpoint, or model.to_empty(device=…) and "
+            "initialize what is new.",
+            _NOT_IN_CHECKPOINTS: "No checkpoint has non-persistent buffers and attributes: compute them again, and "
+            "assign them to their module.",
+        }
+        raise StateError(
+            f"{type(model).__name__} after loading",
+            expected="nothing on the meta device",
+            got=_listed([name for name, _ in found]),
+            remedy=" ".join(text for kind, text in remedies.items() if kind in {kind for _, kind in found}),
+        )
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+
+
+_FROM_CHECKPOINT, _NOT_IN_CHECKPOINTS = "from a checkpoint", "not in checkpoints"
+
+
+def _left_on_meta(model: nn.Module) -> list[tuple[str, str]]:
+    """What it is, with its fqn; and where its values come from."""
+    found = [(f"parameter {n!r}", _FROM_CHECKPOINT) for n, p in model.named_parameters() if p.is_meta]
+    on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
+    persistent = {id(value) for value in model.state_dict(keep_vars=True).values()} if on_meta else set()
+    for name, buffer in on_meta.items():
+        kept = id(buffer) in persistent
+        kind = _FROM_CHECKPOINT if kept else _NOT_IN_CHECKPOINTS
+        found.append((f"{'' if kept else 'non-persistent '}buffer {name!r}", kind))
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                found.append((f"attribute {f'{prefix}.{name}'.lstrip('.')!r}", _NOT_IN_CHECKPOINTS))
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    fsdp_params = [p for group in _groups_of(model) for p in group.params]
+    known = {id(param) for param in model.parameters()}
+    known -= {id(p.slots[0].registered()) for p in fsdp_params}  # may be the whole one, just now
+    known |= {id(p.sharded_param) for p in fsdp_params}
+    stale, states = [], []
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            name = f"param_groups[{number}]['params'][{index}]"
+            if id(param) not in known:
+                stale.append(f"{name} of shape {tuple(param.shape)} on {param.device}")
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    states.append(f"state {key!r} of {name}")
+    if stale:
+        raise StateError(
+            type(optimizer).__name__,
+            expected="parameters that are the model's own objects",
+            got=_listed(stale) + " that the model does not have",
+            remedy="Build the optimizer after fully_shard, which makes new parameters, and while they are sharded; "
+            "otherwise a step changes tensors that nobody uses.",
+        )
+    if states:
+        raise StateError(
+            type(optimizer).__name__,
+            expected="no state on the meta device",
+            got=_listed(states),
+            remedy="Call init_state_dict(optimizer.state_dict()), and load a checkpoint into it.",
+        )
+
+
+# --- Optimizers --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def init_optimizer_state(optimizer: Optimizer) -> None:
+    """Gives a fresh optimizer the state that it will have, so that a checkpoint can be loaded into it.
+
+    Every parameter that requires grad and has no state yet gets it (Note [One parameter at a time]): moments are zero,
+    counts of steps are zero. Parameters keep every bit, gradients and groups stay what they were, hooks are not called.
+    No communication, unless the optimizer's step communicates.
+
+    Args:
+        optimizer: of `torch.optim`, of `hwfsdp.optim`, or any whose step skips parameters without gradients.
+
+    Raises:
+        UnsupportedError: its step needs a closure, as that of LBFGS, or does not take dense gradients of zeros.
+        StateError: a parameter is on the meta device. The optimizer is as it was then.
+    """
+    step = _plain_step(optimizer)
+    todo = []
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if param.is_meta:
+                raise StateError(
+                    f"{type(optimizer).__name__}: param_groups[{number}]['params'][{index}]",
+                    expected="a parameter in memory",
+                    got=f"shape {tuple(param.shape)} on the meta device",
+                    remedy="Call init_meta_model(model) first.",
+                )
+            if param.requires_grad and not optimizer.state.get(param):
+                todo.append((group, param))
+    done: list[Tensor] = []
+    try:
+        for group, param in todo:
+            done.append(param)
+            _step_alone(optimizer, step, group, param)
+    except Exception as error:
+        for param in done:
+            optimizer.state.pop(param, None)
+        if isinstance(error, FSDPError):
+            raise
+        raise UnsupportedError(
+            f"init_optimizer_state({type(optimizer).__name__})",
+            expected="a step over gradients that are dense and zero",
+            got=" ".join(f"{type(error).__name__}: {error}".split()),
+            remedy="Take one training step, and load the checkpoint afterwards.",
+        ) from error
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of the optimizer's class, without what torch wraps around it to call hooks."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"init_optimizer_state({type(optimizer).__name__})",
+            expected="an optimizer whose step can be made without a closure",
+            got="one that evaluates the model itself",
+            remedy="Take one training step, and load the checkpoint afterwards.",
+        )
+    return step  # type: ignore[no-any-return]
+
+
+def _step_alone(optimizer: Optimizer, step: Callable[..., Any], group: dict[str, Any], param: Tensor) -> None:
+    memory = _memory_of(param)
+    bits = memory.detach().clone()
+    try:
+        with _only(optimizer, group, param):
+            step(optimizer)
+    finally:
+        memory.copy_(bits)
+    state = optimizer.state.get(param, {})
+    if isinstance(count := state.get("step"), Tensor):
+        count.zero_()
+    elif count is not None:
+        state["step"] = 0
+
+
+@contextmanager
+def _only(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Iterator[None]:
+    """The optimizer has this parameter only, with a gradient of zeros, and does not decay it."""
+    groups, params, grad = optimizer.param_groups, group["params"], param.grad
+    decay = group.get("weight_decay")
+    zeros = torch.zeros_like(_memory_of(param))
+    try:
+        optimizer.param_groups = [group]
+        group["params"] = [param]
+        if decay is not None:
+            group["weight_decay"] = 0
+        param.grad = wrap_like(zeros, param) if isinstance(param, DTensor) else zeros
+        yield
+    finally:
+        param.grad = grad
+        group["params"], optimizer.param_groups = params, groups
+        if decay is not None:
+            group["weight_decay"] = decay

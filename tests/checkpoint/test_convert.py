@@ -1,0 +1,183 @@
+"""Every format into every other; what comes out is what went in, also for the formats' own readers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+from hwfsdp import CheckpointError, UsageError, checkpoint
+from hwfsdp.checkpoint import parts
+from hwfsdp.checkpoint.convert import FORMATS, Conversion, convert, format_of
+from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.cli import main
+
+
+def training_state() -> dict[Any, Any]:
+    """A model's and an optimizer's state after a step, and what else a run saves."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "step": 7, "note": "ä"}
+    state["model"]["half"] = torch.arange(6.0).to(torch.bfloat16).view(2, 3)
+    state["model"]["none"] = torch.zeros(0, 4)
+    return state
+
+
+def place(directory: Path, name: str) -> Path:
+    return directory / (f"{name}.safetensors" if name == "safetensors" else name)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    mine, theirs = dict(leaves_of(found)), dict(leaves_of(expected))
+    assert mine.keys() == theirs.keys()
+    for path, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert mine[path].dtype == value.dtype and mine[path].shape == value.shape
+            assert torch.equal(mine[path], value)
+        else:
+            assert mine[path] == value and type(mine[path]) is type(value)
+
+
+def loaded(path: Path) -> Any:
+    """What a store holds."""
+    target = training_state()
+    for leaf in leaves_of(target):
+        if isinstance(leaf.value, torch.Tensor):
+            leaf.value.detach().zero_()
+    target.update(step=0, note="")
+    return checkpoint.load(target, path)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint in every format, each made from the store."""
+    directory = tmp_path_factory.mktemp("originals")
+    checkpoint.save(training_state(), directory / "store")
+    for name in FORMATS:
+        if name != "store":
+            convert(directory / "store", place(directory, name), to=name)
+    return directory
+
+
+@pytest.mark.parametrize(("source", "to"), [*product(FORMATS, FORMATS)])
+def test_a_checkpoint_survives_any_two_conversions(source, to, originals, tmp_path):
+    found = convert(place(originals, source), place(tmp_path, to), to=to)
+    assert (found.source_format, format_of(place(tmp_path, to))) == (source, to)
+    convert(place(tmp_path, to), tmp_path / "back", to="store")
+    assert_equal(loaded(tmp_path / "back"), training_state())
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted({"back", place(tmp_path, to).name})
+
+
+def test_the_readers_of_the_formats_find_the_same_tensors(originals):
+    model = training_state()["model"]
+    found = safetensors.torch.load_file(place(originals, "safetensors"))
+    assert_equal(
+        {k: v for k, v in found.items() if k.startswith("model.")},
+        {f"model.{k}": v for k, v in model.items()},
+    )
+    assert_equal(parts.load(place(originals, "part"))["model"], model)
+    target = {"model": {key: torch.full_like(value, 3) for key, value in model.items() if value.numel()}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        torch_dcp.load(target, checkpoint_id=place(originals, "dcp"), no_dist=True)
+    assert_equal(target["model"], {key: value for key, value in model.items() if value.numel()})
+
+
+def test_our_own_formats_keep_containers_ties_and_types(tmp_path):
+    tied = torch.arange(4.0)
+    state = {"a": {1: tied, "1": [tied, (torch.ones(()), 2.5)]}, "empty": {}, "none": [], "x": float("inf")}
+    state["b"] = {"bytes": b"\x00", "dtype": torch.float16, "complex": 1j}
+    checkpoint.save(state, tmp_path / "store")
+    convert(tmp_path / "store", tmp_path / "x.safetensors", to="safetensors")
+    assert convert(tmp_path / "x.safetensors", tmp_path / "again", to="store") == Conversion(
+        "safetensors", 2, 20
+    )
+    found = checkpoint.inspect(tmp_path / "again")
+    assert found.tensors["state_dict['a']['1'][0]"].same_as == ("a", 1)
+    target = {
+        "a": {1: torch.zeros(4), "1": [torch.zeros(4), (torch.zeros(()), 0.0)]},
+        "empty": {},
+        "none": [],
+    }
+    target |= {"x": 0.0, "b": {"bytes": b"", "dtype": torch.int8, "complex": 0j}}
+    checkpoint.load(target, tmp_path / "again")
+    assert repr(target) == repr(state | {"x": state["x"], "b": state["b"]})
+
+
+def test_a_file_of_someone_else_is_a_flat_state_dict(tmp_path):
+    safetensors.torch.save_file({"a.b": torch.ones(3), "a": torch.zeros(2)}, tmp_path / "x.safetensors")
+    convert(tmp_path / "x.safetensors", tmp_path / "store", to="store")
+    assert list(checkpoint.inspect(tmp_path / "store").tensors) == ["state_dict['a']", "state_dict['a.b']"]
+
+
+def test_a_target_that_exists_is_replaced_only_if_asked(originals, tmp_path):
+    for name in FORMATS:
+        target = place(tmp_path, name)
+        convert(originals / "store", target, to=name)
+        with pytest.raises(UsageError, match="overwrite"):
+            convert(originals / "store", target, to=name)
+        convert(originals / "store", target, to=name, overwrite=True)
+        with pytest.raises(UsageError, match="overwrite"):
+            convert(target, target, to=name, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "to", "match"),
+    [
+        ({"x": torch.zeros(2, dtype=torch.complex128)}, "safetensors", "dtypes that safetensors has"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "safetensors", "two tensors of that name"),
+        ({"x": torch.zeros(1)}, "zip", "one of"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused_and_leaves_nothing(state, to, match, tmp_path):
+    checkpoint.save(state, tmp_path / "store")
+    with pytest.raises(UsageError, match=match):
+        convert(tmp_path / "store", tmp_path / "x", to=to)
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damage_in_the_source_is_found(name, originals, tmp_path):
+    source = place(tmp_path, name)
+    (shutil.copytree if source.suffix == "" else shutil.copy)(place(originals, name), source)
+    file = max((p for p in [source, *source.rglob("*")] if p.is_file()), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-70])
+    with pytest.raises(CheckpointError):
+        convert(source, tmp_path / "out", to="store")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    for got, path in (("nothing", tmp_path / "x"), ("none of them", tmp_path)):
+        with pytest.raises(UsageError, match=f"got {got}"):
+            convert(path, tmp_path / "y", to="store")
+
+
+def test_the_command_inspects_verifies_and_converts(originals, tmp_path, capsys):
+    assert main(["checkpoint", "inspect", str(originals / "store"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tensors"]["['model']['0.weight']"] == {"dtype": "float32", "shape": [7, 5], "chunks": 1}
+    assert found["values"]["['step']"] == "7" and found["saves"] == [found["save"]]
+    assert main(["checkpoint", "inspect", str(originals / "store")]) == 0
+    assert "['model']['0.weight']" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(originals / "store")]) == 0
+    assert "intact" in capsys.readouterr().out
+    arguments = ["checkpoint", "convert", str(originals / "store"), str(tmp_path / "x"), "--to", "dcp"]
+    assert main(arguments) == 0
+    assert "(store) →" in capsys.readouterr().out
+    assert main(arguments) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["from"] == "store"
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 2

@@ -1,0 +1,758 @@
+"""Checkpoints of torch's DCP, in both directions and across world sizes; what DCP does silently is an error.
+
+The oracle is torch: FSDP2 models, saved and loaded by torch.distributed.checkpoint itself, and whole tensors cut by
+nested chunking. Checkpoints are written by two and three ranks, and read by one and four. Each world size starts its ranks
+once.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import os
+import pickle
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torchs
+from torch import Tensor, nn, optim
+from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict as api
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import hwfsdp
+from hwfsdp import launch
+from hwfsdp.checkpoint import dcp
+from hwfsdp.checkpoint.meta import check_materialized, init_meta_model, init_optimizer_state
+from hwfsdp.checkpoint.state_dict import gather_state_dict
+from hwfsdp.compat import dtensor, local_of
+from hwfsdp.errors import CheckpointError, FSDPError, RankError, UnsupportedError, UsageError
+
+WRITERS, READERS = [2, 3], [1, 4]
+CHECKS: dict[str, Callable[[Path], None]] = {}
+
+
+def on_ranks(check: Callable[[Path], None]) -> Callable[[Path], None]:
+    CHECKS[check.__name__] = check
+    return check
+
+
+def run_all(directory: Path) -> dict[str, str]:
+    """On a rank: check to traceback, empty where it held."""
+    found = {}
+    for name, check in CHECKS.items():
+        try:
+            check(directory)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With checkpoints of one training: by torch and by us, of each number of writers."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    for world_size in WRITERS:
+        launch(write_checkpoints, world_size, path, timeout=60)
+    return path
+
+
+@functools.cache
+def results(world_size: int, directory: Path) -> list[dict[str, str]]:
+    try:
+        found: list[dict[str, str]] = launch(run_all, world_size, directory, timeout=60)
+    except RankError as error:
+        found = [dict.fromkeys(CHECKS, str(error))]
+    return found
+
+
+# --- Models ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+class Model(nn.Module):
+    """Uneven for every number of ranks; biases have fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 1), nn.Linear(1, 2, bias=False)])
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def model_of(library: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    for layer in model.layers:
+        library.fully_shard(layer, mesh=line())
+    return library.fully_shard(model, mesh=line())
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.steps += 1
+
+
+def trained(library: Any) -> tuple[nn.Module, optim.Optimizer]:
+    model = model_of(library)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def fresh(library: Any) -> tuple[nn.Module, optim.Optimizer]:
+    """Other values than the trained one's."""
+    model = model_of(library)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(7)
+    return model, optim.AdamW(model.parameters(), lr=0.5)
+
+
+def state_of(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """As torch recommends to save both: by names of parameters, whatever the number of ranks."""
+    model_state, optimizer_state = api.get_state_dict(model, optimizer)
+    return {"model": model_state, "optim": optimizer_state, "epoch": 3, "notes": ["a", (1, 2.5)]}
+
+
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "epoch": 0, "notes": None}
+
+
+def write_checkpoints(directory: Path) -> None:
+    size = dist.get_world_size()
+    state = state_of(*trained(fsdp))
+    torchs.save(state, checkpoint_id=directory / f"torch-{size}")
+    dcp.save(state_of(*trained(hwfsdp)), directory / f"hwfsdp-{size}")
+    if dist.get_rank() == 0:
+        assert not [p for p in os.listdir(directory) if p.startswith(".")]
+    whole = gather_state_dict(state)
+    if dist.get_rank() == 0:
+        torch.save(whole, directory / f"whole-{size}.pt")
+
+
+def whole_of(directory: Path, size: int) -> dict[str, Any]:
+    whole: dict[str, Any] = torch.load(directory / f"whole-{size}.pt", weights_only=True)
+    return whole
+
+
+def assert_same(got: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, Tensor):
+        assert got.dtype == expected.dtype and torch.equal(got, expected), where
+    elif isinstance(expected, dict):
+        assert list(map(str, got)) == list(map(str, expected)), where
+        for mine, other in zip(got, expected):
+            assert_same(got[mine], expected[other], f"{where}.{other}")
+    elif isinstance(expected, list | tuple):
+        assert type(got) is type(expected) and len(got) == len(expected), where
+        for number, (mine, other) in enumerate(zip(got, expected)):
+            assert_same(mine, other, f"{where}.{number}")
+    else:
+        assert got == expected, where
+
+
+def shared(name: str, directory: Path) -> Path:
+    """A path for this world size only."""
+    return directory / f"{name}-of-{dist.get_world_size()}"
+
+
+def raised(go: Callable[[], Any], kind: type[FSDPError] = UsageError) -> str:
+    """The message, which is the same on all ranks, and one line."""
+    with pytest.raises(kind) as info:
+        go()
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(info.value))
+    assert len(set(messages)) == 1 and "\n" not in messages[0], messages
+    return str(info.value)
+
+
+# --- Across libraries and world sizes ----------------------------------------------------------------------
+
+
+@on_ranks
+def what_torch_saved_is_loaded_into_our_model_and_optimizer(directory: Path) -> None:
+    for writers in WRITERS:
+        model, optimizer = fresh(hwfsdp)
+        init_optimizer_state(optimizer)
+        state = blank(state_of(model, optimizer))
+        dcp.load(state, directory / f"torch-{writers}")
+        api.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        whole = whole_of(directory, writers)
+        assert_same(gather_state_dict(state_of(model, optimizer)), whole)
+        assert_same({k: state[k] for k in ("epoch", "notes")}, {k: whole[k] for k in ("epoch", "notes")})
+
+
+@on_ranks
+def what_we_saved_is_loaded_by_torch_into_its_model(directory: Path) -> None:
+    for writers in WRITERS:
+        model, optimizer = fresh(fsdp)
+        state = blank(state_of(model, optimizer))
+        torchs.load(state, checkpoint_id=directory / f"hwfsdp-{writers}")
+        assert_same(gather_state_dict(state), whole_of(directory, writers))
+
+
+@on_ranks
+def what_we_saved_trains_on_as_if_it_had_not_been_saved(directory: Path) -> None:
+    expected, its_optimizer = trained(hwfsdp)
+    path = shared("resumed", directory)
+    dcp.save({"model": expected.state_dict(), "optim": its_optimizer.state_dict()}, path)
+    model, optimizer = fresh(hwfsdp)
+    init_optimizer_state(optimizer)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.load(state, path)
+    optimizer.load_state_dict(state["optim"])
+    assert list(state["optim"]["state"]) == list(range(5))  # int keys
+    train(expected, its_optimizer), train(model, optimizer)
+    assert_same(gather_state_dict(model.state_dict()), gather_state_dict(expected.state_dict()))
+
+
+@on_ranks
+def a_model_on_meta_is_loaded_by_us_and_by_torch(directory: Path) -> None:
+    for load in (dcp.load, lambda state, path: torchs.load(state, checkpoint_id=path)):
+        with torch.device("meta"):
+            model = model_of(hwfsdp)
+        if load is dcp.load:
+            message = raised(
+                lambda: dcp.load({"model": model.state_dict()}, directory / "torch-2", strict=False)
+            )
+            assert message.startswith("state_dict['model']['steps']") or "on the meta device" in message
+        state = {"model": init_meta_model(model)}
+        if load is dcp.load:
+            dcp.load(state, directory / "torch-2", strict=False)
+        else:
+            load(state, directory / "torch-2")
+        check_materialized(model)
+        assert_same(gather_state_dict(model.state_dict()), whole_of(directory, 2)["model"])
+
+
+@on_ranks
+def the_state_dict_functions_of_torch_give_and_take_the_same_of_our_modules_as_of_theirs(_: Path) -> None:
+    ours, theirs = trained(hwfsdp), trained(fsdp)
+    full = api.StateDictOptions(full_state_dict=True)
+    for options in (None, full, api.StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        mine = [api.get_model_state_dict(ours[0], options=options)]
+        mine.append(api.get_optimizer_state_dict(*ours, options=options))
+        other = [api.get_model_state_dict(theirs[0], options=options)]
+        other.append(api.get_optimizer_state_dict(*theirs, options=options))
+        assert_same(gather_state_dict({"all": mine}), gather_state_dict({"all": other}))
+    whole = api.get_state_dict(*theirs, options=full)
+    for options in (full, api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+        both = []
+        for library in (hwfsdp, fsdp):
+            model, optimizer = fresh(library)
+            model_state, optimizer_state = copy.deepcopy(whole)  # they are changed
+            api.set_model_state_dict(model, model_state, options=options)
+            api.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+            both.append(gather_state_dict(state_of(model, optimizer)))
+        assert_same(both[0], both[1])
+        assert_same(both[0]["model"], gather_state_dict(theirs[0].state_dict()))
+        assert_same(both[0]["optim"]["state"], gather_state_dict(state_of(*theirs))["optim"]["state"])
+
+
+# --- Layouts -----------------------------------------------------------------------------------------------
+
+
+def numbered(*shape: int) -> Tensor:
+    return (torch.arange(torch.Size(shape).numel()) + 1.0).view(shape)
+
+
+@functools.cache
+def grids() -> list[DeviceMesh]:
+    size = dist.get_world_size()
+    shapes = [(size, 1), (1, size)] + ([(2, size // 2)] if size % 2 == 0 else [])
+    return [init_device_mesh("cpu", shape) for shape in shapes]
+
+
+def nested_chunks(whole: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> Tensor:
+    """This rank's part: the last mesh dim cuts first where the first one is strided; nothing of `hwfsdp.layout`."""
+    order = [1, 0] if isinstance(placements[0], _StridedShard) else [0, 1]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for mesh_dim in order:
+        placement = placements[mesh_dim]
+        if isinstance(placement, Replicate):
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        chunks = whole.chunk(mesh.size(mesh_dim), dim)
+        at = coordinate[mesh_dim]
+        whole = chunks[at] if at < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole.clone()
+
+
+def layouts(fill: bool) -> dict[str, DTensor]:
+    """Tensors of awkward shapes, cut in every way; with their values, or with zeros."""
+    found = {}
+    for mesh in grids():
+        ways: list[list[Placement]] = [
+            [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)],
+            [Shard(0), Shard(0)],
+            [Shard(1), Shard(0)],
+            [Replicate(), Shard(0)],
+            [Shard(0), Replicate()],
+        ]
+        for number, placements in enumerate(ways):
+            for shape in ((7, 3), (5, 1), (1, 4), (0, 3), (9, 2)):
+                whole = numbered(*shape)
+                local = nested_chunks(whole, mesh, placements)
+                value = dtensor(
+                    local if fill else torch.zeros_like(local), mesh, placements, shape, whole.stride()
+                )
+                found[f"{tuple(mesh.shape)} {number} {shape}".replace(".", "")] = value
+    return found
+
+
+@on_ranks
+def every_layout_comes_back_and_is_read_by_torch_as_whole_tensors_and_in_even_cuts(directory: Path) -> None:
+    path = shared("layouts", directory)
+    dcp.save(layouts(fill=True), path)
+    got = layouts(fill=False)
+    dcp.load(got, path)
+    for name, expected in layouts(fill=True).items():
+        assert torch.equal(local_of(got[name]), local_of(expected)), name
+    whole = {name: torch.zeros(value.shape) for name, value in got.items()}
+    torchs.load(whole, checkpoint_id=path)
+    rows = {
+        name: distribute_tensor(torch.zeros(value.shape), line(), [Shard(0)]) for name, value in got.items()
+    }
+    torchs.load(rows, checkpoint_id=path)
+    for name, value in got.items():
+        assert torch.equal(whole[name], numbered(*value.shape)), name
+        assert torch.equal(gather_state_dict({"a": rows[name]})["a"], numbered(*value.shape)), name
+
+
+@on_ranks
+def whole_tensors_that_torch_saved_are_loaded_into_every_layout(directory: Path) -> None:
+    path = shared("whole", directory)
+    torchs.save(
+        {name: numbered(*value.shape) for name, value in layouts(fill=True).items()}, checkpoint_id=path
+    )
+    got = layouts(fill=False)
+    dcp.load(got, path)
+    for name, expected in layouts(fill=True).items():
+        assert torch.equal(local_of(got[name]), local_of(expected)), name
+
+
+@on_ranks
+def ranks_may_have_keys_of_their_own_and_meshes_of_a_part_of_them(directory: Path) -> None:
+    path, rank = shared("own", directory), dist.get_rank()
+    mesh = DeviceMesh("cpu", [0])
+    on_one = dtensor(numbered(3) if rank == 0 else torch.empty(0), mesh, [Shard(0)], (3,), (1,))
+    dcp.save({f"stage {rank}": {"w": numbered(2) * rank}, "one": on_one}, path)
+    other = (rank + 1) % dist.get_world_size()
+    state = {f"stage {other}": {"w": torch.zeros(2)}, "one": torch.zeros(3)}
+    dcp.load(state, path)
+    assert_same(state, {f"stage {other}": {"w": numbered(2) * other}, "one": numbered(3)})
+
+
+# --- Errors on one rank ------------------------------------------------------------------------------------
+
+
+@on_ranks
+def what_one_rank_cannot_do_is_raised_on_all_and_nothing_has_changed(directory: Path) -> None:
+    path, last = shared("errors", directory), dist.get_world_size() - 1
+    is_last = dist.get_rank() == last
+    odd = torch.zeros(2, 2) if is_last else torch.zeros(4)
+    if dist.get_world_size() > 1:
+        message = raised(lambda: dcp.save({"a": odd}, path))
+        assert f"torch.float32 [2, 2] on rank {last}" in message
+    dcp.save({"a": numbered(4), "b": "text"}, path)
+    for state in (
+        {"a": odd if is_last else torch.zeros(4), "b": None},
+        {"a": torch.zeros(4, dtype=torch.float64) if is_last else torch.zeros(4), "b": None},
+        {"a": None if is_last else torch.zeros(4), "b": None},
+        {"a": torch.zeros(4), "b": torch.zeros(1) if is_last else None},
+    ):
+        if not is_last or dist.get_world_size() > 1 or state["a"] is not odd:
+            before = dict(state)
+            message = raised(lambda: dcp.load(state, path))
+            assert message.startswith("state_dict['")
+            assert all(state[key] is before[key] for key in state)
+            assert not isinstance(state["a"], Tensor) or not state["a"].any()
+
+
+@on_ranks
+def ranks_that_find_different_checkpoints_load_none(directory: Path) -> None:
+    if dist.get_world_size() == 1:
+        return
+    for name in ("first", "second"):
+        dcp.save({"a": numbered(2)}, shared(name, directory))
+    state = {"a": torch.zeros(2)}
+    mine = shared("first" if dist.get_rank() == 0 else "second", directory)
+    with pytest.raises(CheckpointError, match="expected the same checkpoint on all ranks"):
+        dcp.load(state, mine)
+    assert not state["a"].any()
+
+
+@on_ranks
+def a_checkpoint_is_replaced_only_where_that_is_asked_for_and_only_when_the_new_one_is_complete(
+    directory: Path,
+) -> None:
+    path = shared("replaced", directory)
+    dcp.save({"a": numbered(4)}, path)
+    assert "pass overwrite=True" in raised(lambda: dcp.save({"a": torch.zeros(4)}, path))
+    message = raised(lambda: dcp.save({"a": lambda: 0}, path, overwrite=True))
+    assert message.startswith("state_dict['a']: expected a tensor, or a value")
+    state = {"a": torch.zeros(4)}
+    dcp.load(state, path)
+    assert torch.equal(state["a"], numbered(4))
+    dcp.save({"a": numbered(4) * 2}, path, overwrite=True)
+    dcp.load(state, path)
+    assert torch.equal(state["a"], numbered(4) * 2)
+    assert not [name for name in os.listdir(directory) if path.name in name and name != path.name]
+
+
+@on_ranks
+def a_sum_that_was_not_made_is_refused(directory: Path) -> None:
+    state = {"a": DTensor.from_local(torch.ones(2), line(), [Partial()])}
+    assert "Partial" in raised(lambda: dcp.save(state, shared("partial", directory)), UnsupportedError)
+
+
+@pytest.mark.parametrize("world_size", READERS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_ranks(check: str, world_size: int, directory: Path) -> None:
+    found = [rank[check] for rank in results(world_size, directory)]
+    assert not any(found), "\n".join(filter(None, found))
+
+
+def seven_rows_on_six_ranks(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (3, 2))
+    placements: list[Placement] = [_StridedShard(0, split_factor=2), Shard(0)]
+
+    def cut(whole: Tensor) -> DTensor:
+        return dtensor(nested_chunks(whole, mesh, placements), mesh, placements, whole.shape, whole.stride())
+
+    shapes = [(7, 2), (13, 1)]
+    dcp.save({"all": [cut(numbered(*shape)) for shape in shapes]}, directory / "six")
+    whole = {"all": [torch.zeros(shape) for shape in shapes]}
+    torchs.load(whole, checkpoint_id=directory / "six")
+    assert_same(whole["all"], [numbered(*shape) for shape in shapes])
+    state = {"all": [cut(torch.zeros(shape)) for shape in shapes]}
+    dcp.load(state, directory / "six")
+    for got, shape in zip(state["all"], shapes):
+        assert torch.equal(local_of(got), local_of(cut(numbered(*shape))))
+
+
+def test_where_torch_2_13_cuts_wrongly_the_right_rows_are_written_and_read(tmp_path: Path) -> None:
+    launch(seven_rows_on_six_ranks, 6, tmp_path, timeout=60)
+
+
+# --- One process: keys and values --------------------------------------------------------------------------
+
+
+def everything() -> dict[Any, Any]:
+    return {
+        "weights": OrderedDict(a=numbered(3, 2), b=numbered(4).to(torch.bfloat16), turned=numbered(2, 3).t()),
+        "state": {0: {"step": torch.tensor(2.0), "betas": (0.9, 0.99)}, 1: {"exp_avg": numbered(2)}},
+        "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": []}],
+        "list": [numbered(2), [numbered(1), "x"]],
+        "numbers": [1, [2, None]],
+        "flag": True,
+        "view": numbered(6)[::2],
+        "conjugate": numbered(2).to(torch.complex64).mul(1j).conj(),
+        "nothing": torch.zeros(0, 3),
+    }
+
+
+def emptied(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return torch.zeros_like(tree)
+    if isinstance(tree, dict):
+        return type(tree)((key, emptied(value)) for key, value in tree.items())
+    if isinstance(tree, list) and any(isinstance(item, Tensor | dict) for item in tree):
+        return [emptied(item) for item in tree]
+    return None
+
+
+def test_everything_comes_back_where_it_was_and_tensors_are_the_same_objects(tmp_path: Path) -> None:
+    dcp.save(everything(), tmp_path / "c")
+    got = emptied(everything())
+    got["list"][1] = [torch.zeros(1), None]
+    kept = got["weights"]["a"]
+    dcp.load(got, tmp_path / "c")
+    assert_same(got, everything())
+    assert got["weights"]["a"] is kept and list(got["state"]) == [0, 1]
+
+
+def test_keys_are_those_that_torch_gives(tmp_path: Path) -> None:
+    dcp.save(everything(), tmp_path / "ours")
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        torchs.save(everything(), checkpoint_id=tmp_path / "theirs")
+    ours, theirs = (torchs.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs"))
+    assert sorted(ours.state_dict_metadata) == sorted(theirs.state_dict_metadata)
+    assert ours.planner_data == theirs.planner_data
+    assert {k: type(v) for k, v in ours.state_dict_metadata.items()} == {
+        k: type(v) for k, v in theirs.state_dict_metadata.items()
+    }
+
+
+def test_missing_and_unexpected_keys_are_named_and_left_out_only_on_request(tmp_path: Path) -> None:
+    dcp.save({"a": numbered(2), "b": {"c": 1}}, tmp_path / "c")
+    state: dict[str, Any] = {"a": torch.zeros(2), "d": 5}
+    with pytest.raises(UsageError, match="got 'd' missing in the checkpoint, 'b.c' only in the checkpoint"):
+        dcp.load(state, tmp_path / "c")
+    assert not state["a"].any()
+    with pytest.raises(UsageError, match="got 'b.c' only in the checkpoint"):
+        dcp.load({"a": torch.zeros(2)}, tmp_path / "c")
+    dcp.load(state, tmp_path / "c", strict=False)
+    assert_same(state, {"a": numbered(2), "d": 5})
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"a.b": 1, "a": {"b": 2}}, "which is also that of state_dict['a.b']"),
+        ({"a": (numbered(2),)}, "a tensor in a container that DCP does not look into"),
+        ({"a": nn.Linear(1, 1)}, "got Linear"),
+        ({"a": MappingProxyType({})}, "Make it a dict."),
+        ({"a": torch.empty(2, device="meta")}, "on the meta device"),
+        ({"a": torch.zeros(2, 2).to_sparse()}, "Call to_dense"),
+    ],
+    ids=["collision", "tuple", "module", "read-only", "meta", "sparse"],
+)
+def test_what_could_not_be_loaded_again_is_not_saved(
+    state: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as info:
+        dcp.save(state, tmp_path / "c")
+    assert text in str(info.value) and not os.listdir(tmp_path)
+
+
+def test_an_expanded_tensor_cannot_be_loaded_into(tmp_path: Path) -> None:
+    dcp.save({"a": numbered(4, 3)}, tmp_path / "c")
+    with pytest.raises(UsageError, match="expected memory for every element"):
+        dcp.load({"a": torch.zeros(1, 3).expand(4, 3)}, tmp_path / "c")
+
+
+def test_what_is_no_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    dcp.save({"a": 1}, tmp_path / "c")  # an empty directory
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "thesis.tex").write_text("all of it")
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="got something else"):
+            dcp.save({"a": 1}, tmp_path / "d", overwrite=overwrite)
+    assert os.listdir(tmp_path / "d") == ["thesis.tex"]
+
+
+def test_a_write_that_fails_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"a": numbered(2)}, tmp_path / "c")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            dcp.save({"a": numbered(2) * 2}, tmp_path / "c", overwrite=True)
+    assert os.listdir(tmp_path) == ["c"]
+    state = {"a": torch.zeros(2)}
+    dcp.load(state, tmp_path / "c")
+    assert torch.equal(state["a"], numbered(2))
+
+
+# --- One process: checkpoints that lie ---------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
+    """The metadata of a checkpoint, changed."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    (path / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+
+
+def some_info(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == "a")
+
+
+def chunks_of(metadata: Any) -> list[Any]:
+    return metadata.state_dict_metadata["a"].chunks  # type: ignore[no-any-return]
+
+
+def chunk(offset: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+
+
+def saved(path: Path) -> Path:
+    dcp.save({"a": numbered(4, 3), "b": {"c": [1, 2]}}, path)
+    return path
+
+
+LIES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
+    "a path above": (
+        lambda m, _: setattr(some_info(m), "relative_path", "../c/__0_0.distcp"),
+        "the path '../c/",
+    ),
+    "a path from the root": (lambda m, p: setattr(some_info(m), "relative_path", str(p)), "the path '/"),
+    "a file that is not there": (
+        lambda m, _: setattr(some_info(m), "relative_path", "x"),
+        "FileNotFoundError",
+    ),
+    "a part behind the end": (lambda m, _: setattr(some_info(m), "length", 10**9), "expected the size that"),
+    "a part before the beginning": (lambda m, _: setattr(some_info(m), "offset", -1), "are no sizes"),
+    "a part that is elsewhere": (lambda m, _: setattr(some_info(m), "offset", 7), "a zip file of torch.save"),
+    "transforms": (lambda m, _: setattr(some_info(m), "transform_descriptors", ["x"]), "transforms"),
+    "another dtype": (
+        lambda m, _: setattr(m.state_dict_metadata["a"].properties, "dtype", torch.int32),
+        "expected a tensor torch.int32 [4, 3]; got torch.float32 [4, 3]",
+    ),
+    "chunks that overlap": (
+        lambda m, _: chunks_of(m).append(chunk((1, 1), (1, 1))),
+        "chunks that do not overlap",
+    ),
+    "chunks with gaps": (
+        lambda m, _: chunks_of(m).clear(),
+        "chunks for all 12 elements of shape (4, 3); got chunks for 0",
+    ),
+    "a chunk outside": (lambda m, _: chunks_of(m).append(chunk((3, 3), (2, 1))), "chunks inside of (4, 3)"),
+    "a chunk of other dims": (lambda m, _: chunks_of(m).append(chunk((0,), (1,))), "chunks inside of (4, 3)"),
+    "no places": (lambda m, _: m.storage_data.clear(), "where the part at"),
+    "nothing at all": (lambda m, _: {"a": 1}, "expected DCP's Metadata; got dict"),
+    "fields that are missing": (lambda m, _: delattr(m, "storage_data"), "the fields of DCP's metadata"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_lies_is_refused_and_nothing_has_changed(lie: str, tmp_path: Path) -> None:
+    change, text = LIES[lie]
+    path = saved(tmp_path / "c")
+    rewritten(path, lambda metadata: change(metadata, path / "__0_0.distcp"))
+    dtype = torch.int32 if lie == "another dtype" else torch.float32
+    state: dict[str, Any] = {"a": torch.zeros(4, 3, dtype=dtype), "b": {"c": None}}
+    with pytest.raises(CheckpointError) as info:
+        dcp.load(state, path)
+    assert text in str(info.value) and "\n" not in str(info.value)
+    assert str(info.value.file).startswith(str(path))
+    assert not state["a"].any() and state["b"]["c"] is None
+
+
+def test_metadata_that_wants_code_to_run_is_refused_by_name(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    rewritten(path, lambda metadata: setattr(metadata, "planner_data", Bomb(tmp_path / "boom")))
+    with pytest.raises(CheckpointError, match=r"\.metadata: .*got posix\.mkdir, which was not run"):
+        dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
+    assert not (tmp_path / "boom").exists()
+
+
+@pytest.mark.parametrize("name", ["eval", "getattr", "__import__"])
+def test_metadata_gets_no_builtin(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    (path / ".metadata").write_bytes(f"cbuiltins\n{name}\n.".encode())
+    with pytest.raises(CheckpointError, match=rf"got builtins\.{name}, which was not run"):
+        dcp.load({}, path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04", b"PK", b"Pid\n."], ids=["empty", "short", "zip", "persistent"]
+)
+def test_metadata_that_is_none_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    (path / ".metadata").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"\.metadata: "):
+        dcp.load({}, path)
+
+
+MODULE = "torch.distributed.checkpoint.metadata"
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        f"c{MODULE}\nMetadata\nN}}Vmine\nI1\ns\x86b.",
+        f"c{MODULE}\n_MEM_FORMAT_ENCODING\n(I1\ntR}}V_value_\nI7\nsb.",
+    ],
+    ids=["class", "enum"],
+)
+def test_metadata_does_not_change_the_classes_it_is_made_of(thing: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    good = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(thing.encode("latin-1"))
+    with pytest.raises(CheckpointError, match="got a change of .*, which was undone"):
+        dcp.load({}, path)
+    (path / ".metadata").write_bytes(good)
+    assert not hasattr(torchs.Metadata, "mine")
+    dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
+    members = type(pickle.loads(f"c{MODULE}\n_MEM_FORMAT_ENCODING\n(I1\ntR.".encode()))
+    assert [member.value for member in members] == [0, 1, 2]
+
+
+def test_values_that_want_code_to_run_are_refused_by_key(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        torchs.save({"a": numbered(4, 3), "b": {"c": Bomb(tmp_path / "boom")}}, checkpoint_id=tmp_path / "c")
+    state: dict[str, Any] = {"a": torch.zeros(4, 3), "b": {"c": None}}
+    with pytest.raises(CheckpointError, match=r"distcp, b\.c: .*weights_only") as info:
+        dcp.load(state, tmp_path / "c")
+    assert info.value.key == "b.c" and not (tmp_path / "boom").exists() and not state["a"].any()
+
+
+def test_a_tensor_that_wants_code_to_run_is_refused_by_key(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    stored = io.BytesIO()
+    torch.save(Bomb(tmp_path / "boom"), stored)
+    (path / "bomb").write_bytes(stored.getvalue())
+
+    def change(metadata: Any) -> None:
+        info = some_info(metadata)
+        info.relative_path, info.offset, info.length = "bomb", 0, len(stored.getvalue())
+
+    rewritten(path, change)
+    with pytest.raises(CheckpointError, match="bomb, a: "):
+        dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_every_flipped_bit_in_the_values_of_a_tensor_is_found(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    file = path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    values = numbered(4, 3).numpy().tobytes()
+    begin = bytes(data).index(values)
+    for position in range(0, len(values), 5):
+        data[begin + position] ^= 1 << position % 8
+        file.write_bytes(data)
+        state = {"a": torch.zeros(4, 3)}
+        with pytest.raises(CheckpointError, match="expected the checksum that was written"):
+            dcp.load(state, path, strict=False)
+        assert not state["a"].any()
+        data[begin + position] ^= 1 << position % 8
+    file.write_bytes(data)
+    dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
+
+
+def test_a_file_that_was_cut_short_is_found(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="expected the size that the metadata says"):
+        dcp.load({}, path, strict=False)

@@ -1,0 +1,583 @@
+"""From the meta device into shards, at world sizes 3 and 4.
+
+The oracle is the same model built on the CPU and never sharded: equal values, an equal forward, an equal optimizer step.
+Values come by torch's DCP and by broadcast. Each world size starts its ranks once; all checks run on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torchs
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import hwfsdp.optim
+from hwfsdp import CPUOffloadPolicy, fully_shard, launch
+from hwfsdp.checkpoint.distribute import broadcast_state_dict
+from hwfsdp.checkpoint.meta import check_materialized, init_meta_model, init_optimizer_state, init_state_dict
+from hwfsdp.checkpoint.state_dict import gather_state_dict
+from hwfsdp.compat import dtensor, local_of
+from hwfsdp.errors import RankError, StateError, UnsupportedError, UsageError
+from hwfsdp.layout import compute_local_shape_and_global_offset
+from hwfsdp.models import GPT, GPTConfig
+
+CONFIG = GPTConfig(dim=10, layers=1, heads=2, seq_len=7, vocab=11)  # no dim divides by 3 or 4
+CPU = torch.device("cpu")
+WORLD_SIZES = [3, 4]
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def on_ranks(check: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[check.__name__] = check
+    return check
+
+
+def run_all() -> dict[str, str]:
+    """On a rank: check to traceback, empty where it held."""
+    found = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def results(world_size: int) -> list[dict[str, str]]:
+    try:
+        found: list[dict[str, str]] = launch(run_all, world_size, timeout=60)
+    except RankError as error:
+        found = [dict.fromkeys(CHECKS, str(error))]
+    return found
+
+
+# --- Models ------------------------------------------------------------------------------------------------
+
+
+def gpt(tied: bool = False) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    if tied:
+        model.head.weight = model.tokens.weight
+    return model
+
+
+def on_meta(build: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        return build()
+
+
+@functools.cache
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@functools.cache
+def grid() -> DeviceMesh:
+    """(data parallel, tensor parallel)."""
+    size = dist.get_world_size()
+    return init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def shard(model: GPT, **options: Any) -> GPT:
+    for block in model.blocks:
+        fully_shard(block, mesh=line(), **options)
+    fully_shard(model, mesh=line(), **options)
+    return model
+
+
+def shard_both(model: GPT) -> GPT:
+    """Tensor parallel, then FSDP: the rows of `up` are cut twice, strided."""
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, grid()["tp"], plan)
+        fully_shard(block, mesh=grid()["dp"])
+    fully_shard(model, mesh=grid()["dp"])
+    return model
+
+
+def batch() -> Tensor:
+    """Rows of the whole batch, the same on every rank, so that the mean over ranks is the mean of one."""
+    return torch.randint(0, CONFIG.vocab, (3, CONFIG.seq_len), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(batch()).square().mean()
+
+
+def step(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return gather_state_dict(model.state_dict())
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(got) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def assert_same_model(model: nn.Module, oracle: nn.Module, rtol: float = 0.0) -> None:
+    """Values bit for bit, the forward, too, unless there is a tolerance; one AdamW step up to rounding."""
+    assert_equal(whole(model), oracle.state_dict())
+    optimizers = [optim.AdamW(each.parameters(), lr=0.01, eps=1e-4) for each in (model, oracle)]
+    torch.testing.assert_close(model(batch()), oracle(batch()), rtol=rtol, atol=rtol)
+    step(model, optimizers[0]), step(oracle, optimizers[1])
+    for name, tensor in oracle.state_dict().items():
+        torch.testing.assert_close(whole(model)[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def through_dcp(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
+    """`full` saved and loaded by torch, into the tensors of `state_dict`."""
+    where: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(where)
+    torchs.save(full, checkpoint_id=Path(where[0], "checkpoint"))
+    torchs.load(state_dict, checkpoint_id=Path(where[0], "checkpoint"))
+
+
+def by_broadcast(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
+    broadcast_state_dict(full if dist.get_rank() == 0 else {}, state_dict, CPU)
+
+
+# --- Models on ranks ---------------------------------------------------------------------------------------
+
+
+def loads_straight_into_shards(tied: bool, load: Callable[..., None]) -> None:
+    model = shard(on_meta(lambda: gpt(tied)))
+    before = dict(model.named_parameters())
+    optimizer = optim.AdamW(model.parameters())
+    state_dict = init_meta_model(model)
+    load(state_dict, gpt(tied).state_dict())
+    check_materialized(model, optimizer)
+    assert all(param is before[name] for name, param in model.named_parameters())
+    if tied:
+        assert model.head.weight is model.tokens.weight
+    assert_same_model(model, gpt(tied))
+
+
+@on_ranks
+def a_model_on_meta_is_loaded_by_dcp_into_its_shards() -> None:
+    loads_straight_into_shards(False, through_dcp)
+
+
+@on_ranks
+def tied_weights_stay_tied() -> None:
+    loads_straight_into_shards(True, by_broadcast)
+
+
+@on_ranks
+def strided_shards_are_loaded_where_they_lie() -> None:
+    if dist.get_world_size() % 2:
+        return
+    model = shard_both(on_meta(gpt))
+    by_broadcast(init_meta_model(model), gpt().state_dict())
+    check_materialized(model)
+    assert_same_model(model, gpt(), rtol=1e-5)  # tensor parallelism adds products in parts
+
+
+@on_ranks
+def kept_variables_need_no_model() -> None:
+    model = shard(on_meta(gpt))
+    state_dict = model.state_dict(keep_vars=True)
+    assert init_state_dict(state_dict) is state_dict
+    by_broadcast(state_dict, gpt().state_dict())
+    assert_equal(whole(model), gpt().state_dict())
+    assert torch.equal(model(batch()), gpt()(batch()))
+
+
+@on_ranks
+def offloaded_shards_get_host_memory() -> None:
+    model = shard(on_meta(gpt), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    by_broadcast(init_meta_model(model), gpt().state_dict())
+    assert_equal(whole(model), gpt().state_dict())
+    assert torch.equal(model(batch()), gpt()(batch()))
+
+
+@on_ranks
+def hooks_attributes_and_frozen_parameters_survive() -> None:
+    model = shard(on_meta(gpt))
+    called: list[Tensor] = []
+    param = model.norm.weight
+    param.note = "mine"
+    param.register_post_accumulate_grad_hook(called.append)
+    model.norm.bias.requires_grad_(False)
+    by_broadcast(init_meta_model(model), gpt().state_dict())
+    loss_of(model).backward()
+    assert param.note == "mine" and len(called) == 1 and called[0] is param
+    assert model.norm.bias.grad is None and not model.norm.bias.requires_grad
+
+
+@on_ranks
+def a_model_that_ran_into_meta_runs_after_initialization() -> None:
+    model = shard(on_meta(gpt))
+    with pytest.raises(StateError, match="meta device"):
+        model(batch())
+    by_broadcast(init_meta_model(model), gpt().state_dict())
+    assert torch.equal(model(batch()), gpt()(batch()))
+
+
+@on_ranks
+def every_entry_is_the_memory_that_the_model_computes_with() -> None:
+    model = shard(on_meta(gpt))
+    state_dict = init_meta_model(model)
+    for number in (0.5, 0.25):
+        for value in state_dict.values():
+            local_of(value).fill_(number)
+        assert all((tensor == number).all() for tensor in whole(model).values())
+        model(batch())  # the first one adopts what it finds
+        model.reshard()
+
+
+@on_ranks
+def local_shapes_are_those_of_the_layout_not_of_torch() -> None:
+    """DTensors as torch makes them on meta: the whole tensor's part by torch's own arithmetic."""
+    if dist.get_world_size() % 2:
+        return
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    wrong = dtensor(torch.empty(5, 3, device="meta"), grid(), placements, (7, 3), (3, 1))
+    state_dict = init_state_dict({"w": [wrong]})
+    shape = compute_local_shape_and_global_offset((7, 3), grid(), placements)[0]
+    assert state_dict["w"][0] is wrong and tuple(local_of(wrong).shape) == shape
+    assert local_of(wrong).device == wrong.device == CPU and wrong.placements == tuple(placements)
+
+
+@on_ranks
+def outside_the_mesh_nothing_is_needed() -> None:
+    mesh = DeviceMesh("cpu", [0])
+    value = dtensor(
+        torch.empty(3 if dist.get_rank() == 0 else 0, device="meta"), mesh, [Shard(0)], (3,), (1,)
+    )
+    init_state_dict({"a": value})
+    assert not value.is_meta and local_of(value).numel() == (3 if dist.get_rank() == 0 else 0)
+
+
+@on_ranks
+def an_optimizer_from_before_sharding_is_reported() -> None:
+    model = gpt()
+    optimizer = optim.SGD([{"params": list(model.norm.parameters())}, {"params": [model.head.weight]}])
+    shard(model)
+    with pytest.raises(StateError) as info:
+        check_materialized(model, optimizer)
+    assert "got 3: param_groups[0]['params'][0] of shape (10,) on cpu" in str(info.value)
+    assert "param_groups[1]['params'][0]" in str(info.value) and "after fully_shard" in str(info.value)
+
+
+@on_ranks
+def an_optimizer_of_a_model_that_is_unsharded_just_now_is_not() -> None:
+    model = shard(gpt())
+    optimizer = optim.SGD(model.parameters())
+    model.unshard()
+    assert not isinstance(model.norm.weight, DTensor)
+    check_materialized(model, optimizer)
+    with pytest.raises(StateError, match="got 5: .* that the model does not have.* while they are sharded"):
+        check_materialized(model, optim.SGD(model.parameters()))
+
+
+def optimizers(module: Any) -> dict[str, Callable[[Any], optim.Optimizer]]:
+    kinds: dict[str, Callable[[Any], optim.Optimizer]] = {
+        "AdamW": lambda p: module.AdamW(p, lr=0.1, weight_decay=0.3, amsgrad=True),
+        "Adam": lambda p: module.Adam(p, lr=0.1, weight_decay=0.3, maximize=True),
+        "SGD": lambda p: module.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3),
+        "RMSprop": lambda p: module.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+        "Rprop": lambda p: module.Rprop(p, lr=0.1),
+        "ASGD": lambda p: module.ASGD(p, lr=0.1),
+        "NAdam": lambda p: module.NAdam(p, lr=0.1),
+        "Adagrad": lambda p: module.Adagrad(p, lr=0.1),
+    }
+    return kinds
+
+
+def layout_of(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.shape, value.dtype, value.placements, local_of(value).shape
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), mesh=line())
+
+
+def step_small(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    model(torch.ones(2, 5)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def local_params(model: nn.Module) -> list[Tensor]:
+    return [local_of(param).detach().clone() for param in model.parameters()]
+
+
+def resume_like_the_trained_one(
+    name: str, build: Callable[[Any], optim.Optimizer], load: Callable[..., None]
+) -> None:
+    trained, fresh = small(), small()
+    theirs, ours = build(trained.parameters()), build(fresh.parameters())
+    step_small(trained, theirs)
+    for mine, value in zip(fresh.parameters(), local_params(trained)):
+        local_of(mine).copy_(value)
+    init_optimizer_state(ours)
+    for mine, other in zip(fresh.parameters(), trained.parameters()):
+        assert torch.equal(local_of(mine), local_of(other)), name
+        layouts = [
+            {k: layout_of(v) for k, v in o.state[p].items()} for o, p in ((ours, mine), (theirs, other))
+        ]
+        assert layouts[0] == layouts[1], name
+    load(torch_state_dict(fresh, ours), gather_state_dict(torch_state_dict(trained, theirs)))
+    step_small(trained, theirs), step_small(fresh, ours)
+    assert all(map(torch.equal, local_params(fresh), local_params(trained))), name
+
+
+@on_ranks
+def a_fresh_optimizer_gets_the_state_that_a_trained_one_has_and_trains_on_like_it() -> None:
+    for name, build in optimizers(hwfsdp.optim).items():
+        resume_like_the_trained_one(name, build, by_broadcast)
+    for name in ("AdamW", "SGD"):
+        resume_like_the_trained_one(name, optimizers(optim)[name], through_dcp)
+
+
+def torch_state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """The tensors of the optimizer's state, flat, by the names of parameters; views of them."""
+    return {
+        f"{name}.{key}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+        if isinstance(value, Tensor)
+    }
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_ranks(check: str, world_size: int) -> None:
+    found = [rank[check] for rank in results(world_size)]
+    assert not any(found), "\n".join(filter(None, found))
+
+
+# --- Plain tensors -----------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_meta_tensors_get_memory_in_place_wherever_they_are_and_others_are_left_alone() -> None:
+    there, weight = torch.ones(2), nn.Parameter(torch.empty(3, 2, device="meta"))
+    turned = torch.empty(3, 4, dtype=torch.int8, device="meta").t()
+    state_dict = {"a": Pair(weight, [turned]), "b": {0: there}, "c": "text", "again": weight}
+    pair = state_dict["a"]
+    init_state_dict(state_dict)
+    assert state_dict["a"] is pair and pair.first is weight is state_dict["again"]
+    assert weight.device == CPU and isinstance(weight, nn.Parameter) and weight.requires_grad
+    assert (turned.device, turned.shape, turned.stride(), turned.dtype) == (CPU, (4, 3), (1, 4), torch.int8)
+    assert state_dict["b"][0] is there and torch.equal(there, torch.ones(2))
+
+
+def test_views_of_one_storage_are_views_of_one_memory() -> None:
+    base = torch.empty(12, device="meta")
+    state_dict = {"part": base[2:9], "every other": base[::2], "all": base.view(3, 4), "tied": base.detach()}
+    init_state_dict(state_dict)
+    state_dict["all"].copy_(torch.arange(12).view(3, 4))
+    assert torch.equal(state_dict["part"], torch.arange(2.0, 9.0))
+    assert torch.equal(state_dict["every other"], torch.arange(0.0, 12.0, 2.0))
+    assert torch.equal(state_dict["tied"], torch.arange(12.0))
+
+
+def test_an_expanded_tensor_gets_memory_that_can_be_written_to() -> None:
+    state_dict = init_state_dict({"a": torch.empty(1, 3, device="meta").expand(4, 3)})
+    state_dict["a"].copy_(torch.arange(12).view(4, 3))
+    assert torch.equal(state_dict["a"], torch.arange(12.0).view(4, 3))
+
+
+class Special(nn.Parameter):
+    pass
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(3)
+        self.special = Special(torch.empty(2))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+        self.scale = torch.ones(2)
+
+
+def test_what_no_checkpoint_has_is_named_until_it_is_initialized() -> None:
+    model = on_meta(Buffered)
+    with pytest.raises(StateError) as info:
+        check_materialized(model)
+    assert "got 8: parameter 'special'" in str(info.value) and " and 4 more. " in str(info.value)
+    for value in init_meta_model(model).values():
+        value.zero_()
+    assert type(model.special) is Special and model.inner.num_batches_tracked.shape == ()
+    with pytest.raises(StateError) as info:
+        check_materialized(model)
+    assert "got 2: non-persistent buffer 'angles', attribute 'scale'. No checkpoint has" in str(info.value)
+    model.angles, model.scale = torch.arange(4.0), torch.ones(2)
+    check_materialized(model)
+
+
+def test_without_the_model_its_parameters_stay_on_meta_and_are_named() -> None:
+    model = on_meta(lambda: nn.Linear(3, 2))
+    init_state_dict(model.state_dict())
+    with pytest.raises(
+        StateError, match=r"got 2: parameter 'weight', parameter 'bias'\. Call init_meta_model"
+    ):
+        check_materialized(model)
+
+
+def test_state_of_an_optimizer_on_meta_is_named_and_initialized_in_place() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = optim.Adam(model.parameters())
+    init_optimizer_state(optimizer)
+    optimizer.state[model.bias]["exp_avg"] = torch.empty(2, device="meta")
+    with pytest.raises(StateError, match=r"got 1: state 'exp_avg' of param_groups\[0\]\['params'\]\[1\]"):
+        check_materialized(model, optimizer)
+    init_state_dict(optimizer.state_dict())
+    check_materialized(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (torch.zeros(2, 2).to_sparse().to("meta"), UnsupportedError, "layout torch.sparse_coo"),
+        (nn.UninitializedParameter(device="meta"), UsageError, "a lazy parameter"),
+    ],
+    ids=["sparse", "lazy"],
+)
+def test_what_cannot_get_memory_is_refused_before_anything_has_changed(
+    value: Tensor, kind: type[Exception], text: str
+) -> None:
+    first = torch.empty(2, device="meta")
+    with pytest.raises(kind, match=rf"^state_dict\['b'\]\[0\]: .*{text}"):
+        init_state_dict({"a": first, "b": [value]})
+    assert first.is_meta
+
+
+def test_a_tensor_with_a_weak_reference_is_refused() -> None:
+    first, second = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    reference = weakref.ref(second)
+    with pytest.raises(StateError, match=r"^state_dict\['b'\]: expected no weak reference"):
+        init_state_dict({"a": first, "b": second})
+    assert first.is_meta and reference() is second
+
+
+def test_memory_on_meta_is_no_memory() -> None:
+    with pytest.raises(UsageError, match="expected a device with memory"):
+        init_state_dict({}, "meta")
+
+
+# --- Optimizers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", optimizers(optim))
+def test_init_optimizer_state_changes_nothing_but_the_state_and_that_is_what_training_starts_from(
+    name: str,
+) -> None:
+    def run(initialize: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        with torch.no_grad():
+            model[0].bias.copy_(torch.tensor([0.0, -0.0, float("nan"), float("inf")]))
+        model[1].bias.requires_grad_(False)
+        before = [p.detach().clone() for p in model.parameters()]
+        model[1].weight.grad = kept = torch.ones(2, 4)
+        optimizer = optimizers(optim)[name](model.parameters())
+        groups = [dict(group) for group in optimizer.param_groups]
+        calls: list[Any] = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(_))
+        if initialize:
+            init_optimizer_state(optimizer)
+            for param, old in zip(model.parameters(), before):
+                assert torch.equal(param.detach().view(torch.int32), old.view(torch.int32))
+                assert param.grad is (kept if param is model[1].weight else None)
+                assert bool(optimizer.state.get(param)) == (param.requires_grad or name == "Adagrad")
+            assert [dict(group) for group in optimizer.param_groups] == groups and not calls
+        for seed in range(2):
+            model[1].weight.grad = torch.full((2, 4), 0.5 + seed)
+            optimizer.step()
+        return [model[1].weight.detach().clone()]
+
+    if name in ("NAdam", "ASGD"):  # what they derive from the count of steps counts the one that was made
+        run(True)
+    else:
+        assert torch.equal(run(True)[0], run(False)[0])
+
+
+def test_existing_state_is_left_as_it_is() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = optim.Adam([first, second])
+    first.grad = torch.ones(2)
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[first].items()}
+    init_optimizer_state(optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in optimizer.state[first].items())
+    assert optimizer.state[second]["step"] == 0 and torch.equal(
+        optimizer.state[second]["exp_avg"], torch.zeros(2)
+    )
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.SparseAdam])
+def test_an_optimizer_that_cannot_step_over_zeros_is_refused(kind: type[optim.Optimizer]) -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = kind([param])
+    with pytest.raises(
+        UnsupportedError, match=rf"^init_optimizer_state\({kind.__name__}\): .*one training step"
+    ):
+        init_optimizer_state(optimizer)
+    assert (
+        not optimizer.state.get(param)
+        and param.grad is None
+        and optimizer.param_groups[0]["params"] == [param]
+    )
+
+
+class Stumbling(optim.Optimizer):
+    """Has made its state when it fails."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        param = self.param_groups[0]["params"][0]
+        self.state[param]["sum"] = torch.zeros_like(param)
+        param.data.add_(1)
+        if len(self.state) == 2:
+            raise RuntimeError("too many")
+
+
+def test_an_optimizer_whose_step_fails_is_left_without_state_and_with_its_parameters() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = Stumbling(params)
+    with pytest.raises(UnsupportedError, match="got RuntimeError: too many"):
+        init_optimizer_state(optimizer)
+    assert not optimizer.state and optimizer.param_groups[0]["params"] == params
+    assert all(torch.equal(param, torch.ones(2)) and param.grad is None for param in params)
+
+
+def test_an_optimizer_of_parameters_on_meta_is_refused() -> None:
+    optimizer = optim.Adam([torch.ones(1, requires_grad=True), nn.Parameter(torch.empty(2, device="meta"))])
+    with pytest.raises(
+        StateError, match=r"^Adam: param_groups\[0\]\['params'\]\[1\]: expected a parameter in memory"
+    ):
+        init_optimizer_state(optimizer)
+    assert not optimizer.state
