@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import figure, gpu, overhead, peak, profile, scaling, startup, steps
+from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, scaling, startup, steps
 from benchmarks.contenders import SIZES
 from benchmarks.records import Record, load, machine_of, of_part, save
 from benchmarks.report import TITLES, as_markdown, as_text
 
-DEFAULT = ("steps", "scaling", "overhead", "memory", "startup")
+DEFAULT = ("steps", "scaling", "overhead", "memory", "startup", "checkpoints")
 REPORT = "report"
 
 Part = Callable[[argparse.Namespace], list[Record]]
@@ -25,6 +25,7 @@ PARTS: dict[str, Part] = {
     "overhead": lambda chosen: overhead.run(chosen.rounds),
     "memory": lambda chosen: peak.run(chosen.sizes),
     "startup": lambda chosen: startup.run(chosen.rounds),
+    "checkpoints": lambda chosen: checkpoints.run(chosen.rounds),
     "gpu": lambda chosen: gpu.run(chosen.device, chosen.rounds),
     "profile": lambda chosen: profile.run(chosen.sizes, chosen.rounds),
 }

@@ -19,6 +19,7 @@ TITLES = {
     "overhead": "Python time of the framework, per forward + backward",
     "memory": "Peak memory of forward + backward, per rank",
     "startup": "Start-up",
+    "checkpoints": "Checkpoints",
     "gpu": "One GPU, collectives replaced by copies",
     "profile": "Where the time of a full hwfsdp step goes",
 }

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import figure, gpu, overhead, peak, profile, scaling, startup, steps
+from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, scaling, startup, steps
 from benchmarks import __main__ as program
 from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build, own_adamw
 from benchmarks.limit import TRANSPORTS, block_numels
@@ -143,6 +143,15 @@ def test_startup_compares_imports_of_the_same_round(monkeypatch):
     assert list(imports.values) == list(startup.STATEMENTS)
     assert imports.checks["added, import hwfsdp [s]"].target == startup.TARGET
     assert [spread.median for spread in launches.values.values()] == [0.5, 0.25]
+
+
+def test_checkpoints_are_compared_by_time_and_memory():
+    times, memory = checkpoints.run(1, total=1 << 20)
+    assert {f"{what}, hwfsdp / DCP" for what in checkpoints.TARGETS} == set(times.checks)
+    assert {f"{who}, {what}" for who in ("hwfsdp", "DCP") for what in checkpoints.TARGETS} == set(
+        memory.values
+    )
+    assert all(spread.median >= 0 for spread in [*times.values.values(), *memory.values.values()])
 
 
 def test_contenders_take_turns_at_going_first():
