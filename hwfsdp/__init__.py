@@ -50,6 +50,7 @@ a book, in this order; each imports only from those before it.
          server        what ranks are forked from
          nursery       what it does before it forks
          messages      what they say to their caller
+         worker        what runs on each rank
          ranks         processes to run on
          snapshots     what a run needs to go on where it was
          train         the loop

@@ -24,7 +24,6 @@ _BEGAN = time.monotonic()
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
 
 if TYPE_CHECKING:
-    from hwfsdp.checkpoint import Inspection
     from hwfsdp.snapshots import SnapshotConfig
     from hwfsdp.train import TrainConfig
 
@@ -80,6 +79,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
 
+    _add_train(verbs)
+    _add_checkpoint_verbs(verbs)
+    _add_course_verbs(verbs)
+    return parser
+
+
+def _add_train(verbs: Any) -> None:
     train = verbs.add_parser(
         "train",
         help="train a byte-level GPT, sharded",
@@ -109,9 +115,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     saving.add_argument("--wait-for-saves", action="store_true", help="do not train while a save is written")
     _add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
-    _add_checkpoint_verbs(verbs)
-    _add_course_verbs(verbs)
-    return parser
 
 
 def _add_checkpoint_verbs(verbs: Any) -> None:
@@ -346,66 +349,21 @@ def _device(args: argparse.Namespace) -> str:
 
 
 def _checkpoint_inspect(args: argparse.Namespace) -> int:
-    from hwfsdp.checkpoint import inspect
+    from hwfsdp.checkpoint import commands
 
-    found = inspect(args.path)
-    if args.json:
-        print(json.dumps(_inspection_as_json(found), indent=2))
-        return 0
-    print(found)
-    for key, entry in found.tensors.items():
-        note = f"one with {entry.same_as}" if entry.same_as else f"{len(entry.chunks)} chunks"
-        dtype = str(entry.dtype).removeprefix("torch.")
-        print(f"  {_short(key):<48} {dtype:<10} {str(list(entry.shape)):<20} {note}")
-    for key, value in found.values.items():
-        print(f"  {_short(key):<48} {str(value)[:60]}")
-    print(f"saves, oldest first: {', '.join(found.saves)}")
-    return 0
-
-
-def _inspection_as_json(found: Inspection) -> dict[str, Any]:
-    return {
-        "save": found.save_id,
-        "saves": list(found.saves),
-        "ranks": found.ranks,
-        "bytes": found.nbytes,
-        "tensors": {
-            _short(key): {
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                "shape": list(entry.shape),
-                "chunks": len(entry.chunks),
-            }
-            for key, entry in found.tensors.items()
-        },
-        "values": {_short(key): str(value) for key, value in found.values.items()},
-    }
-
-
-def _short(key: str) -> str:
-    return key.removeprefix("state_dict")
+    return commands.show_inspection(args.path, args.json)
 
 
 def _checkpoint_verify(args: argparse.Namespace) -> int:
-    from hwfsdp.checkpoint import verify
+    from hwfsdp.checkpoint import commands
 
-    found = verify(args.path)
-    if args.json:
-        print(json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes}))
-    else:
-        print(f"{found}: intact")
-    return 0
+    return commands.verify_all(args.path, args.json)
 
 
 def _checkpoint_convert(args: argparse.Namespace) -> int:
-    from hwfsdp.checkpoint.convert import convert
+    from hwfsdp.checkpoint import commands
 
-    found = convert(args.path, args.target, to=args.to, overwrite=args.overwrite)
-    if args.json:
-        print(json.dumps({"from": found.source_format, "tensors": found.tensors, "bytes": found.nbytes}))
-    else:
-        print(f"{args.path} ({found.source_format}) → {args.target} ({args.to}): ", end="")
-        print(f"{found.tensors} tensors of {found.nbytes:,} bytes")
-    return 0
+    return commands.convert_to(args.path, args.target, args.to, args.overwrite, args.json)
 
 
 # --- The course --------------------------------------------------------------------------------------------

@@ -14,10 +14,6 @@ Note [Which rank failed first]
     about the connection. So after the first failure the others get a moment to fail too, and the one reported is
     the first that is not about a lost peer.
 
-Note [Time runs out]
-    A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
-    collective that the rank is blocked in and its stack. It also ends the rank when the caller is gone.
-
 Note [Asked to stop]
     SIGTERM ends a process where it stands. Who has something to bring to an end first, wraps `launch` in `stoppable`, and
     on the ranks the function in it, too: then the signal sets `stop_requested` instead, in the caller's process for all
@@ -26,9 +22,6 @@ Note [Asked to stop]
 
 from __future__ import annotations
 
-import faulthandler
-import gc
-import io
 import multiprocessing as mp
 import os
 import pickle
@@ -37,26 +30,29 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 import torch.distributed as dist
 
-from hwfsdp import compat, streams
-from hwfsdp.errors import TRACEBACK_BELOW, CollectiveError, RankError, UsageError
+from hwfsdp.errors import TRACEBACK_BELOW, RankError, UsageError
 from hwfsdp.messages import Inbox
 from hwfsdp.server import start_server
+from hwfsdp.worker import (
+    Task,
+    destroy_process_group,
+    finish_saves,
+    init_process_group,
+    run_rank,
+    stop_requested,
+)
 
-stop_requested = threading.Event()
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
@@ -130,7 +126,7 @@ def run_ranks(
         environ: of the ranks; None: that of the caller.
     """
     with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous:
-        task = _Task(
+        task = Task(
             call,
             world_size,
             device,
@@ -189,20 +185,6 @@ def _show(text: str) -> None:
 # --- The caller's side -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What every rank is told."""
-
-    call: bytes
-    world_size: int
-    device: str
-    collective_timeout: float
-    init_method: str
-    environ: dict[str, str]
-    threads: int
-    isatty: bool
-
-
 class _Failure(NamedTuple):
     """How a rank failed: `RankError.reason`, what happened, its traceback, and the exception if it travels."""
 
@@ -227,13 +209,13 @@ class _Rank:
 _running: list[list[_Rank]] = []  # of the calls under way
 
 
-def _start(task: _Task) -> list[_Rank]:
+def _start(task: Task) -> list[_Rank]:
     start_server()
     context = mp.get_context("forkserver")
     ranks = []
     for rank in range(task.world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank_main, args=(rank, task, theirs), name=f"rank {rank}")
+        process = context.Process(target=run_rank, args=(rank, task, theirs), name=f"rank {rank}")
         with _hidden_main():
             process.start()
         theirs.close()
@@ -346,7 +328,7 @@ def _first_failure(ranks: list[_Rank]) -> RankError:
 
 
 def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
-    """Asks every rank that still runs where it stands (Note [Time runs out])."""
+    """Asks every rank that still runs where it stands (see `worker`, Note [Time runs out])."""
     running = [n for n, rank in enumerate(ranks) if not rank.finished and not rank.failure]
     stands = {}
     for number in running:
@@ -391,144 +373,6 @@ def _end(ranks: list[_Rank]) -> None:
         rank.process.close()
 
 
-# --- The rank's side ---------------------------------------------------------------------------------------
-
-
-class _Relay(io.TextIOBase):
-    """`sys.stdout` of a rank: what is printed appears at the caller's, be it a terminal, a test or a notebook.
-
-    Only what Python prints; standard error, and what C++ or a child process writes, goes where the server's goes.
-    """
-
-    def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
-        self._send, self._isatty = send, isatty
-        self._line = ""  # begun, but not ended: whole lines, so that those of several ranks do not mix
-
-    def write(self, text: str) -> int:
-        self._line += text
-        if "\n" in text:
-            lines, _, rest = self._line.rpartition("\n")
-            self._send(("print", f"{lines}\n"))
-            self._line = rest
-        return len(text)
-
-    def flush(self) -> None:
-        """Shows a line that has not ended."""
-        if self._line:
-            self._send(("print", self._line))
-            self._line = ""
-
-    def isatty(self) -> bool:
-        return self._isatty
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 1
-
-
-def _rank_main(rank: int, task: _Task, connection: Connection) -> None:
-    lock = threading.Lock()
-
-    def send(message: Any) -> None:
-        with lock:
-            connection.send(message)
-
-    faulthandler.enable()  # a rank that crashes in native code leaves its stack on standard error
-    main_thread = threading.get_ident()
-    threading.Thread(target=_listen, args=(connection, send, main_thread), daemon=True).start()
-    os.environ.clear()
-    os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
-    setattr(sys, "stdout", _Relay(send, task.isatty))
-    torch.set_num_threads(task.threads)
-    try:
-        fn, args, kwargs = pickle.loads(task.call)
-        _init_process_group(task.device, task.collective_timeout, task.init_method, rank, task.world_size)
-        result = fn(*args, **kwargs)
-        _finish_saves()
-        sys.stdout.flush()
-        send(("return", cloudpickle.dumps(result)))
-    except BaseException as error:  # pytest's failures are no Exceptions
-        sys.stdout.flush()
-        send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
-    finally:
-        _destroy_process_group()
-
-
-def _finish_saves() -> None:
-    """Ends what saves in the background; raises if it failed and nobody has heard of it."""
-    background = sys.modules.get("hwfsdp.checkpoint.background")  # not imported: nothing is saving
-    if background is not None:
-        background.finish_saves()
-
-
-def _described(error: BaseException) -> str:
-    if isinstance(error, CollectiveError):
-        return f"CollectiveError: {error}"
-    return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        return cloudpickle.dumps(error)  # type: ignore[no-any-return]
-    except Exception:
-        return None  # some exceptions hold what cannot travel; the traceback, as text, does
-
-
-def _listen(connection: Connection, send: Callable[[Any], None], main_thread: int) -> None:
-    """Answers the caller's question where this rank stands; ends the rank when the caller is gone."""
-    while True:
-        try:
-            question = connection.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-        if question == "stop":
-            stop_requested.set()
-            continue
-        frame = sys._current_frames().get(main_thread)
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
-        pending = describe_wait()
-        send(("where", (f"waiting in {pending}" if pending else "", stack)))
-
-
-def _pending_collective() -> str:
-    return streams.pending_collective
-
-
-describe_wait: Callable[[], str] = _pending_collective  # what a rank says it waits in; "" for nothing
-
-
-def _init_process_group(
-    device: str, timeout: float, init_method: str, rank: int = -1, world_size: int = -1
-) -> None:
-    compat.read_debug_level()  # torch read the environment when the server imported it
-    backend = {"cpu": "gloo", "cuda": "nccl"}.get(device)
-    if backend is None:
-        raise UsageError(
-            f"launch(device={device!r})",
-            expected="'cpu' or 'cuda'",
-            got=repr(device),
-            remedy="Pass one of them.",
-        )
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-    )
-
-
-def _destroy_process_group() -> None:
-    """Ends communication while the interpreter is whole.
-
-    A sharded model is a cycle of references that holds on to its process group. Left to the interpreter's exit,
-    gloo's threads are sometimes still running when their owner is torn down, and the process aborts.
-    """
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _run_under_torchrun(
     fn: Callable[..., Any],
     world_size: int,
@@ -548,13 +392,13 @@ def _run_under_torchrun(
         )
     ours = not dist.is_initialized()
     if ours:
-        _init_process_group(device, timeout or COLLECTIVE_TIMEOUT, "env://")
+        init_process_group(device, timeout or COLLECTIVE_TIMEOUT, "env://")
     try:
         results: list[Any] = [None] * world_size
         result = fn(*args, **kwargs)
-        _finish_saves()
+        finish_saves()
         dist.all_gather_object(results, result)
         return results
     finally:
         if ours:
-            _destroy_process_group()
+            destroy_process_group()

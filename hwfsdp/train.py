@@ -18,9 +18,10 @@ from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.models import GPT, GPTConfig, next_byte_loss
 from hwfsdp.precision import MixedPrecisionPolicy
-from hwfsdp.ranks import stop_requested, stoppable
+from hwfsdp.ranks import stoppable
 from hwfsdp.recording import record
 from hwfsdp.snapshots import ROWS, Progress, SnapshotConfig, Snapshots, rows_of
+from hwfsdp.worker import stop_requested
 from hwfsdp.wrap import fully_shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

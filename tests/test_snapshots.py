@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwfsdp import RankError, UsageError, checkpoint, launch, ranks
+from hwfsdp import RankError, UsageError, checkpoint, launch, ranks, worker
 from hwfsdp.cli import main
 from hwfsdp.models import GPTConfig
 from hwfsdp.snapshots import SnapshotConfig
@@ -173,5 +173,5 @@ def test_the_request_to_stop_ends_with_the_block():
     before = signal.getsignal(signal.SIGTERM)
     with ranks.stoppable():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ranks.stop_requested.wait(10)
-    assert not ranks.stop_requested.is_set() and signal.getsignal(signal.SIGTERM) == before
+        assert worker.stop_requested.wait(10)
+    assert not worker.stop_requested.is_set() and signal.getsignal(signal.SIGTERM) == before

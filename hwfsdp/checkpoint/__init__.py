@@ -35,6 +35,7 @@ Rooms, in reading order:
     dcp_plans     who writes and reads which box
     dcp           its public functions: save, load
     convert       from one format to another
+    commands      what `hwfsdp checkpoint` prints
 
 Nothing is imported before it is asked for: a process that only reads a checkpoint need not know how to gather one.
 """

@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from hwfsdp import errors
 from hwfsdp.compat import collectives_are_checked, cpu_backend, receive_bytes, send_bytes, timeout_of
-from hwfsdp.errors import CheckpointError, FSDPError
+from hwfsdp.errors import CheckpointError, FSDPError, UnsupportedError, UsageError
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
 _FAREWELL = 2.0  # seconds in which the leader tries to tell ranks that may not listen
@@ -63,6 +63,9 @@ class Agreement:
 
     Attributes:
         rank, size: of this process in the group; 0 and 1 without a process group.
+
+    Raises:
+        UsageError: this process is not in the group. UnsupportedError: the group is torch's fake one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
@@ -79,6 +82,13 @@ class Agreement:
         if dist.is_initialized():
             group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise UsageError(
+                what,
+                expected="a process group that this rank is in",
+                got=f"one without rank {dist.get_rank()}",
+                remedy="Call it on the ranks of the group only.",
+            )
         if self.size > 1:
             assert group is not None
             link = _link_of(group)
@@ -325,6 +335,13 @@ def _link_of(group: dist.ProcessGroup) -> _Link:
     """
     if group not in _links:
         carrier = None
+        if dist.get_backend(group) == "fake":
+            raise UnsupportedError(
+                "a checkpoint of pretended ranks",
+                expected="a process group that moves messages",
+                got="the fake one",
+                remedy="Use real ranks, or no process group.",
+            )
         if cpu_backend(group) != "gloo" or collectives_are_checked():
             carrier = dist.new_group(
                 dist.get_process_group_ranks(group),

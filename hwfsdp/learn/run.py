@@ -34,7 +34,7 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-from hwfsdp import ranks
+from hwfsdp import ranks, worker
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import COLLECTIVES, Event, Sample
@@ -314,7 +314,7 @@ def _run_on_rank(order: _Order) -> bytes:
     redirect_errors(Path(order.folder) / str(dist.get_rank()))
     if order.overlay is not None:
         limit_this_process()
-        ranks.describe_wait = describe_wait
+        worker.describe_wait = describe_wait
     try:
         if order.overlay is not None:
             install(order.overlay)

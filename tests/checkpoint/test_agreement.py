@@ -186,6 +186,19 @@ def test_groups_and_agreements_do_not_mix():
     assert found == [[[0, 2]] * 3, [[1, 3]] * 3] * 2
 
 
+def agree_in_a_group_of_others() -> str:
+    group = dist.new_group([1])
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(UsageError) as raised:
+        Agreement(group, "test")
+    return str(raised.value)
+
+
+def test_a_rank_outside_the_group_is_refused():
+    assert "got one without rank 0" in launch(agree_in_a_group_of_others, 2, timeout=60)[0]
+
+
 def test_work_that_is_abandoned_is_no_error_of_its_own():
     agreement = Agreement(None, "test")
     agreement._failed.set()
