@@ -6,12 +6,14 @@ a call waits until the one before has ended, so that memory holds one copy and s
 Note [Failures find a listener]
     A save that fails in the background fails on all ranks, and somebody has to hear of it. `wait` raises its error. If
     nobody waited, the next save does, and if there is none, whoever ends the process: `finish_saves`, which `launch`
-    calls on its ranks, and at the exit of any other interpreter a message on standard error.
+    calls on its ranks, and at the exit of any other interpreter a message on standard error and the exit status 1, so that
+    whoever started the job knows.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from typing import Any
@@ -113,6 +115,16 @@ def _report_at_exit() -> None:
         finish_saves()
     except BaseException as error:
         print(f"hwfsdp: a save that nobody waited for has failed: {error}", file=sys.stderr)
+        _exit_with(1)
+
+
+def _exit_with(status: int) -> None:
+    """Ends the process with this status, which a handler of `atexit` cannot set, after all other handlers have run."""
+    atexit.unregister(_report_at_exit)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 atexit.register(_report_at_exit)

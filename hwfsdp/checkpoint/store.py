@@ -61,7 +61,7 @@ def save(
     """
     agreement = Agreement(process_group, "save")
     agreement.step("ending the save before", finish_saves)
-    return save_agreed(agreement, state_dict, Target(Path(path), overwrite, keep))
+    return save_agreed(agreement, state_dict, Target(Path(path).absolute(), overwrite, keep))
 
 
 def async_save(
@@ -86,7 +86,7 @@ def async_save(
     Raises:
         The error of the asynchronous save before this one, if nobody waited for it.
     """
-    return start_save(state_dict, process_group, Target(Path(path), overwrite, keep))
+    return start_save(state_dict, process_group, Target(Path(path).absolute(), overwrite, keep))
 
 
 def load(
@@ -118,6 +118,10 @@ def load(
             the same error, and the target is untouched.
     """
     load_agreed(
-        Agreement(process_group, "load"), state_dict, Path(path), strict=strict, allow_cast=allow_cast
+        Agreement(process_group, "load"),
+        state_dict,
+        Path(path).absolute(),
+        strict=strict,
+        allow_cast=allow_cast,
     )
     return state_dict
