@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hwfsdp.optim
-from hwfsdp import CPUOffloadPolicy, fully_shard, launch
+from hwfsdp import CPUOffloadPolicy, checkpoint, fully_shard, launch
 from hwfsdp.checkpoint.distribute import broadcast_state_dict
 from hwfsdp.checkpoint.meta import check_materialized, init_meta_model, init_optimizer_state, init_state_dict
 from hwfsdp.checkpoint.state_dict import gather_state_dict
@@ -154,6 +154,14 @@ def through_dcp(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
     torchs.load(state_dict, checkpoint_id=Path(where[0], "checkpoint"))
 
 
+def through_store(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
+    """`full` saved and loaded by hwfsdp, likewise."""
+    where: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(where)
+    checkpoint.save(full, where[0])
+    checkpoint.load(state_dict, where[0])
+
+
 def by_broadcast(state_dict: dict[str, Any], full: dict[str, Any]) -> None:
     broadcast_state_dict(full if dist.get_rank() == 0 else {}, state_dict, CPU)
 
@@ -180,8 +188,14 @@ def a_model_on_meta_is_loaded_by_dcp_into_its_shards() -> None:
 
 
 @on_ranks
+def a_model_on_meta_is_loaded_by_the_store_into_its_shards() -> None:
+    loads_straight_into_shards(False, through_store)
+
+
+@on_ranks
 def tied_weights_stay_tied() -> None:
     loads_straight_into_shards(True, by_broadcast)
+    loads_straight_into_shards(True, through_store)
 
 
 @on_ranks
@@ -351,6 +365,8 @@ def resume_like_the_trained_one(
 def a_fresh_optimizer_gets_the_state_that_a_trained_one_has_and_trains_on_like_it() -> None:
     for name, build in optimizers(hwfsdp.optim).items():
         resume_like_the_trained_one(name, build, by_broadcast)
+    for name, build in optimizers(hwfsdp.optim).items():
+        resume_like_the_trained_one(name, build, through_store)
     for name in ("AdamW", "SGD"):
         resume_like_the_trained_one(name, optimizers(optim)[name], through_dcp)
 
