@@ -299,7 +299,9 @@ def _train(args: argparse.Namespace) -> int:
     summary = {"ranks": ranks, "losses": losses, "step_ms": times[len(times) // 2] if times else None}
     if config.snapshots:
         summary |= {"resumed_at": results[0].resumed_at, "stopped": results[0].stopped}
-    if args.trace:
+    if args.trace and results[0].log is None:
+        print(f"hwfsdp: no step was left to record; {args.trace} is as it was", file=sys.stderr)
+    elif args.trace:
         log = EventLog.merge(result.log for result in results)
         log.save(args.trace)
         summary["trace"] = log.summary()

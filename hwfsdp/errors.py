@@ -20,7 +20,7 @@ class FSDPError(Exception):
 
     def __init__(self, subject: str, *, expected: str, got: str, remedy: str) -> None:
         self.subject, self.expected, self.got, self.remedy = subject, expected, got, remedy
-        super().__init__(f"{subject}: expected {expected}; got {got}. {remedy}")
+        super().__init__(f"{subject}: expected {expected}; got {got.removesuffix('.')}. {remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel from ranks to their caller; constructors differ, what they made does not."""

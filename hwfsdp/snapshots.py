@@ -53,7 +53,8 @@ class SnapshotConfig:
                 got=f"keep {self.keep}, every {self.every}",
                 remedy="Change these settings.",
             )
-        if saves.exists(self.path) and not self.resume:
+        saves.check_target(self.path, overwrite=True)
+        if saves.newest(self.path) and not self.resume:
             raise UsageError(
                 str(self.path),
                 expected="no checkpoint, as this run begins anew",
@@ -93,9 +94,10 @@ class Snapshots:
         Raises:
             UsageError: other settings than those of the run that was saved. What `store.load` raises.
         """
-        if not self.config.resume or not saves.exists(self.config.path):
+        source = saves.newest(self.config.path) if self.config.resume else None
+        if source is None:
             return Progress()
-        found = inspect(self.config.path)
+        found = inspect(source)
         prefix = "state_dict['settings']"
         saved = {name: found.values.get(f"{prefix}[{name!r}]") for name in self.settings}
         self._check_settings(saved)
@@ -105,7 +107,7 @@ class Snapshots:
         init_optimizer_state(self.optimizer)
         losses = torch.empty(found.tensors["state_dict['losses']"].shape, dtype=torch.float64)
         state = {**self._state(Progress()), "losses": losses, "generators": generators}
-        load(state, self.config.path)
+        load(state, source)
         self.optimizer.load_state_dict(state["optimizer"])
         if isinstance(generators, DTensor):
             self._set_generators(generators.to_local()[0])
@@ -180,9 +182,10 @@ def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:
     Raises:
         UsageError: the ranks cannot share those rows evenly.
     """
-    if config is None or not config.resume or not saves.exists(config.path):
+    source = saves.newest(config.path) if config is not None and config.resume else None
+    if config is None or source is None:
         return rows
-    found = inspect(config.path)
+    found = inspect(source)
     saved = found.values.get(f"state_dict['settings'][{ROWS!r}]")
     if found.ranks == world_size or not isinstance(saved, int):
         return rows

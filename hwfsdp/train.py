@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,7 +138,7 @@ def train(
     Args:
         on_step: called on rank 0 with the number of steps done and its loss.
     """
-    with stoppable():
+    with stoppable() if config.snapshots else nullcontext():
         return _Run(config, device, on_step).run()
 
 
@@ -177,7 +177,7 @@ class _Run:
         result = TrainResult(resumed_at=progress.step)
         with ExitStack() as recording:
             while progress.step < config.steps and not result.stopped:
-                if progress.step == config.steps - config.record_last:
+                if result.log is None and progress.step >= config.steps - config.record_last:
                     result.log = recording.enter_context(record())
                 result.step_ms.append(self.step())
                 if self.snapshots:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwfsdp import RankError, UsageError, checkpoint, launch, ranks, worker
+from hwfsdp import EventLog, RankError, UsageError, checkpoint, launch, ranks, worker
 from hwfsdp.cli import main
 from hwfsdp.models import GPTConfig
 from hwfsdp.snapshots import SnapshotConfig
@@ -76,6 +76,26 @@ def test_a_run_killed_again_and_again_arrives(tmp_path):
         with pytest.raises(RankError, match="SIGKILL"):
             launch(train, 2, config, "cpu", Interruption(3, "kill"), timeout=120)
     assert losses_of(2, config) == losses_of(2, CONFIG)
+
+
+def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
+    config = saving(tmp_path, every=4, resume=True, keep=1)
+    losses_of(1, replace(config, steps=4))
+    (tmp_path / "CURRENT").unlink()
+    with pytest.raises(UsageError, match="begins anew"):
+        SnapshotConfig(tmp_path)
+    found = launch(train, 1, config, timeout=120)[0]
+    assert found.resumed_at == 4 and found.losses == losses_of(1, CONFIG)
+
+
+def test_a_run_with_fewer_steps_left_than_are_recorded_records_those(tmp_path, capsys):
+    arguments = ["train", "--ranks", "1", "--checkpoint", str(tmp_path / "x"), "--resume", *TINY]
+    trace = ["--trace", str(tmp_path / "trace.json")]
+    assert main([*arguments, "--steps", "3"]) == 0
+    assert main([*arguments, *trace, "--steps", "4"]) == 0
+    assert EventLog.load(tmp_path / "trace.json").summary()["step_us"]
+    assert main([*arguments, *trace, "--steps", "4"]) == 0
+    assert "no step was left to record" in capsys.readouterr().err
 
 
 def test_asked_to_stop_all_ranks_save_after_the_same_step(tmp_path):

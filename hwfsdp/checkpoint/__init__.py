@@ -27,6 +27,7 @@ Rooms, in reading order:
     verification  looking at a checkpoint without loading it
     store         the public functions: save, load, async_save, verify, inspect
     meta          from the meta device straight into shards
+    archives      zip files of torch.save, intact or not
     partition     the PART format: who holds what
     part_files    its files, checked, replaced as a whole
     part_targets  what they are loaded into

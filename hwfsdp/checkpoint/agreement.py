@@ -28,6 +28,7 @@ Note [Who is late]
 from __future__ import annotations
 
 import json
+import math
 import queue
 import re
 import threading
@@ -77,7 +78,7 @@ class Agreement:
         """
         self.what = what
         self.rank, self.size = 0, 1
-        self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()  # rank, message, when
         self._failed = threading.Event()
         if dist.is_initialized():
             group = group if group is not None else dist.group.WORLD
@@ -115,6 +116,7 @@ class Agreement:
                 or did not report in time, or if the error is of no kind of this package.
         """
         self._failed.clear()
+        self._place = f"{self.what}, {phase}"
         if self.size == 1:
             answer = self._attempt(phase, lambda: _each(decide, [_as_sent(work())])[0])
         elif self.rank == 0:
@@ -159,12 +161,13 @@ class Agreement:
     def _lead(
         self, phase: str, work: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None
     ) -> dict[str, Any]:
-        self._inbox, begin = queue.SimpleQueue(), time.monotonic()
+        self._inbox, self._waiting_since = queue.SimpleQueue(), math.inf
         for rank in range(1, self.size):
             self._listen(rank)
         reports = {0: self._attempt(phase, lambda: _as_sent(work()))}
         failure = reports[0] if reports[0].get("error") else self._collect(phase, reports)
-        if failure is None and time.monotonic() - begin > 0.8 * self._patience:  # the others may have left
+        if failure is None and time.monotonic() - self._waiting_since > 0.8 * self._patience:
+            # the first of the others may have left by now
             failure = {"error": _described(self._lost([0], phase, f"no word for {0.8 * self._patience:g} s"))}
         if failure is None:
             results = [reports[rank]["result"] for rank in range(self.size)]
@@ -182,7 +185,8 @@ class Agreement:
         until = time.monotonic() + 0.8 * self._patience
         while len(reports) < self.size:
             try:
-                rank, report = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+                rank, report, at = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+                self._waiting_since = min(self._waiting_since, at)
             except queue.Empty:
                 late = [rank for rank in range(self.size) if rank not in reports]
                 return {
@@ -193,6 +197,8 @@ class Agreement:
                     "error": _described(self._lost([rank], phase, "a broken connection: its process is gone"))
                 }
             reports[rank] = report
+            if report["in"] != self._place:
+                return {"error": _described(self._elsewhere(rank, report["in"]))}
             if report.get("error"):
                 return dict(report)
         return None
@@ -242,7 +248,15 @@ class Agreement:
             f"{self.what}, {phase}",
             expected=f"{who} to do its part" if len(ranks) == 1 else f"{who} to do their part",
             got=got,
-            remedy="What was there before is as it was; start all ranks again.",
+            remedy="The last complete checkpoint counts; start all ranks again.",
+        )
+
+    def _elsewhere(self, rank: int, place: str) -> UsageError:
+        return UsageError(
+            self._place,
+            expected=f"rank {rank} to be there, too",
+            got=f"{place!r}",
+            remedy="Call the same functions in the same order on all ranks.",
         )
 
     def _listen(self, rank: int) -> None:
@@ -254,7 +268,7 @@ class Agreement:
         worker.start()
 
     def _send(self, rank: int, message: dict[str, Any]) -> None:
-        message = {key: value for key, value in message.items() if key != "cause"}
+        message = {key: value for key, value in message.items() if key != "cause"} | {"in": self._place}
         data = bytearray(json.dumps(message).encode())
         size = torch.tensor([len(data)])
         send_bytes(self._carrier, size.view(torch.uint8), rank, self._tag)
@@ -286,7 +300,7 @@ def _hear(
         message = error
     if isinstance(message, Exception) or "error" in message:
         failed.set()
-    inbox.put((rank, message))
+    inbox.put((rank, message, time.monotonic()))
 
 
 def _each(decide: Callable[[list[Any]], Sequence[Any]] | None, results: list[Any]) -> Sequence[Any]:

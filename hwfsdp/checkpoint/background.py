@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.staging import StateDictStager
-from hwfsdp.checkpoint.saving import Target, save_agreed
+from hwfsdp.checkpoint.saving import Target, Unstaged, save_agreed
 
 
 class SaveHandle:
@@ -89,12 +89,7 @@ def _stage(state_dict: Any) -> Any:
             _stager = StateDictStager()
         return _stager.stage(state_dict)
     except Exception as error:
-        failure = error
-
-        def fail() -> Any:
-            raise failure
-
-        return fail
+        return Unstaged(error)
 
 
 def finish_saves() -> None:

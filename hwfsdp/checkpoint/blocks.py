@@ -60,6 +60,9 @@ def write_file(
             checksums.append(crc32)
             end = extent.at + len(data)
         os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a descriptor has no name
+        raise
     finally:
         os.close(fd)
     return checksums

@@ -14,7 +14,8 @@ Note [What formats cannot say]
     PART knows one model, one optimizer, and others: a state dict with the key "model" is taken apart accordingly ("optim"
     is an optimizer's, too), any other one is taken to be a model's. DCP writes the int keys of dicts as strings; those of
     an optimizer's state become ints again. A safetensors file of someone else is a flat dict. From our own, everything
-    comes back as it was, tied tensors, empty containers and types of values included.
+    comes back as it was, tied tensors, empty containers (behind the others) and types of values included; the header has
+    checksums, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import os
 import secrets
 import tempfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -39,7 +41,7 @@ from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves, store
 from hwfsdp.checkpoint.blocks import sync_directory
 from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.matching import Match, read_tensors
-from hwfsdp.checkpoint.plan import describe
+from hwfsdp.checkpoint.plan import describe, view_bytes
 from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.checkpoint.values import decode
@@ -221,10 +223,13 @@ def _read_safetensors(source: Path, rooms: _Rooms) -> dict[Any, Any]:
         for entry in header["entries"]:
             path = tuple(entry["path"])
             leaves[path] = tensors[entry["name"]] if "name" in entry else decode(entry["value"])
+        for name, crc32 in header["crc32"].items():
+            if zlib.crc32(view_bytes(tensors[name])) != crc32:
+                raise ValueError(f"{name} is damaged: its checksum differs")
         return _nested(leaves, {tuple(path): kind for path, kind in header["containers"]})
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            str(source), expected="a header that hwfsdp wrote", got=repr(error)[:80], remedy="Write it again."
+            str(source), expected="what hwfsdp wrote", got=str(error)[:80], remedy="Write it again."
         ).at(source) from error
 
 
@@ -250,6 +255,9 @@ def _write_dcp(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
+    if target.is_dir():
+        remedy = "Choose another path."
+        raise UsageError(str(target), expected="a file, or nothing", got="a directory", remedy=remedy)
     description = describe(state, 1).description  # refuses what JSON and dense tensors cannot hold
     names: dict[KeyPath, str] = {}
     values = {leaf.path: leaf.value for leaf in leaves_of(state)}
@@ -269,7 +277,8 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
                     names[path], expected=expected, got="two tensors of that name", remedy=remedy
                 )
             tensors[names[path]] = values[path].detach().contiguous()
-    header = json.dumps({"containers": description["containers"], "entries": entries})
+    crc32 = {name: zlib.crc32(view_bytes(tensor)) for name, tensor in tensors.items()}
+    header = json.dumps({"containers": description["containers"], "entries": entries, "crc32": crc32})
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         safetensors.torch.save_file(tensors, draft, {"format": "pt", _HEADER: header})

@@ -48,7 +48,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hwfsdp.checkpoint.agreement import agree, gather
-from hwfsdp.checkpoint.dcp_metadata import METADATA, Manifest, check_chunk, read_metadata, read_value
+from hwfsdp.checkpoint.blocks import sync_directory
+from hwfsdp.checkpoint.dcp_metadata import (
+    METADATA,
+    Manifest,
+    check_chunk,
+    read_metadata,
+    read_value,
+    write_digest,
+)
 from hwfsdp.checkpoint.dcp_plans import (
     BoxSavePlanner,
     CheckedLoadPlanner,
@@ -221,7 +229,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 def _publish(draft: Path, target: Path) -> None:
     """Gives the complete checkpoint its name."""
-    _sync(draft)
+    write_digest(draft)
+    sync_directory(draft)
     old = draft.with_name(f"{draft.name}.old")
     has_old = target.is_dir() and any(target.iterdir())
     if has_old:
@@ -232,17 +241,9 @@ def _publish(draft: Path, target: Path) -> None:
         if has_old:
             os.rename(old, target)
         raise
-    _sync(target.parent)
+    sync_directory(target.parent)
     if has_old:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- Loading -----------------------------------------------------------------------------------------------

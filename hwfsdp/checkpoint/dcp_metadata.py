@@ -15,15 +15,12 @@ Left out: checkpoints from before torch 2.1, whose metadata has other classes, a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import pickle
+import pickletools
 import re
-import zipfile
-from collections.abc import Iterator, Sequence
 from enum import EnumMeta
-from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -36,9 +33,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hwfsdp.checkpoint.archives import find_damage
+from hwfsdp.checkpoint.boxes import Box, find_fault
 from hwfsdp.errors import CheckpointError
 
-METADATA = ".metadata"
+METADATA, DIGEST = ".metadata", ".metadata.sha256"
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -148,7 +147,9 @@ def read_metadata(directory: Path) -> Manifest:
         raise _damaged(
             path, "the metadata of a DCP checkpoint", f"{type(error).__name__}: {error.strerror}"
         ) from error
+    _check_digest(path, data)
     try:
+        _check_opcodes(data)
         metadata = _Unpickler(data).load()
     except _Refused as error:
         raise CheckpointError(
@@ -164,6 +165,35 @@ def read_metadata(directory: Path) -> Manifest:
     except (AttributeError, TypeError, ValueError, KeyError) as error:  # crafted, or cut short
         raise _damaged(path, "the fields of DCP's metadata", _one_line(error)) from error
     return Manifest(directory, metadata, blobs, hashlib.sha256(data).hexdigest())
+
+
+def write_digest(directory: Path) -> None:
+    """Vouches for the metadata, which itself has no checksum, in a file that torch does not look at."""
+    (directory / DIGEST).write_text(hashlib.sha256((directory / METADATA).read_bytes()).hexdigest() + "\n")
+
+
+def _check_digest(path: Path, data: bytes) -> None:
+    try:
+        expected = (path.parent / DIGEST).read_text().strip()
+    except FileNotFoundError:
+        return  # written by torch
+    except (OSError, ValueError) as error:
+        raise _damaged(path.parent / DIGEST, "a SHA-256", _one_line(error)) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise CheckpointError(
+            str(path),
+            expected=f"the metadata with SHA-256 {expected[:12]}…, as {DIGEST} says",
+            got=f"{found[:12]}…",
+            remedy=f"Take another checkpoint; if torch has written over this one, remove {DIGEST}.",
+        ).at(path)
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Refuses what makes an unpickler reserve memory out of proportion: memo indexes that no pickle would use."""
+    for opcode, argument, position in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > (position or 0):
+            raise ValueError(f"the memo index {argument} at byte {position}")
 
 
 def _damaged(file: Path, expected: str, got: str, key: str | None = None) -> CheckpointError:
@@ -201,6 +231,7 @@ def _blobs_of(directory: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...]
             if (key, offset) not in places:
                 raise _damaged(path, f"where the part at {offset} is", "nothing", key)
             blobs[key, offset] = _blob(directory, key, places[key, offset], files)
+    _check_places(blobs)
     return blobs
 
 
@@ -246,41 +277,23 @@ def _check_tiles(path: Path, key: str, entry: TensorStorageMetadata) -> None:
     size = _sizes(entry.size)
     if not isinstance(entry.properties.dtype, torch.dtype):
         raise TypeError(f"{entry.properties.dtype!r} is no dtype")
-    boxes = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
-    for offset, shape in boxes:
-        inside = len(offset) == len(shape) == len(size)
-        if not inside or any(o + n > whole for o, n, whole in zip(offset, shape, size)):
-            raise _damaged(path, f"chunks inside of {size}", f"shape {shape} at {offset}", key)
-    real = [(offset, shape) for offset, shape in boxes if prod(shape)]
-    for one, other in _overlapping(real, size):
-        got = f"shape {one[1]} at {one[0]} and shape {other[1]} at {other[0]}"
-        raise _damaged(path, "chunks that do not overlap", got, key)
-    held = sum(prod(shape) for _, shape in real)
-    if held != prod(size) or not boxes:
-        raise _damaged(
-            path, f"chunks for all {prod(size)} elements of shape {size}", f"chunks for {held}", key
-        )
+    boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
+    fault = find_fault(size, [box for box in boxes if box.numel]) if boxes else "no chunk"
+    if fault:
+        raise _damaged(path, f"chunks that make up the shape {size}", fault, key)
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
-
-
-def _overlapping(boxes: Sequence[Box], size: Sequence[int]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes, none of them empty, that have elements in common."""
-    if not size:
-        yield from ((boxes[0], other) for other in boxes[1:])
-        return
-    cut = [len({offset[dim] for offset, _ in boxes}) for dim in range(len(size))]
-    along = cut.index(max(cut))  # where it was cut most often, few are side by side
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box[0][along]):
-        active = [other for other in active if other[0][along] + other[1][along] > box[0][along]]
-        yield from ((other, box) for other in active if _meet(other, box))
-        active.append(box)
-
-
-def _meet(one: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other))
+def _check_places(blobs: dict[tuple[str, tuple[int, ...] | None], Blob]) -> None:
+    """No two blobs share a byte."""
+    by_place = sorted(blobs.items(), key=lambda item: (str(item[1].file), item[1].offset))
+    for (_, one), ((key, _), other) in zip(by_place, by_place[1:]):
+        if one.file == other.file and one.offset + one.length > other.offset:
+            raise _damaged(
+                one.file,
+                f"a place of its own, after byte {one.offset + one.length}",
+                f"byte {other.offset}",
+                key,
+            )
 
 
 # --- Blobs -------------------------------------------------------------------------------------------------
@@ -293,8 +306,7 @@ def read_value(manifest: Manifest, key: str) -> Any:
         CheckpointError: it is damaged, or made of more than `torch.load(weights_only=True)` allows; none of it was run.
     """
     blob = manifest.blobs[key, None]
-    with _open(blob, key) as data:
-        return _load(data, blob, key, map_location="cpu")
+    return _load(_read(blob, key), blob, key, map_location="cpu")
 
 
 def check_chunk(manifest: Manifest, key: str, chunk: ChunkStorageMetadata) -> None:
@@ -304,8 +316,7 @@ def check_chunk(manifest: Manifest, key: str, chunk: ChunkStorageMetadata) -> No
         CheckpointError: a checksum is wrong, or it is no tensor, or one of another shape or dtype than the metadata says.
     """
     blob = manifest.blobs[key, tuple(chunk.offsets)]
-    with _open(blob, key) as data:
-        found = _load(data, blob, key, map_location="meta")
+    found = _load(_read(blob, key), blob, key, map_location="meta")
     entry = manifest.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     expected = f"{entry.properties.dtype} {list(chunk.sizes)}"
@@ -314,24 +325,20 @@ def check_chunk(manifest: Manifest, key: str, chunk: ChunkStorageMetadata) -> No
         raise _damaged(blob.file, f"a tensor {expected}", got, key).at(blob.file, key, blob.offset)
 
 
-@contextlib.contextmanager
-def _open(blob: Blob, key: str) -> Iterator[io.BytesIO]:
-    """The bytes of the blob, whose checksums are right."""
+def _read(blob: Blob, key: str) -> io.BytesIO:
+    """The bytes of the blob, an archive that is as it was written."""
     try:
         with blob.file.open("rb") as file:
             file.seek(blob.offset)
             data = io.BytesIO(file.read(blob.length))
-        with zipfile.ZipFile(data) as archive:
-            wrong = archive.testzip()
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
-        raise _damaged(blob.file, "a zip file of torch.save", _one_line(error), key).at(
-            blob.file, key, blob.offset
-        ) from error
-    if wrong is not None:
-        damage = _damaged(blob.file, "the checksum that was written", f"another one in {wrong!r}", key)
-        raise damage.at(blob.file, key, blob.offset)
+    except OSError as error:
+        raise _damaged(blob.file, "a file that can be read", _one_line(error), key) from error
+    damage = find_damage(data)
+    if damage is not None:
+        got = f"{damage.got} ({damage.record})" if damage.record else damage.got
+        raise _damaged(blob.file, damage.expected, got, key).at(blob.file, key, blob.offset + damage.offset)
     data.seek(0)
-    yield data
+    return data
 
 
 def _load(data: io.BytesIO, blob: Blob, key: str, map_location: str) -> Any:

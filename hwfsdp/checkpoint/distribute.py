@@ -91,7 +91,7 @@ def broadcast_state_dict(
         )
     is_source = dist.get_rank(pg) == 0
     plan = _send_plan(full_state_dict if is_source else None, pg)
-    agree("broadcast_state_dict", lambda: _check_plan(plan, local_state_dict), pg)
+    agree("broadcast_state_dict", lambda: check_plan(plan, local_state_dict), pg)
     source = dict(leaves_of(full_state_dict)) if is_source else {}
     device = torch.device(device)
     buffer = _buffer_for(plan, source, _way(pg, device))
@@ -122,7 +122,7 @@ def distribute_state_dict(
         UsageError, UnsupportedError: as `broadcast_state_dict`, but on this rank only; nothing was touched.
     """
     plan = _plan_of(full_state_dict)
-    _check_plan(plan, local_state_dict)
+    check_plan(plan, local_state_dict)
     source = dict(leaves_of(full_state_dict))
     _fill(plan, local_state_dict, lambda path: source[path].detach(), torch.device(device), cpu_offload=False)
 
@@ -196,7 +196,7 @@ def _as_ours(error: Exception) -> FSDPError:
     )
 
 
-def _check_plan(plan: Plan, local_state_dict: dict[Any, Any]) -> None:
+def check_plan(plan: Plan, local_state_dict: dict[Any, Any]) -> None:
     """Raises unless everything in the plan that this rank has a place for fits there."""
     places = dict(leaves_of(local_state_dict))
     inner = {path[:n] for path in places for n in range(len(path))}

@@ -8,6 +8,11 @@ Note [Read first, then write]
     A damaged block may be the last one that is read. So values go to memory of their own, as much as the rank's part of
     the state dict, and from there into the target when all ranks have all of theirs. It is the price of a load that
     happens or does not.
+
+Note [A save that goes while it is read]
+    Another job may save into the same directory, and sweep what is being read. Then something is missing, and another
+    save counts. So after an error about a file, the leader looks again: if the save that counts is another one, that one
+    is loaded; if it is the same, the error stands.
 """
 
 from __future__ import annotations
@@ -21,12 +26,26 @@ from hwfsdp.checkpoint import saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.matching import Match, fill, match, read_tensors
 from hwfsdp.checkpoint.traverse import Path as KeyPath
+from hwfsdp.errors import CheckpointError
 
 
 def load_agreed(agreement: Agreement, state_dict: Any, path: Path, *, strict: bool, allow_cast: bool) -> None:
     """`store.load`, in an agreement that was made before."""
-    matched: list[Match] = []
-    parts: dict[KeyPath, Tensor] = {}
+    save_id, digest = _find(agreement, path)
+    while True:
+        try:
+            _load_save(agreement, state_dict, path, save_id, digest, strict, allow_cast)
+            return
+        except CheckpointError as error:
+            if error.file is None:  # a rank is lost, say
+                raise
+            before, (save_id, digest) = save_id, _find(agreement, path)
+            if save_id == before:
+                raise
+
+
+def _find(agreement: Agreement, path: Path) -> list[Any]:
+    """The id of the save that counts, and the hash of its manifest, as the leader sees them."""
 
     def choose(_: list[Any]) -> list[Any]:
         current = saves.find_current(path)
@@ -34,7 +53,21 @@ def load_agreed(agreement: Agreement, state_dict: Any, path: Path, *, strict: bo
         saves.check_files(current.folder, manifest)
         return [[current.folder.name, manifest.digest]] * agreement.size
 
-    save_id, digest = agreement.step("finding", lambda: None, choose)
+    found: list[Any] = agreement.step("finding", lambda: None, choose)
+    return found
+
+
+def _load_save(
+    agreement: Agreement,
+    state_dict: Any,
+    path: Path,
+    save_id: str,
+    digest: str,
+    strict: bool,
+    allow_cast: bool,
+) -> None:
+    matched: list[Match] = []
+    parts: dict[KeyPath, Tensor] = {}
     folder = path if path.name == save_id else path / save_id
 
     def match_mine() -> None:

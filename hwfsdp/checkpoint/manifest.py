@@ -257,7 +257,7 @@ def damaged(
         f"{place}, {key}" if key else place,
         expected=expected,
         got=got,
-        remedy="Load another save; `hwfsdp checkpoint inspect` lists them.",
+        remedy="If there are other saves beside it, load one of them by its own path.",
     ).at(file, key, offset)
 
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from hwfsdp.checkpoint.blocks import BlockReader, check_header, open_file
 from hwfsdp.checkpoint.boxes import Box, intersection, pieces_of, span_of, strides_of, within
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry, header_of
-from hwfsdp.checkpoint.plan import box_of, check_kind, memory_of, part_of
-from hwfsdp.checkpoint.state_dict import check_data
+from hwfsdp.checkpoint.plan import box_of, check_kind, identity_of, part_of
+from hwfsdp.checkpoint.state_dict import bytes_of, check_data
 from hwfsdp.checkpoint.traverse import Path as KeyPath
-from hwfsdp.checkpoint.traverse import items_of, leaves_of, rebuild, show
+from hwfsdp.checkpoint.traverse import child_of, items_of, leaves_of, rebuild, show
 from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import UsageError
 
@@ -97,7 +97,7 @@ def _check_containers(leaves: dict[KeyPath, Any], state_dict: Any, manifest: Man
     for path in leaves:
         for n in range(1, len(path)):
             if path[:n] not in known:
-                known[path[:n]] = (items_of(known[path[: n - 1]]) or {})[path[n - 1]]
+                known[path[:n]] = child_of(known[path[: n - 1]], path[n - 1])
     known.update({path: leaf for path, leaf in leaves.items() if items_of(leaf) is not None})
     for path, tree in known.items():
         kind = "dict" if not isinstance(tree, list | tuple) else "list"
@@ -126,7 +126,8 @@ def _check_keys(leaves: dict[KeyPath, Any], manifest: Manifest) -> None:
             show(first),
             expected="the same keys in the state dict and in the checkpoint",
             got=got + (f"; {others} more keys are on one side only" if others else ""),
-            remedy="Compare with `hwfsdp checkpoint inspect`, or pass strict=False to load what both have.",
+            remedy="Compare with `hwfsdp checkpoint inspect` (a fresh optimizer has no state yet: "
+            "hwfsdp.checkpoint.meta.init_optimizer_state), or pass strict=False to load what both have.",
         )
 
 
@@ -136,7 +137,7 @@ def _check_can_change(path: KeyPath, state_dict: Any) -> None:
     for n, key in enumerate(path):
         if not isinstance(above, tuple):
             holder, at = above, path[:n]
-        above = (items_of(above) or {})[key]
+        above = child_of(above, key)
     if isinstance(holder, Mapping) and not hasattr(holder, "__setitem__"):
         got = f"the read-only {type(holder).__name__}"
         _refuse(at, "a mapping that items can be assigned to", got, "Make it a dict.")
@@ -176,7 +177,7 @@ def _check_ties(found: Match) -> None:
     """Raises if one tensor of the target would get two different contents."""
     first: dict[Any, KeyPath] = {}
     for path, target in found.tensors.items():
-        other = first.setdefault(memory_of(target), path)
+        other = first.setdefault(identity_of(target), path)
         if other != path and _contents(found.manifest, path) != _contents(found.manifest, other):
             _refuse(
                 path,
@@ -204,7 +205,8 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
 
     Raises:
         CheckpointError: a file is missing, of another save, cut short, damaged, or cannot be read.
-        UsageError: a value that the target's dtype cannot hold.
+        UsageError: a value that the target's dtype cannot hold, or values for memory that targets share and that they
+            cannot all hold.
     """
     with ExitStack() as opened:
         readers = _Readers(match.manifest, folder, opened)
@@ -227,7 +229,10 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
 
             for _ in pool.map(run, jobs):
                 pass
-    return {path: _cast(path, part, match.tensors[path].dtype) for path, part in parts.items()}
+    for path in parts:  # one after the other, so that what was read in another dtype can go
+        parts[path] = _cast(path, parts[path], match.tensors[path].dtype)
+    _check_overlaps(match, parts)
+    return parts
 
 
 class _Readers:
@@ -317,6 +322,45 @@ def _outside(values: Tensor, dtype: torch.dtype) -> Tensor:
     whole, limits = values.view(torch.int64) if unsigned else values.long(), torch.iinfo(dtype)
     lowest = 0 if unsigned else limits.min
     return (whole < lowest) | (whole > min(limits.max, torch.iinfo(torch.int64).max))
+
+
+def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
+    """Raises if targets share memory and will not all hold their values. That is tried out, on a copy of that memory."""
+    by_storage: dict[int, dict[Any, KeyPath]] = {}
+    for path in parts:
+        local = part_of(found.tensors[path])
+        by_storage.setdefault(local.untyped_storage().data_ptr(), {}).setdefault(identity_of(local), path)
+    for paths in by_storage.values():
+        targets = {path: part_of(found.tensors[path]) for path in paths.values()}
+        if not _may_overlap(list(targets.values())):
+            continue
+        copy = next(iter(targets.values())).untyped_storage().clone()
+        trial = {}
+        for path, local in targets.items():
+            view = torch.empty(0, dtype=local.dtype, device=local.device)
+            view.set_(copy, local.storage_offset(), local.shape, local.stride())
+            trial[path] = view.conj() if local.is_conj() else view
+            trial[path].copy_(parts[path])
+        for path, view in trial.items():
+            if not torch.equal(bytes_of(view.cpu()), bytes_of(parts[path])):
+                got = "values for the same memory, which differ"
+                _refuse(
+                    path, "memory of its own, or the values of what shares it", got, "Pass a clone of it."
+                )
+
+
+def _may_overlap(locals_: list[Tensor]) -> bool:
+    """Whether two elements, of one tensor or of two, may be in the same place."""
+    spans = []
+    for local in locals_:
+        extent = 0
+        for step, n in sorted((step, n) for n, step in zip(local.shape, local.stride()) if n > 1):
+            if step <= extent:
+                return True
+            extent += step * (n - 1)
+        spans.append((local.data_ptr(), local.data_ptr() + (extent + 1) * local.element_size()))
+    spans.sort()
+    return any(start < end for (_, end), (start, _) in zip(spans, spans[1:]))
 
 
 # --- Filling -----------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Note [What the checks see]
     Every record of the archive that a part is has a CRC-32, which torch writes and does not read; it is compared before
-    anything is loaded. What it does not cover is the archive's own structure: names, offsets, sizes, and padding. A
-    change there either makes the archive unreadable or changes nothing that is loaded. Damage by design is not detected,
+    anything is loaded. What it does not cover is the archive's own structure. There, records have to be as torch writes
+    them (see `archives`); any other change makes the archive unreadable or changes nothing that is loaded. Damage by design is not detected,
     since who can change the data can change the CRC. But it cannot run code: `weights_only=True` is not optional.
 
 Left out: files that torch.save wrote before it wrote zip archives, and those written with CRCs turned off.
@@ -17,7 +17,6 @@ import os
 import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,8 @@ from typing import Any
 
 import torch
 
+from hwfsdp.checkpoint.archives import find_damage
+from hwfsdp.checkpoint.blocks import sync_directory
 from hwfsdp.checkpoint.partition import COUNT_KEY, Contents, check_part, merge, refuse
 from hwfsdp.errors import CheckpointError, UsageError
 
@@ -116,17 +117,15 @@ def refuse_file(path: Path, expected: str, got: str, cause: Exception) -> None:
 
 
 def _check_records(path: Path) -> None:
-    """Raises if the CRC of a record in the archive is not that of its bytes."""
-    with zipfile.ZipFile(path) as archive:
-        bad = archive.testzip()
-        if bad is not None:
-            remedy = "Load another checkpoint, or copy this file again."
-            raise CheckpointError(
-                f"{bad} in {path}",
-                expected="the bytes that were written",
-                got="others, by their CRC-32",
-                remedy=remedy,
-            ).at(path, bad, archive.getinfo(bad).header_offset)
+    """Raises if the archive, or a record in it, is not as it was written."""
+    damage = find_damage(path)
+    if damage is not None:
+        raise CheckpointError(
+            f"{damage.record} in {path}" if damage.record else str(path),
+            expected=damage.expected,
+            got=damage.got,
+            remedy="Load another checkpoint, or copy this file again.",
+        ).at(path, damage.record, damage.offset)
 
 
 def _reason(path: Path, error: Exception) -> str:
@@ -175,10 +174,10 @@ def _beside(target: Path) -> list[str]:
 
 def put_in_place(new: Path, target: Path) -> None:
     """Gives a complete directory the name `target`, and removes what had it before."""
-    _sync(new)
+    sync_directory(new)
     _rename(new, target, aside=new.with_suffix(".previous"))
     with contextlib.suppress(OSError):  # it is in place either way
-        _sync(target.parent)
+        sync_directory(target.parent)
     for name in _beside(target):
         shutil.rmtree(target.parent / name, ignore_errors=True)
 
@@ -203,12 +202,3 @@ def _exchange(one: Path, other: Path) -> bool:
     at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)
-
-
-def _sync(directory: Path) -> None:
-    """Makes the names in a directory last."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from hwfsdp.checkpoint.distribute import TensorInfo, _check_plan, distribute_state_dict
+from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_state_dict
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.traverse import Path, brief, show
 from hwfsdp.compat import dtensor
@@ -138,7 +138,7 @@ def _check_places(path: Path, entries: Mapping[str, Any], places: Mapping[str, A
     held: dict[Any, Any] = {name: places[name] for name in names}
     for key in reversed(path):
         held = {key: held}
-    _check_plan(plan, held)
+    check_plan(plan, held)
 
 
 def _is_tensor(entry: Any) -> bool:

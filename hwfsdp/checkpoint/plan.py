@@ -12,9 +12,10 @@ Note [Replicas are compared]
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ from hwfsdp.checkpoint.manifest import (
     name_of,
 )
 from hwfsdp.checkpoint.state_dict import bytes_of, check_data
-from hwfsdp.checkpoint.traverse import Path, items_of, map_leaves, show
+from hwfsdp.checkpoint.traverse import Path, child_of, items_of, map_leaves, show
 from hwfsdp.checkpoint.values import dtype_named, encode
 from hwfsdp.compat import is_shard, local_of
 from hwfsdp.errors import UnsupportedError, UsageError
@@ -115,7 +116,7 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
             entries.append({"path": path, "value": _encoded(path, value)})
         else:
             _check_tensor(path, value)
-            box, memory = box_of(value), memory_of(value)
+            box, memory = box_of(value), identity_of(value)
             if memory in first and box is not None:
                 entries.append({**first[memory], "path": path, "alias": first[memory]["path"]})
                 tensors[path] = part_of(value), box  # it may be no alias on other ranks
@@ -139,7 +140,7 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
 
 def _kind_at(tree: Any, path: Path) -> str:
     for key in path:
-        tree = (items_of(tree) or {})[key]
+        tree = child_of(tree, key)
     return "list" if isinstance(tree, list) else "tuple" if isinstance(tree, tuple) else "dict"
 
 
@@ -174,7 +175,7 @@ def _schema(path: Path, tensor: Tensor) -> dict[str, Any]:
     return {"path": path, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+def identity_of(tensor: Tensor) -> tuple[Any, ...]:
     """The same for two tensors whose values, and place in the whole, cannot but be the same."""
     part, placed = part_of(tensor), ()
     if isinstance(tensor, DTensor):
@@ -197,7 +198,7 @@ def _check_tensor(path: Path, tensor: Tensor) -> None:
 
 
 def check_kind(path: Path, tensor: Tensor) -> None:
-    """Raises `UnsupportedError` for tensors whose values are not simply numbers in memory."""
+    """Raises `UnsupportedError` for tensors whose values are not simply numbers in memory; `UsageError` for Partial."""
     inner = part_of(tensor)
     wrapper: bool = is_traceable_wrapper_subclass(inner)
     kind = "a quantized tensor" if inner.is_quantized else "a nested tensor" if inner.is_nested else ""
@@ -205,6 +206,8 @@ def check_kind(path: Path, tensor: Tensor) -> None:
         kind = f"a sparse tensor ({inner.layout})"
     elif wrapper or type(inner).__name__ == "FakeTensor":
         kind = f"a {type(inner).__name__}"
+    elif not _can_be_copied(inner.dtype):
+        kind = f"one of {inner.dtype}, which torch cannot copy"
     if kind:
         raise UnsupportedError(
             show(path),
@@ -219,6 +222,17 @@ def check_kind(path: Path, tensor: Tensor) -> None:
             got=f"addends, {list(tensor.placements)}",
             remedy="Redistribute Partial to Replicate first.",
         )
+
+
+@functools.cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    """Whether torch has kernels for a dtype; some have a name only."""
+    one = torch.empty(1, dtype=dtype)
+    try:
+        torch.empty(1, dtype=dtype).copy_(one)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _has_replicas(tensor: Tensor, world_size: int) -> bool:
@@ -283,8 +297,11 @@ def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> Non
     if first["containers"] != other["containers"] or list(mine) != list(theirs):
         kinds = {tuple(path): kind for path, kind in first["containers"]}
         differing = [(p, k) for p, k in other["containers"] if kinds.get(tuple(p)) != k]
-        got = f"a {differing[0][1]} on rank {rank}" if differing else f"another order on rank {rank}"
-        _refuse(tuple(differing[0][0]) if differing else (), "the same containers on every rank", got)
+        if differing:
+            path, kind = tuple(differing[0][0]), differing[0][1]
+            _refuse(path, f"a {kinds.get(path)} on every rank, as on rank 0", f"a {kind} on rank {rank}")
+        here, there = next((a, b) for a, b in zip(mine, theirs) if a != b)
+        _refuse(here, "the same order of keys on every rank", f"{show(there)} in its place on rank {rank}")
 
 
 def _brief(entry: dict[str, Any]) -> str:
@@ -355,7 +372,10 @@ def _lay_out(manifest: Manifest, holders: dict[tuple[Path, Box], list[int]], wor
     return replace(manifest, files=files, entries=entries)
 
 
-def share_of(manifest: Manifest, file: int) -> Iterator[tuple[TensorEntry, Chunk]]:
-    """What one file holds, in its order."""
-    found = [(entry, chunk) for entry in manifest.tensors() for chunk in entry.chunks if chunk.file == file]
-    return iter(sorted(found, key=lambda pair: pair[1].at))
+def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:
+    """What each file holds, in its order."""
+    shares: list[list[tuple[TensorEntry, Chunk]]] = [[] for _ in manifest.files]
+    for entry in manifest.tensors():
+        for chunk in entry.chunks:
+            shares[chunk.file].append((entry, chunk))
+    return [sorted(share, key=lambda pair: pair[1].at) for share in shares]

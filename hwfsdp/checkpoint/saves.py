@@ -70,9 +70,15 @@ def find_saves(path: Path) -> list[str]:
     )
 
 
-def exists(path: Path) -> bool:
-    """Whether a save there counts, be it intact or not."""
-    return os.path.lexists(path / CURRENT)
+def newest(path: Path) -> Path | None:
+    """What to load from: `path`, if one of its saves counts; else its newest finished save; None if there is none.
+
+    A save that is finished and does not count was killed in its last moment, or somebody has lost `CURRENT`.
+    """
+    if os.path.lexists(path / CURRENT):
+        return path
+    finished = find_saves(path)
+    return path / finished[-1] if finished else None
 
 
 def find_current(path: Path) -> Current:
@@ -141,13 +147,23 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 # --- Writing -----------------------------------------------------------------------------------------------
 
 
+def _kind_of(path: Path) -> str:
+    return "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+
+
 def check_target(path: Path, overwrite: bool) -> None:
     """Raises `UsageError` if a save may not go there."""
+    within = next((p for p in (path, *path.parents) if SAVE_ID.fullmatch(p.name)), None)
+    if within is not None:
+        remedy = "Give the directory above it."
+        raise UsageError(
+            str(path), expected="the directory of a checkpoint", got=f"one save, {within.name}", remedy=remedy
+        )
     if not os.path.lexists(path):
         return
     if not path.is_dir():
         raise UsageError(
-            str(path), expected="a directory, or nothing", got="a file", remedy="Choose another path."
+            str(path), expected="a directory, or nothing", got=_kind_of(path), remedy="Choose another path."
         )
     if overwrite:
         return
@@ -178,11 +194,11 @@ def locked(path: Path) -> Iterator[None]:
                     got="another process that is saving there",
                     remedy="Wait for it, or choose another path.",
                 ) from None
-        yield
         try:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
-        except OSError:
-            pass
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
     finally:
         os.close(fd)
 
@@ -197,8 +213,10 @@ def begin(path: Path) -> str:
 
 def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
     """Brings manifest and names to the disk, then lets the save count."""
-    blocks.write_small_file(path / save_id / MANIFEST, manifest)
-    blocks.sync_directory(path / save_id)
+    folder = path / save_id
+    blocks.write_small_file(folder / f"{MANIFEST}.new", manifest)
+    os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)  # where one is, all of it is
+    blocks.sync_directory(folder)
     (path / _NEW).unlink(missing_ok=True)
     blocks.write_small_file(path / _NEW, _current_bytes(save_id, digest))
     blocks.sync_directory(path)

@@ -12,12 +12,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hwfsdp.checkpoint import blocks, saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box
 from hwfsdp.checkpoint.manifest import (
+    LARGEST,
     Chunk,
     Manifest,
     TensorEntry,
@@ -26,7 +27,7 @@ from hwfsdp.checkpoint.manifest import (
     name_of,
     to_bytes,
 )
-from hwfsdp.checkpoint.plan import LocalParts, describe, divide, share_of
+from hwfsdp.checkpoint.plan import LocalParts, describe, divide, shares_of
 from hwfsdp.errors import UsageError
 
 
@@ -46,8 +47,18 @@ class Target:
         saves.check_target(self.path, self.overwrite or self.keep is not None)
 
 
+class Unstaged(NamedTuple):
+    """In place of a state dict of which no copy could be made: why."""
+
+    error: Exception
+
+
 def save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str:
-    """`store.save`, in an agreement that was made before; `state_dict` may be a function that returns it."""
+    """`store.save`, in an agreement that was made before.
+
+    Args:
+        state_dict: or `Unstaged`: then all ranks raise its error.
+    """
     with ExitStack() as held:
         return _Saving(agreement, target, held).run(state_dict)
 
@@ -62,7 +73,9 @@ class _Saving:
 
     def run(self, state_dict: Any) -> str:
         def describe_mine() -> Any:
-            self.parts = describe(state_dict() if callable(state_dict) else state_dict, self.agreement.size)
+            if isinstance(state_dict, Unstaged):
+                raise state_dict.error
+            self.parts = describe(state_dict, self.agreement.size)
             return self.parts.description
 
         answer = self.agreement.step("planning", describe_mine, self.begin)
@@ -74,6 +87,9 @@ class _Saving:
                 if self.agreement.rank == 0 and saves.newest_of(self.target.path) != folder.name:
                     saves.remove(folder)
             raise
+        if self.agreement.rank == 0:
+            with suppress(OSError):  # it counts already
+                saves.sweep(self.target.path, folder.name, self.target.keep or 1)
         return folder.name
 
     # The leader's parts.
@@ -89,17 +105,17 @@ class _Saving:
         saves.sweep(path, None, 1)
         self.manifest = replace(manifest, save_id=saves.begin(path))
         shares = [
-            [[list(entry.path), chunk.at, chunk.box] for entry, chunk in share_of(self.manifest, rank)]
-            for rank in range(len(descriptions))
+            [[list(entry.path), chunk.at, chunk.box] for entry, chunk in share]
+            for share in shares_of(self.manifest)
         ]
         return [{"save": self.manifest.save_id, "share": share} for share in shares]
 
     def finish(self, checksums: list[Any]) -> list[Any]:
         """Completes the manifest; from here on the save counts."""
         by_chunk: dict[tuple[int, int], tuple[int, ...]] = {}
-        for rank, crc32 in enumerate(checksums):
-            for (_, chunk), blocks_of_chunk in zip(share_of(self.manifest, rank), crc32, strict=True):
-                by_chunk[rank, chunk.at] = tuple(blocks_of_chunk)
+        for share, crc32 in zip(shares_of(self.manifest), checksums, strict=True):
+            for (_, chunk), of_blocks in zip(share, crc32, strict=True):
+                by_chunk[chunk.file, chunk.at] = tuple(of_blocks)
 
         def complete(chunk: Chunk) -> Chunk:
             return chunk._replace(crc32=by_chunk[chunk.file, chunk.at])
@@ -114,14 +130,18 @@ class _Saving:
         }
         data = to_bytes(replace(self.manifest, entries=entries))
         path, save_id = self.target.path, self.manifest.save_id
-        written = from_bytes(
-            data, path / save_id / saves.MANIFEST
-        )  # every tensor tiled, every byte in its place
+        if len(data) > LARGEST:
+            raise UsageError(
+                "save",
+                expected=f"a manifest of at most {LARGEST:,} bytes",
+                got=f"{len(data):,} bytes: too many entries, or too long ones",
+                remedy="Save long strings and bytes as tensors.",
+            )
+        # Read as anyone will read it: every tensor is tiled, every byte is in its place.
+        written = from_bytes(data, path / save_id / saves.MANIFEST)
         for file in written.files:
             os.close(blocks.open_file(path / save_id / file.name, file.nbytes))
         saves.finish(path, save_id, data, written.digest)
-        with suppress(OSError):  # it counts already
-            saves.sweep(path, save_id, self.target.keep or 1)
         return [None] * len(checksums)
 
     # Every rank's part.

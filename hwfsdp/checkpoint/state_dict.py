@@ -37,9 +37,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, Path, items_of, leaves_of, map_leaves, show
-from hwfsdp.compat import all_gather_single, is_shard, is_sharded_tensor, wrap_like
+from hwfsdp.compat import all_gather_single, is_shard, is_sharded_tensor, local_of, wrap_like
 from hwfsdp.errors import StateError, UnsupportedError, UsageError
 from hwfsdp.layout import compute_local_shape_and_global_offset, local_extent_of, unshard_strided
 
@@ -134,6 +136,8 @@ def check_data(path: Path, tensor: Tensor) -> None:
     """Raises if the values of the tensor cannot be had."""
     if is_sharded_tensor(tensor):
         _refuse_sharded_tensor(path)
+    if is_lazy(tensor):
+        _refuse_without_memory(path, "a parameter that is not initialized yet")
     if tensor.is_meta:
         raise UsageError(
             show(path),
@@ -150,6 +154,18 @@ def check_data(path: Path, tensor: Tensor) -> None:
                 got=f"{tuple(tensor.to_local().shape)}",
                 remedy="Cut it with hwfsdp.layout.shard_of, or give from_local the global shape.",
             )
+
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    wraps: bool = is_traceable_wrapper_subclass(local)  # then its memory is that of others
+    if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
+        last = local.storage_offset() + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
+        if local.untyped_storage().nbytes() < (last + 1) * local.element_size():
+            _refuse_without_memory(path, "one whose memory was freed")
+
+
+def _refuse_without_memory(path: Path, got: str) -> None:
+    remedy = "Take the state dict of the sharded model, or initialize it first."
+    raise UsageError(show(path), expected="a tensor with memory", got=got, remedy=remedy)
 
 
 def _refuse_sharded_tensor(path: Path) -> None:

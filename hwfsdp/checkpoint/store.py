@@ -40,6 +40,8 @@ def save(
 ) -> str:
     """Writes a state dict; a collective, which every rank of the group calls with the same keys.
 
+    Returns when everything is on the disk. Subclasses of int, float and str are saved as what they are a subclass of.
+
     Args:
         state_dict: dicts, lists and tuples of tensors, DTensors, numbers, strings, bytes, None; keys are str or int.
             A DTensor is written by the ranks that have its parts, anything else by one of the ranks, after it was found
@@ -103,6 +105,8 @@ def load(
     were at the save. Other values replace those of the state dict.
 
     Args:
+        state_dict: taken right before; of an optimizer that has made no step yet, after `meta.init_optimizer_state`.
+            `optimizer.load_state_dict` then takes over what is not a tensor, the learning rate for example.
         path: what `save` got, or one save in it.
         strict: the keys have to be the same. Otherwise those that only one side has are left alone.
         allow_cast: tensors may have another dtype, of the same or a wider kind: precision may be lost, but no value

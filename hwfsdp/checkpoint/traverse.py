@@ -67,6 +67,11 @@ def items_of(tree: Any) -> dict[Any, Any] | None:
     return None
 
 
+def child_of(tree: Any, key: Any) -> Any:
+    """The child of a container under a key that `items_of` has."""
+    return tree[key] if isinstance(tree, Mapping | list | tuple) else getattr(tree, key)
+
+
 def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
     """A new container like `tree`, of the same type, with these children (the same keys in the same order)."""
     if isinstance(tree, tuple):

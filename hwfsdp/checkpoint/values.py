@@ -8,6 +8,7 @@ could write it could also run code when it is read.
 from __future__ import annotations
 
 import base64
+import enum
 import math
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,8 @@ def encode(value: Any) -> Any:
     Raises:
         TypeError: it is of no type that a checkpoint can hold.
     """
+    if isinstance(value, enum.Enum):  # which may be an int or a str, too, and would come back as that only
+        raise TypeError(type(value).__name__)
     if value is None or isinstance(value, bool | str):
         return value if value is None or isinstance(value, bool) else str(value)
     if isinstance(value, int):

@@ -12,7 +12,7 @@ from typing import Any
 
 from hwfsdp.checkpoint import blocks, saves
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry, header_of
-from hwfsdp.checkpoint.plan import share_of
+from hwfsdp.checkpoint.plan import shares_of
 from hwfsdp.checkpoint.traverse import show
 from hwfsdp.checkpoint.values import decode
 
@@ -49,7 +49,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     Raises:
         UsageError: there is no checkpoint. CheckpointError: the manifest is missing or damaged.
     """
-    current = saves.find_current(Path(path))
+    current = saves.find_current(Path(path).absolute())
     return _inspection(current, saves.read_manifest(current))
 
 
@@ -77,22 +77,24 @@ def verify(path: str | os.PathLike[str]) -> Inspection:
         UsageError: there is no checkpoint.
         CheckpointError: the first thing that is missing, damaged, or does not belong there, with file, key and offset.
     """
-    current = saves.find_current(Path(path))
+    current = saves.find_current(Path(path).absolute())
     manifest = saves.read_manifest(current)
     saves.check_files(current.folder, manifest)
-    for index in range(len(manifest.files)):
-        _verify_file(current.folder, manifest, index)
+    for index, share in enumerate(shares_of(manifest)):
+        _verify_file(current.folder, manifest, index, share)
     return _inspection(current, manifest)
 
 
-def _verify_file(folder: Path, manifest: Manifest, index: int) -> None:
+def _verify_file(
+    folder: Path, manifest: Manifest, index: int, share: list[tuple[TensorEntry, Chunk]]
+) -> None:
     file = manifest.files[index]
     path, header = folder / file.name, header_of(manifest.save_id, index)
     fd = blocks.open_file(path, file.nbytes)
     try:
         blocks.check_header(fd, path, header)
         end = len(header)
-        for entry, chunk in share_of(manifest, index):
+        for entry, chunk in share:
             blocks.check_zeros(fd, path, end, chunk.at)
             end = _verify_chunk(fd, path, entry, chunk, manifest.block_bytes)
         blocks.check_zeros(fd, path, end, file.nbytes)

@@ -186,6 +186,17 @@ def test_groups_and_agreements_do_not_mix():
     assert found == [[[0, 2]] * 3, [[1, 3]] * 3] * 2
 
 
+def do_different_things() -> str:
+    with pytest.raises(UsageError) as raised:
+        Agreement(None, f"thing {dist.get_rank()}").step("doing", lambda: None)
+    return str(raised.value)
+
+
+def test_ranks_that_do_different_things_are_told_so():
+    (message,) = set(launch(do_different_things, 2, timeout=60))
+    assert message.startswith("thing 0, doing: expected rank 1 to be there, too; got 'thing 1, doing'.")
+
+
 def agree_in_a_group_of_others() -> str:
     group = dist.new_group([1])
     if dist.get_rank() == 1:

@@ -43,6 +43,12 @@ WRITERS, READERS = [2, 3], [1, 4]
 CHECKS: dict[str, Callable[[Path], None]] = {}
 
 
+def put_metadata(path: Path, data: bytes) -> None:
+    """Writes metadata as torch would, with nothing that vouches for it."""
+    (path / ".metadata").write_bytes(data)
+    (path / ".metadata.sha256").unlink(missing_ok=True)
+
+
 def on_ranks(check: Callable[[Path], None]) -> Callable[[Path], None]:
     CHECKS[check.__name__] = check
     return check
@@ -589,7 +595,7 @@ class Bomb:
 def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
     """The metadata of a checkpoint, changed."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    (path / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+    put_metadata(path, pickle.dumps(change(metadata) or metadata))
 
 
 def some_info(metadata: Any) -> Any:
@@ -621,7 +627,7 @@ LIES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     ),
     "a part behind the end": (lambda m, _: setattr(some_info(m), "length", 10**9), "expected the size that"),
     "a part before the beginning": (lambda m, _: setattr(some_info(m), "offset", -1), "are no sizes"),
-    "a part that is elsewhere": (lambda m, _: setattr(some_info(m), "offset", 7), "a zip file of torch.save"),
+    "a part that is elsewhere": (lambda m, _: setattr(some_info(m), "offset", 7), "a place of its own"),
     "transforms": (lambda m, _: setattr(some_info(m), "transform_descriptors", ["x"]), "transforms"),
     "another dtype": (
         lambda m, _: setattr(m.state_dict_metadata["a"].properties, "dtype", torch.int32),
@@ -629,14 +635,20 @@ LIES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     ),
     "chunks that overlap": (
         lambda m, _: chunks_of(m).append(chunk((1, 1), (1, 1))),
-        "chunks that do not overlap",
+        "which overlap",
     ),
     "chunks with gaps": (
         lambda m, _: chunks_of(m).clear(),
-        "chunks for all 12 elements of shape (4, 3); got chunks for 0",
+        "chunks that make up the shape (4, 3); got no chunk",
     ),
-    "a chunk outside": (lambda m, _: chunks_of(m).append(chunk((3, 3), (2, 1))), "chunks inside of (4, 3)"),
-    "a chunk of other dims": (lambda m, _: chunks_of(m).append(chunk((0,), (1,))), "chunks inside of (4, 3)"),
+    "a chunk outside": (
+        lambda m, _: chunks_of(m).append(chunk((3, 3), (2, 1))),
+        "chunks that make up the shape (4, 3); got ",
+    ),
+    "a chunk of other dims": (
+        lambda m, _: chunks_of(m).append(chunk((0,), (1,))),
+        "chunks that make up the shape (4, 3); got ",
+    ),
     "no places": (lambda m, _: m.storage_data.clear(), "where the part at"),
     "nothing at all": (lambda m, _: {"a": 1}, "expected DCP's Metadata; got dict"),
     "fields that are missing": (lambda m, _: delattr(m, "storage_data"), "the fields of DCP's metadata"),
@@ -668,7 +680,7 @@ def test_metadata_that_wants_code_to_run_is_refused_by_name(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["eval", "getattr", "__import__"])
 def test_metadata_gets_no_builtin(name: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
-    (path / ".metadata").write_bytes(f"cbuiltins\n{name}\n.".encode())
+    put_metadata(path, f"cbuiltins\n{name}\n.".encode())
     with pytest.raises(CheckpointError, match=rf"got builtins\.{name}, which was not run"):
         dcp.load({}, path)
 
@@ -678,7 +690,7 @@ def test_metadata_gets_no_builtin(name: str, tmp_path: Path) -> None:
 )
 def test_metadata_that_is_none_is_refused(data: bytes, tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
-    (path / ".metadata").write_bytes(data)
+    put_metadata(path, data)
     with pytest.raises(CheckpointError, match=r"\.metadata: "):
         dcp.load({}, path)
 
@@ -697,10 +709,10 @@ MODULE = "torch.distributed.checkpoint.metadata"
 def test_metadata_does_not_change_the_classes_it_is_made_of(thing: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
     good = (path / ".metadata").read_bytes()
-    (path / ".metadata").write_bytes(thing.encode("latin-1"))
+    put_metadata(path, thing.encode("latin-1"))
     with pytest.raises(CheckpointError, match="got a change of .*, which was undone"):
         dcp.load({}, path)
-    (path / ".metadata").write_bytes(good)
+    put_metadata(path, good)
     assert not hasattr(torchs.Metadata, "mine")
     dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
     members = type(pickle.loads(f"c{MODULE}\n_MEM_FORMAT_ENCODING\n(I1\ntR.".encode()))
@@ -742,7 +754,9 @@ def test_every_flipped_bit_in_the_values_of_a_tensor_is_found(tmp_path: Path) ->
         data[begin + position] ^= 1 << position % 8
         file.write_bytes(data)
         state = {"a": torch.zeros(4, 3)}
-        with pytest.raises(CheckpointError, match="expected the checksum that was written"):
+        with pytest.raises(
+            CheckpointError, match="expected (the bytes that were written|a record as torch|an undamaged zip)"
+        ):
             dcp.load(state, path, strict=False)
         assert not state["a"].any()
         data[begin + position] ^= 1 << position % 8
@@ -756,3 +770,29 @@ def test_a_file_that_was_cut_short_is_found(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="expected the size that the metadata says"):
         dcp.load({}, path, strict=False)
+
+
+def test_every_flipped_bit_of_our_metadata_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    dcp.save({"a": torch.ones(3, 4), "b": {"c": 5}}, path)
+    good, digest = (path / ".metadata").read_bytes(), (path / ".metadata.sha256").read_bytes()
+    for file, data in ((path / ".metadata", good), (path / ".metadata.sha256", digest)):
+        for bit in range(0, 8 * len(data), 7):
+            damaged = bytearray(data)
+            damaged[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(damaged)
+            target = {"a": torch.zeros(3, 4), "b": {"c": 0}}
+            if file.suffix == ".sha256" and damaged.split() == data.split():
+                continue  # white space at the end
+            with pytest.raises(CheckpointError):
+                dcp.load(target, path)
+            assert not target["a"].any()
+        file.write_bytes(data)
+
+
+def test_metadata_that_would_take_all_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    dcp.save({"a": torch.ones(3, 4)}, path)
+    put_metadata(path, b"\x80\x02]r" + (1 << 31).to_bytes(4, "little") + b".")  # a memo of 2**31 entries
+    with pytest.raises(CheckpointError, match="the memo index 2147483648"):
+        dcp.load({"a": torch.zeros(3, 4)}, path)

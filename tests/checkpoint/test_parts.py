@@ -1060,7 +1060,7 @@ def test_a_truncated_file_is_refused(written: Path, share: float) -> None:
     path = written / "PART_001.pt"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
-    assert str(refusal(written)).startswith(f"{path}: expected an undamaged file of torch.save")
+    assert str(refusal(written)).startswith(f"{path}: expected an undamaged zip file of torch.save")
 
 
 def test_a_file_of_another_kind_is_refused(written: Path) -> None:

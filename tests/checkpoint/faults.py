@@ -1,0 +1,266 @@
+"""What the tests of damage, kills, failures and refusals share: checkpoints to spoil, and ways to do it.
+
+Expectations about a save come from its manifest, read here as plain JSON, and not from the code under test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hwfsdp.checkpoint.traverse import leaves_of, map_leaves, show
+from hwfsdp.compat import local_of, read_debug_level
+from hwfsdp.errors import FSDPError
+from hwfsdp.server import start_server
+
+CURRENT, MANIFEST = "CURRENT", "manifest.json"
+
+
+# --- A checkpoint, read as what it is ------------------------------------------------------------------------
+
+
+def folder_of(path: Path) -> Path:
+    """The directory of the save that counts."""
+    folder: Path = path / json.loads((path / CURRENT).read_text())["save"]
+    return folder
+
+
+def saves_in(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+
+
+def contents_of(path: Path) -> dict[str, bytes | None]:
+    """Every name below a path, and the bytes of every file."""
+    found = sorted(path.rglob("*"))
+    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else None for p in found}
+
+
+def chunks_in(folder: Path, name: str) -> list[tuple[str, int, int]]:
+    """(key, first byte, byte after the last) of every chunk in a file, in its order."""
+    tree, found = json.loads((folder / MANIFEST).read_text()), []
+    for entry in tree["entries"]:
+        for chunk in entry.get("chunks", ()):
+            if tree["files"][chunk["file"]]["name"] == name:
+                nbytes = getattr(torch, entry["dtype"]).itemsize
+                for n in chunk["shape"]:
+                    nbytes *= n
+                found.append((show(tuple(entry["path"])), chunk["at"], chunk["at"] + nbytes))
+    return sorted(found, key=lambda chunk: chunk[1])
+
+
+# --- Forgery -------------------------------------------------------------------------------------------------
+
+
+def seal_manifest(path: Path, text: bytes) -> None:
+    """Writes a manifest, an object in JSON but for its closing brace, with hashes that are right: its own and that of
+    `CURRENT`."""
+    digest = hashlib.sha256(text).hexdigest()
+    (folder_of(path) / MANIFEST).write_bytes(text + f',"sha256":"{digest}"}}\n'.encode())
+    edit_current(path, lambda tree: tree.update(manifest_sha256=digest))
+
+
+def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest as someone would who knows the format."""
+    tree = json.loads((folder_of(path) / MANIFEST).read_bytes())
+    del tree["sha256"]
+    edit(tree)
+    seal_manifest(path, json.dumps(tree, separators=(",", ":")).encode()[:-1])
+
+
+def edit_current(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes `CURRENT`, with a checksum that is right."""
+    tree = json.loads((path / CURRENT).read_bytes())
+    del tree["crc32"]
+    edit(tree)
+    text = json.dumps(tree)[:-1]
+    (path / CURRENT).write_bytes(f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'.encode())
+
+
+# --- State dicts, bit for bit --------------------------------------------------------------------------------
+
+
+def bits(tensor: Tensor) -> bytes:
+    part = local_of(tensor) if hasattr(tensor, "placements") else tensor
+    return part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def exactly(state_dict: Any) -> list[Any]:
+    """Every leaf of a state dict, in an order of its own, as something that is equal only if it is the same."""
+    return [
+        (
+            show(path),
+            (str(leaf.dtype), tuple(leaf.shape), bits(leaf)) if isinstance(leaf, Tensor) else repr(leaf),
+        )
+        for path, leaf in leaves_of(state_dict)
+    ]
+
+
+def emptied(state_dict: Any) -> Any:
+    """The same keys with other values: a target whose every leaf a load changes."""
+
+    def other(_: Any, leaf: Any, __: Any) -> Any:
+        return torch.full_like(leaf, 77) if isinstance(leaf, Tensor) else "not loaded"
+
+    return map_leaves(other, state_dict)
+
+
+def error_of(call: Callable[[], Any]) -> FSDPError | None:
+    """The error of this package that a call raises. Of whatever kind, its message is one line."""
+    try:
+        call()
+    except FSDPError as error:
+        assert "\n" not in str(error), f"more than one line: {error}"
+        return error
+    return None
+
+
+# --- Faults at a certain call --------------------------------------------------------------------------------
+
+SYSTEM_CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink")
+MESSAGES = ("send_bytes", "receive_bytes")
+
+
+class Tripwire:
+    """Counts the calls of functions of `os` and of messages between ranks, in all threads; at one of them, acts.
+
+    Args:
+        at: the number of the call, counted from 0; None: only count.
+        act: called with the function and its arguments, instead of it; returns what the function should.
+    """
+
+    def __init__(self, at: int | None, act: Callable[..., Any]) -> None:
+        self.at, self.act = at, act
+        self.names: list[str] = []
+        self._lock = threading.Lock()
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                number = len(self.names)
+                self.names.append(name)
+            if number == self.at:
+                return self.act(function, *args, **kwargs)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+@contextmanager
+def tripwire(
+    at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
+) -> Iterator[Tripwire]:
+    """Lays a `Tripwire` on these calls."""
+    from hwfsdp.checkpoint import agreement
+
+    wire = Tripwire(at, act)
+    patches = [
+        mock.patch.object(owner, name, wire.around(name, getattr(owner, name)))
+        for name in calls
+        for owner in [os if name in SYSTEM_CALLS else agreement]
+    ]
+    try:
+        for patch in patches:
+            patch.start()
+        yield wire
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+
+
+# --- Ranks that may die --------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """How a rank ended: by which signal (0: none), and what it reported, if it got that far."""
+
+    signal: int
+    report: Any
+
+
+def fork_ranks(world_size: int, directory: Path, main: Callable[[int], Any]) -> list[Ended]:
+    """Calls `main(rank)` on forks of this process, which must not have threads, and waits for all of them.
+
+    Unlike `launch`, it ends no rank because another has died. Each is in a process group; what `main` returns, as JSON,
+    is its report.
+    """
+    directory.mkdir(exist_ok=True)
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if not pid:
+            _be_rank(rank, world_size, directory, main)
+        pids.append(pid)
+    signals = [os.WTERMSIG(os.waitpid(pid, 0)[1]) for pid in pids]
+    reports = [directory / f"report of rank {rank}" for rank in range(world_size)]
+    return [Ended(s, json.loads(r.read_text()) if r.exists() else None) for s, r in zip(signals, reports)]
+
+
+def _be_rank(rank: int, world_size: int, directory: Path, main: Callable[[int], Any]) -> None:
+    try:
+        _die_with_parent()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        (directory / f"report of rank {rank}").write_text(json.dumps(main(rank)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """No rank outlives a test that was interrupted."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def in_a_fresh_process(main: Callable[..., list[Any]], *args: Any, timeout: float) -> list[Any]:
+    """What `main(*args)`, a function of a module, returns in a process without threads that has imported torch."""
+    start_server()
+    context = mp.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_report_to, args=(theirs, main, args))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(timeout), f"nothing within {timeout} s"
+        result = ours.recv()
+    finally:
+        process.kill()
+        process.join()
+    assert not isinstance(result, str), result
+    found: list[Any] = result
+    return found
+
+
+def _report_to(connection: Any, main: Callable[..., list[Any]], args: Any) -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
+    read_debug_level()
+    torch.set_num_threads(1)
+    _die_with_parent()
+    try:
+        connection.send(main(*args))
+    except BaseException:
+        connection.send(traceback.format_exc())

@@ -1,0 +1,60 @@
+"""Whatever bit is flipped in a file of `torch.save`: it is found, or torch loads what was saved all the same."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from hwfsdp.checkpoint.archives import find_damage
+
+
+def saved() -> bytes:
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(1.0, 9.0), "b": [1, "x"]}, file)
+    return file.getvalue()
+
+
+def loads_as_saved(data: bytes) -> bool:
+    """Whether torch loads the right values; what it refuses cannot be mistaken for something else."""
+    try:
+        found = torch.load(io.BytesIO(data), weights_only=True)
+    except Exception:
+        return True
+    return torch.equal(found["a"], torch.arange(1.0, 9.0)) and found["b"] == [1, "x"]
+
+
+def test_an_intact_file_has_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(saved())
+    assert find_damage(tmp_path / "x") is None
+
+
+def test_no_flipped_bit_is_both_unnoticed_and_loaded_as_something_else() -> None:
+    data = saved()
+    directory = data.index(b"PK\x01\x02")
+    bits = [*range(8 * directory, 8 * len(data)), *random.Random(0).sample(range(8 * directory), 1500)]
+    unnoticed = 0
+    for bit in bits:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        if find_damage(io.BytesIO(damaged)) is None:
+            unnoticed += 1
+            assert loads_as_saved(bytes(damaged)), f"bit {bit} of {8 * len(data)}"
+    assert 0 < unnoticed < len(bits)  # what lies between the records, for example
+
+
+@pytest.mark.parametrize("attribute", ["folder", "compressed"])
+def test_a_record_with_other_attributes_is_found_by_name(attribute: str) -> None:
+    changed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved())) as old, zipfile.ZipFile(changed, "w") as new:
+        for record in old.infolist():
+            copy = zipfile.ZipInfo(record.filename)
+            copy.external_attr = 0x10 if attribute == "folder" else 0
+            copy.compress_type = zipfile.ZIP_DEFLATED if attribute == "compressed" else zipfile.ZIP_STORED
+            new.writestr(copy, old.read(record))
+    damage = find_damage(changed)
+    assert damage is not None and damage.record == "archive/data.pkl"

@@ -1,0 +1,292 @@
+"""Damage of every sort, to every file of a checkpoint: flipped bits, zeroed blocks, files cut short or grown.
+
+Whatever happened to the files, a load gives exactly what was saved, or an error that names the place, and then the
+target is as it was. `verify` finds all of it, that in padding, too. Three ranks save once; the rest is files.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import CURRENT, MANIFEST, chunks_in, emptied, error_of, exactly, folder_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hwfsdp import launch
+from hwfsdp.checkpoint import load, save, verify
+from hwfsdp.checkpoint.traverse import map_leaves
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError
+
+BLOCK = 1 << 20
+HEADER = 64
+
+
+def state_dict_of(seed: int = 0) -> dict[str, Any]:
+    """Whole tensors, whose chunks are of one byte to four blocks."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "rows": torch.randn(10, 3, generator=draw),
+            "columns": torch.randn(3, 7, generator=draw, dtype=torch.float64),
+            "many blocks": torch.randint(1, 255, (1, 3 * BLOCK + 100), generator=draw, dtype=torch.uint8),
+            "bias": torch.randn(5, generator=draw).bfloat16(),
+            "flag": torch.tensor([True, False, True]),
+            "scalar": torch.tensor(-3),
+            "z": torch.randn(3, generator=draw, dtype=torch.complex64),
+            "none": torch.empty(0, 4),
+        },
+        "optim": {0: {"lr": 0.1 + seed, "betas": (0.9, 0.999)}, "steps": [seed, seed + 1]},
+        "name": "a run",
+    }
+
+
+SHARDED = {"rows": 0, "columns": 1, "many blocks": 0}
+
+
+def sharded(state_dict: dict[str, Any]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def cut(path: tuple[Any, ...], leaf: Any, _: Any) -> Any:
+        return distribute_tensor(leaf, mesh, [Shard(SHARDED[path[-1]])]) if path[-1] in SHARDED else leaf
+
+    return map_leaves(cut, state_dict, by_path=True)
+
+
+def save_it(path: Path, seed: int) -> None:
+    save(sharded(state_dict_of(seed)), path, keep=3)
+
+
+@functools.cache
+def saved_in(base: Path) -> Path:
+    path = base / "checkpoint"
+    launch(save_it, 3, path, 0, timeout=60)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
+    """A checkpoint of three ranks to be spoiled."""
+    shutil.copytree(saved_in(tmp_path_factory.getbasetemp()), tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+class Damage:
+    """What `load` and `verify` say about a checkpoint, each checked for what holds whatever the damage."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.expected = exactly(state_dict_of())
+        self.target: Any = emptied(state_dict_of())
+        self.before = exactly(self.target)
+
+    def load(self) -> FSDPError | None:
+        error = error_of(lambda: load(self.target, self.path))
+        if error is None:
+            assert exactly(self.target) == self.expected, "a load that succeeds gives what was saved"
+            self.target = emptied(self.target)
+        else:
+            assert isinstance(error, CheckpointError | UsageError), repr(error)
+            assert exactly(self.target) == self.before, f"a load that fails leaves the target alone: {error}"
+        return error
+
+    def verify(self) -> FSDPError | None:
+        return error_of(lambda: verify(self.path))
+
+
+def all_files(path: Path) -> list[Path]:
+    folder = folder_of(path)
+    return [path / CURRENT, folder / MANIFEST, *sorted(folder.glob("*.bin"))]
+
+
+def edges_of(file: Path) -> set[int]:
+    """The bytes of a data file that are special: header, padding, the ends of chunks and of blocks."""
+    edges, end = set(range(HEADER)), HEADER
+    for _, start, stop in chunks_in(file.parent, file.name):
+        edges |= set(range(end, start))
+        for block in range(start, stop, BLOCK):
+            edges |= {block, min(block + BLOCK, stop) - 1}
+        end = stop
+    return edges | set(range(end, file.stat().st_size))
+
+
+def flips_of(path: Path) -> Iterator[tuple[Path, int, int]]:
+    """(file, byte, bit)"""
+    draw = random.Random(0)
+    for file in all_files(path):
+        size = file.stat().st_size
+        if file.suffix == ".bin":
+            places = edges_of(file) | {draw.randrange(size) for _ in range(130)}
+        else:
+            places = {0, 1, size - 2, size - 1} | {draw.randrange(size) for _ in range(250)}
+        for byte in sorted(places):
+            yield file, byte, 1 << draw.randrange(8)
+
+
+def flip(file: Path, byte: int, mask: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(byte)
+        value = opened.read(1)[0]
+        opened.seek(byte)
+        opened.write(bytes([value ^ mask]))
+
+
+def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path: Path) -> None:
+    damage, folder = Damage(path), folder_of(path)
+    flips = list(flips_of(path))
+    chunks = {file.name: chunks_in(folder, file.name) for file in all_files(path)[2:]}
+    assert len(flips) >= 1000
+    assert any(stop - start > 3 * BLOCK for of_file in chunks.values() for _, start, stop in of_file)
+    for file, byte, mask in flips:
+        flip(file, byte, mask)
+        loaded, verified = damage.load(), damage.verify()
+        flip(file, byte, mask)
+        where = f"{file.name}, byte {byte}: load {loaded!r}, verify {verified!r}"
+        assert isinstance(verified, CheckpointError | UsageError), where
+        inside = [chunk for chunk in chunks.get(file.name, ()) if chunk[1] <= byte < chunk[2]]
+        if inside:
+            key, start, stop = inside[0]
+            for error in (loaded, verified):
+                assert isinstance(error, CheckpointError), where
+                assert (error.file, error.key) == (str(file), key), where
+                assert error.offset == start + (byte - start) // BLOCK * BLOCK, where
+                assert file.name in str(error) and key in str(error) and str(error.offset) in str(error)
+        elif file.suffix == ".bin" and byte >= HEADER:
+            assert loaded is None and isinstance(verified, CheckpointError), where
+            assert (verified.file, verified.offset) == (str(file), byte), where
+        else:
+            assert isinstance(loaded, CheckpointError) and loaded.file is not None, where
+            assert file.name in str(loaded) or file.name == CURRENT, where
+    assert damage.load() is None and damage.verify() is None
+
+
+def regions_of(path: Path) -> Iterator[tuple[Path, int, int]]:
+    """(file, first byte, bytes) of blocks as disks and memory have them."""
+    draw = random.Random(1)
+    for file in all_files(path):
+        size = file.stat().st_size
+        for nbytes in (512, 4096, 1 << 16, 1 << 20):
+            places = range(0, size, nbytes)
+            for at in draw.sample(places, min(4, len(places))):
+                yield file, at, min(nbytes, size - at)
+
+
+def test_a_zeroed_block_is_found_in_every_file(path: Path) -> None:
+    damage, folder = Damage(path), folder_of(path)
+    for file, at, nbytes in regions_of(path):
+        before = file.read_bytes()
+        with open(file, "r+b") as opened:
+            opened.seek(at)
+            opened.write(bytes(nbytes))
+        changed = before != file.read_bytes()
+        loaded, verified = damage.load(), damage.verify()
+        file.write_bytes(before)
+        where = f"{file.name}, {nbytes} bytes from {at}: load {loaded!r}, verify {verified!r}"
+        assert (loaded is not None) == (verified is not None) == changed, where
+        if isinstance(loaded, CheckpointError) and loaded.key:
+            known = {key: (start, stop) for key, start, stop in chunks_in(folder, file.name)}
+            start, stop = known[loaded.key]
+            assert loaded.file == str(file) and loaded.offset is not None
+            assert (loaded.offset - start) % BLOCK == 0 and start <= loaded.offset < stop, where
+            assert loaded.offset < at + nbytes and at < min(loaded.offset + BLOCK, stop), where
+
+
+def other_lengths(file: Path) -> Iterator[bytes]:
+    data = file.read_bytes()
+    ends = {stop for _, _, stop in chunks_in(file.parent, file.name)} if file.suffix == ".bin" else set()
+    for size in sorted({0, 1, HEADER, len(data) // 2, len(data) - BLOCK, len(data) - 1, *ends}):
+        if 0 <= size < len(data):
+            yield data[:size]
+    for more in (b"\0", b"\n", b" ", bytes(64), data[:512], data):
+        yield data + more
+
+
+def test_a_file_that_was_cut_short_or_has_grown_is_found(path: Path) -> None:
+    damage = Damage(path)
+    for file in all_files(path):
+        before = file.read_bytes()
+        for data in list(other_lengths(file)):
+            file.write_bytes(data)
+            loaded, verified = damage.load(), damage.verify()
+            where = f"{file.name}, {len(data)} of {len(before)} bytes: {loaded!r}, {verified!r}"
+            for error in (loaded, verified):
+                assert isinstance(error, CheckpointError | UsageError), where
+                assert file.name in str(error) or file.name == CURRENT, where
+                assert isinstance(error, UsageError) or error.file == str(file), where
+        file.write_bytes(before)
+    assert damage.verify() is None
+
+
+def test_a_block_in_another_ones_place_is_found(path: Path) -> None:
+    damage, folder = Damage(path), folder_of(path)
+    name, start = next(
+        (file.name, start)
+        for file in folder.glob("*.bin")
+        for _, start, stop in chunks_in(folder, file.name)
+        if stop - start > 3 * BLOCK
+    )
+    data = (folder / name).read_bytes()
+    for one, other in [(0, 1), (1, 0), (2, 0), (1, 2)]:
+        blocks = [data[start + i * BLOCK :][:BLOCK] for i in range(3)]
+        blocks[other] = blocks[one]
+        (folder / name).write_bytes(data[:start] + b"".join(blocks) + data[start + 3 * BLOCK :])
+        for error in (damage.load(), damage.verify()):
+            assert isinstance(error, CheckpointError) and error.offset == start + other * BLOCK, repr(error)
+
+
+def load_with_one_bad_rank(path: Path) -> tuple[list[str | None], bool]:
+    """On each of three ranks: what it raised for damage in each rank's own part, and whether the target is untouched."""
+    errors: list[str | None] = []
+    target = sharded(emptied(state_dict_of()))
+    before = exactly(target)
+    folder = folder_of(path)
+    key = "state_dict['model']['rows']"
+    for file in sorted(folder.glob("*.bin")):
+        start = next(start for k, start, _ in chunks_in(folder, file.name) if k == key)
+        for step in range(2):
+            if dist.get_rank() == 0:
+                flip(file, start, 4)
+            dist.barrier()
+            if step == 0:
+                error = error_of(
+                    lambda: load({"model": {"rows": target["model"]["rows"]}}, path, strict=False)
+                )
+                errors.append(f"{type(error).__name__}: {error}, {vars(error) if error else ''}")
+            dist.barrier()
+    untouched = exactly(target) == before
+    load(target, path)
+    return errors, untouched and exactly(target) == exactly(sharded(state_dict_of()))
+
+
+def test_damage_that_one_rank_finds_is_raised_by_all(path: Path) -> None:
+    found = launch(load_with_one_bad_rank, 3, path, timeout=60)
+    assert found[0] == found[1] == found[2]
+    errors, held = found[0]
+    assert held
+    for rank, error in enumerate(errors):
+        assert (
+            error and error.startswith("CheckpointError: ") and (not rank or f"rank {rank}" in error)
+        ), error
+        assert f"{rank:05d}.bin" in error and "state_dict['model']['rows']" in error
+
+
+def test_damage_to_a_save_of_its_own_is_found_and_others_load(path: Path) -> None:
+    launch(save_it, 2, path, 1, timeout=60)
+    old, new = (entry for entry in sorted(path.iterdir()) if entry.is_dir())
+    flip(new / "00001.bin", HEADER, 1)
+    flip(old / "00000.bin", 3, 1)
+    for spoiled in (path, new, old):
+        assert isinstance(error_of(functools.partial(verify, spoiled)), CheckpointError)
+    flip(old / "00000.bin", 3, 1)
+    target = emptied(state_dict_of())
+    load(target, old)
+    assert exactly(target) == exactly(state_dict_of())
+    assert isinstance(error_of(lambda: load(target, path)), CheckpointError)
+    assert exactly(target) == exactly(state_dict_of())

@@ -1,0 +1,513 @@
+"""Saves that fail: full disks, disks with errors, ranks that raise or hang, and what becomes of it in the background.
+
+Whatever fails at whichever call on whichever rank: either all ranks raise the same error and what was saved before is
+as it was, or the save counts on all of them. The next save works, and nothing of the failed one is left. Ranks are
+started once for many faults, one after the other, so what a fault leaves broken fails the next, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import CURRENT, emptied, error_of, exactly, folder_of, saves_in, tripwire
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hwfsdp import launch
+from hwfsdp.checkpoint import agreement, async_save, finish_saves, load, plan, save, saving, verify
+from hwfsdp.checkpoint.agreement import Agreement
+from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
+
+
+def state_dict_of(seed: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    state_dict = {
+        "a": torch.randn(7, 5, generator=draw),
+        "b": torch.randn(40, generator=draw, dtype=torch.float64),
+        "step": seed,
+    }
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        state_dict["a"] = distribute_tensor(state_dict["a"], mesh, [Shard(0)])
+    return state_dict
+
+
+def loaded_from(path: Path) -> int | None:
+    """Which seed's state dict a checkpoint holds; None if it is not exactly one of them."""
+    target = emptied(state_dict_of(0))
+    load(target, path)
+    return target["step"] if exactly(target) == exactly(state_dict_of(target["step"])) else None
+
+
+class Outcome(NamedTuple):
+    """What came of a save with a fault in it, on one rank."""
+
+    fault: str
+    kind: str
+    message: str
+    holds: int | None
+    holds_after: int | None
+    left: list[str]
+
+    def check(self, previous: int, attempted: int, following: int) -> None:
+        if self.kind == "NoneType":
+            assert self.holds == attempted, self
+        else:
+            assert self.kind == "CheckpointError" and self.holds == previous, self
+        assert self.holds_after == following, self
+        assert len(self.left) == 1, self
+
+
+@contextmanager
+def no_fault() -> Iterator[None]:
+    yield
+
+
+def save_with(path: Path, victim: int, name: str, fault: Any, seed: int) -> Outcome:
+    """On a rank: saves while `fault` is active on one of them, looks at the outcome, and saves once more."""
+    with fault if dist.get_rank() == victim else no_fault():
+        error = error_of(lambda: save(state_dict_of(seed), path, overwrite=True))
+    holds = loaded_from(path)
+    dist.barrier()
+    save(state_dict_of(seed + 1), path, overwrite=True)
+    after = loaded_from(path)
+    left = [n for n in sorted(os.listdir(path)) if n != CURRENT]
+    dist.barrier()
+    return Outcome(f"{name} on rank {victim}", type(error).__name__, str(error), holds, after, left)
+
+
+def check_outcomes(on_ranks: list[list[Outcome]], least: int) -> list[Outcome]:
+    """Checks that ranks agree and that each fault ended well; returns those of rank 0."""
+    assert all(outcomes == on_ranks[0] for outcomes in on_ranks), on_ranks
+    assert len(on_ranks[0]) >= least
+    for i, outcome in enumerate(on_ranks[0]):
+        outcome.check(previous=2 * i, attempted=2 * i + 1, following=2 * i + 2)
+        if outcome.kind != "NoneType" and not outcome.fault.endswith("rank 0"):  # what rank 0 meets, all may
+            assert outcome.fault.rpartition("on ")[2] in outcome.message, outcome
+    return on_ranks[0]
+
+
+def raising(number: int) -> Callable[..., Any]:
+    def act(_: Any, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return act
+
+
+def calls_of_a_save(path: Path) -> list[list[str]]:
+    """The system calls that a save makes on each rank."""
+    with tripwire(None, raising(errno.EIO)) as wire:
+        save(state_dict_of(0), path, overwrite=True)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, wire.names)
+    return found
+
+
+def fail_at_every_call(path: Path) -> list[Outcome]:
+    calls = calls_of_a_save(path)
+    return [
+        save_with(path, victim, f"{name} {n}", tripwire(n, raising(errno.EIO)), 2 * i + 1)
+        for i, (victim, n, name) in enumerate(
+            (victim, n, name) for victim, names in enumerate(calls) for n, name in enumerate(names)
+        )
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_error_of_the_disk_at_any_call_ends_well(world_size: int, tmp_path: Path) -> None:
+    outcomes = check_outcomes(launch(fail_at_every_call, world_size, tmp_path / "c", timeout=150), 25)
+    failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
+    for name in ("open", "write", "fsync", "replace", "mkdir"):
+        assert any(outcome.fault.startswith(name) for outcome in failed), name
+    assert all("Input/output error" in outcome.message for outcome in failed)
+
+
+@contextmanager
+def everything_read_only_from(number: int) -> Iterator[None]:
+    """From a certain call on, nothing can be changed any more, nor cleared away."""
+
+    def act(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            writes = name != "open" or args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if len(calls) > number and writes:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return function(*args, **kwargs)
+
+        return call
+
+    calls: list[str] = []
+    names = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir")
+    with mock.patch.multiple(os, **{name: act(name, getattr(os, name)) for name in names}):
+        yield
+
+
+def go_read_only_at_every_call(path: Path) -> list[Outcome]:
+    calls = calls_of_a_save(path)
+    points = [(victim, n) for victim, names in enumerate(calls) for n in range(len(names))]
+    return [
+        save_with(path, victim, f"read-only from call {n}", everything_read_only_from(n), 2 * i + 1)
+        for i, (victim, n) in enumerate(points)
+    ]
+
+
+def test_a_disk_that_becomes_read_only_at_any_call_ends_well(tmp_path: Path) -> None:
+    on_ranks = launch(go_read_only_at_every_call, 2, tmp_path / "c", timeout=150)
+    unclear = [o for o in on_ranks[0] if o.kind != "NoneType" and o.holds == int(o.fault.split()[3]) * 2 + 1]
+    assert len(unclear) <= 2  # right after `CURRENT` got its new name, which cannot be put back
+    on_ranks = [
+        [o._replace(holds=o.holds - 1) if o in unclear else o for o in of_rank] for of_rank in on_ranks
+    ]
+    outcomes = check_outcomes(on_ranks, 20)
+    assert any("Read-only file system" in outcome.message for outcome in outcomes)
+
+
+@contextmanager
+def full_after(nbytes: int) -> Iterator[None]:
+    """Of all that is written, so many bytes fit."""
+    left = nbytes
+    write = os.write
+
+    def limited(fd: int, data: Any) -> int:
+        nonlocal left
+        if not left and len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(fd, data[:left])
+        left -= written
+        return written
+
+    with mock.patch.object(os, "write", limited):
+        yield
+
+
+@contextmanager
+def small_files(nbytes: int) -> Iterator[None]:
+    """The kernel lets no file grow beyond this size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def broken(owner: Any, name: str, error: Exception) -> Iterator[None]:
+    """A function of the package that raises what nobody expected."""
+    with mock.patch.object(owner, name, side_effect=error):
+        yield
+
+
+def fail_otherwise(path: Path) -> list[Outcome]:
+    save(state_dict_of(0), path)
+    faults: list[tuple[str, Callable[[], Any]]] = [
+        *((f"full after {n}", lambda n=n: full_after(n)) for n in (0, 1, 63, 64, 65, 100, 200, 300)),
+        *((f"files up to {n}", lambda n=n: small_files(n)) for n in (0, 30, 64, 200)),
+        ("planning", lambda: broken(plan, "identity_of", RuntimeError("one\ntwo"))),
+        ("planning out of memory", lambda: broken(plan, "identity_of", MemoryError())),
+        ("writing", lambda: broken(saving.blocks, "checksums_of", RuntimeError("no bytes"))),
+        ("writing out of memory", lambda: broken(saving.blocks, "checksums_of", MemoryError())),
+        (
+            "an error of a strange kind",
+            lambda: broken(saving.blocks, "checksums_of", UnicodeError("ä\ud800")),
+        ),
+    ]
+    points = [(victim, *fault) for fault in faults for victim in range(dist.get_world_size())]
+    return [
+        save_with(path, victim, name, fault(), 2 * i + 1) for i, (victim, name, fault) in enumerate(points)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_full_disks_and_what_nobody_expected_end_well(world_size: int, tmp_path: Path) -> None:
+    outcomes = check_outcomes(launch(fail_otherwise, world_size, tmp_path / "c", timeout=150), 30)
+    failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
+    assert {outcome.fault.split(" on ")[0] for outcome in failed} >= {
+        *(f"full after {n}" for n in (0, 1, 63, 64, 65, 100)),
+        *(f"files up to {n}" for n in (0, 30, 64)),
+        "planning",
+        "writing",
+        "writing out of memory",
+    }
+    for words in ("No space left", "File too large", "RuntimeError: one two", "MemoryError"):
+        assert any(words in outcome.message for outcome in failed), words
+
+
+def test_alone_a_failed_save_ends_well_at_any_call(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save(state_dict_of(0), path)
+    with tripwire(None, raising(errno.EIO)) as wire:
+        save(state_dict_of(0), path, overwrite=True)
+    assert len(wire.names) > 15
+    for n, name in enumerate(wire.names):
+        before = loaded_from(path)
+        with tripwire(n, raising(errno.ENOSPC)):
+            error = error_of(lambda: save(state_dict_of(n + 1), path, overwrite=True))
+        assert loaded_from(path) == (n + 1 if error is None else before), (n, name, error)
+        assert error is None or isinstance(error, CheckpointError) and "No space left" in str(error)
+    save(state_dict_of(0), path, overwrite=True)
+    assert len(saves_in(path)) == 1
+    verify(path)
+
+
+def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    with tripwire(None, raising(errno.EIO)) as wire:
+        save(state_dict_of(0), tmp_path / "new" / "counted")
+    for n, name in enumerate(wire.names):
+        path = tmp_path / f"new {n}" / "c"
+        with tripwire(n, raising(errno.EIO)):
+            error = error_of(lambda: save(state_dict_of(1), path))
+        if error is None:
+            assert loaded_from(path) == 1
+            continue
+        assert isinstance(error_of(lambda: load({}, path)), UsageError), (n, name)
+        save(state_dict_of(2), path)
+        assert loaded_from(path) == 2 and len(saves_in(path)) == 1
+
+
+# --- Ranks that hang -------------------------------------------------------------------------------------------
+
+PATIENCE = 3.0  # seconds that the group waits for a rank
+
+
+@contextmanager
+def standing_still(phase: str) -> Iterator[None]:
+    """In this phase of a save the rank stops, until all others are where it is not: at a barrier."""
+
+    def wait_for_the_others(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not stopped:
+                stopped.append(True)
+                dist.barrier()
+            return function(*args, **kwargs)
+
+        return call
+
+    stopped: list[bool] = []
+    if phase == "before":
+        dist.barrier()
+        yield
+        return
+    owner, name = {"planning": (saving, "describe"), "writing": (saving.blocks, "checksums_of")}[phase]
+    with mock.patch.object(owner, name, wait_for_the_others(getattr(owner, name))):
+        yield
+
+
+def hang(path: Path) -> list[tuple[str, str]]:
+    """On a rank: the error for each phase and victim. What was saved before is still there, and the next save works."""
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
+    save(state_dict_of(0), path, process_group=group)
+    found, holds = [], 0
+    for phase in ("planning", "writing", "before"):
+        for victim in (1, 0):
+            late, state_dict = dist.get_rank() == victim, state_dict_of(50)
+            with standing_still(phase) if late else no_fault():
+                error = error_of(lambda: save(state_dict, path, overwrite=True, process_group=group))
+            if not late:
+                dist.barrier()
+            found.append((f"{phase}, rank {victim}", f"{type(error).__name__}: {error}"))
+            assert loaded_from(path) == holds, found
+            holds += 1
+            save(state_dict_of(holds), path, overwrite=True, process_group=group)
+            assert loaded_from(path) == holds and len(saves_in(path)) == 1, found
+    return found
+
+
+def test_a_rank_that_hangs_is_named_by_all_others(tmp_path: Path) -> None:
+    on_ranks = launch(hang, 3, tmp_path / "c", timeout=150)
+    for cases in zip(*on_ranks):
+        victim = cases[0][0].partition(", ")[2]
+        for rank, (_, error) in enumerate(cases):
+            assert error.startswith("CheckpointError"), cases
+            if f"rank {rank}" != victim:
+                assert victim in error and "no word" in error, cases
+
+
+def take_long_together() -> list[str]:
+    """On a rank: a step in which all ranks take far longer than the group waits, then one in which the leader alone does."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    leads, late, clock = dist.get_rank() == 0, 0.0, time.monotonic
+
+    def work(reported_before: bool) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal late
+            if not leads and reported_before:
+                return
+            if reported_before:
+                while steps._inbox.empty():  # the report of the other rank is there
+                    pass
+            late += 1000.0
+            if not reported_before:
+                dist.barrier()  # the others work as long as the leader
+
+        return run
+
+    steps, told = Agreement(group, "work"), []
+    with mock.patch.object(agreement.time, "monotonic", lambda: clock() + late):
+        for reported_before in (False, True):
+            told.append(str(error_of(lambda: steps.step("working", work(reported_before)))))
+    return told
+
+
+def test_a_step_may_take_long_if_it_does_on_all_ranks() -> None:
+    one, other = launch(take_long_together, 2, timeout=60)
+    assert one == other
+    assert one[0] == "None" and "rank 0" in one[1] and "no word" in one[1]
+
+
+# --- In the background -----------------------------------------------------------------------------------------
+
+
+def surface(path: Path) -> list[str]:
+    """On a rank: the errors that calls raise after a save in the background failed, or "" for each that does not."""
+
+    def fail() -> Any:
+        with mock.patch.object(saving.blocks, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
+            handle = async_save(state_dict_of(5), path, overwrite=True)
+            handle._thread.join()
+        return handle
+
+    def told(call: Callable[[], Any]) -> str:
+        return str(error_of(call) or "")
+
+    save(state_dict_of(0), path)
+    found = []
+    for call in (
+        lambda: save(state_dict_of(1), path, overwrite=True),
+        lambda: async_save(state_dict_of(1), path, overwrite=True).wait(),
+        finish_saves,
+    ):
+        fail()
+        found += [told(call), told(call), str(loaded_from(path))]
+        save(state_dict_of(0), path, overwrite=True)
+    handle = fail()
+    found += [told(handle.wait), told(handle.wait), told(finish_saves), str(handle.done())]
+    fail()
+    if dist.get_rank() == 0:
+        found_alone = told(finish_saves)
+        assert "full" in found_alone
+    found += [
+        told(lambda: save(state_dict_of(1), path, overwrite=True))
+    ]  # rank 0 has heard of it, the others have not
+    found += [told(lambda: save(state_dict_of(1), path, overwrite=True)), str(loaded_from(path))]
+    return found
+
+
+def test_a_failure_in_the_background_is_heard_by_whoever_comes_next(tmp_path: Path) -> None:
+    one, other = launch(surface, 2, tmp_path / "c", timeout=60)
+    assert one == other
+    by_save, by_async_save, by_finish = one[0:3], one[3:6], one[6:9]
+    for error, again, holds in (by_save, by_async_save):
+        assert "full" in error and again == "" and holds == "1"
+    assert "full" in by_finish[0] and by_finish[1:] == ["", "0"]
+    assert "full" in one[9] and one[9] == one[10] and one[11:13] == ["", "True"]
+    assert "full" in one[13] and one[14:] == ["", "1"]
+
+
+def fail_and_leave(path: Path) -> int:
+    with mock.patch.object(saving.blocks, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
+        handle = async_save(state_dict_of(5), path, overwrite=True)
+        handle._thread.join()
+    return 1
+
+
+def test_a_failure_that_nobody_waited_for_fails_the_launch(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="full") as caught:
+        launch(fail_and_leave, 2, tmp_path / "c", timeout=60)
+    assert isinstance(caught.value.__cause__, CheckpointError)
+
+
+def test_a_failure_that_nobody_waited_for_is_told_at_exit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    program = "import sys, torch\nfrom hwfsdp.checkpoint import async_save\nasync_save({'a': torch.ones(3)}, sys.argv[1])"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, text=True, timeout=100
+    )
+    assert (
+        "a save that nobody waited for has failed" in ended.stderr and str(tmp_path / "file") in ended.stderr
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "new")], capture_output=True, text=True, timeout=100
+    )
+    assert ended.stderr == "" and ended.returncode == 0
+    assert exactly(load({"a": torch.zeros(3)}, tmp_path / "new")) == exactly({"a": torch.ones(3)})
+
+
+def change_after_saving(path: Path) -> list[int | None]:
+    """On a rank: saves in the background, training between and during them, all in the same group."""
+    found = []
+    state_dict = state_dict_of(0)
+    handles = []
+    for seed in range(6):
+        for key, value in state_dict_of(seed).items():
+            if key == "step":
+                state_dict["step"] = value
+            else:
+                state_dict[key].copy_(value)
+        handles.append(async_save(state_dict, path, keep=6))
+        state_dict["a"].fill_(-1)
+        state_dict["b"].zero_()
+        state_dict["step"] = None
+        for i in range(10):
+            summed = torch.full((100,), float(dist.get_rank() + i))
+            dist.all_reduce(summed)
+            assert summed[0].item() == sum(r + i for r in range(dist.get_world_size()))
+    ids = [handle.wait() for handle in handles]
+    dist.barrier()
+    for save_id in ids:
+        found.append(loaded_from(path / save_id))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_saves_in_the_background_hold_the_values_of_their_moment(world_size: int, tmp_path: Path) -> None:
+    for found in launch(change_after_saving, world_size, tmp_path / "c", timeout=60):
+        assert found == list(range(6))
+
+
+def test_a_save_that_stands_still_holds_its_own_values_and_the_next_waits(tmp_path: Path) -> None:
+    """The first save stops before it writes; the tensor is changed; then it goes on, while the second call waits."""
+    value = torch.zeros(1000)
+    may_write, write = threading.Event(), saving.blocks.write_file
+
+    def waiting(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    with mock.patch.object(saving.blocks, "write_file", waiting):
+        first = async_save({"x": value}, tmp_path / "c", keep=2)
+        value.fill_(1)
+        assert not first.done()
+        may_write.set()
+        second = async_save({"x": value}, tmp_path / "c", keep=2)
+        assert first.done()
+        value.fill_(2)
+        ids = first.wait(), second.wait()
+    for expected, save_id in enumerate(ids):
+        target = {"x": torch.full((1000,), 9.0)}
+        load(target, tmp_path / "c" / save_id)
+        assert target["x"].eq(expected).all()
+    assert folder_of(tmp_path / "c").name == ids[1]
+
+
+def test_what_cannot_be_staged_is_told_by_wait(tmp_path: Path) -> None:
+    handle = async_save({"x": torch.ones(3, device="meta")}, tmp_path / "c")
+    error = error_of(handle.wait)
+    assert isinstance(error, FSDPError) and "state_dict['x']" in str(error)
+    assert not (tmp_path / "c").exists()
+    assert error_of(finish_saves) is None

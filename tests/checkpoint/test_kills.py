@@ -1,0 +1,255 @@
+"""Ranks that are killed while they save, at every step.
+
+SIGKILL leaves no time to clear up. Wherever it hits whichever rank: a load afterwards gives all of the save before or
+all of the new one, bit for bit; the ranks that live raise an error that names the dead one, unless the save counts by
+then; and the next save works, and leaves what it should. A step is a call of the operating system or a message between
+ranks; the victim is killed before it, in the midst of it (of a write) or after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import (
+    CURRENT,
+    MESSAGES,
+    SYSTEM_CALLS,
+    Ended,
+    emptied,
+    error_of,
+    exactly,
+    folder_of,
+    fork_ranks,
+    in_a_fresh_process,
+    saves_in,
+    tripwire,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hwfsdp import launch, ranks
+from hwfsdp.checkpoint import async_save, inspect, load, save, verify
+from hwfsdp.errors import CheckpointError, RankError, UsageError
+from hwfsdp.layout import shard_of
+
+
+class Scenario(NamedTuple):
+    """A save that is interrupted.
+
+    Attributes:
+        before: how many saves there are already. keep: of the save, None: it overwrites.
+    """
+
+    world_size: int
+    before: int
+    keep: int | None
+    in_background: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"overwrite": True} if self.keep is None else {"keep": self.keep}
+
+
+SCENARIOS = {
+    "two ranks overwrite": Scenario(2, 1, None),
+    "three ranks keep two": Scenario(3, 2, 2),
+    "two ranks in the background": Scenario(2, 2, 2, in_background=True),
+    "two ranks for the first time": Scenario(2, 0, 1),
+}
+LEAST_KILLS = 80  # in each scenario
+
+
+def state_dict_of(seed: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(7, 5, generator=draw),
+        "b": torch.randn(40, generator=draw, dtype=torch.float64),
+        "nested": {"step": seed, "list": [seed / 2, "text"]},
+    }
+
+
+def my_part(state_dict: dict[str, Any]) -> dict[str, Any]:
+    mesh, whole = init_device_mesh("cpu", (dist.get_world_size(),)), state_dict["a"]
+    local = shard_of(whole, mesh, [Shard(0)])
+    sharded = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return {**state_dict, "a": sharded}
+
+
+def loaded_from(path: Path) -> int | None:
+    """Which seed's state dict a checkpoint holds, every bit of it; None if there is no checkpoint."""
+    target = emptied(state_dict_of(0))
+    try:
+        load(target, path)
+    except UsageError:
+        return None
+    seed = target["nested"]["step"]
+    assert exactly(target) == exactly(state_dict_of(seed)), "a mixture of saves"
+    found: int = seed
+    return found
+
+
+def kill_around(after: bool) -> Callable[..., Any]:
+    """Kills this process instead of a call, or after it, or, of a write, in the midst of it."""
+
+    def act(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            if after and function.__name__ == "write":
+                function(args[0], args[1][: len(args[1]) // 2])
+            elif after:
+                function(*args, **kwargs)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def save_once(scenario: Scenario, path: Path, seed: int) -> Any:
+    """On a rank: saves; returns the id of the save, or what it raised."""
+    state_dict = my_part(state_dict_of(seed))
+
+    def call() -> Any:
+        if scenario.in_background:
+            return async_save(state_dict, path, **scenario.options).wait()
+        return save(state_dict, path, **scenario.options)
+
+    error = error_of(call)
+    return [type(error).__name__, str(error)] if error else None
+
+
+def save_and_die(
+    scenario: Scenario, path: Path, victim: int, at: int | None = None, after: bool = False
+) -> Callable[[int], Any]:
+    """What ranks do: they save, and one is killed at a certain call. Without `at` it reports its calls."""
+
+    def main(rank: int) -> Any:
+        if rank != victim:
+            return save_once(scenario, path, 100)
+        with tripwire(at, kill_around(after), (*SYSTEM_CALLS, *MESSAGES)) as wire:
+            save_once(scenario, path, 100)
+        return wire.names
+
+    return main
+
+
+class Kill(NamedTuple):
+    """One kill and what came of it.
+
+    Attributes:
+        call: that the victim was killed at. holds: the seed that a load gave; None: there was no checkpoint.
+        following, found, others: after the next save, the seed that a load gives, those of all saves, and what else is there.
+    """
+
+    call: str
+    victim: int
+    ended: list[Ended]
+    holds: int | None
+    following: int | None
+    found: list[int | None]
+    others: list[str]
+
+
+def kill_once(
+    scenario: Scenario, template: Path, directory: Path, call: str, main: Callable[[Path], Any], victim: int
+) -> Kill:
+    path = directory / "checkpoint"
+    shutil.copytree(template, path)
+    ended = fork_ranks(scenario.world_size, directory / "ranks", main(path))
+    holds = loaded_from(path)
+    for name in inspect(path).saves if holds is not None else ():  # what looks finished is
+        verify(path / name)
+    options = scenario.options if holds is not None else {"overwrite": True, **scenario.options}
+    save(state_dict_of(200), path, **options)
+    found = [loaded_from(path / name) for name in saves_in(path)]
+    others = [name for name in os.listdir(path) if name not in saves_in(path)]
+    return Kill(call, victim, ended, holds, loaded_from(path), found, others)
+
+
+def kill_everywhere(scenario: Scenario, base: Path) -> list[Kill]:
+    template, kills = base / "template", []
+    template.mkdir(parents=True)
+    for seed in range(scenario.before):
+        save(state_dict_of(seed), template, keep=scenario.before)
+    for victim in range(scenario.world_size):
+        shutil.copytree(template, base / f"counted {victim}")
+        main = save_and_die(scenario, base / f"counted {victim}", victim)
+        ended = fork_ranks(scenario.world_size, base / f"ranks {victim}", main)
+        assert [rank.signal for rank in ended] == [0] * scenario.world_size, ended
+        for at, call in enumerate(ended[victim].report):
+            for after in (False, True) if call in SYSTEM_CALLS else (at % 2 == 0,):
+                die = partial(save_and_die, scenario, victim=victim, at=at, after=after)
+                directory = base / f"{victim} {at} {after}"
+                directory.mkdir()
+                kills.append(kill_once(scenario, template, directory, call, die, victim))
+                shutil.rmtree(directory)
+    return kills
+
+
+def check(kill: Kill, scenario: Scenario) -> None:
+    previous = scenario.before - 1 if scenario.before else None
+    assert kill.ended[kill.victim] == Ended(signal.SIGKILL, None), kill
+    assert kill.holds in (previous, 100), kill
+    for rank, ended in enumerate(kill.ended):
+        if rank != kill.victim:
+            assert ended.signal == 0, kill
+            if ended.report is None:
+                assert kill.holds == 100, f"a save that returns counts: {kill}"
+            else:
+                assert ended.report[0] == "CheckpointError", kill
+                assert f"rank {kill.victim}" in ended.report[1] and "gone" in ended.report[1], kill
+    counting = [*range(scenario.before), *([100] if kill.holds == 100 else []), 200]
+    assert kill.following == 200, kill
+    assert kill.found == counting[-(scenario.keep or 1) :], kill
+    assert kill.others == [CURRENT], kill
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_killed_rank_leaves_the_old_save_or_the_new_one(name: str, tmp_path: Path) -> None:
+    scenario = SCENARIOS[name]
+    kills = in_a_fresh_process(kill_everywhere, scenario, tmp_path / "kills", timeout=200)
+    for kill in kills:
+        check(kill, scenario)
+    assert len(kills) >= LEAST_KILLS
+    assert {kill.holds for kill in kills} == {scenario.before - 1 if scenario.before else None, 100}
+    by_victim = Counter(kill.victim for kill in kills)
+    assert sorted(by_victim) == list(range(scenario.world_size)) and min(by_victim.values()) >= 12
+    of_leader = {kill.call for kill in kills if kill.victim == 0}
+    assert of_leader >= {"open", "write", "fsync", "replace", "mkdir", "send_bytes", "receive_bytes"}
+
+
+def save_until_killed(path: Path, victim: int) -> None:
+    scenario = SCENARIOS["two ranks overwrite"]
+    survives = dist.get_rank() != victim
+    at = None if survives else 2
+    with tripwire(at, kill_around(after=False), ("write", "fsync")):
+        told = save_once(scenario, path, 100)
+    if survives:
+        (path.parent / "told").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_killed_under_launch_is_named_by_it_and_by_the_others(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_GRACE", 60.0)  # the others are waited for
+    path = tmp_path / "c"
+    save(state_dict_of(3), path)
+    before = folder_of(path)
+    with pytest.raises(RankError) as caught:
+        launch(save_until_killed, 3, path, victim, timeout=100)
+    assert (caught.value.rank, caught.value.reason) == (victim, "died")
+    kind, message = json.loads((tmp_path / "told").read_text())
+    assert kind == CheckpointError.__name__ and f"rank {victim}" in message
+    assert loaded_from(path) == 3 and folder_of(path) == before
