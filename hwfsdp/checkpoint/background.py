@@ -60,6 +60,11 @@ class SaveHandle:
             raise self._error
         return self._save_id
 
+    def failed(self) -> bool:
+        """Waits for the end; whether it was an error."""
+        self._thread.join()
+        return self._error is not None
+
     def unheard_error(self) -> BaseException | None:
         """Waits for the end; the error that no `wait` has raised so far, if there is one."""
         self._thread.join()
@@ -73,9 +78,7 @@ _stager: StateDictStager | None = None
 def start_save(state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
     """`store.async_save`."""
     agreement = Agreement(group, "save")
-    agreement.step(
-        "ending the save before", finish_saves
-    )  # some ranks may have heard how it ended, others not
+    end_save_before(agreement)
     global _last
     _last = SaveHandle(agreement, _stage(state_dict), target)
     return _last
@@ -92,17 +95,23 @@ def _stage(state_dict: Any) -> Any:
         return Unstaged(error)
 
 
+def end_save_before(agreement: Agreement) -> None:
+    """Waits for the save that is under way, and raises its error, on all ranks, if any of them has not heard of it.
+
+    A save has failed on all ranks or on none, so that only after a failure they need to ask each other.
+    """
+    if _last is not None and _last.failed():
+        agreement.step("ending the save before", finish_saves)
+
+
 def finish_saves() -> None:
     """Waits for the save that is under way.
 
     Raises:
         Its error, if nobody waited for it.
     """
-    global _last
-    handle, _last = _last, None
-    error = handle.unheard_error() if handle else None
-    if error is not None:
-        raise error
+    if _last is not None and _last.unheard_error() is not None:
+        _last.wait()
 
 
 def _report_at_exit() -> None:

@@ -12,10 +12,11 @@ Note [From boxes to bytes]
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from hwfsdp.checkpoint.blocks import BlockReader, check_header, open_file
 from hwfsdp.checkpoint.boxes import Box, intersection, pieces_of, span_of, strides_of, within
-from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry, header_of
+from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, ValueEntry, header_of
 from hwfsdp.checkpoint.plan import box_of, check_kind, identity_of, part_of
 from hwfsdp.checkpoint.state_dict import bytes_of, check_data
 from hwfsdp.checkpoint.traverse import Path as KeyPath
@@ -34,7 +35,7 @@ from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import UsageError
 
 _PIECE_BYTES = 4 << 20  # of a span that is read at once
-_THREADS = 4
+_THREADS = min(4, os.cpu_count() or 1)
 _CAST_AT_ONCE = 1 << 20  # values
 
 
@@ -210,12 +211,11 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
     """
     with ExitStack() as opened:
         readers = _Readers(match.manifest, folder, opened)
-        parts: dict[KeyPath, Tensor] = {}
+        parts = _rooms_for(match)
         jobs: list[Callable[[], None]] = []
         for path, target in match.tensors.items():
             entry, box = match.manifest.entries[path], box_of(target)
             assert isinstance(entry, TensorEntry) and box is not None
-            parts[path] = torch.empty(box.shape, dtype=entry.dtype)
             for chunk in match.manifest.chunks_of(entry):
                 shared = intersection(box, chunk.box)
                 if shared:
@@ -233,6 +233,35 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
         parts[path] = _cast(path, parts[path], match.tensors[path].dtype)
     _check_overlaps(match, parts)
     return parts
+
+
+def _rooms_for(match: Match) -> dict[KeyPath, Tensor]:
+    """New memory for every part, in the dtype that was saved.
+
+    One piece for all, in large pages where the system has them: to be given 64 MiB in small ones takes as long as to
+    read and check them. Parts that will be cast have memory of their own, which can go one by one.
+    """
+    rooms: dict[KeyPath, Tensor] = {}
+    together: dict[KeyPath, int] = {}
+    end = 0
+    for path, target in match.tensors.items():
+        entry, box = match.manifest.entries[path], box_of(target)
+        assert isinstance(entry, TensorEntry) and box is not None
+        rooms[path] = torch.empty(0 if entry.dtype == target.dtype else box.shape, dtype=entry.dtype)
+        if entry.dtype == target.dtype:
+            together[path] = end
+            end += -(-box.numel * entry.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    if together:
+        memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        every = torch.frombuffer(memory, dtype=torch.uint8)
+        for path, start in together.items():
+            box, dtype = box_of(match.tensors[path]), rooms[path].dtype
+            assert box is not None
+            rooms[path] = every[start : start + box.numel * dtype.itemsize].view(dtype).view(box.shape)
+    return rooms
 
 
 class _Readers:

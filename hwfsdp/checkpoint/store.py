@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.background import SaveHandle, finish_saves, start_save
+from hwfsdp.checkpoint.background import SaveHandle, end_save_before, finish_saves, start_save
 from hwfsdp.checkpoint.loading import load_agreed
 from hwfsdp.checkpoint.saving import Target, save_agreed
 from hwfsdp.checkpoint.verification import Inspection, inspect, verify
@@ -62,7 +62,7 @@ def save(
             was there before is as it was.
     """
     agreement = Agreement(process_group, "save")
-    agreement.step("ending the save before", finish_saves)
+    end_save_before(agreement)
     return save_agreed(agreement, state_dict, Target(Path(path).absolute(), overwrite, keep))
 
 
