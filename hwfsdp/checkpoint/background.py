@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.saving import Target, Unstaged, save_agreed
+from hwfsdp.checkpoint.staging import StateDictStager
 
 
 class SaveHandle:
