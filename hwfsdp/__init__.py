@@ -35,6 +35,8 @@ a book, in this order; each imports only from those before it.
     V    Instruments
          accounting    what a step costs, before it is run: bytes in closed form
          layout        placements of a DTensor and the part that a rank holds, strided and uneven ones too
+         about         what a log says of the run it is of
+         lifetimes     when each parameter group was sharded, gathered, whole, freed
          perfetto      an event log as a file that ui.perfetto.dev opens
          eventlog      a finished recording: questions about it, and its file
          memory        what is alive, by kind, read from the storages themselves
@@ -45,7 +47,7 @@ a book, in this order; each imports only from those before it.
          checkpoint    state dicts that are moved, compared, saved
     VII  Workbench
          optim         torch's optimizers, their steps over local parts
-         models        a byte-level GPT to shard
+         models        a byte-level GPT and Llama, to shard
          data          text to train it on
          server        what ranks are forked from
          nursery       what it does before it forks
@@ -56,9 +58,11 @@ a book, in this order; each imports only from those before it.
          train         the loop
     VIII Pictures
          plot          figures of a log
+         trace         a run recorded, held against closed forms, compared
          demo          three times the same run: hwfsdp, FSDP2, unsharded
     IX   Classroom
          learn         exercises cut out of this package
+         verbs         those of the command that have a room of their own
          cli           the command `hwfsdp`
 """
 

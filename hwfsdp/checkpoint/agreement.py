@@ -34,7 +34,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from hwfsdp.compat import collectives_are_checked, cpu_backend, receive_bytes, s
 from hwfsdp.errors import CheckpointError, FSDPError, UnsupportedError, UsageError
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
+_ALSO = 0.2  # seconds after a rank has died in which others that die are named with it
 _FAREWELL = 2.0  # seconds in which the leader tries to tell ranks that may not listen
 _KNOWN: dict[str, type[FSDPError]] = {
     name: kind
@@ -193,15 +194,28 @@ class Agreement:
                     "error": _described(self._lost(late, phase, f"no word for {0.8 * self._patience:g} s"))
                 }
             if isinstance(report, Exception):
-                return {
-                    "error": _described(self._lost([rank], phase, "a broken connection: its process is gone"))
-                }
+                gone = sorted({rank, *self._gone_within(_ALSO)})
+                got = "a broken connection: its process is gone"
+                if len(gone) > 1:
+                    got = "broken connections: their processes are gone"
+                return {"error": _described(self._lost(gone, phase, got))}
             reports[rank] = report
             if report["in"] != self._place:
                 return {"error": _described(self._elsewhere(rank, report["in"]))}
             if report.get("error"):
                 return dict(report)
         return None
+
+    def _gone_within(self, seconds: float) -> Iterator[int]:
+        """Ranks whose connections break in the next moments: those of one machine die together."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                rank, report, _ = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return
+            if isinstance(report, Exception):
+                yield rank
 
     def _answer(self, answers: Sequence[Any], hurry: bool) -> None:
         """Sends each rank its answer. In a hurry, those that do not listen are left alone."""
