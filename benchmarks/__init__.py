@@ -13,6 +13,7 @@ To read how it measures, in this order:
     scaling      how the cost grows with layers, parameters, groups, ranks
     fake         many ranks played by one process
     overhead     Python time of the framework itself
+    recording    what recording costs
     peak         the most bytes alive at once
     gpu          one CUDA device: time, issue time, memory
     profile      where the time of a step goes

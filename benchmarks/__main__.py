@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, scaling, startup, steps
+from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, recording, scaling, startup, steps
 from benchmarks.contenders import SIZES
 from benchmarks.records import Record, load, machine_of, of_part, save
 from benchmarks.report import TITLES, as_markdown, as_text
 
-DEFAULT = ("steps", "scaling", "overhead", "memory", "startup", "checkpoints")
+DEFAULT = ("steps", "scaling", "overhead", "recording", "memory", "startup", "checkpoints")
 REPORT = "report"
 
 Part = Callable[[argparse.Namespace], list[Record]]
@@ -23,6 +23,7 @@ PARTS: dict[str, Part] = {
     "steps": lambda chosen: steps.run(chosen.ranks, chosen.sizes, chosen.rounds),
     "scaling": lambda chosen: scaling.run(chosen.rounds),
     "overhead": lambda chosen: overhead.run(chosen.rounds),
+    "recording": lambda chosen: recording.run(chosen.rounds),
     "memory": lambda chosen: peak.run(chosen.sizes),
     "startup": lambda chosen: startup.run(chosen.rounds),
     "checkpoints": lambda chosen: checkpoints.run(chosen.rounds),

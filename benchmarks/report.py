@@ -17,6 +17,7 @@ TITLES = {
     "limit": "Limits of forward + backward",
     "scaling": "How forward + backward grows",
     "overhead": "Python time of the framework, per forward + backward",
+    "recording": "Recording a training step",
     "memory": "Peak memory of forward + backward, per rank",
     "startup": "Start-up",
     "checkpoints": "Checkpoints",

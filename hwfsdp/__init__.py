@@ -19,6 +19,8 @@ a book, in this order; each imports only from those before it.
          extensions    parameters that travel in a form of their own
          param         one parameter, sharded and whole
     III  Moving bytes
+         history       what each rank called last
+         divergence    where ranks part
          streams       several things at once, the same on every device
          ring          all-gather and reduce-scatter from send and receive
          shared_memory  collectives between ranks of one machine
@@ -37,9 +39,12 @@ a book, in this order; each imports only from those before it.
          layout        placements of a DTensor and the part that a rank holds, strided and uneven ones too
          about         what a log says of the run it is of
          lifetimes     when each parameter group was sharded, gathered, whole, freed
+         clocks        whose time a log is in, and one axis for several
+         order         what is certain to be over before what, and where it is not: races
          perfetto      an event log as a file that ui.perfetto.dev opens
          eventlog      a finished recording: questions about it, and its file
          memory        what is alive, by kind, read from the storages themselves
+         functional    functional collectives, seen at their operators
          recording     puts the instruments in place, takes them away again
          inspection    a model's parameters as a table
          filling       the same weights whatever the number of ranks
@@ -48,6 +53,7 @@ a book, in this order; each imports only from those before it.
     VII  Workbench
          optim         torch's optimizers, their steps over local parts
          models        a byte-level GPT and Llama, to shard
+         blueprint     a model sharded on paper
          data          text to train it on
          server        what ranks are forked from
          nursery       what it does before it forks
@@ -56,11 +62,13 @@ a book, in this order; each imports only from those before it.
          ranks         processes to run on
          snapshots     what a run needs to go on where it was
          train         the loop
-    VIII Pictures
+    VIII Ranks you do not have
+         virtual       a step on GPUs that are not there, in virtual time
+    IX   Pictures
          plot          figures of a log
          trace         a run recorded, held against closed forms, compared
          demo          three times the same run: hwfsdp, FSDP2, unsharded
-    IX   Classroom
+    X    Classroom
          learn         exercises cut out of this package
          verbs         those of the command that have a room of their own
          cli           the command `hwfsdp`

@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hwfsdp import compat, events
+from hwfsdp import compat, events, history
 from hwfsdp.mesh import Axis
 from hwfsdp.streams import run_named
 
@@ -102,7 +103,8 @@ def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
     everyone: list[Any] = [None] * axis.size
     with events.paused():
         gather = partial(dist.all_gather_object, everyone, list(lines), group=axis.group)
-        run_named(gather, "all_gather", owner)
+        note = history.begin("compare_models", owner, axis.group, torch.uint8, 0)
+        run_named(partial(note.watch, gather), "all_gather", owner)
     other = next((rank for rank in range(axis.size) if everyone[rank] != everyone[0]), None)
     if other is None:
         return

@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING, Any
 from hwfsdp import __version__
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, UsageError
 from hwfsdp.server import start_server
+from hwfsdp.verbs.doctor import add_doctor
+from hwfsdp.verbs.explain import add_explain
+from hwfsdp.verbs.simulate import add_simulate
+from hwfsdp.verbs.trace import add_trace
 
 _BEGAN = time.monotonic()
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
@@ -53,8 +57,10 @@ def _fail(error: FSDPError, status: int) -> int:
     if isinstance(cause, UsageError):  # a rank found an argument unusable: say that, not where
         error, status = cause, 2
     first, *rest = str(error).splitlines()
-    if rest and not os.environ.get("HWFSDP_TRACEBACK"):
-        first, rest = f"{first.removesuffix(TRACEBACK_BELOW)}(HWFSDP_TRACEBACK=1 shows its traceback.)", []
+    if getattr(error, "traceback", "") and not os.environ.get("HWFSDP_TRACEBACK"):
+        first = f"{first.removesuffix(TRACEBACK_BELOW)}(HWFSDP_TRACEBACK=1 shows its traceback.)"
+        table: str = getattr(error, "table", "")
+        rest = ["", *table.splitlines()] if table else []
     print("\n".join([f"hwfsdp: {first}", *rest]), file=sys.stderr)
     return status
 
@@ -80,6 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
 
     _add_train(verbs)
+    add_explain(verbs)
+    add_trace(verbs)
+    add_simulate(verbs)
+    add_doctor(verbs)
     _add_checkpoint_verbs(verbs)
     _add_course_verbs(verbs)
     return parser

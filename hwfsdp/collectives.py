@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwfsdp import compat, events, shared_memory
+from hwfsdp import compat, events, history, shared_memory
 from hwfsdp.mesh import Axis
 from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.sharding import chunk_length, padded_local_numel
@@ -262,16 +262,21 @@ def all_gather(
         mixed = len(set(dtypes)) > 1
         dtype = torch.uint8 if mixed else dtypes[0]
         sizes = [s.numel() * (d.itemsize if mixed else 1) for s, d in zip(shards, dtypes, strict=True)]
-        flat = _allocate(channel.all_gather, axis.size * sum(sizes), dtype, "all_gather", channel)
+        numel = axis.size * sum(sizes)
+        note = _note("all_gather", axis, axis.group, dtype, numel, channel)
+        flat = _allocate(channel.all_gather, numel, dtype, "all_gather", channel)
         part = flat.narrow(0, axis.rank * sum(sizes), sum(sizes))  # [n]
-        with events.span("copy_in", "copy", bytes=part.numel() * part.element_size()):
+        nbytes = part.numel() * part.element_size()
+        with events.span("copy_in", "copy", bytes=nbytes, reads=shards, writes=(part,)):
             copy_in(shards, dtypes, part, sizes)
     streams.all_gather.wait(streams.copy.record())
     with events.owned_by(channel.owner), streams.all_gather.run():
-        if axis.size > 1:
+        if note is not None:
             streams.all_gather.collective(
-                lambda async_op: channel.all_gather(
-                    output_tensor=flat, input_tensor=part, group=axis.group, async_op=async_op
+                note.follow(
+                    lambda async_op: channel.all_gather(
+                        output_tensor=flat, input_tensor=part, group=axis.group, async_op=async_op
+                    )
                 ),
                 "all_gather",
                 channel.owner,
@@ -279,10 +284,20 @@ def all_gather(
         return Gathered(flat.view(axis.size, -1), sizes, streams.all_gather.record())
 
 
+def _note(
+    op: str, axis: Axis, group: Group, dtype: torch.dtype, numel: int, channel: Channel
+) -> history.Note | None:
+    """A note of a collective over `axis`; None if that has one rank, and there is none."""
+    if axis.size == 1:
+        return None
+    return history.begin(op, channel.owner, group, dtype, numel * dtype.itemsize)
+
+
 def _allocate(how: Buffers, numel: int, dtype: torch.dtype, name: str, channel: Channel) -> Tensor:
     """The first buffer for a group of ranks may take a meeting of all of them, and that may fail."""
     allocate = functools.partial(how.allocate, (numel,), dtype=dtype, device=channel.device)
     buffer: Tensor = run_named(allocate, name, channel.owner)
+    events.buffer_made(buffer)
     return buffer
 
 
@@ -319,7 +334,8 @@ def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
     flat = gathered.flat
     if flat.dtype == torch.uint8:
         wholes = [whole.view(torch.uint8) for whole in wholes]
-    with events.span("copy_out", "compute", owner=owner, bytes=flat.numel() * flat.element_size()):
+    nbytes = flat.numel() * flat.element_size()
+    with events.span("copy_out", "compute", owner=owner, bytes=nbytes, reads=(flat,), writes=wholes):
         if all(whole.is_contiguous() for whole in wholes):
             rows = [
                 whole if whole.ndim == 2 else whole.view(len(flat), -1) for whole in wholes
@@ -396,9 +412,11 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
     streams, world_size = channel.streams, channel.shard.size
     scaling = _scaling(channel, reduce_dtype)
     numel = sum(_chunk_numel(grad.shape, world_size) for grad in grads)
+    group = channel.reduce_group or channel.shard.group
+    note = _note("reduce_scatter", channel.shard, group, reduce_dtype, world_size * numel, channel)
     flat = _allocate(channel.reduce_scatter, world_size * numel, reduce_dtype, "reduce_scatter", channel)
     nbytes = flat.numel() * flat.element_size()
-    with events.span("copy_in", "compute", owner=channel.owner, bytes=nbytes):
+    with events.span("copy_in", "compute", owner=channel.owner, bytes=nbytes, reads=grads, writes=(flat,)):
         copy_in_grads(grads, flat.view(world_size, numel))
     grads.clear()
     streams.reduce_scatter.wait(streams.compute.record())
@@ -406,18 +424,20 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
         if scaling.before != 1:
             flat.div_(scaling.before)
         result = flat
-        if world_size > 1:
+        if note is not None:
             how = channel.reduce_scatter  # not necessarily one of the classes above
             allocate = getattr(how, "allocate_result", how.allocate)
             result = allocate((numel,), dtype=reduce_dtype, device=channel.device)
-            group = channel.reduce_group or channel.shard.group
+            events.buffer_made(result)
             streams.reduce_scatter.collective(
-                lambda async_op: channel.reduce_scatter(
-                    output_tensor=result,
-                    input_tensor=flat,
-                    group=group,
-                    op=scaling.scatter,
-                    async_op=async_op,
+                note.follow(
+                    lambda async_op: channel.reduce_scatter(
+                        output_tensor=result,
+                        input_tensor=flat,
+                        group=group,
+                        op=scaling.scatter,
+                        async_op=async_op,
+                    )
                 ),
                 "reduce_scatter",
                 channel.owner,
@@ -440,11 +460,13 @@ def all_reduce(reducing: Reducing, channel: Channel) -> Reducing:
     with events.owned_by(channel.owner), stream.run():
         if channel.replicate.size > 1:
             group = channel.replicate.group
-            stream.collective(
-                lambda async_op: dist.all_reduce(result, scaling.all_reduce, group, async_op),
-                "all_reduce",
-                channel.owner,
-            )
+
+            def reduce(async_op: bool) -> Work | None:  # noted when it is issued, which may be later
+                note = _note("all_reduce", channel.replicate, group, result.dtype, result.numel(), channel)
+                assert note is not None
+                return note.follow(lambda a: dist.all_reduce(result, scaling.all_reduce, group, a))(async_op)
+
+            stream.collective(reduce, "all_reduce", channel.owner)
         if hook := channel.all_reduce_hook:
             stream.then(lambda: hook(result))
     return reducing._replace(flat=result, stream=stream)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 # torch 2.13 renamed the two collectives over single tensors, and warns at the old names. They are looked up on
 # `torch.distributed` at each call, because that is where a recording puts its wrappers (see `events`).
@@ -30,6 +34,7 @@ _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") els
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DispatchMode = TorchDispatchMode  # sees every operator that is called in its block
 StridedShard = _StridedShard  # the placement of a DTensor that later axes of its mesh have cut before
 
 LATE_IMPORT = (
@@ -123,6 +128,20 @@ def stand_down(group: dist.ProcessGroup) -> None:
 def unseen_by_modes() -> AbstractContextManager[None]:
     """Dispatch modes, such as the one that counts communication, do not see what happens in the block."""
     return _disable_current_modes()
+
+
+def default_store() -> Any:
+    """The key-value store that the ranks of the default process group met in; no public function gives it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def default_store_by_itself() -> Any:
+    """The same store over a connection of its own, for a thread that waits; None if this torch or store has no copies."""
+    store = default_store()
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -322,3 +341,82 @@ def is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -
     other = [object()]
     shared: bool = use_count(storages[index]._cdata) > 1
     return shared or sys.getrefcount(storages[index]) > sys.getrefcount(other[0])
+
+
+class OperatorArgument(NamedTuple):
+    """One argument of an operator of torch: its name, its default (None without one), and whether it is written."""
+
+    name: str
+    default: Any
+    is_written: bool
+
+
+@functools.cache
+def arguments_of(op: Any) -> tuple[OperatorArgument, ...]:
+    """The arguments of an operator as dispatch modes get it, in order; its schema has no public door."""
+    arguments = op._schema.arguments
+    return tuple(
+        OperatorArgument(
+            a.name,
+            a.default_value if a.has_default_value() else None,
+            a.alias_info is not None and a.alias_info.is_write,
+        )
+        for a in arguments
+    )
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a functional collective calls by this name."""
+    resolve: Callable[[str], dist.ProcessGroup] = getattr(
+        dist.distributed_c10d, "_resolve_process_group"
+    )  # noqa: B009
+    return resolve(name)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Tensors made in the block have shapes, dtypes and storages that count bytes, but no memory and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether it was made under `fake_tensors`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Makes this process `rank` of ranks that it only pretends to talk to; torch has this for its tests."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+@contextmanager
+def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enters `around()` whenever DTensor works out the shape of a result, in the time of the block.
+
+    It calls the operator on fake tensors of the global shapes then, which dispatch modes see as if it were computed.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
+
+    @functools.wraps(original)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    setattr(ShardingPropagator, name, surrounded)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, original)
+
+
+def functional_operators() -> list[Any]:
+    """The namespaces of the operators behind functional collectives, which have no public door to watch."""
+    return [torch.ops._c10d_functional, torch.ops._c10d_functional_autograd]

@@ -52,7 +52,10 @@ class CollectiveError(FSDPError, RuntimeError):
         collective: its name, for example "all_gather".
         owner: fqn of the parameter group it served.
         rank: the rank that raises (not always the one at fault).
+        table: what all ranks called last, side by side (`divergence`); "" if that is not known here: `launch` has it.
     """
+
+    table: str = ""
 
     def __init__(self, collective: str, owner: str, rank: int, cause: BaseException) -> None:
         self.collective, self.owner, self.rank = collective, owner, rank
@@ -62,6 +65,9 @@ class CollectiveError(FSDPError, RuntimeError):
             got=" ".join(str(cause).split()) or type(cause).__name__,
             remedy="Look at the first rank that failed; where none did, ranks ran different modules.",
         )
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, [super().__str__(), self.table]))
 
 
 class CheckpointError(FSDPError, RuntimeError):
@@ -92,11 +98,15 @@ class RankError(FSDPError, RuntimeError):
         rank: the first rank that failed.
         traceback: that rank's traceback, or where each rank stood when time ran out.
         reason: "raised", "died" or "late".
+        table: what all ranks called last, side by side (`divergence`); "" if that does not matter.
     """
+
+    table: str = ""
 
     def __init__(self, rank: int, got: str, traceback: str, remedy: str, reason: str = "raised") -> None:
         self.rank, self.traceback, self.reason = rank, traceback, reason
         super().__init__(f"rank {rank}", expected="every rank to return", got=got, remedy=remedy)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\n{self.traceback}".rstrip()
+        table = f"\n{self.table}\n" if self.table else ""
+        return f"{super().__str__()}\n{table}{self.traceback}".rstrip()

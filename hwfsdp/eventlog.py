@@ -5,15 +5,19 @@ The log of one rank comes out of `record`; `EventLog.merge` puts the logs of sev
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from hwfsdp.clocks import RankClock, shifts_to_one_axis
 from hwfsdp.errors import UsageError
 from hwfsdp.events import COLLECTIVES, COMPUTE_OPS, Event, Sample
+from hwfsdp.order import Order, orders
 from hwfsdp.perfetto import from_trace, to_trace
 
 Interval = tuple[float, float]
@@ -21,20 +25,44 @@ Interval = tuple[float, float]
 
 @dataclass
 class EventLog:
-    """Events of one or several ranks, in the order (rank, seq), and samples of memory by rank."""
+    """Events of one or several ranks, in the order (rank, seq), and samples of memory by rank.
+
+    Attributes:
+        about: what `about.describe_run` says of the run, JSON-ready; empty for logs made by hand.
+    """
 
     events: list[Event] = field(default_factory=list)
     samples: dict[int, list[Sample]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    _orders: tuple[int, dict[int, Order]] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def merge(cls, logs: Iterable[EventLog]) -> EventLog:
-        """One log of all ranks."""
-        merged = cls()
+        """One log of all ranks, on one axis: time 0 is when the first recording began (see `clocks`)."""
+        merged, clocks = cls(), dict[int, RankClock]()
         for log in logs:
             merged.events.extend(log.events)
             merged.samples.update(log.samples)
+            merged.about = merged.about or log.about
+            clocks.update(log.clocks)
         merged.events.sort(key=lambda e: (e.rank, e.seq))
+        merged._put_on_one_axis(clocks)
         return merged
+
+    def _put_on_one_axis(self, clocks: dict[int, RankClock]) -> None:
+        shifts = shifts_to_one_axis(clocks)
+        if any(shifts.values()):
+            self.events = [replace(e, start_us=e.start_us + shifts.get(e.rank, 0.0)) for e in self.events]
+            for rank, samples in self.samples.items():
+                self.samples[rank] = [replace(s, us=s.us + shifts.get(rank, 0.0)) for s in samples]
+        moved = {r: c._replace(origin_us=c.origin_us - shifts[r]) for r, c in clocks.items()}
+        self.about = {**self.about, **clocks_about(moved)}
+
+    @property
+    def clocks(self) -> dict[int, RankClock]:
+        """What the times of each rank count from; ranks of logs made by hand are missing."""
+        found = self.about.get("clocks", {})
+        return {int(rank): RankClock(float(us), str(machine)) for rank, (us, machine) in found.items()}
 
     @property
     def ranks(self) -> list[int]:
@@ -42,7 +70,9 @@ class EventLog:
 
     def of_rank(self, rank: int) -> EventLog:
         """The part of one rank."""
-        return EventLog([e for e in self.events if e.rank == rank], {rank: self.samples.get(rank, [])})
+        return EventLog(
+            [e for e in self.events if e.rank == rank], {rank: self.samples.get(rank, [])}, self.about
+        )
 
     def select(self, *ops: str, **attributes: Any) -> list[Event]:
         """Events whose op is one of `ops` (any, if none is given) and whose attributes equal these."""
@@ -66,6 +96,10 @@ class EventLog:
             overlap_fraction: share of the collectives' time that compute hid; 0.0 if nothing was communicated.
             peak_unsharded_bytes: the most bytes that unsharded parameters held at once.
             peak_bytes_by_kind: the same for each kind of memory.
+            by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction and peak_bytes_by_kind.
+            skew_us: by how much the last rank begins a collective later than the first, on average; skew_max_us: at most.
+                0.0 for one rank, None if the ranks' clocks were not put on one axis (`clocks`).
+            slowest_rank: the one that is last most of the time; None where there is no skew.
         """
         ranks = self.ranks
         times = [_rank_times(self.of_rank(rank).events) for rank in ranks]
@@ -80,7 +114,35 @@ class EventLog:
             "overlap_fraction": 1.0 - exposed / communicated if communicated else 0.0,
             "peak_unsharded_bytes": peaks.get("unsharded_param", 0),
             "peak_bytes_by_kind": peaks,
+            "by_rank": {rank: self._summary_of(rank, t) for rank, t in zip(ranks, times, strict=True)},
+            **self._skew()._asdict(),
         }
+
+    def _summary_of(self, rank: int, times: _Times) -> dict[str, Any]:
+        return {
+            "step_us": times.total / times.steps,
+            "exposed_comm_us": times.exposed / times.steps,
+            "overlap_fraction": 1.0 - times.exposed / times.comm if times.comm else 0.0,
+            "peak_bytes_by_kind": EventLog(samples={rank: self.samples.get(rank, [])}).peak_bytes_by_kind(),
+        }
+
+    def _skew(self) -> _Skew:
+        """Ranks are compared at the collectives that they have in common: the n-th of the same op and owner."""
+        if len(set(self.clocks.values())) > 1:
+            return _Skew(None, None, None)
+        begins: dict[tuple[str, str, int], dict[int, float]] = {}
+        seen: Counter[tuple[int, str, str]] = Counter()
+        for event in self.collectives():
+            place = event.rank, event.op, event.owner
+            begins.setdefault((event.op, event.owner, seen[place]), {})[event.rank] = event.start_us
+            seen[place] += 1
+        compared = [of_ranks for of_ranks in begins.values() if len(of_ranks) > 1]
+        skews = [max(of_ranks.values()) - min(of_ranks.values()) for of_ranks in compared]
+        last = Counter(
+            max(sorted(r), key=r.__getitem__) for r, skew in zip(compared, skews, strict=True) if skew
+        )
+        slowest = min(last, key=lambda rank: (-last[rank], rank), default=None)
+        return _Skew(_mean(skews), max(skews, default=0.0), slowest)
 
     def peak_bytes_by_kind(self) -> dict[str, int]:
         """The most bytes of each kind that any rank held at once."""
@@ -94,45 +156,66 @@ class EventLog:
     def happens_before(self, first: Event, second: Event) -> bool:
         """Whether the log proves that `first` ended before `second` began, on one rank.
 
-        Proof is a path along streams and `after` (see `events`, Note [Order without clocks]). On one stream an event
-        follows those that were over when it began; a span is not over while one inside it runs.
+        Proof is a path along streams and `after` (see `order`). On one stream an event follows those that were over when
+        it began; a span is not over while one inside it runs.
         """
         if first.rank != second.rank:
             return False
-        by_seq = {e.seq: e for e in self.events if e.rank == second.rank}
-        on_stream: dict[str, list[Event]] = {}  # not reached yet, the first to end last
-        for event in sorted(by_seq.values(), key=lambda e: (e.end_us, e.seq), reverse=True):
-            on_stream.setdefault(event.stream, []).append(event)
-        reached, frontier = set[int](), [second]
-        while frontier:
-            event = frontier.pop()
-            queue = on_stream.get(event.stream, [])
-            waiting: list[Event] = []
-            while queue and queue[-1].end_us <= event.start_us:
-                earlier = queue.pop()
-                (frontier if earlier.seq < event.seq else waiting).append(earlier)
-            queue.extend(reversed(waiting))
-            frontier.extend(by_seq[seq] for seq in event.after if seq in by_seq and seq not in reached)
-            reached.add(event.seq)
-        return first.seq in reached and first.seq != second.seq
+        if self._orders is None or self._orders[0] != len(self.events):
+            self._orders = len(self.events), orders(self.events)
+        order = self._orders[1].get(first.rank)
+        return order is not None and order.happens_before(first, second)
 
     def save(self, path: str | Path) -> None:
-        """Writes the log as JSON that https://ui.perfetto.dev opens; `load` reads it back."""
-        Path(path).write_text(json.dumps(to_trace(self.events, self.samples)))
+        """Writes the log as JSON that https://ui.perfetto.dev opens, compressed if the name ends in `.gz`."""
+        text = json.dumps(to_trace(self.events, self.samples, self.about), separators=(",", ":"))
+        data = text.encode()
+        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
     @classmethod
     def load(cls, path: str | Path) -> EventLog:
         """Reads what `save` wrote. Raises UsageError, in one line, for anything else."""
         try:
-            events, samples = from_trace(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            data = Path(path).read_bytes()
+            text = gzip.decompress(data) if data.startswith(_GZIP) else data
+            return cls(*from_trace(json.loads(text, parse_constant=_refuse)))
+        except _UNREADABLE as error:
             raise UsageError(
                 f"EventLog.load({str(path)!r})",
                 expected="a trace written by EventLog.save",
-                got=f"{type(error).__name__}: {' '.join(str(error).split())}",
+                got=_said(error),
                 remedy="Check the path; traces of other programs cannot be read back.",
             ) from None
-        return cls(events, samples)
+
+
+_GZIP = b"\x1f\x8b"  # how gzip's files begin (RFC 1952)
+_UNREADABLE = (
+    *(OSError, EOFError, zlib.error),  # no file, or half of one
+    *(ValueError, KeyError, TypeError, AttributeError, RecursionError),  # no JSON, or not ours
+)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no time")
+
+
+def clocks_about(clocks: Mapping[int, RankClock]) -> dict[str, Any]:
+    """What `EventLog.about` says of clocks, as JSON has it; nothing if there are none."""
+    return {"clocks": {str(rank): list(clock) for rank, clock in sorted(clocks.items())}} if clocks else {}
+
+
+class _Skew(NamedTuple):
+    """Keys of `EventLog.summary`."""
+
+    skew_us: float | None
+    skew_max_us: float | None
+    slowest_rank: int | None
 
 
 @dataclass(frozen=True)

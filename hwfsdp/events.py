@@ -5,10 +5,13 @@ seen all the same:
 
 - collectives by wrappers that a recording puts around those of `torch.distributed`;
 - allocation and freeing by a wrapper around `UntypedStorage.resize_`;
+- flat buffers that are let go by looking, before the next one is made, which are still there;
 - forward and backward spans by the outer edge of the hooks, optimizer spans by the optimizer's own hooks;
 - bytes by reading the storages (`memory`).
 
 With no recording active there are no wrappers, and what remains is one comparison with `None` per hook.
+
+What is left out, and why, is said where each instrument is: `recording`.
 
 Note [Order without clocks]
     Times vary from run to run, the order of events does not. `seq` is the order in which the host issued the
@@ -16,6 +19,14 @@ Note [Order without clocks]
     one waited for another: `after` lists the events that this one waited for. Hence "a ran before b is
     certain" means: there is a path from a to b along streams and `after`. Overlap is the absence of paths both
     ways, which is how tests assert it without a stopwatch.
+
+Note [Clocks]
+    A clock is a function from the name of a stream to a `Mark`, the point that the stream has reached. Each set of
+    streams has its own (`streams.StreamSet`), since two of them have streams of the same name; whoever runs
+    something on a set says whose clock counts (`scope`, `Stream.run`), and an event ends by the clock that it
+    began by. Elsewhere, as for an optimizer, it is the clock of the set made last: compute is the same for all.
+    A mark may be a promise. What a device has reached is asked when the recording is over, so that recording
+    never makes the host wait.
 
 Note [When asynchronous work begins]
     gloo says when a work ended, not when it began. Works of one stream run in the order of issue, so a work
@@ -25,14 +36,18 @@ Note [When asynchronous work begins]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv")
+COLLECTIVES = (
+    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv"),
+    *("reduce", "gather", "scatter", "barrier"),
+)
 OPS = (
     *COLLECTIVES,
     *("copy_in", "copy_out", "forward", "backward", "optimizer", "wait", "alloc", "free"),
@@ -49,10 +64,11 @@ class Event:
         op: one of `OPS`; stream: one of `STREAMS`; owner: fqn of the parameter group, "" if unknown.
         phase: "forward", "backward", "optimizer" or ""; step: optimizer steps finished before.
         dtype: of the tensor moved, "" if none.
-        bytes: of the whole tensor (output of an all-gather, input of a reduce-scatter; else the tensor).
-        start_us, dur_us: microseconds since the recording began.
+        bytes: of the whole tensor (output of an all-gather, input of a reduce-scatter; else the tensor). Of an alloc
+            or a free, by how much a storage was resized; 0 for a flat buffer that was let go, which has no owner either.
+        start_us, dur_us: microseconds since the recording began; in a merged log, since the first of them did.
         after: seqs of the events that this one waited for on other streams (Note [Order without clocks]).
-        reads, writes: identities of the buffers involved.
+        reads, writes: storages involved, by numbers that no other storage of the recording has (`memory.Identities`).
     """
 
     rank: int
@@ -84,31 +100,77 @@ class Mark(Protocol):
     def us(self) -> float: ...
 
 
-class HostMark:
+class HostMark(float):
     """Host time, in µs; `None` means now."""
 
-    __slots__ = ("value",)
+    __slots__ = ()
 
-    def __init__(self, value: float | None = None) -> None:
-        self.value = time.perf_counter() * 1e6 if value is None else value
+    def __new__(cls, value: float | None = None) -> HostMark:
+        return float.__new__(cls, time.perf_counter() * 1e6 if value is None else value)
 
     def us(self) -> float:
-        return self.value
+        return float(self)
+
+
+Clock = Callable[[str], Mark]  # Note [Clocks]
 
 
 class Draft:
-    """An event that has begun; `close` ends it."""
+    """An event that has begun; `close` ends it. Its fields are those of `Event`, but for the times.
 
-    __slots__ = ("recorder", "event", "begin", "end", "follows_stream")
+    Attributes:
+        clock: that it is timed by. begin, end: marks of it. follows_stream: see `Recorder.begin`.
+    """
 
-    def __init__(self, recorder: Recorder, event: Event, begin: Mark, follows_stream: bool) -> None:
-        self.recorder, self.event, self.begin, self.follows_stream = recorder, event, begin, follows_stream
+    __slots__ = (
+        *(
+            "recorder",
+            "seq",
+            "op",
+            "stream",
+            "owner",
+            "phase",
+            "step",
+            "dtype",
+            "bytes",
+            "after",
+            "reads",
+            "writes",
+        ),
+        *("clock", "begin", "end", "follows_stream"),
+    )
+
+    def __init__(self, recorder: Recorder, op: str, stream: str) -> None:
+        self.recorder, self.seq, self.op, self.stream = recorder, len(recorder.drafts), op, stream
+        self.owner, self.phase, self.step = recorder.owner, recorder.phase, recorder.step
+        self.dtype, self.bytes = "", 0
+        self.after: tuple[int, ...] = ()
+        self.reads: tuple[int, ...] = ()
+        self.writes: tuple[int, ...] = ()
+        self.clock = recorder.clock or _clock
+        self.begin = self.clock(stream)
         self.end: Mark | None = None
+        self.follows_stream = False
+        recorder.drafts.append(self)
+
+    @property
+    def event(self) -> Event:
+        """What is known of it by now."""
+        return self.timed(0.0, 0.0)
 
     def close(self, mark: Mark | None = None) -> None:
-        self.end = mark or self.recorder.mark(self.event.stream)
-        if not self.follows_stream:
-            self.recorder.last_seq[self.event.stream] = self.event.seq
+        """Ends it at `mark`, or where its stream is now. An event that has ended stays as it is."""
+        if self.end is None:
+            self.end = mark or self.clock(self.stream)
+            if not self.follows_stream:
+                self.recorder.last_seq[self.stream] = self.seq
+
+    def timed(self, start_us: float, dur_us: float) -> Event:
+        """The event with these times."""
+        return Event(
+            *(self.recorder.rank, self.seq, self.op, self.stream, self.owner, self.phase, self.step),
+            *(self.dtype, self.bytes, start_us, dur_us, self.after, self.reads, self.writes),
+        )
 
 
 @dataclass
@@ -121,7 +183,21 @@ class Sample:
 
 @dataclass
 class Recorder:
-    """Collects drafts while a recording is active. One at a time per process."""
+    """Collects drafts while a recording is active. One at a time per process.
+
+    Attributes:
+        owner, phase, stream, clock: of what is begun now, if it does not say otherwise; "" and None: nobody said.
+        host_runs_stream: whether a collective that was called on `stream`, and gave no work, is over.
+        identify: numbers of tensors' or storages' memory, for `Event.reads` and `writes`.
+        sample_memory: bytes alive now, by kind. book, visit, visit_params, watch: as those of `memory.Ledger`.
+        visited: modules, one of each `fully_shard` call, in the order in which they ran first; with the ids of their whole
+            parameters, and the numbers of the memory of these.
+        buffers: knows which flat buffers are still there.
+        last_seq: by stream, the last event there. waits: by stream, the last seq of each that it waited for.
+        origin: when the recording began.
+        in_flight: works that whoever called them will wait for. results: of functional collectives, by number of their
+            memory, that nobody has waited for.
+    """
 
     rank: int
     drafts: list[Draft] = field(default_factory=list)
@@ -130,41 +206,104 @@ class Recorder:
     owner: str = ""
     phase: str = ""
     stream: str = ""
+    clock: Clock | None = None
+    host_runs_stream: bool = True
     inside_collective: bool = False
+    identify: Callable[[Collection[Any]], tuple[int, ...]] = lambda tensors: ()
     sample_memory: Callable[[], dict[str, int]] | None = None
-    visit: Callable[[Any], None] | None = None
+    book: Callable[[Any, int], int] = lambda storage, nbytes: 0
+    visit: Callable[[Any], None] = lambda module: None
+    visit_params: Callable[[Iterable[Any]], None] = lambda params: None
+    visited: dict[Any, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
     watch: Callable[[Any, str], None] | None = None
+    buffers: Buffers | None = None
     last_seq: dict[str, int] = field(default_factory=dict)
-    waits: dict[str, dict[str, int]] = field(
-        default_factory=dict
-    )  # by stream: the last seq of each it waited for
+    waits: dict[str, dict[str, int]] = field(default_factory=dict)
     origin: Mark = field(default_factory=HostMark)
+    in_flight: WeakKeyDictionary[Any, Draft] = field(default_factory=WeakKeyDictionary)
+    results: dict[int, Draft] = field(default_factory=dict)
+    _resizing: str = ""
 
     def mark(self, stream: str) -> Mark:
-        return _clock(stream)
+        return (self.clock or _clock)(stream)
 
-    def begin(self, op: str, stream: str, *, follows_stream: bool = False, **details: Any) -> Draft:
-        """Opens an event on `stream`. `follows_stream`: it cannot begin before its predecessor there ends."""
-        seq = len(self.drafts)
-        details.setdefault("owner", self.owner)
-        details.setdefault("phase", self.phase)
-        after = (*self.waits.pop(stream, {}).values(), *details.pop("after", ()))
-        event = Event(self.rank, seq, op, stream, step=self.step, after=after, **details)
-        draft = Draft(self, event, self.mark(stream), follows_stream)
-        self.drafts.append(draft)
-        if follows_stream:  # in its place on the stream as soon as it is issued; spans are once they are over
-            self.last_seq[stream] = seq
+    def begin(
+        self,
+        op: str,
+        stream: str,
+        *,
+        after: tuple[int, ...] = (),
+        reads: Collection[Any] = (),
+        writes: Collection[Any] = (),
+        **details: Any,
+    ) -> Draft:
+        """Opens an event on `stream`.
+
+        Args:
+            after: seqs that it waits for, besides those that the stream waits for.
+            reads, writes: tensors or storages.
+            details: further fields of the event; or `follows_stream`: it cannot begin before its predecessor there ends.
+        """
+        if self._resizing:
+            self.sample()
+        draft = Draft(self, op, stream)
+        draft.after = (*self.waits.pop(stream, {}).values(), *after)
+        if reads:
+            draft.reads = self.identify(reads)
+        if writes:
+            draft.writes = self.identify(writes)
+        for name, value in details.items():
+            setattr(draft, name, value)
+        if (
+            draft.follows_stream
+        ):  # in its place on the stream as soon as it is issued; spans are once they are over
+            self.last_seq[stream] = draft.seq
         return draft
 
     def instant(self, op: str, stream: str, **details: Any) -> None:
         draft = self.begin(op, stream, **details)
         draft.close(draft.begin)
 
+    def resized(self, storage: Any, by: int, to: int) -> None:
+        """A storage got so many bytes more, or less, and has `to` now.
+
+        What follows each other in one direction is sampled once, after it.
+        """
+        op = "alloc" if by > 0 else "free"
+        if self._resizing not in ("", op):
+            self.sample()
+        self._resizing = op
+        stream = self.stream or "compute"
+        draft = Draft(self, op, stream)
+        if stream in self.waits:
+            draft.after = tuple(self.waits.pop(stream).values())
+        draft.bytes, draft.writes = abs(by), (self.book(storage, to),)
+        draft.end = draft.begin
+        self.last_seq[stream] = draft.seq
+
+    def buffer_made(self, buffer: Any) -> None:
+        """A flat buffer was made on the current stream: those let go there may have lent it their memory.
+
+        They are freed now, not when they were let go, for only what has happened by now must be over before their memory
+        is written again.
+        """
+        stream = self.stream or "compute"
+        if self.buffers is None:
+            return
+        for number in self.buffers.released(stream):
+            draft = Draft(self, "free", stream)
+            draft.owner, draft.writes = "", (number,)
+            draft.after = tuple(
+                self.waits.get(stream, {}).values()
+            )  # the next event has waited for them, too
+            draft.close(draft.begin)
+        self.buffers.keep(buffer, stream)
+
     def ordered_after(self, stream: str, *seqs: int) -> None:
         """The next event on `stream` waits for these of other streams; -1 stands for none."""
         for seq in seqs:
             if seq >= 0:
-                self.waits.setdefault(stream, {})[self.drafts[seq].event.stream] = seq
+                self.waits.setdefault(stream, {})[self.drafts[seq].stream] = seq
 
     def over_on(self, stream: str) -> tuple[int, ...]:
         """What is over for whoever waits for `stream` now: the last event there, and what it has waited for since."""
@@ -172,34 +311,70 @@ class Recorder:
         return (*last, *self.waits.get(stream, {}).values())
 
     def sample(self) -> None:
+        self._resizing = ""
         if self.sample_memory:
-            self.samples.append(Sample(HostMark().us(), self.sample_memory()))
+            self.samples.append(Sample(_host_now().us(), self.sample_memory()))
 
     def finish(self) -> tuple[list[Event], list[Sample]]:
         """The drafts as events, with times from the origin of the recording."""
+        if self._resizing:
+            self.sample()
         origin = self.origin.us()
         ends: dict[str, float] = {}
         events = []
         for draft in self.drafts:
-            start, stream = draft.begin.us() - origin, draft.event.stream
+            start, stream = draft.begin.us() - origin, draft.stream
             if draft.follows_stream:  # Note [When asynchronous work begins]
                 start = max(start, ends.get(stream, start))
             end = max(start, draft.end.us() - origin) if draft.end else start
             if draft.follows_stream:
                 ends[stream] = end
-            events.append(replace(draft.event, start_us=start, dur_us=end - start))
+            events.append(draft.timed(start, end - start))
         samples = [replace(s, us=s.us - origin) for s in self.samples]
         return events, samples
 
 
+class Buffers(Protocol):
+    """Who knows which flat buffers are still there; `memory.Flats` does."""
+
+    def keep(self, buffer: Any, stream: str) -> None:
+        """A flat buffer was made on this stream."""
+
+    def released(self, stream: str) -> list[int]:
+        """Numbers of those made on this stream that are gone, each once."""
+
+
 _active: Recorder | None = None
-_clock: Callable[[str], Mark] = lambda stream: HostMark()
 
 
-def use_clock(clock: Callable[[str], Mark]) -> None:
-    """Time on a stream is read with `clock(stream name)` from now on; a backend of `streams` says so."""
-    global _clock
-    _clock = clock
+def host_clock(stream: str) -> Mark:
+    """The clock of streams that the host runs."""
+    return float.__new__(HostMark, time.perf_counter() * 1e6)
+
+
+_clock: Clock = host_clock
+_host_now: Callable[[], Mark] = HostMark
+
+
+def use_clock(clock: Clock, host: Callable[[], Mark] = HostMark) -> None:
+    """From now on, `clock` times what happens where nobody says by which clock (Note [Clocks]).
+
+    Args:
+        host: time of the host on the same axis, for what is sampled.
+    """
+    global _clock, _host_now
+    _clock, _host_now = clock, host
+
+
+@contextmanager
+def keeping_clock() -> Iterator[None]:
+    """What `use_clock` sets inside the block counts only there; for who makes streams and then throws them away."""
+    global _clock, _host_now
+    before = _clock, _host_now
+    try:
+        yield
+    finally:
+        _clock, _host_now = before
 
 
 def active() -> Recorder | None:
@@ -228,34 +403,63 @@ _NOTHING = nullcontext()
 
 
 def span(op: str, stream: str, **details: Any) -> AbstractContextManager[Any]:
-    """An event that lasts as long as the block; nothing when no recording is active."""
-    return _NOTHING if _active is None else _open_span(_active, op, stream, details)
+    """An event that lasts as long as the block; nothing when no recording is active. `details`: see `Recorder.begin`."""
+    return _NOTHING if _active is None else _Span(_active.begin(op, stream, **details))
 
 
-@contextmanager
-def _open_span(recorder: Recorder, op: str, stream: str, details: dict[str, Any]) -> Iterator[None]:
-    draft = recorder.begin(op, stream, **details)
-    try:
-        yield
-    finally:
-        draft.close()
+class _Span:
+    """Closes a draft at the end of a block."""
+
+    __slots__ = ("draft",)
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.draft.close()
+
+
+def buffer_made(buffer: Any) -> None:
+    """A flat buffer was made on the current stream; nothing when no recording is active."""
+    if _active is not None:
+        _active.buffer_made(buffer)
 
 
 def owned_by(owner: str) -> AbstractContextManager[Any]:
     """Events inside the block belong to this parameter group; nothing when not recording."""
-    return _NOTHING if _active is None else _open_scope(_active, _active.phase, owner)
+    return _NOTHING if _active is None else _Scope(_active, _active.phase, owner, _active.clock)
 
 
-def scope(phase: str, owner: str) -> AbstractContextManager[Any]:
-    """Events inside the block belong to this phase and parameter group; nothing when not recording."""
-    return _NOTHING if _active is None else _open_scope(_active, phase, owner)
+def scope(phase: str, owner: str, clock: Clock | None = None) -> AbstractContextManager[Any]:
+    """Events inside the block belong to this phase and parameter group; nothing when not recording.
+
+    Args:
+        clock: of the streams that it runs on; None: as around it.
+    """
+    return _NOTHING if _active is None else _Scope(_active, phase, owner, clock or _active.clock)
 
 
-@contextmanager
-def _open_scope(recorder: Recorder, phase: str, owner: str) -> Iterator[None]:
-    outer = recorder.phase, recorder.owner
-    recorder.phase, recorder.owner = phase, owner
-    try:
-        yield
-    finally:
-        recorder.phase, recorder.owner = outer
+def timed_by(clock: Clock | None) -> AbstractContextManager[Any]:
+    """Events inside the block are timed by this clock (None: as around it); nothing when not recording."""
+    return _NOTHING if _active is None else scope(_active.phase, _active.owner, clock)
+
+
+class _Scope:
+    """What the recorder says of events begun inside a block; afterwards it says what it said before."""
+
+    __slots__ = ("recorder", "inner", "outer")
+
+    def __init__(self, recorder: Recorder, phase: str, owner: str, clock: Clock | None) -> None:
+        self.recorder, self.inner = recorder, (phase, owner, clock)
+        self.outer = self.inner
+
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self.outer = recorder.phase, recorder.owner, recorder.clock
+        recorder.phase, recorder.owner, recorder.clock = self.inner
+
+    def __exit__(self, *error: object) -> None:
+        self.recorder.phase, self.recorder.owner, self.recorder.clock = self.outer

@@ -145,13 +145,14 @@ class FSDPState:
     def on_pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if events.active() is None:
             return self.pre_forward(args, kwargs)
-        with events.scope("backward" if compat.in_backward() else "forward", self.fqn):
+        with events.scope(
+            "backward" if compat.in_backward() else "forward", self.fqn, self.comm_ctx.streams.clock
+        ):
             if self.root.forward_root is None and (recorder := events.active()):
-                self._sample(recorder)
+                self._visit(recorder)
             args, kwargs = self.pre_forward(args, kwargs)
             if recorder := events.active():
-                self._sample(recorder)
-                self._forward_spans.append(recorder.begin("forward", "compute"))
+                self._forward_spans.append(self._begin_span("forward", recorder))
         return args, kwargs
 
     def on_post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
@@ -160,15 +161,16 @@ class FSDPState:
             return self.post_forward(module, output)
         if self._forward_spans:
             self._forward_spans.pop().close()
-        with events.scope("backward" if compat.in_backward() else "forward", self.fqn):
-            self._sample(recorder)
+        with events.scope(
+            "backward" if compat.in_backward() else "forward", self.fqn, self.comm_ctx.streams.clock
+        ):
+            recorder.sample()
             return self.post_forward(module, output)
 
     def on_pre_backward(self) -> None:
-        with events.scope("backward", self.fqn):
+        with events.scope("backward", self.fqn, self.comm_ctx.streams.clock):
             entered = self.pre_backward()
             if entered and (recorder := events.active()):
-                self._sample(recorder)
                 self._open_backward_span(recorder)
 
     def _open_backward_span(self, recorder: events.Recorder) -> None:
@@ -176,28 +178,51 @@ class FSDPState:
         if self._backward_span is None and self.phase is not Phase.POST_BACKWARD:
             if self.parent:
                 self.parent._open_backward_span(recorder)
-            self._backward_span = recorder.begin("backward", "compute", owner=self.fqn)
+            self._backward_span = self._begin_span("backward", recorder)
 
     def on_post_backward(self) -> None:
         recorder = events.active()
         if recorder and self._backward_span:
             self._backward_span.close()
         self._backward_span = None
-        with events.scope("backward", self.fqn):
+        with events.scope("backward", self.fqn, self.comm_ctx.streams.clock):
             if recorder:
-                self._sample(recorder)
+                self._watch_grads(recorder, sharded=False)
+                recorder.sample()
             self.post_backward()
 
     def on_backward_end(self) -> None:
-        with events.scope("backward", self.fqn):
+        with events.scope("backward", self.fqn, self.comm_ctx.streams.clock):
             self.finish_backward()
             if recorder := events.active():
-                self.root.states[0]._sample(recorder)
+                for state in self.root.states:
+                    state._watch_grads(recorder, sharded=True)
+                recorder.sample()
 
-    def _sample(self, recorder: events.Recorder) -> None:
-        for module in self.modules if recorder.visit else ():
-            recorder.visit(module)  # type: ignore[misc]
+    def _visit(self, recorder: events.Recorder) -> None:
+        """Has all parameters below the modules counted, those of nobody's group too."""
+        for module in self.modules:
+            recorder.visit(module)
         recorder.sample()
+
+    def _watch_grads(self, recorder: events.Recorder, sharded: bool) -> None:
+        """Has the gradients counted that are there now: of the whole parameters, or of the shards."""
+        for param in [p for group in self.groups for p in group.params] if recorder.watch else ():
+            of = param.sharded_param if sharded else param.unsharded_param
+            if of is not None and of.grad is not None:
+                recorder.watch(of.grad, "sharded_grad" if sharded else "unsharded_grad")  # type: ignore[misc]
+
+    def _begin_span(self, op: str, recorder: events.Recorder) -> Draft:
+        """Of a forward or a backward, which reads the whole parameters, where they are there."""
+        params = [p for group in self.groups if group.is_unsharded for p in group.params]
+        whole = [p.unsharded_param for p in params if p.unsharded_param is not None]
+        ids, known = list(map(id, whole)), recorder.visited.get(self.modules[0])
+        if known is None or known[0] != ids:  # others than the last time
+            known = recorder.visited[self.modules[0]] = ids, recorder.identify(whole)
+            recorder.visit_params(whole)
+        draft = recorder.begin(op, "compute", owner=self.fqn)
+        draft.reads = known[1]
+        return draft
 
     # --- forward ---
 

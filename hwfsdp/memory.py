@@ -1,21 +1,30 @@
 """The byte ledger: what is alive, by kind, read from the storages themselves.
 
-Nobody books allocations in and out. The ledger watches storages, by weak references, and a sample adds up the
-bytes that they hold at that moment: a storage resized to zero counts zero, one that no tensor uses any more is
-gone, two views of one storage count once. A program cannot forget to report a buffer that it did not free.
+Nobody books allocations in and out. The ledger watches storages, by weak references, and adds up the bytes that
+they hold: a storage resized to zero counts zero, one that no tensor uses any more is gone, two views of one storage
+count once. A program cannot forget to report a buffer that it did not free.
+
+Note [Sums kept up to date]
+    To read every storage at every event would be most of what a recording costs. So the ledger keeps its sums. They
+    change when a storage is watched, when it is resized, of which the recording tells (`resized`), and when it dies, of
+    which Python tells. What resizes a storage without passing through Python is noticed when the storage is watched
+    again, as those of parameters and gradients are many times in a step, or at the next `bytes_by_kind`.
+
+Also here: numbers that tell storages apart (`Identities`), and which flat buffers are still there (`Flats`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.compat import local_of, storage_key
+from hwfsdp.compat import local_of
 
 KINDS = (
     *("sharded_param", "sharded_grad", "optimizer_state"),
@@ -23,24 +32,95 @@ KINDS = (
 )
 
 
-class Ledger:
-    """Watches storages and adds up their bytes."""
+def _storage_of(memory: Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage, or that of a tensor, of a DTensor's local part. While it lives, it is one Python object."""
+    kind = type(memory)
+    if kind is torch.UntypedStorage:
+        return memory  # type: ignore[return-value]
+    if kind is not Tensor and kind is not nn.Parameter and isinstance(memory, DTensor):
+        return local_of(memory).untyped_storage()
+    return memory.untyped_storage()  # type: ignore[union-attr]
+
+
+class Identities:
+    """Numbers for storages, from 1; none is given twice, although addresses are."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # by storage_key
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by id of the storage
+        self._given = 0
+
+    def of(self, tensors: Collection[Tensor | torch.UntypedStorage]) -> tuple[int, ...]:
+        """The number of each one's storage, each once, in order; of a DTensor's local part."""
+        return tuple(dict.fromkeys([self.number(tensor) for tensor in tensors])) if tensors else ()
+
+    def number(self, tensor: Tensor | torch.UntypedStorage) -> int:
+        """The number of its storage."""
+        storage = _storage_of(tensor)
+        known = self._known.get(id(storage))
+        if known is None or known[0]() is not storage:
+            self._given += 1
+            known = self._known[id(storage)] = weakref.ref(storage), self._given
+        return known[1]
+
+
+class _Ref(weakref.ref[torch.UntypedStorage]):
+    """A storage, its number, and how many bytes of it are in which sum."""
+
+    __slots__ = ("key", "number", "kind", "nbytes")
+    key: int
+    number: int
+    kind: str
+    nbytes: int
+
+
+class Ledger:
+    """Watches storages and adds up their bytes.
+
+    Attributes:
+        identities: the numbers of storages.
+    """
+
+    def __init__(self) -> None:
+        self.identities = Identities()
+        self._watched: dict[int, _Ref] = {}  # by id of the storage
+        self._sums = dict.fromkeys(KINDS, 0)
+        self._dead: deque[_Ref] = deque()  # filled by whichever thread lets go of a storage
 
     def watch(self, tensor: Tensor, kind: str) -> None:
         """Counts the tensor's storage under `kind` (one of `KINDS`) from now on, for as long as it lives."""
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        self._watched[storage_key(local)] = (kind, weakref.ref(local.untyped_storage()))
+        storage = _storage_of(tensor)
+        key = id(storage)
+        ref = self._watched.get(key)
+        if ref is not None and ref() is not storage:  # another one got its address
+            self._bury()
+            ref = None
+        if ref is None:
+            ref = self._watched[key] = _Ref(storage, self._dead.append)
+            ref.key, ref.number, ref.kind, ref.nbytes = key, self.identities.number(storage), kind, 0
+        if ref.kind != kind:
+            self._book(ref, 0)
+            ref.kind = kind
+        self._book(ref, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> int:
+        """The storage has so many bytes now; they are counted if it is watched. Returns its number."""
+        ref = self._watched.get(id(storage))
+        if ref is None or ref() is not storage:
+            return self.identities.number(storage)
+        self._book(ref, nbytes)
+        return ref.number
 
     def visit(self, module: nn.Module) -> None:
-        """Watches every parameter registered in `module` now, and its gradient: sharded if a DTensor."""
-        for param in module.parameters():
-            kind = "sharded" if isinstance(param, DTensor) else "unsharded"
-            self.watch(param, f"{kind}_param")
+        """Watches every parameter registered in `module` now, and its gradient."""
+        self.visit_params(module.parameters())
+
+    def visit_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Watches parameters and their gradients: sharded if a DTensor."""
+        for param in params:
+            sharded = isinstance(param, DTensor)
+            self.watch(param, "sharded_param" if sharded else "unsharded_param")
             if param.grad is not None:
-                self.watch(param.grad, f"{kind}_grad")
+                self.watch(param.grad, "sharded_grad" if sharded else "unsharded_grad")
 
     def visit_state(self, states: Iterable[dict[str, Any]]) -> None:
         """Watches the tensors in an optimizer's per-parameter states."""
@@ -49,13 +129,48 @@ class Ledger:
                 if isinstance(value, Tensor):
                     self.watch(value, "optimizer_state")
 
+    def sums(self) -> dict[str, int]:
+        """Bytes alive, by kind, as far as the ledger was told (Note [Sums kept up to date]). Every kind is listed."""
+        self._bury()
+        return self._sums.copy()
+
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes alive now. Every kind is listed, those without bytes too."""
-        totals = dict.fromkeys(KINDS, 0)
-        for key, (kind, ref) in list(self._watched.items()):
+        """Bytes alive now, read from every storage. Every kind is listed, those without bytes too."""
+        self._bury()
+        for ref in self._watched.values():
             storage = ref()
-            if storage is None:
-                del self._watched[key]
-            else:
-                totals[kind] += storage.nbytes()
-        return totals
+            self._book(ref, 0 if storage is None else storage.nbytes())
+        return self._sums.copy()
+
+    def _book(self, ref: _Ref, nbytes: int) -> None:
+        if nbytes != ref.nbytes:
+            self._sums[ref.kind] += nbytes - ref.nbytes
+            ref.nbytes = nbytes
+
+    def _bury(self) -> None:
+        while self._dead:
+            ref = self._dead.popleft()
+            self._book(ref, 0)
+            if self._watched.get(ref.key) is ref:
+                del self._watched[ref.key]
+
+
+class Flats:
+    """Which flat buffers are still there."""
+
+    def __init__(self, identities: Identities) -> None:
+        self._identities = identities
+        self._made: dict[str, list[tuple[weakref.ref[torch.UntypedStorage], int]]] = {}  # by stream
+
+    def keep(self, buffer: Tensor, stream: str) -> None:
+        """A buffer was made on this stream."""
+        (number,) = self._identities.of([buffer])
+        self._made.setdefault(stream, []).append((weakref.ref(buffer.untyped_storage()), number))
+
+    def released(self, stream: str) -> list[int]:
+        """Numbers of those made on this stream that no tensor uses any more, each once."""
+        made = self._made.get(stream, [])
+        gone = [number for ref, number in made if ref() is None]
+        if gone:
+            self._made[stream] = [entry for entry in made if entry[1] not in gone]
+        return gone

@@ -1,41 +1,67 @@
 """An event log as Chrome trace JSON, which https://ui.perfetto.dev opens, and back.
 
 One process per rank, one track per stream, one arrow per dependency between streams, one counter track per
-kind of memory. The full event travels in each slice's `args`, so nothing is lost by saving.
+kind of memory, one track per parameter group that shows when it was sharded, on its way, whole and freed. The full event
+travels in each slice's `args` and what the log says of its run in `otherData`, so nothing is lost by saving.
 
-Format: "Trace Event Format" (the Chrome project's document of that name); times are in µs. Two rules of the
-viewer shape the code: slices of one track may nest but not partly overlap, and an arrow must start inside the
-slice that it comes from.
+Format: "Trace Event Format" (the Chrome project's document of that name); times are in µs. Three rules of the
+viewer shape the code: slices of one track may nest but not partly overlap; an arrow must start inside the
+slice that it comes from; and what began with `b` ends with an `e` of the same category and id, innermost first, where
+an id is local to a process.
+
+Note [Times on a grid]
+    The viewer turns µs into whole ns, begin and duration each for itself. A slice that ends with the one around it may
+    then end a nanosecond later, overlap it in part, and be dropped. So slices are drawn on a grid of 1/8 µs: such numbers
+    are exact as floats, their differences and their thousandfolds too. The true times are in the arguments.
+    A slice that begins with the one around it is drawn a step later, so that an arrow can touch the outer one.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from math import floor, inf
+from typing import Any, NamedTuple
 
-from hwfsdp.events import STREAMS, Event, Sample
+from hwfsdp.events import OPS, STREAMS, Event, Sample
+from hwfsdp.lifetimes import find_lifetimes
 
 TraceEvent = dict[str, Any]
 SamplesByRank = dict[int, list[Sample]]
 
 
-def to_trace(events: Sequence[Event], samples: SamplesByRank) -> dict[str, Any]:
-    """The log as one JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms"}`."""
-    entries = [*_tracks(events), *_slices_and_arrows(events), *_counters(samples)]
-    return {"traceEvents": entries, "displayTimeUnit": "ms"}
+class Contents(NamedTuple):
+    """What a trace file holds: the three parts of an `EventLog`."""
+
+    events: list[Event]
+    samples: SamplesByRank
+    about: dict[str, Any]
 
 
-def from_trace(trace: dict[str, Any]) -> tuple[list[Event], SamplesByRank]:
+def to_trace(
+    events: Sequence[Event], samples: SamplesByRank, about: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The log as one JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": about}}`."""
+    entries = [*_tracks(events), *_slices_and_arrows(events), *_lifetimes(events), *_counters(samples)]
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"hwfsdp": about or {}}}
+
+
+def from_trace(trace: dict[str, Any]) -> Contents:
     """Inverse of `to_trace`. Raises KeyError, TypeError or ValueError for a trace that this module did not write."""
     events = [_event(entry["args"]) for entry in trace["traceEvents"] if entry["ph"] == "X"]
+    if len({(e.rank, e.seq) for e in events}) < len(events):
+        raise ValueError("two events of one rank have the same number")
     samples: dict[int, dict[float, dict[str, int]]] = {}
     for entry in trace["traceEvents"]:
         if entry["ph"] == "C":
             at = samples.setdefault(entry["pid"] - 1, {}).setdefault(entry["ts"], {})
             at[entry["name"].removeprefix("memory: ")] = entry["args"]["bytes"]
     by_rank = {rank: [Sample(us, kinds) for us, kinds in found.items()] for rank, found in samples.items()}
-    return sorted(events, key=lambda e: (e.rank, e.seq)), by_rank
+    about = trace.get("otherData", {}).get("hwfsdp", {})
+    if not isinstance(about, dict):
+        raise TypeError(f"otherData is {about!r}")
+    return Contents(sorted(events, key=lambda e: (e.rank, e.seq)), by_rank, about)
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -51,8 +77,9 @@ def _event(args: dict[str, Any]) -> Event:
         if not isinstance(args[name], kind):
             raise TypeError(f"{name} is {args[name]!r}")
     lists = {name: tuple(map(operator.index, args[name])) for name in ("after", "reads", "writes")}
-    if args["stream"] not in STREAMS:
-        raise ValueError(f"no stream is called {args['stream']!r}")
+    for name, known in (("stream", STREAMS), ("op", OPS)):
+        if args[name] not in known:
+            raise ValueError(f"no {name} is called {args[name]!r}")
     return Event(**{**args, **lists})
 
 
@@ -72,6 +99,8 @@ def _tracks(events: Sequence[Event]) -> Iterator[TraceEvent]:
 def _meta(kind: str, pid: int, tid: int, /, **args: Any) -> TraceEvent:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
+
+_GRID = 1 / 8  # µs; Note [Times on a grid]
 
 Interval = tuple[float, float]
 Place = tuple[int, int]  # rank, seq
@@ -94,10 +123,13 @@ class Drawn:
         return max((self.start + end) / 2, end - _INSIDE)
 
 
-def draw(events: Sequence[Event]) -> dict[Place, Drawn]:
+def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
     """Where to draw each event, by (rank, seq): on each track, intervals nest or are apart.
 
     An event that would cross the end of an earlier one is cut short there. Only the drawing changes.
+
+    Args:
+        apart: µs by which a slice begins later than the one around it, at least, if that is long enough.
     """
     drawn: dict[Place, Drawn] = {}
     tracks: dict[tuple[int, str], list[Drawn]] = {}
@@ -105,12 +137,20 @@ def draw(events: Sequence[Event]) -> dict[Place, Drawn]:
         open_ones = tracks.setdefault((event.rank, event.stream), [])
         while open_ones and open_ones[-1].end <= event.start_us:
             open_ones.pop()
-        slice_ = Drawn(event.start_us, min([event.end_us, *(other.end for other in open_ones)]))
+        end = min([event.end_us, *(other.end for other in open_ones)])
+        start = event.start_us
         if open_ones:
-            open_ones[-1].free_until = min(open_ones[-1].free_until, slice_.start)
+            start = max(start, min(open_ones[-1].start + apart, open_ones[-1].end))
+            open_ones[-1].free_until = min(open_ones[-1].free_until, start)
+        slice_ = drawn[event.rank, event.seq] = Drawn(start, max(start, end))
         open_ones.append(slice_)
-        drawn[event.rank, event.seq] = slice_
     return drawn
+
+
+def _on_grid(event: Event) -> Event:
+    """The event, begun and ended up to a step of the grid earlier; what nests or is apart stays so."""
+    start, end = (floor(us / _GRID) * _GRID for us in (event.start_us, event.end_us))
+    return replace(event, start_us=start, dur_us=end - start)
 
 
 def nested_intervals(events: Sequence[Event]) -> dict[Place, Interval]:
@@ -121,10 +161,10 @@ def nested_intervals(events: Sequence[Event]) -> dict[Place, Interval]:
 def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
     """Each slice, directly followed by the ends of the arrows that touch it.
 
-    Directly, because at equal times the viewer takes entries in the order of the file, and ties an arrow to the
-    slice that is open, innermost, on its track at that point.
+    Directly, because at equal times the viewer takes the longer slices first, then what has no length in the order of
+    the file, and ties an arrow to the slice that is open, innermost, on its track at that point.
     """
-    drawn = draw(events)
+    drawn = draw([_on_grid(event) for event in events], apart=_GRID)
     arrows = _arrows(events, drawn)
     for event in events:
         place = event.rank, event.seq
@@ -157,7 +197,7 @@ def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, l
         if source is None:
             continue
         begin, end = (source.rank, source.seq), (event.rank, event.seq)
-        arrival = drawn[end].last_moment(float("inf")) if event.op == "wait" else drawn[end].start
+        arrival = drawn[end].last_moment(inf) if event.op == "wait" else drawn[end].start
         departure = drawn[begin].last_moment(before=arrival)
         if departure <= arrival:
             arrows.setdefault(begin, []).append(_flow("s", number, source, departure))
@@ -168,6 +208,23 @@ def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, l
 def _flow(phase: str, number: int, event: Event, ts: float) -> TraceEvent:
     place = {"pid": event.rank + 1, "tid": _tid(event.stream), "ts": ts}
     return {"ph": phase, "id": number, "name": "waits for", "cat": "order", **place}
+
+
+def _lifetimes(events: Sequence[Event]) -> Iterator[TraceEvent]:
+    """Per group a span with its name, which becomes the track's, and inside it the states one after another."""
+    tracks: dict[tuple[int, str], list[TraceEvent]] = {}
+    for rank, owner, state, start, end in find_lifetimes(events):
+        inside = tracks.setdefault((rank, owner), [])
+        place = {"pid": rank + 1, "tid": 0, "cat": "parameters", "id2": {"local": hex(len(tracks))}}
+        if not inside:
+            inside += [{"ph": "b", "name": owner, "ts": start, **place}, {"ph": "e", "name": owner, **place}]
+        inside[-1:-1] = [
+            {"ph": "b", "name": state, "ts": start, **place, "args": {"group": owner}},
+            {"ph": "e", "name": state, "ts": end, **place},
+        ]
+        inside[-1]["ts"] = end
+    for inside in tracks.values():
+        yield from inside
 
 
 def _counters(samples: SamplesByRank) -> Iterator[TraceEvent]:

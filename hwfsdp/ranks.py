@@ -36,11 +36,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import cloudpickle
 import torch.distributed as dist
 
+from hwfsdp import history
+from hwfsdp.divergence import Report, describe_divergence, place_in
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, UsageError
 from hwfsdp.messages import Inbox
 from hwfsdp.server import start_server
@@ -54,6 +56,8 @@ from hwfsdp.worker import (
 )
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
+_SILENT = "does not answer"
+_LONGEST_GOT = 80  # characters of an error in a line about a rank
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
 LOST_PEER = (
@@ -131,7 +135,7 @@ def run_ranks(
             world_size,
             device,
             timeout or COLLECTIVE_TIMEOUT,
-            f"file://{rendezvous}/store",
+            rendezvous,
             dict(os.environ if environ is None else environ),
             max(1, (os.cpu_count() or 1) // world_size),
             sys.stdout.isatty(),
@@ -196,10 +200,15 @@ class _Failure(NamedTuple):
 
 @dataclass
 class _Rank:
-    """A rank as its caller sees it."""
+    """A rank as its caller sees it.
+
+    Attributes:
+        history: the file in which it notes what it calls (`history`).
+    """
 
     process: BaseProcess
     connection: Connection
+    history: BinaryIO
     finished: bool = False
     result: Any = None
     failure: _Failure | None = None
@@ -215,11 +224,13 @@ def _start(task: Task) -> list[_Rank]:
     ranks = []
     for rank in range(task.world_size):
         ours, theirs = context.Pipe()
+        notes = open(task.history_of(rank), "xb+", buffering=0)
+        notes.write(bytes(history.SIZE))
         process = context.Process(target=run_rank, args=(rank, task, theirs), name=f"rank {rank}")
         with _hidden_main():
             process.start()
         theirs.close()
-        ranks.append(_Rank(process, ours))
+        ranks.append(_Rank(process, ours, notes))
     return ranks
 
 
@@ -316,26 +327,43 @@ def _how_it_died(process: BaseProcess) -> str:
     return f"exit with status {code} before the function returned"
 
 
+def _lost_peer(failure: _Failure) -> bool:
+    return any(sign in failure.got for sign in LOST_PEER)
+
+
+def _is_consequence(failure: _Failure) -> bool:
+    """Whether a rank failed in a collective, be it because another had left."""
+    return _lost_peer(failure) or failure.got.startswith("CollectiveError: ")
+
+
 def _first_failure(ranks: list[_Rank]) -> RankError:
     """See Note [Which rank failed first]."""
     failed = [(number, rank.failure) for number, rank in enumerate(ranks) if rank.failure]
-    own = [(n, f) for n, f in failed if not any(sign in f.got for sign in LOST_PEER)]
+    own = [(n, f) for n, f in failed if not _lost_peer(f)]
     number, failure = (own or failed)[0]
     remedy = TRACEBACK_BELOW if failure.traceback else "Its standard error may say more."
     error = RankError(number, failure.got, failure.traceback, remedy, failure.reason)
     error.__cause__ = failure.exception
+    error.table = _describe_divergence(ranks, _ask_where(ranks))
     return error
 
 
-def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
+class _Stand(NamedTuple):
+    """Where a rank says that it stands: the collective that it waits in, or ""; and its stack."""
+
+    waiting: str
+    stack: str
+
+
+def _ask_where(ranks: list[_Rank]) -> dict[int, _Stand]:
     """Asks every rank that still runs where it stands (see `worker`, Note [Time runs out])."""
     running = [n for n, rank in enumerate(ranks) if not rank.finished and not rank.failure]
-    stands = {}
+    stands: dict[int, _Stand] = {}
     for number in running:
         try:
             ranks[number].connection.send("where")
         except OSError:
-            stands[number] = ("gone", "")
+            stands[number] = _Stand("gone", "")
     until = time.monotonic() + _ANSWER
     for number in running:
         rank = ranks[number]
@@ -345,18 +373,42 @@ def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
             except Exception:
                 break
             if "where" in heard:
-                stands[number] = heard["where"]
-        stands.setdefault(number, ("does not answer", ""))
-    in_python = [n for n in running if not stands[n][0]]
-    first = (in_python or running)[0]
-    places = "; ".join(f"rank {n} {stands[n][0] or 'in no collective'}" for n in running)
-    return RankError(
+                stands[number] = _Stand(*heard["where"])
+        stands.setdefault(number, _Stand(_SILENT, ""))
+    return stands
+
+
+def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
+    stands = _ask_where(ranks)
+    in_python = [n for n, stand in stands.items() if not stand.waiting]
+    first = (in_python or list(stands))[0]
+    places = "; ".join(f"rank {n} {stand.waiting or 'in no collective'}" for n, stand in stands.items())
+    error = RankError(
         first,
         f"no return within {timeout:g} s ({places})",
-        "\n".join(f"--- rank {n} ---\n{stands[n][1]}" for n in running),
+        "\n".join(f"--- rank {n} ---\n{stand.stack}" for n, stand in stands.items()),
         "Ranks that wait in a collective wait for one that does not come; see its stack below.",
         "late",
     )
+    error.table = _describe_divergence(ranks, stands)
+    return error
+
+
+def _describe_divergence(ranks: list[_Rank], stands: Mapping[int, _Stand]) -> str:
+    """What the ranks called last, side by side; "" if they agree."""
+    reports = []
+    for number, rank in enumerate(ranks):
+        calls = history.read(os.pread(rank.history.fileno(), history.SIZE, 0))
+        stand = stands.get(number, _Stand("", ""))
+        left, stack = _SILENT if stand.waiting == _SILENT else "", stand.stack
+        if rank.failure is not None:
+            stack = rank.failure.traceback
+        if rank.finished:
+            left = "has returned"
+        elif rank.failure is not None and not _is_consequence(rank.failure):
+            left = f"{'raised' if stack else 'is gone:'} {' '.join(rank.failure.got.split())[:_LONGEST_GOT]}"
+        reports.append(Report(number, calls, left, place_in(stack)))
+    return describe_divergence(reports)
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -366,6 +418,7 @@ def _end(ranks: list[_Rank]) -> None:
             rank.process.kill()
     for rank in ranks:
         rank.connection.close()
+        rank.history.close()
         rank.process.join(10)
         if rank.process.is_alive():
             rank.process.kill()

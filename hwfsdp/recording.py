@@ -5,6 +5,21 @@
     print(log.summary())
 
 What each instrument sees, and why none of them is inside the code it watches: see `events`.
+
+Seen are the collectives of `torch.distributed` by whatever name Python calls them, object collectives as the collectives
+that they are made of, batches of sends and receives as their parts; functional collectives, which DTensors use; waiting
+for a work; every resizing of a storage; flat buffers as they are let go; forwards and backwards of sharded modules, those
+that checkpointing repeats too; steps of optimizers.
+
+Not seen is what does not pass through these doors. Collectives that C++ calls: DDP's, backwards of functional
+collectives, those inside a compiled graph. Collectives called on a process group itself, such as the messages of
+checkpoints. Within torch's coalescing manager a collective is seen when it is named, not when all are run. Waiting by
+other means than `Work.wait`: polling, futures, a host that waits for a device. Memory that is allocated as a new tensor,
+but for flat buffers, whose making their first copy-in shows: activations, gradients, results of casts; what the ledger
+watches of it is in the samples. The blocks of `shared_memory`, which have bookkeeping of their own; here every tensor in a
+block counts as memory of its own. What is put off until a reduction has ended (casting, adding to a gradient that is
+there, the copy of an offloaded one to the host) belongs to no event; the copy of offloaded shards to the device is part of
+the copy-in.
 """
 
 from __future__ import annotations
@@ -25,12 +40,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hwfsdp import events
-from hwfsdp.compat import storage_key
+from hwfsdp import events, history
+from hwfsdp.about import describe_run
 from hwfsdp.errors import StateError
-from hwfsdp.eventlog import EventLog
-from hwfsdp.events import Draft, HostMark, Recorder
-from hwfsdp.memory import Ledger
+from hwfsdp.clocks import RankClock, answer_with_time, measure_offset, pair_of, this_machine
+from hwfsdp.eventlog import EventLog, clocks_about
+from hwfsdp.events import Draft, Recorder
+from hwfsdp.functional import OWN_STREAM, replaced, tensors_in, watch_operators
+from hwfsdp.memory import Flats, Ledger
 
 
 class _Collective(NamedTuple):
@@ -65,21 +82,29 @@ _WATCHED = {
     "broadcast": _Collective("broadcast", "tensor", "tensor", "tensor"),
     "all_to_all_single": _Collective("all_to_all", "input", "output", "input"),
     "all_to_all": _Collective("all_to_all", "input_tensor_list", "output_tensor_list", "input_tensor_list"),
+    "all_gather_coalesced": _Collective(
+        "all_gather", "input_tensor_list", "output_tensor_lists", "output_tensor_lists"
+    ),
+    "all_reduce_coalesced": _Collective("all_reduce", "tensors", "tensors", "tensors"),
+    "reduce": _Collective("reduce", "tensor", "tensor", "tensor"),
+    "gather": _Collective("gather", "tensor", "gather_list", "tensor"),
+    "scatter": _Collective("scatter", "scatter_list", "tensor", "tensor"),
+    "barrier": _Collective("barrier", "", "", ""),
     "send": _Collective("send", "tensor", "", "tensor"),
     "isend": _Collective("send", "tensor", "", "tensor"),
     "recv": _Collective("recv", "", "tensor", "tensor"),
     "irecv": _Collective("recv", "", "tensor", "tensor"),
 }
 _IN_BATCHES = ("isend", "irecv")
-_OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # the others run where they are called: compute
 
 
 @contextmanager
-def record(rank: int | None = None) -> Iterator[EventLog]:
+def record(rank: int | None = None, ledger: Ledger | None = None) -> Iterator[EventLog]:
     """Records this process until the block ends; the log it yields is filled then.
 
     Args:
         rank: the rank to write into the events; by default that of the process group, 0 without one.
+        ledger: what watches memory; by default a new one.
 
     Raises:
         StateError: a recording is active already.
@@ -93,10 +118,12 @@ def record(rank: int | None = None) -> Iterator[EventLog]:
         )
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-    ledger, log = Ledger(), EventLog()
-    recorder = Recorder(rank, sample_memory=ledger.bytes_by_kind, visit=ledger.visit, watch=ledger.watch)
+    ledger, log = ledger or Ledger(), EventLog()
+    recorder = _recorder(rank, ledger)
     with ExitStack() as instruments:
         instruments.enter_context(_watch_collectives())
+        instruments.enter_context(watch_operators(recorder))
+        instruments.enter_context(_watch_works(recorder))
         instruments.enter_context(_watch_storages(recorder))
         instruments.enter_context(_watch_optimizers(recorder, ledger))
         instruments.callback(events.activate, None)
@@ -106,17 +133,61 @@ def record(rank: int | None = None) -> Iterator[EventLog]:
             yield log
         finally:
             found, samples = recorder.finish()
+            clock = RankClock(recorder.origin.us(), this_machine())
             log.events, log.samples = found, {rank: samples}
+            log.about = {**describe_run(recorder.visited), **clocks_about({rank: clock})}
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLog | None:
+    """The logs of all ranks of a group as one, on one axis of time; a collective.
+
+    Ranks on other machines than the group's first are asked for their time (`clocks.measure_offset`).
+
+    Args:
+        log: what this rank recorded. group: None: all ranks.
+
+    Returns:
+        The merged log on the group's first rank, None on the others.
+    """
+    with events.paused():
+        machines: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(machines, this_machine(), group=group)
+        own, ahead = dist.get_rank(group), dict[str, float]()
+        for peer in sorted({machines.index(machine) for machine in machines} - {0}):
+            if own in (0, peer):
+                with pair_of(0, peer, group) as pair:
+                    if own == 0:
+                        ahead[machines[peer]] = measure_offset(1, pair).us
+                    else:
+                        answer_with_time(0, pair)
+        logs: list[Any] = [None] * len(machines)
+        dist.gather_object(log, logs if own == 0 else None, group=group, group_dst=0)
+    if own != 0:
+        return None
+    for of_rank in logs:
+        clocks = {r: _as_seen_from(machines[0], ahead, clock) for r, clock in of_rank.clocks.items()}
+        of_rank.about = {**of_rank.about, **clocks_about(clocks)}
+    return EventLog.merge(logs)
+
+
+def _as_seen_from(machine: str, ahead: dict[str, float], clock: RankClock) -> RankClock:
+    """A rank's clock in the time of another machine, if that has measured how far it is ahead, in µs."""
+    if clock.machine not in ahead:
+        return clock
+    return RankClock(clock.origin_us - ahead[clock.machine], machine)
+
+
+def _recorder(rank: int, ledger: Ledger) -> Recorder:
+    return Recorder(
+        rank,
+        identify=ledger.identities.of,
+        book=ledger.resized,
+        sample_memory=ledger.sums,
+        visit=ledger.visit,
+        visit_params=ledger.visit_params,
+        watch=ledger.watch,
+        buffers=Flats(ledger.identities),
+    )
 
 
 @contextmanager
@@ -130,13 +201,13 @@ def _watch_collectives() -> Iterator[None]:
         for name, collective in _WATCHED.items():
             if hasattr(dist, name):
                 wrapper = _WatchedFunction(getattr(dist, name), collective)
-                patches.enter_context(_replaced(dist, name, wrapper))
+                patches.enter_context(replaced(dist, name, wrapper))
                 if name not in _IN_BATCHES:
-                    patches.enter_context(_replaced(distributed_c10d, name, wrapper))
+                    patches.enter_context(replaced(distributed_c10d, name, wrapper))
         batch = _watched_batch(distributed_c10d.batch_isend_irecv)
-        patches.enter_context(_replaced(dist, "batch_isend_irecv", batch))
-        patches.enter_context(_replaced(distributed_c10d, "batch_isend_irecv", batch))
-        patches.enter_context(_replaced(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__)))
+        patches.enter_context(replaced(dist, "batch_isend_irecv", batch))
+        patches.enter_context(replaced(distributed_c10d, "batch_isend_irecv", batch))
+        patches.enter_context(replaced(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__)))
         yield
 
 
@@ -148,7 +219,8 @@ class _WatchedFunction:
 
     def __init__(self, original: Callable[..., Any], collective: _Collective) -> None:
         self.original, self._collective = original, collective
-        self._signature = inspect.signature(original)
+        self._names = list(inspect.signature(original).parameters)
+        self._needed = {collective.whole} - {""}
         functools.update_wrapper(self, original)
 
     def __eq__(self, other: object) -> bool:
@@ -161,14 +233,18 @@ class _WatchedFunction:
         recorder = events.active()
         if recorder is None or recorder.inside_collective:  # one collective calls another
             return self.original(*args, **kwargs)
-        collective, arguments = self._collective, self._signature.bind(*args, **kwargs).arguments
+        collective, arguments = self._collective, {**dict(zip(self._names, args)), **kwargs}
+        if not self._needed <= arguments.keys():
+            return self.original(*args, **kwargs)  # it will say what is missing
         draft = _begin(collective, arguments, recorder)
         for name, kind in zip((collective.reads, collective.writes), collective.kinds, strict=True):
-            if kind and recorder.watch:
+            if kind and recorder.watch and isinstance(arguments.get(name), Tensor):
                 recorder.watch(arguments[name], kind)
         recorder.inside_collective = True
         try:
-            work = self.original(*args, **kwargs)
+            call = functools.partial(self.original, *args, **kwargs)
+            event = draft.event
+            work = history.watch(call, event.op, arguments.get("group"), event.dtype, event.bytes)
         finally:
             recorder.inside_collective = False
         _close_when_done(draft, work, recorder)
@@ -207,38 +283,51 @@ def _watched_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorder) -> Draft:
-    whole = _tensors(arguments[collective.whole])
-    stream = recorder.stream or (collective.op if collective.op in _OWN_STREAM else "compute")
+    whole = tensors_in(arguments.get(collective.whole))
+    stream = recorder.stream or (collective.op if collective.op in OWN_STREAM else "compute")
     return recorder.begin(
         collective.op,
         stream,
         follows_stream=True,
         dtype=str(whole[0].dtype).removeprefix("torch.") if whole else "",
         bytes=sum(t.numel() * t.element_size() for t in whole),
-        reads=tuple(storage_key(t) for t in _tensors(arguments.get(collective.reads))),
-        writes=tuple(storage_key(t) for t in _tensors(arguments.get(collective.writes))),
+        reads=tensors_in(arguments.get(collective.reads)),
+        writes=tensors_in(arguments.get(collective.writes)),
     )
-
-
-def _tensors(argument: Any) -> list[Tensor]:
-    if isinstance(argument, Tensor):
-        return [argument]
-    return [t for t in argument if isinstance(t, Tensor)] if isinstance(argument, list | tuple) else []
 
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
     """Ends the event with its work; a call that blocked the host until then was a wait of the host, too."""
     if isinstance(work, dist.Work):
+        if not recorder.stream:  # whoever called it waits by himself
+            recorder.in_flight[work] = draft
         try:
-            work.get_future().add_done_callback(lambda _: draft.close(HostMark()))
+            work.get_future().add_done_callback(lambda _: draft.close(draft.clock("compute")))
         except RuntimeError:  # a fake process group has works without futures
             draft.close()
         return
     draft.close()
-    if draft.event.stream != "compute":
-        wait = recorder.begin("wait", "compute", after=(draft.event.seq,), owner=draft.event.owner)
+    if draft.stream != "compute" and (recorder.host_runs_stream or not recorder.stream):
+        wait = recorder.begin("wait", "compute", after=(draft.seq,), owner=draft.owner)
         wait.begin = draft.begin
         wait.close()
+
+
+@contextmanager
+def _watch_works(recorder: Recorder) -> Iterator[None]:
+    """Sees the waiting for works that are not of a stream, which knows by itself what it waits for."""
+    original = dist.Work.wait
+
+    @functools.wraps(original)
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        draft = recorder.in_flight.get(work)
+        if draft is None or events.active() is not recorder:
+            return original(work, *args, **kwargs)
+        with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
+            return original(work, *args, **kwargs)
+
+    with replaced(dist.Work, "wait", wait):
+        yield
 
 
 @contextmanager
@@ -250,28 +339,34 @@ def _watch_storages(recorder: Recorder) -> Iterator[None]:
         before = storage.nbytes()
         result = original(storage, size)
         if size != before and events.active() is recorder:
-            op, key = ("alloc" if size > before else "free"), (storage_key(storage),)
-            recorder.instant(op, recorder.stream or "compute", bytes=abs(size - before), writes=key)
-            recorder.sample()
+            recorder.resized(storage, size - before, size)
         return result
 
-    with _replaced(torch.UntypedStorage, "resize_", resize_):
+    with replaced(torch.UntypedStorage, "resize_", resize_):
         yield
 
 
 @contextmanager
 def _watch_optimizers(recorder: Recorder, ledger: Ledger) -> Iterator[None]:
     running: list[Draft] = []
-    seen: set[int] = set()
+    seen: dict[int, list[int]] = {}  # by optimizer, ids of what its state held
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in seen:
-            seen.add(id(optimizer))
+            seen[id(optimizer)] = []
             _backdate_state(optimizer, recorder, ledger)
-        running.append(recorder.begin("optimizer", "compute", phase="optimizer", owner=""))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        draft = recorder.begin(
+            "optimizer", "compute", phase="optimizer", owner="", reads=grads, writes=params
+        )
+        running.append(draft)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        ledger.visit_state(optimizer.state.values())
+        held = [id(value) for state in optimizer.state.values() for value in state.values()]
+        if held != seen.get(id(optimizer)):
+            seen[id(optimizer)] = held
+            ledger.visit_state(optimizer.state.values())
         recorder.sample()
         running.pop().close()
         recorder.step += 1

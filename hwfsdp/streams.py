@@ -41,7 +41,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hwfsdp import events
+from hwfsdp import divergence, events, history
 from hwfsdp.errors import CollectiveError, UsageError
 from hwfsdp.events import HostMark, Mark
 
@@ -66,15 +66,18 @@ class StreamEvent(ABC):
 
     Attributes:
         stream: name of the stream.
-        after: the logged events that are over at this point, as far as they are not implied (see `events`).
+        after: seqs of the logged events that are over at this point, as far as they are not implied (see `events`).
     """
-
-    after: tuple[int, ...] = ()
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
-        if recorder := events.active():
-            self.after = recorder.over_on(stream)
+        self._recorder = recorder = events.active()
+        self._after = recorder.over_on(stream) if recorder else ()
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Those of the recording in progress; what an earlier one logged has other numbers."""
+        return self._after if self._recorder is events.active() else ()
 
     @property
     def is_over(self) -> bool:
@@ -88,7 +91,15 @@ class StreamEvent(ABC):
 
 
 class Stream(ABC):
-    """A queue of work that runs in order, possibly beside other streams."""
+    """A queue of work that runs in order, possibly beside other streams.
+
+    Attributes:
+        clock: times what runs here, and on the other streams of the set; None: whatever clock counts around it.
+        host_runs_it: whether what was called here, and returned, is over.
+    """
+
+    clock: events.Clock | None = None
+    host_runs_it = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -97,8 +108,10 @@ class Stream(ABC):
         """What is issued here from now on runs after `event`. None, or an event of this stream: no effect."""
         if event is None or event.stream == self.name:
             return
-        if self.name == "compute":
-            with events.span("wait", self.name, after=event.after):
+        if events.active() is None:
+            self._wait(event)
+        elif self.name == "compute":
+            with events.timed_by(self.clock), events.span("wait", self.name, after=event.after):
                 self._wait(event)
         else:
             self._wait(event)
@@ -115,12 +128,14 @@ class Stream(ABC):
 
     @contextmanager
     def _run_recorded(self, recorder: events.Recorder) -> Iterator[None]:
-        outer, recorder.stream = recorder.stream, self.name
+        outer = recorder.stream, recorder.clock, recorder.host_runs_stream
+        recorder.stream, recorder.host_runs_stream = self.name, self.host_runs_it
+        recorder.clock = self.clock or recorder.clock
         try:
             with self._current():
                 yield
         finally:
-            recorder.stream = outer
+            recorder.stream, recorder.clock, recorder.host_runs_stream = outer
 
     @abstractmethod
     def record(self) -> StreamEvent:
@@ -147,7 +162,12 @@ class Stream(ABC):
         self.settle()
 
     def wait_for_device_event(self, event: torch.Event) -> None:
-        """As `wait`, for an event that the user recorded; without a device there is nothing to wait for."""
+        """As `wait`, for an event that the user recorded; without a device there is nothing to wait for.
+
+        Nobody knows after what the user recorded it. The log takes it for the end of what compute has done so far.
+        """
+        if recorder := events.active():
+            recorder.ordered_after(self.name, *recorder.over_on("compute"))
 
     def over(self, native: Any) -> Stream:
         """A stream of this one's kind and name over a device's own stream object; without a device, this one."""
@@ -166,15 +186,29 @@ class StreamSet:
     Attributes:
         compute: forward, backward and optimizer; the stream that is current when FSDP is called.
         copy: packs what is gathered next. all_gather, reduce_scatter, all_reduce: one per kind of traffic.
+        clock: times what runs on them (`events`, Note [Clocks]).
+
+    Args:
+        read_clock: the clock. read_host: the host's time on the same axis, for what is sampled.
     """
 
-    def __init__(self, make_stream: Callable[[str], Stream], read_clock: Callable[[str], Mark]) -> None:
-        self.compute = make_stream("compute")
-        self.copy = make_stream("copy")
-        self.all_gather = make_stream("all_gather")
-        self.reduce_scatter = make_stream("reduce_scatter")
-        self.all_reduce = make_stream("all_reduce")
-        events.use_clock(read_clock)
+    def __init__(
+        self,
+        make_stream: Callable[[str], Stream],
+        read_clock: events.Clock,
+        read_host: Callable[[], Mark] = HostMark,
+    ) -> None:
+        self.clock = read_clock
+        self.compute = self._timed(make_stream("compute"))
+        self.copy = self._timed(make_stream("copy"))
+        self.all_gather = self._timed(make_stream("all_gather"))
+        self.reduce_scatter = self._timed(make_stream("reduce_scatter"))
+        self.all_reduce = self._timed(make_stream("all_reduce"))
+        events.use_clock(read_clock, read_host)
+
+    def _timed(self, stream: Stream) -> Stream:
+        stream.clock = self.clock
+        return stream
 
 
 # --- CPU ---------------------------------------------------------------------------------------------------
@@ -215,6 +249,8 @@ class _Entry:
 
 class HostStream(Stream):
     """A queue of works in flight and of functions to run once they ended."""
+
+    host_runs_it = True
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -332,9 +368,26 @@ def run_named(call: Callable[[], Any], name: str, owner: str) -> Any:
     try:
         return call()
     except RuntimeError as error:
-        raise CollectiveError(name, owner, dist.get_rank(), error) from error
+        raise _collective_error(name, owner, error) from error
     finally:
         pending_collective = ""
+
+
+def _collective_error(name: str, owner: str, cause: RuntimeError) -> CollectiveError:
+    """With a table of what all ranks called last, if they have to find that out themselves (`history.exchange`)."""
+    error = CollectiveError(name, owner, dist.get_rank(), cause)
+    told = history.exchange()
+    error.table = divergence.describe_divergence(
+        [
+            (
+                divergence.Report(rank, said.calls, place=divergence.place_in(said.stack))
+                if said
+                else divergence.Report(rank, None)
+            )
+            for rank, said in told.items()
+        ]
+    )
+    return error
 
 
 # --- Accelerators ------------------------------------------------------------------------------------------
@@ -348,19 +401,46 @@ class DeviceEvent(StreamEvent):
         self.event = event
 
 
-class DeviceMark:
-    """A point in a device stream's time, read without stopping the device.
+class _Tie:
+    """Ties the device's clock to the host's, when it is first asked: both are read while the device is idle.
 
-    The device's clock and the host's are tied together by one mark per recording, taken when both are idle.
+    That is when a recording is over, so that recording never stops the device, and soon after what is to be timed, for
+    the two clocks drift apart. All marks made between two ties share one.
     """
 
-    def __init__(self, origin: tuple[torch.Event, float], event: torch.Event) -> None:
-        self._origin, self._event = origin, event
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._event: torch.Event | None = None
+        self._host_us = 0.0
+
+    def us(self, event: torch.Event) -> float:
+        """Host time, in µs, at which the device came to this event."""
+        if self._event is None:
+            _ties.pop(self._device_type, None)
+            module: Any = torch.get_device_module(self._device_type)
+            module.synchronize()
+            self._event = module.Event(enable_timing=True)
+            self._event.record()
+            module.synchronize()
+            self._host_us = HostMark().us()
+        return float(self._host_us - event.elapsed_time(self._event) * 1e3)
+
+
+_ties: dict[str, _Tie] = {}  # by device type: for the marks made now
+
+
+class DeviceMark:
+    """A point in a device stream's time, read without stopping the device."""
+
+    __slots__ = ("_tie", "_event")
+
+    def __init__(self, device_type: str, stream: Any) -> None:
+        self._tie = _ties.setdefault(device_type, _Tie(device_type))
+        self._event = torch.get_device_module(device_type).Event(enable_timing=True)
+        self._event.record(stream)
 
     def us(self) -> float:
-        self._event.synchronize()
-        origin, host_us = self._origin
-        return float(host_us + origin.elapsed_time(self._event) * 1e3)
+        return self._tie.us(self._event)
 
 
 class DeviceStream(Stream):
@@ -387,7 +467,14 @@ class DeviceStream(Stream):
         function()
 
     def over(self, native: Any) -> Stream:
-        return DeviceStream(self.name, native.device.type, native)
+        found = DeviceStream(self.name, native.device.type, native)
+        around = self.clock
+        found.clock = lambda name: found.mark() if name == found.name or around is None else around(name)
+        return found
+
+    def mark(self) -> DeviceMark:
+        """What has been issued here so far."""
+        return DeviceMark(self.native.device.type, self.native)
 
     def synchronize(self) -> None:
         self.native.synchronize()
@@ -404,36 +491,40 @@ class DeviceStream(Stream):
 
 
 def _device_streams(device_type: str) -> StreamSet:
-    module: Any = torch.get_device_module(device_type)
-    module.synchronize()
-    start = module.Event(enable_timing=True)
-    start.record()
-    module.synchronize()
-    origin = (start, HostMark().us())
     made: dict[str, DeviceStream] = {}
 
     def make(name: str) -> Stream:
-        return made.setdefault(name, DeviceStream(name, device_type))
+        made[name] = DeviceStream(name, device_type)
+        return made[name]
 
-    def read_clock(name: str) -> Mark:
-        event = module.Event(enable_timing=True)
-        event.record(made[name].native)
-        return DeviceMark(origin, event)
-
-    return StreamSet(make, read_clock)
+    return StreamSet(make, lambda name: made[name].mark())
 
 
 # --- Choice of backend -------------------------------------------------------------------------------------
 
 
 _backends: dict[str, Callable[[], StreamSet]] = {
-    "cpu": lambda: StreamSet(HostStream, lambda name: HostMark()),
+    "cpu": lambda: StreamSet(HostStream, events.host_clock),
 }
 
 
 def register_backend(device_type: str, make: Callable[[], StreamSet]) -> None:
     """`streams_for(device_type)` calls `make` from now on."""
     _backends[device_type] = make
+
+
+@contextmanager
+def backend(device_type: str, make: Callable[[], StreamSet]) -> Iterator[None]:
+    """`register_backend` for the time of the block; afterwards what was there before is there again."""
+    before = _backends.get(device_type)
+    register_backend(device_type, make)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _backends[device_type]
+        else:
+            register_backend(device_type, before)
 
 
 def streams_for(device_type: str) -> StreamSet:

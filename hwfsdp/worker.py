@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from hwfsdp import compat, streams
+from hwfsdp import compat, history, streams
 from hwfsdp.errors import CollectiveError, UsageError
 
 stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
@@ -33,16 +33,28 @@ stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is told."""
+    """What every rank is told.
+
+    Attributes:
+        folder: where the ranks meet, and where the files of their histories are.
+    """
 
     call: bytes
     world_size: int
     device: str
     collective_timeout: float
-    init_method: str
+    folder: str
     environ: dict[str, str]
     threads: int
     isatty: bool
+
+    @property
+    def init_method(self) -> str:
+        return f"file://{self.folder}/store"
+
+    def history_of(self, rank: int) -> str:
+        """The file that the rank writes its history to; the caller has made it."""
+        return f"{self.folder}/history-{rank}"
 
 
 class _Relay(io.TextIOBase):
@@ -92,6 +104,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     threading.Thread(target=_listen, args=(connection, send, main_thread), daemon=True).start()
     os.environ.clear()
     os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
+    os.environ[history.PATH] = task.history_of(rank)
     setattr(sys, "stdout", _Relay(send, task.isatty))
     torch.set_num_threads(task.threads)
     try:
@@ -117,7 +130,7 @@ def finish_saves() -> None:
 
 def _described(error: BaseException) -> str:
     if isinstance(error, CollectiveError):
-        return f"CollectiveError: {error}"
+        return f"CollectiveError: {str(error).splitlines()[0]}"
     return "".join(traceback.format_exception_only(error)).strip()
 
 

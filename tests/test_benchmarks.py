@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, scaling, startup, steps
+from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, recording, scaling, startup, steps
 from benchmarks import __main__ as program
 from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build, own_adamw
 from benchmarks.limit import TRANSPORTS, block_numels
@@ -29,6 +29,7 @@ def records() -> list[Record]:
             *steps.run([2], [SMALLEST], 1),
             *scaling.run(1, POINTS),
             *overhead.run(1, [2]),
+            *recording.run(1),
             *peak.run([SMALLEST]),
             *gpu.run("cpu", 1, world_size=2),
             *profile.run([SMALLEST], 1),
@@ -83,6 +84,14 @@ def test_points_of_an_axis_differ_in_nothing_else(axis, count):
 def test_overhead_is_what_goes_beyond_the_unsharded_step():
     samples = {"fwd+bwd": {HWFSDP: [1.5], FSDP2: [3.0], UNSHARDED: [1.0]}}
     assert overhead.overheads(samples) == {HWFSDP: [500.0], FSDP2: [2000.0]}
+
+
+def test_recording_is_timed_beside_not_recording(records):
+    found = {record.case["kind"]: record for record in of_part(records, "recording")}
+    assert set(found) == {recording.STEP, recording.PROCESSOR, recording.AROUND}
+    for kind, record in found.items():
+        assert set(record.values) == {recording.RECORDED, recording.PLAIN}
+        assert list(record.checks) == ([] if kind == recording.AROUND else ["recorded / not recorded"])
 
 
 def test_whole_parameters_peak_at_the_closed_form(records):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwfsdp import UsageError
-from hwfsdp.eventlog import EventLog, Interval, intersect, length, subtract, union
+from hwfsdp.clocks import RankClock
+from hwfsdp.eventlog import EventLog, Interval, clocks_about, intersect, length, subtract, union
 from hwfsdp.events import OPS, STREAMS, Event, Sample
 
 
@@ -120,6 +121,17 @@ def test_a_summary_of_a_step_known_by_heart() -> None:
         "overlap_fraction": pytest.approx(23 / 35),
         "peak_unsharded_bytes": 7,
         "peak_bytes_by_kind": {"unsharded_param": 7, "x": 2},
+        "by_rank": {
+            0: {
+                "step_us": 50,
+                "exposed_comm_us": 12,
+                "overlap_fraction": pytest.approx(23 / 35),
+                "peak_bytes_by_kind": {"unsharded_param": 7, "x": 2},
+            }
+        },
+        "skew_us": 0.0,
+        "skew_max_us": 0.0,
+        "slowest_rank": None,
     }
 
 
@@ -194,12 +206,79 @@ def test_several_ranks_give_the_mean_of_times_the_maximum_of_memory_and_the_byte
         "overlap_fraction": 0.5,
         "peak_unsharded_bytes": 9,
         "peak_bytes_by_kind": {"unsharded_param": 9},
+        "by_rank": {
+            rank: {
+                "step_us": step,
+                "exposed_comm_us": exposed,
+                "overlap_fraction": overlap,
+                "peak_bytes_by_kind": {"unsharded_param": peak},
+            }
+            for rank, step, exposed, overlap, peak in ((0, 10, 0, 1.0, 5), (1, 30, 10, 0.0, 9))
+        },
+        "skew_us": 0.0,
+        "skew_max_us": 0.0,
+        "slowest_rank": None,
     }
+
+
+def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
+    return events_of(rank, *(("all_gather", "all_gather", t, t + 1, {"owner": owner}) for t in begins))
+
+
+def test_skew_is_how_far_ranks_come_apart_at_the_same_collective_and_names_who_is_late() -> None:
+    summary = EventLog([*gathers(0, 0, 10, 20), *gathers(1, 3, 10, 29), *gathers(2, 1, 4, 20)]).summary()
+    assert (summary["skew_us"], summary["skew_max_us"]) == ((3 + 6 + 9) / 3, 9)
+    assert summary["slowest_rank"] == 1
+
+
+def test_collectives_that_only_one_rank_has_are_no_skew() -> None:
+    summary = EventLog([*gathers(0, 0, 50), *gathers(1, 2), *gathers(2, 90, owner="b")]).summary()
+    assert (summary["skew_us"], summary["slowest_rank"]) == (2, 1)
+
+
+# --- One axis ----------------------------------------------------------------------------------------------
+
+
+def clocked(rank: int, origin: float, machine: str = "here") -> EventLog:
+    """One gather 5 µs after the beginning, and a sample."""
+    clocks = clocks_about({rank: RankClock(origin, machine)})
+    return EventLog(gathers(rank, 5), {rank: [Sample(6, {"x": 1})]}, {"torch": "2", **clocks})
+
+
+def test_ranks_of_one_machine_are_put_on_one_axis_that_begins_with_the_first() -> None:
+    merged = EventLog.merge([clocked(0, 1030.0), clocked(1, 1000.0)])
+    assert [(e.rank, e.start_us, e.dur_us) for e in merged.events] == [(0, 35, 1), (1, 5, 1)]
+    assert [merged.samples[rank][0].us for rank in (0, 1)] == [36, 6]
+    assert set(merged.clocks.values()) == {RankClock(1000.0, "here")}
+    assert merged.about["torch"] == "2"
+    assert merged.summary()["skew_us"] == 30
+
+
+def test_merging_again_moves_nothing() -> None:
+    once = EventLog.merge([clocked(0, 1030.0), clocked(1, 1000.0)])
+    assert EventLog.merge([once]) == once
+    assert EventLog.merge([once.of_rank(1), once.of_rank(0)]) == once
+    later = EventLog.merge([once, clocked(2, 990.0)])
+    assert [e.start_us for e in later.events] == [45, 15, 5]
+
+
+def test_ranks_of_machines_that_were_not_compared_keep_their_own_time_and_have_no_skew() -> None:
+    merged = EventLog.merge([clocked(0, 1030.0), clocked(1, 7.0, "there")])
+    assert [e.start_us for e in merged.events] == [5, 5]
+    assert merged.clocks == {0: RankClock(1030.0, "here"), 1: RankClock(7.0, "there")}
+    assert merged.summary()["skew_us"] is None
+
+
+def test_the_axis_survives_the_file(tmp_path: Path) -> None:
+    for log in (clocked(0, 1030.0), clocked(1, 1000.0)):
+        log.save(tmp_path / f"{log.ranks[0]}.json")
+    loaded = EventLog.merge(EventLog.load(tmp_path / f"{rank}.json") for rank in (0, 1))
+    assert loaded == EventLog.merge([clocked(0, 1030.0), clocked(1, 1000.0)])
 
 
 def test_an_empty_log_has_a_summary_of_zeros() -> None:
     summary = EventLog().summary()
-    assert not any(summary.values())
+    assert not any(value for value in summary.values())
     assert set(summary) == set(EventLog(events_of(0, *STEP)).summary())
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp import fully_shard, launch
-from hwfsdp.memory import KINDS, Ledger
+from hwfsdp.memory import KINDS, Identities, Ledger
 from hwfsdp.sharding import padded_local_numel
 
 
@@ -180,3 +180,43 @@ def test_a_dtensor_counts_its_local_part_with_the_padding_that_belongs_to_it() -
         assert counted["sharded"] == counted["resharded"] == {"sharded_param": shard}
         assert counted["unsharded"] == {"sharded_param": shard, "unsharded_param": 2 * shard}
         assert counted["after a backward"] == {"sharded_param": shard, "sharded_grad": shard}
+
+
+def test_the_sums_that_are_kept_are_those_that_are_read() -> None:
+    """Given storages that are watched, resized and let go in any order, and one that another kind takes over."""
+    ledger, tensors = Ledger(), [floats(n) for n in (3, 5, 7, 9)]
+    for tensor, kind in zip(tensors, KINDS, strict=False):
+        ledger.watch(tensor, kind)
+        assert ledger.sums() == ledger.bytes_by_kind()
+    for number, nbytes in ((1, 0), (2, 8), (1, 400), (1, 0)):
+        storage = tensors[number].untyped_storage()
+        storage.resize_(nbytes)
+        ledger.resized(storage, nbytes)
+        assert ledger.sums()[KINDS[number]] == nbytes
+    ledger.watch(tensors[0], "unsharded_grad")
+    del tensors[2], tensor, storage
+    gc.collect()
+    kept = ledger.sums()
+    assert kept == ledger.bytes_by_kind()
+    assert {kind: n for kind, n in kept.items() if n} == {"unsharded_grad": 12, KINDS[3]: 36}
+
+
+def test_a_storage_resized_behind_the_ledgers_back_is_noticed_when_it_is_watched_again_or_read() -> None:
+    ledger, tensor = Ledger(), floats(10)
+    ledger.watch(tensor, "sharded_param")
+    tensor.untyped_storage().resize_(80)
+    assert ledger.sums()["sharded_param"] == 40
+    ledger.watch(tensor, "sharded_param")
+    assert ledger.sums()["sharded_param"] == 80
+    tensor.untyped_storage().resize_(0)
+    assert ledger.bytes_by_kind()["sharded_param"] == ledger.sums()["sharded_param"] == 0
+
+
+def test_a_number_belongs_to_one_storage_while_its_address_may_go_to_another() -> None:
+    identities, given = Identities(), set()
+    for _ in range(50):
+        tensor = floats(10)
+        assert identities.of([tensor, tensor[2:], tensor.untyped_storage()]) == identities.of([tensor.data])
+        given |= set(identities.of([tensor]))
+        del tensor
+    assert given == set(range(1, 51))

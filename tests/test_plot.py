@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
@@ -19,69 +17,22 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from hwfsdp import Event, EventLog, UsageError
+from figures import (
+    MIB,
+    assert_texts_are_apart_and_on_the_sheet,
+    event,
+    legend_of,
+    luma,
+    texts,
+    training_log,
+)
+from hwfsdp import EventLog, UsageError, plot
 from hwfsdp.events import OPS, Sample
 from hwfsdp.memory import KINDS
-from hwfsdp.plot import loss, memory, style, timeline
+from hwfsdp.plot import lanes, style
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.plot.timeline import plot_timeline
-
-MIB = 2**20
-
-
-def event(seq: int, op: str, stream: str, start: float, end: float, **details: Any) -> Event:
-    details = {"rank": 0, "owner": "blocks.0", **details}
-    return Event(seq=seq, op=op, stream=stream, start_us=start, dur_us=end - start, **details)
-
-
-def training_log(ranks: int, groups: int, steps: int = 2) -> EventLog:
-    """A schedule as regular as no run is: each group gathers, computes and scatters, 1 ms each."""
-    return EventLog([e for rank in range(ranks) for e in _events_of(rank, groups, steps)])
-
-
-def _events_of(rank: int, groups: int, steps: int) -> list[Event]:
-    found: list[Event] = []
-
-    def add(op: str, stream: str, start: float, end: float, **details: Any) -> int:
-        found.append(event(len(found), op, stream, start, end, rank=rank, **details))
-        return len(found) - 1
-
-    for step in range(steps):
-        for half, op in enumerate(("forward", "backward")):
-            first = (2 * step + half) * (groups + 1) * 2000.0
-            add(op, "compute", first, first + groups * 2000.0, owner="GPT", step=step)
-            for group in range(groups):
-                begin, details = first + group * 2000.0, {
-                    "owner": f"transformer.blocks.{group}",
-                    "step": step,
-                }
-                copied = add("copy_in", "copy", begin, begin + 100, **details)
-                gathered = add(
-                    "all_gather", "all_gather", begin + 100, begin + 900, after=(copied,), **details
-                )
-                add("wait", "compute", begin + 200, begin + 900, after=(gathered,), **details)
-                add("alloc", "compute", begin + 910, begin + 910, bytes=64, **details)
-                add("copy_out", "compute", begin + 920, begin + 1000, **details)
-                done = add(op, "compute", begin + 1000, begin + 1900, **details)
-                if op == "backward":
-                    add(
-                        "reduce_scatter",
-                        "reduce_scatter",
-                        begin + 1900,
-                        begin + 2500,
-                        after=(done,),
-                        **details,
-                    )
-        add(
-            "optimizer",
-            "compute",
-            first + groups * 2000.0 + 600,
-            first + groups * 2000 + 1500,
-            owner="",
-            step=step,
-        )
-    return found
 
 
 def bars(figure: Figure) -> dict[tuple[int, int], Rectangle]:
@@ -99,71 +50,14 @@ def arrows(figure: Figure) -> list[FancyArrowPatch]:
     return [p for axes in figure.axes for p in axes.patches if isinstance(p, FancyArrowPatch)]
 
 
-class Box(NamedTuple):
-    """A rectangle, in pixels."""
-
-    x0: float
-    y0: float
-    x1: float
-    y1: float
-
-    def touches(self, other: Box) -> bool:
-        """Whether the two share more than an edge of one pixel."""
-        wide = min(self.x1, other.x1) - max(self.x0, other.x0)
-        high = min(self.y1, other.y1) - max(self.y0, other.y0)
-        return wide > 1.0 and high > 1.0
-
-
-def texts(figure: Figure) -> list[tuple[str, Box]]:
-    """Every text that is seen, with the rectangle that it fills."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    hidden = {id(label) for axes in figure.axes for label in _labels_out_of_sight(axes)}
-    seen = [t for t in figure.findobj(Text) if isinstance(t, Text) and id(t) not in hidden]
-    return [
-        (t.get_text(), Box(*Text.get_window_extent(t, renderer).extents.tolist()))
-        for t in seen
-        if t.get_visible() and t.get_text().strip()
-    ]
-
-
-def _labels_out_of_sight(axes: Axes) -> Iterator[Text]:
-    """Ticks beyond the limits of their axis exist, but are not drawn."""
-    for axis in (axes.xaxis, axes.yaxis):
-        low, high = sorted(axis.get_view_interval())
-        for tick in axis.get_major_ticks():
-            if not low <= tick.get_loc() <= high:
-                yield from (tick.label1, tick.label2)
-
-
-def assert_texts_are_apart_and_on_the_sheet(figure: Figure) -> None:
-    found, sheet = texts(figure), Box(*figure.bbox.extents.tolist())
-    for (first, here), (second, there) in combinations(found, 2):
-        assert not here.touches(there), f"{first!r} lies on {second!r}"
-    for text, place in found:
-        assert sheet.x0 <= place.x0 and place.x1 <= sheet.x1, f"{text!r} is cut off"
-        assert sheet.y0 <= place.y0 and place.y1 <= sheet.y1, f"{text!r} is cut off"
-
-
-def legend_of(figure: Figure) -> list[str]:
-    [legend] = figure.legends or [axes.get_legend() for axes in figure.axes]
-    return [text.get_text() for text in legend.get_texts()]
-
-
-def luma(color: Any) -> float:
-    red, green, blue = to_rgb(color)
-    return 0.299 * red + 0.587 * green + 0.114 * blue
-
-
 # All pictures
 
 
-@pytest.mark.parametrize("module", [loss, memory, style, timeline])
-def test_no_picture_touches_the_global_state_of_pyplot(module: Any) -> None:
-    tree = ast.parse(Path(module.__file__).read_text())
+@pytest.mark.parametrize("path", sorted(Path(plot.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_no_picture_touches_the_global_state_of_pyplot(path: Path) -> None:
+    tree = ast.parse(path.read_text())
     imported = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert imported and not any("pyplot" in line for line in imported)
+    assert not any("pyplot" in line for line in imported)
 
 
 # style
@@ -413,11 +307,11 @@ def test_an_arrow_leads_from_what_was_waited_for_to_where_the_other_went_on() ->
 
 
 def test_arrows_that_would_hide_the_bars_are_counted_instead() -> None:
-    groups = timeline.MAX_ARROWS // 2
+    groups = lanes.MAX_ARROWS // 2
     log = training_log(ranks=1, groups=groups, steps=1)
     figure = plot_timeline(log)
     edges = sum(len(e.after) for e in log.events)
-    assert edges > timeline.MAX_ARROWS
+    assert edges > lanes.MAX_ARROWS
     assert not arrows(figure)
     assert legend_of(figure)[-1] == f"({edges} dependencies not drawn: too many)"
 

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d, irecv, isend
 from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import hwfsdp
 from hwfsdp import Event, EventLog, StateError, events, launch, record
+from hwfsdp.compat import functional_operators
 from models import Stem, stem
 from oracles import Library, objective, ours, theirs, wrap
 
@@ -145,10 +148,164 @@ def test_a_call_that_blocked_the_host_is_a_wait_of_compute_as_well(name: str) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_asynchronous_call_is_no_wait(name: str) -> None:
+def test_an_asynchronous_call_is_waited_for_when_somebody_waits_for_its_work(name: str) -> None:
     for found in called():
         log = EventLog(found["torch.distributed", name, "keyword", True, torch.float32])
-        assert log.select("wait") == []
+        (event,), (wait,) = log.collectives(), log.select("wait")
+        assert (wait.stream, wait.after) == ("compute", (event.seq,))
+
+
+# --- The rest of them --------------------------------------------------------------------------------------
+
+
+def parts(n: int) -> list[Tensor]:
+    return list(torch.ones(2 * n).split(n))
+
+
+def on_first(value: Any) -> Any:
+    return value if dist.get_rank() == 0 else None
+
+
+RARE: dict[str, Callable[[], Any]] = {
+    "reduce": lambda: dist.reduce(torch.ones(N), 0),
+    "gather": lambda: dist.gather(torch.ones(N), on_first(parts(N)), 0),
+    "scatter": lambda: dist.scatter(torch.ones(N), on_first(parts(N)), 0),
+    "barrier": lambda: dist.barrier(),
+}
+
+
+@functools.cache
+def called_rarely() -> list[dict[str, EventLog]]:
+    def call_each() -> dict[str, EventLog]:
+        found = {}
+        for name, function in RARE.items():
+            with record() as log:
+                function()
+            found[name] = log
+        return found
+
+    return launch(call_each, 2, timeout=60)
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_collectives_that_training_seldom_calls_are_seen_alike_by_all_ranks(name: str) -> None:
+    for found in called_rarely():
+        (event,) = found[name].collectives()
+        assert (event.op, event.bytes) == (name, 0 if name == "barrier" else 4 * N)
+
+
+def test_object_collectives_are_seen_as_what_they_are_made_of() -> None:
+    def ops() -> dict[str, list[str]]:
+        found = {}
+        objects: list[Any] = [{"a": 1}, None]
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather_object": lambda: dist.all_gather_object(objects, "mine"),
+            "broadcast_object_list": lambda: dist.broadcast_object_list(objects, 0),
+            "gather_object": lambda: dist.gather_object("mine", on_first(objects), 0),
+        }
+        for name, call_it in calls.items():
+            with record() as log:
+                call_it()
+            found[name] = [e.op for e in log.collectives()]
+        return found
+
+    for found in launch(ops, 2, timeout=60):
+        assert found == {
+            "all_gather_object": ["all_gather", "all_gather"],
+            "broadcast_object_list": ["broadcast", "broadcast"],
+            "gather_object": ["all_gather", "gather"],
+        }
+
+
+FUNCTIONAL: dict[str, tuple[str, int, Callable[[Tensor], Any]]] = {  # op, blocks in the whole tensor, call
+    "all_reduce": ("all_reduce", 2, lambda x: funcol.all_reduce(x, "sum", [0, 1])),
+    "all_gather_tensor": ("all_gather", 4, lambda x: funcol.all_gather_tensor(x, 0, [0, 1])),
+    "reduce_scatter_tensor": (
+        "reduce_scatter",
+        2,
+        lambda x: funcol.reduce_scatter_tensor(x, "sum", 0, [0, 1]),
+    ),
+    "all_to_all_single": ("all_to_all", 2, lambda x: funcol.all_to_all_single(x, None, None, [0, 1])),
+    "broadcast": ("broadcast", 2, lambda x: funcol.broadcast(x, 0, [0, 1])),
+}
+
+
+@functools.cache
+def called_functionally() -> list[dict[str, tuple[EventLog, bool]]]:
+    def call_each() -> dict[str, tuple[EventLog, bool]]:
+        warnings.simplefilter("ignore")  # torch's, at the older names
+        found, x = {}, torch.arange(2.0 * N)
+        for name, (_, _, function) in FUNCTIONAL.items():
+            expected = function(x) + 0
+            with record() as log:
+                got = function(x) + 0
+            found[name] = log, bool(torch.equal(got, expected))
+        return found
+
+    return launch(call_each, 2, timeout=60)
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_collectives_are_seen_and_over_when_their_result_was_waited_for(name: str) -> None:
+    op, blocks_in_whole, _ = FUNCTIONAL[name]
+    for log, is_equal in (found[name] for found in called_functionally()):
+        (event,), (wait,) = log.collectives(), log.select("wait")
+        assert (event.op, event.dtype, event.bytes) == (op, "float32", blocks_in_whole * N * 4)
+        assert (wait.stream, wait.after) == ("compute", (event.seq,))
+        assert event.start_us < event.end_us <= wait.end_us
+        assert is_equal
+
+
+def test_the_collectives_of_dtensors_are_seen() -> None:
+    def redistribute() -> list[str]:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        with record() as log:
+            sharded = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+            sharded.full_tensor()
+            sharded.sum().full_tensor()
+        return [e.op for e in log.collectives()]
+
+    for ops in launch(redistribute, 2, timeout=60):
+        assert ops[-2:] == ["all_gather", "all_reduce"]
+
+
+def test_operators_are_as_before_when_a_recording_is_over() -> None:
+    before = [dict(vars(namespace)) for namespace in functional_operators()]
+    with record():
+        overload = torch.ops._c10d_functional.all_reduce.default
+    assert overload is torch.ops._c10d_functional.all_reduce.default
+    after = [dict(vars(namespace)) for namespace in functional_operators()]
+    for old, new in zip(before, after, strict=True):
+        assert all(new[name] is value for name, value in old.items())
+
+
+def test_memory_is_numbered_not_addressed_and_a_flat_buffer_that_is_let_go_is_freed() -> None:
+    """Given two backwards: the second adds its results to the gradients, so they are let go where they were made."""
+
+    def train_steps() -> EventLog:
+        model: Stem = wrap(stem(), ours)
+        with record() as log:
+            for seed in range(2):
+                objective(model(*model.inputs(4, seed))).backward()
+        return log
+
+    for log in launch(train_steps, 2, timeout=60):
+        let_go = [e for e in log.select("free") if e.bytes == 0]
+        assert {e.stream for e in let_go} == {"copy", "compute", "reduce_scatter"}
+        assert {e.owner for e in let_go} == {""}
+        gathered = {e.writes for e in log.select("all_gather")}
+        assert len(gathered) == len(log.select("all_gather"))  # each into a buffer of its own
+        assert {e.writes for e in let_go if e.stream == "copy"} <= gathered
+        numbers = {number for e in log.events for number in (*e.reads, *e.writes)}
+        assert numbers == set(range(1, len(numbers) + 1))
+
+
+def test_forwards_and_backwards_read_the_whole_parameters_that_copy_outs_wrote() -> None:
+    for logs in steps(2):
+        log = logs["ours"]
+        written = {e.owner: set(e.writes) for e in log.select("copy_out")}
+        for span in log.select("forward", "backward"):
+            assert set(span.reads) == written[span.owner]
 
 
 # --- Send and receive --------------------------------------------------------------------------------------

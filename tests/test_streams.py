@@ -32,6 +32,7 @@ NAMES = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
 def the_clock_and_backends_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """New streams set the clock; a test's must not stay."""
     monkeypatch.setattr(events, "_clock", events._clock)
+    monkeypatch.setattr(events, "_host_now", events._host_now)
     monkeypatch.setattr(streams, "_backends", dict(streams._backends))
 
 
@@ -408,6 +409,77 @@ def test_a_backend_that_registers_itself_is_used_from_then_on(diary: Diary) -> N
 def test_a_backend_may_replace_the_one_of_the_cpu(diary: Diary) -> None:
     register_backend("cpu", lambda: StreamSet(DiaryStream, lambda name: HostMark()))
     assert isinstance(streams_for("cpu").compute, DiaryStream)
+
+
+def pretended(us: float) -> StreamSet:
+    """Streams on which it is always the same time."""
+    return StreamSet(HostStream, lambda name: HostMark(us), lambda: HostMark(us))
+
+
+def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> None:
+    """Given two sets, of the same names: each one's events by its own clock, all others by that of the last one."""
+    recorder.origin = HostMark(0.0)
+    first, _ = pretended(3.0), pretended(8.0)
+    recorder.instant("optimizer", "compute")
+    with first.copy.run():
+        recorder.instant("copy_in", "copy")
+    with events.scope("forward", "a", first.clock):
+        recorder.instant("forward", "compute")
+        with events.owned_by("b"):
+            recorder.instant("copy_out", "compute")
+    first.compute.wait(first.all_gather.record())
+    times = {e.op: e.start_us for e in recorder.finish()[0]}
+    assert times == {"optimizer": 8.0, "copy_in": 3.0, "forward": 3.0, "copy_out": 3.0, "wait": 3.0}
+
+
+def test_an_event_ends_by_the_clock_that_it_began_by(recorder: Recorder) -> None:
+    recorder.origin = HostMark(0.0)
+    first, _ = pretended(3.0), pretended(8.0)
+    with events.scope("forward", "a", first.clock):
+        draft = recorder.begin("forward", "compute")
+    draft.close()
+    (event,) = recorder.finish()[0]
+    assert (event.start_us, event.end_us) == (3.0, 3.0)
+
+
+def test_samples_are_timed_by_the_host_of_the_last_set() -> None:
+    recorder = Recorder(rank=0, origin=HostMark(1.0), sample_memory=lambda: {"x": 1})
+    pretended(8.0)
+    recorder.sample()
+    assert [sample.us for sample in recorder.finish()[1]] == [7.0]
+
+
+def test_a_clock_set_in_a_block_that_keeps_it_is_gone_afterwards() -> None:
+    pretended(8.0)
+    with events.keeping_clock():
+        pretended(3.0)
+        assert Recorder(rank=0).mark("compute").us() == 3.0
+    assert Recorder(rank=0).mark("compute").us() == 8.0
+
+
+def test_what_an_earlier_recording_logged_is_waited_for_by_no_number_of_this_one(
+    gathers: HostStream, compute: HostStream
+) -> None:
+    earlier, later = Recorder(rank=0), Recorder(rank=0)
+    events.activate(earlier)
+    earlier.instant("all_gather", "all_gather")
+    done = gathers.record()
+    events.activate(later)
+    later.instant("copy_in", "copy")
+    compute.wait(done)
+    events.activate(None)
+    assert after(later) == {"copy_in on copy": (), "wait on compute": ()}
+    assert done.after == ()
+
+
+def test_an_event_of_the_user_is_taken_for_all_that_compute_has_done(
+    recorder: Recorder, compute: HostStream
+) -> None:
+    copies: Any = HostStream("copy")
+    recorder.instant("optimizer", "compute")
+    copies.wait_for_device_event(None)
+    recorder.instant("copy_in", "copy")
+    assert after(recorder)["copy_in on copy"] == (0,)
 
 
 @pytest.mark.parametrize("device_type", ["nowhere", "", "CPU"])

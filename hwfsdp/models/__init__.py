@@ -5,6 +5,6 @@ llama   Llama, in the sizes that the field compares itself on
 zoo     both by name
 """
 
-from hwfsdp.models.gpt import GPT as GPT
-from hwfsdp.models.gpt import GPTConfig as GPTConfig
-from hwfsdp.models.gpt import next_byte_loss as next_byte_loss
+from hwfsdp.models.gpt import GPT, GPTConfig, next_byte_loss
+
+__all__ = ["GPT", "GPTConfig", "next_byte_loss"]

@@ -2,7 +2,7 @@
 
 Tokens are bytes, so there is no tokenizer: text in, 256 logits per position out. The architecture is GPT-2's
 (Radford et al., 2019) with the normalization in front of each sublayer, and without biases and dropout. The
-embedding and the output layer have weights of their own.
+embedding and the output layer have weights of their own, unless they are tied.
 
 Shape legend: B batch, T positions, D model width, H heads, V vocabulary.
 """
@@ -20,13 +20,18 @@ from hwfsdp.errors import UsageError
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Size of a model: `layers` blocks of width `dim` with `heads` heads, for at most `seq_len` positions."""
+    """Size of a model: `layers` blocks of width `dim` with `heads` heads, for at most `seq_len` positions.
+
+    Attributes:
+        tied: whether the output layer is the embedding.
+    """
 
     dim: int = 128
     layers: int = 4
     heads: int = 4
     seq_len: int = 128
     vocab: int = 256
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if min(self.dim, self.layers, self.heads, self.seq_len, self.vocab) < 1 or self.dim % self.heads:
@@ -85,6 +90,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.tokens.weight
         self.apply(_initialize)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Models by name: what `explain` and `simulate` know without being given code.
 
 Sizes are those of the published configurations: GPT-2 (Radford et al., 2019), Llama 2 (arXiv:2307.09288, table 1 and the
-released `params.json`), Llama 3, 3.1 and 3.2 (arXiv:2407.21783, table 3, and the released configurations).
+released `params.json`), Llama 3, 3.1 and 3.2 (arXiv:2407.21783, table 3, and the released configurations). GPT-2 and Llama 3.2 tie their embedding
+to the output layer. Those called mpt are the shapes of MosaicML's published throughput (llm-foundry,
+scripts/train/benchmarking): a GPT without biases.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ Config = GPTConfig | LlamaConfig
 
 
 def _gpt2(dim: int, layers: int, heads: int) -> GPTConfig:
-    return GPTConfig(dim, layers, heads, seq_len=1024, vocab=50257)
+    return GPTConfig(dim, layers, heads, seq_len=1024, vocab=50257, tied=True)
+
+
+def _mpt(dim: int, layers: int, heads: int) -> GPTConfig:
+    return GPTConfig(dim, layers, heads, seq_len=2048, vocab=50368, tied=True)
 
 
 def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaConfig:
@@ -33,6 +39,12 @@ CONFIGS: dict[str, Config] = {
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
+    "mpt-1b": _mpt(2048, 24, 16),
+    "mpt-3b": _mpt(2560, 32, 20),
+    "mpt-7b": _mpt(4096, 32, 32),
+    "mpt-13b": _mpt(5120, 40, 40),
+    "mpt-30b": _mpt(7168, 48, 56),
+    "mpt-70b": _mpt(8192, 80, 64),
     "llama2-7b": _llama2(4096, 32, 32, 32, 11008),
     "llama2-13b": _llama2(5120, 40, 40, 40, 13824),
     "llama2-70b": _llama2(8192, 80, 64, 8, 28672),

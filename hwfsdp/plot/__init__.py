@@ -1,9 +1,32 @@
-"""Figures of a log, one module per picture.
+"""Figures of a log, of a layout, of a table: one module per picture.
 
-    style       what the pictures share: colors, hatches, units of bytes
-    loss        loss curves laid over each other
+    What all share
+    style       colors, hatches, units of bytes
+    sheet       places in inches, a head of title, text and keys, names that fit
+    choice      which events a picture is of
+    lanes       one rank's streams as a band
+
+    Of a log
     timeline    streams of every rank: what ran when, and what waited for what
+    comparison  two runs on one axis of time
+    overlap     compute, hidden and exposed communication of every rank
+    lifetimes   each parameter group: sharded, gathering, full, freed
     memory      bytes alive over time, by kind
+    traffic     bytes of each collective, against closed forms
+
+    Of layouts and models
+    grid        which part of each parameter each rank holds, and padding
+    meshmap     which ranks communicate with each other, on which nodes
+    cartoon     what ranks held before a collective and after it
+    parameters  the table of a model's parameters
+    states      memory of model states against the number of ranks
+
+    Of several runs
+    loss        loss curves laid over each other
+    scaling     speed, time, memory, exposed communication against the number of GPUs
+
+    gallery     one of every kind, for docs/pictures.md
+    lessons     the pictures of the exercises
 
 Every function returns a `matplotlib.figure.Figure` and does nothing else: no window opens, no file is
 written, no state of pyplot changes. `figure.savefig(path)` writes it; a notebook shows it when it is a

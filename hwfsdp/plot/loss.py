@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from hwfsdp.errors import UsageError
@@ -39,7 +40,7 @@ def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
         UsageError: there is no curve, or one without values.
     """
     _check(curves)
-    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
+    figure = Figure(figsize=(9.0, 5.0), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))
     axes = figure.add_subplot()
     labels = _labels(curves)
     for place, (name, curve) in enumerate(curves.items()):

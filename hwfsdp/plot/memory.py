@@ -23,7 +23,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import Sample
 from hwfsdp.memory import KINDS
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 _HEIGHT, _LEFT, _AXES_WIDTH, _AXES_HEIGHT, _BOTTOM = 5.2, 0.85, 7.6, 3.9, 0.6  # inches
 _COLUMN_GAP = 0.15
@@ -178,7 +178,8 @@ def _lines(expected: Mapping[str, int], stack: _Stack) -> list[_Line]:
     """Ascending; labels that would touch are moved apart."""
     points_per_byte = _AXES_POINTS / stack.top
     ascending = sorted(expected.items(), key=lambda item: item[1])
-    places = _apart([nbytes * points_per_byte for _, nbytes in ascending], _AXES_POINTS)
+    heights = [nbytes * points_per_byte for _, nbytes in ascending]
+    places = sheet.moved_apart(heights, _LINE_OF_TEXT, _AXES_POINTS)
     return [
         _Line(
             f"{name}: {style.format_bytes(nbytes)}",
@@ -212,18 +213,6 @@ def _draw_line(axes: Axes, line: _Line) -> None:
         arrowprops={"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0.0, 0.5)},
         annotation_clip=False,
     )
-
-
-def _apart(heights: Sequence[float], top: float) -> list[float]:
-    """The heights (ascending, in points), moved until they are a line apart and none is above `top`."""
-    moved: list[float] = []
-    for height in heights:
-        moved.append(max(height, moved[-1] + _LINE_OF_TEXT) if moved else height)
-    limit = top
-    for place in reversed(range(len(moved))):
-        moved[place] = min(moved[place], limit)
-        limit = moved[place] - _LINE_OF_TEXT
-    return moved
 
 
 def _legend_place(stack: _Stack, lines: Sequence[_Line]) -> tuple[float, float]:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
+from matplotlib.patheffects import withStroke
+from matplotlib.textpath import text_to_path
 
 BLACK, WHITE = "#000000", "#FFFFFF"
 ORANGE, SKY_BLUE, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
@@ -46,6 +47,10 @@ _LOOK_OF_OP = {
     "all_to_all": Look(YELLOW, "***"),
     "send": Look(YELLOW, "///"),
     "recv": Look(YELLOW, "\\\\\\"),
+    "reduce": Look(YELLOW, "+++"),
+    "gather": Look(YELLOW, "..."),
+    "scatter": Look(YELLOW, "xxx"),
+    "barrier": Look(YELLOW, "---"),
 }
 _LOOK_OF_KIND = {
     "sharded_param": Look(BLUE),
@@ -68,6 +73,11 @@ def look_of_kind(kind: str) -> Look:
     return _LOOK_OF_KIND.get(kind, _OTHER)
 
 
+def edge_of(look: Look) -> str:
+    """The color of a look's outline and hatch: dark on white, else a darker shade of its own."""
+    return GREYS[3] if look.color == WHITE else mixed(look.color, BLACK, 0.3)
+
+
 def mixed(color: str, other: str, share: float) -> str:
     """`color` with a share of `other` in it: 0.0 is `color`, 1.0 is `other`."""
     red, green, blue = (
@@ -87,7 +97,8 @@ def text_width(text: str, size: float) -> float:
     """Width in points of one line of text set in `size` points; needs no canvas."""
     if not text.strip():
         return 0.0
-    return float(TextPath((0.0, 0.0), text, prop=FontProperties(size=size)).get_extents().width)
+    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), False)
+    return float(width)
 
 
 class ByteUnit(NamedTuple):
@@ -121,6 +132,27 @@ def format_ms(us: float) -> str:
 def _three_digits(value: float) -> str:
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
+
+
+def draw_label(
+    axes: Axes,
+    at: tuple[float, float],
+    text: str,
+    face: str,
+    size: float = SMALL_SIZE,
+    hatched: bool = True,
+) -> None:
+    """Text in the middle of an area of color `face`; on a hatch it gets a rim of that color."""
+    axes.text(
+        *at,
+        text,
+        fontsize=size,
+        color=ink_on(face),
+        ha="center",
+        va="center_baseline",
+        zorder=4.0,
+        path_effects=[withStroke(linewidth=2.5, foreground=face)] if hatched else None,
+    )
 
 
 def open_frame(axes: Axes) -> None:

@@ -1,0 +1,150 @@
+"""What a log says about the run it is of: enough to compute what should have been moved.
+
+A log holds what happened. Whether that was right follows from shapes, dtypes and meshes, which no event shows. So a
+recording ends by writing them down, for the parameter groups that ran in it; the log carries them as plain JSON
+(`EventLog.about`), through its file too, and `read_about` gives them back as records.
+
+Left out: what tensor extensions gather, which is a form of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.version
+import torch.distributed as dist
+from torch import nn
+
+from hwfsdp.accounting import GroupSizes
+from hwfsdp.group import ParamGroup
+from hwfsdp.hooks import state_of
+from hwfsdp.param import FSDPParam
+
+
+@dataclass(frozen=True)
+class ParamAbout:
+    """One parameter.
+
+    Attributes:
+        fqn: its name. shape: as rows, the dimension that is cut first (`param`, Note [Rows]).
+        dtype: of the shard; gather_dtype, reduce_dtype: of what travels; *_itemsize: bytes of one element there.
+        trained: whether it gets a gradient.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    gather_dtype: str
+    gather_itemsize: int
+    reduce_dtype: str
+    reduce_itemsize: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class GroupAbout:
+    """One parameter group.
+
+    Attributes:
+        fqn: its name, the owner of its events.
+        shards, replicas: ranks that hold different rows, and ranks that hold the same.
+        gathered_again_from: of how many ranks the backward gathers it, 0 if it stays whole from the forward.
+    """
+
+    fqn: str
+    shards: int
+    replicas: int
+    gathered_again_from: int
+    params: tuple[ParamAbout, ...]
+
+    @property
+    def is_trained(self) -> bool:
+        return any(p.trained for p in self.params)
+
+    def sizes(self, trained_only: bool = False) -> list[GroupSizes]:
+        """The group for `accounting`: one entry for each pair of itemsizes in it."""
+        pairs = dict.fromkeys((p.gather_itemsize, p.reduce_itemsize) for p in self.params)
+        return [
+            GroupSizes(
+                [
+                    p.shape
+                    for p in self.params
+                    if (p.gather_itemsize, p.reduce_itemsize) == pair and (p.trained or not trained_only)
+                ],
+                *pair,
+                resharded_after_forward=self.gathered_again_from > 0,
+            )
+            for pair in pairs
+        ]
+
+
+@dataclass(frozen=True)
+class About:
+    """A run.
+
+    Attributes:
+        world_size: ranks of the process group; torch: its version; device: type of what computed.
+        groups: that ran during the recording, in the order of their first forward there.
+    """
+
+    world_size: int
+    torch: str
+    device: str
+    groups: tuple[GroupAbout, ...]
+
+
+def describe_run(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """What `EventLog.about` holds after a recording in which these modules ran: `About` as JSON-ready values."""
+    states = dict.fromkeys(state for module in modules if (state := state_of(module)) is not None)
+    groups = [group for state in states for group in state.groups]
+    device = groups[0].mesh.device.type if groups else "cpu"
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    about = About(world_size, torch.version.__version__, device, tuple(map(_about_group, groups)))
+    found: dict[str, Any] = json.loads(
+        json.dumps(asdict(about))
+    )  # lists for tuples, as they come back from a file
+    return found
+
+
+def _about_group(group: ParamGroup) -> GroupAbout:
+    again = group.reshard_mesh.size if group.reshard_mesh is not None and group.unshard_in_backward else 0
+    params = tuple(map(_about_param, group.params))
+    return GroupAbout(group.fqn, group.mesh.size, group.mesh.replicate.size, again, params)
+
+
+def _about_param(param: FSDPParam) -> ParamAbout:
+    gathered = param.dtypes.gathered
+    reduced = param.dtypes.reduce or gathered
+    return ParamAbout(
+        param.fqn,
+        tuple(param.rows),
+        _name(param.dtypes.orig),
+        _name(gathered),
+        gathered.itemsize,
+        _name(reduced),
+        reduced.itemsize,
+        param.sharded_param.requires_grad,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def read_about(about: Mapping[str, Any]) -> About | None:
+    """`EventLog.about` as records; None if it is empty, as for logs made by hand.
+
+    Raises:
+        KeyError, TypeError, ValueError: it was not written by `describe_run`.
+    """
+    if "groups" not in about:
+        return None
+    groups = []
+    for group in about["groups"]:
+        params = tuple(ParamAbout(**{**p, "shape": tuple(map(int, p["shape"]))}) for p in group["params"])
+        groups.append(GroupAbout(**{**group, "params": params}))
+    return About(int(about["world_size"]), str(about["torch"]), str(about["device"]), tuple(groups))

@@ -1,0 +1,261 @@
+"""A collective in one picture: the numbers that each rank held before, and those that it holds after.
+
+Cells are elements of real tensors. Before, a cell has the color of the rank that holds it. After, it has the colors of
+all ranks that its number comes from: one for a gathered element, all of them for a sum. Which chunk goes to whom, or
+came from whom, stands above. The picture checks its numbers: what is not the result of the collective is refused, so
+a drawing cannot show what did not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from hwfsdp.errors import UsageError
+from hwfsdp.plot import sheet, style
+
+MOST_RANKS, MOST_ELEMENTS = 7, 24
+
+_ROW, _NAMES, _ARROW, _CHUNK_GAP, _CHUNK_NAMES = 0.44, 0.75, 1.5, 0.14, 0.5  # inches
+_COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.VERMILION, style.BLUE)
+_HATCHES = (
+    "",
+    "///",
+    "...",
+    "\\\\\\",
+    "|||",
+    "xxx",
+    "ooo",
+)  # of the marks that say where a number comes from
+
+
+class _Side(NamedTuple):
+    """Before or after: the rows of the ranks, in chunks of so many elements, and which ranks each chunk comes from."""
+
+    rows: list[list[float]]
+    chunk: int
+    names: list[str]
+    sources: Callable[[int, int], Sequence[int]]  # (rank, chunk) → ranks
+
+
+def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Figure:
+    """A row per rank, twice: what it gave, and what it got.
+
+    Args:
+        op: "all_gather", "reduce_scatter" or "all_reduce".
+        before: by rank, the 1-D tensor that it gave; all of one length, of 24 elements at most (as `after`); for a
+            reduce-scatter a multiple of the number of ranks.
+        after: by rank, what it got.
+
+    Raises:
+        UsageError: another op, tensors of other shapes, more than 7 ranks, or `after` is not what the op makes of `before`.
+    """
+    reduction = _check(op, before, after)
+    ranks = len(before)
+    left, right = _sides(op, before, after)
+    values = {_text(value) for side in (left, right) for row in side.rows for value in row}
+    cell = max(0.4, sheet.column_of(values, style.TEXT_SIZE, 2.0) + 0.12)
+    widths = [_width(side, cell) for side in (left, right)]
+    full = 2 * sheet.MARGIN + _NAMES + sum(widths) + _ARROW
+    head = sheet.head(_title(op, ranks, reduction), _words(op, ranks), (), max(full, 6.0) - 2 * sheet.MARGIN)
+    height = ranks * _ROW + _CHUNK_NAMES
+    figure = sheet.new_figure(max(full, 6.0), head.height + height + sheet.MARGIN)
+    axes = sheet.axes_at(figure, sheet.MARGIN, sheet.MARGIN, full - 2 * sheet.MARGIN, height)
+    axes.axis("off")
+    axes.set_xlim(0.0, full - 2 * sheet.MARGIN)
+    axes.set_ylim(ranks * _ROW, -_CHUNK_NAMES)
+    for rank in range(ranks):
+        axes.text(
+            0.0,
+            (rank + 0.45) * _ROW,
+            f"rank {rank}",
+            fontsize=style.TEXT_SIZE,
+            va="center",
+            color=style.GREYS[3],
+        )
+    _draw_side(axes, _NAMES, left, cell, "before")
+    _draw_side(axes, _NAMES + widths[0] + _ARROW, right, cell, "after")
+    _draw_arrow(axes, _NAMES + widths[0], op, ranks)
+    head.draw(figure)
+    return figure
+
+
+def _check(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> str:
+    """Returns how numbers are reduced, "sum" or "mean"; "" for a gather."""
+    ranks, lengths = len(before), {tuple(t.shape) for t in before}
+    asked = f"plot_collective({op!r})"
+    if op not in ("all_gather", "reduce_scatter", "all_reduce"):
+        raise UsageError(
+            asked,
+            expected="all_gather, reduce_scatter or all_reduce",
+            got=repr(op),
+            remedy="Choose one of these.",
+        )
+    (length,) = next(iter(lengths)) if len(lengths) == 1 and len(next(iter(lengths))) == 1 else (0,)
+    fits = 0 < ranks <= MOST_RANKS and length and len(after) == ranks
+    longest = max((t.numel() for t in (*before, *after)), default=0)
+    if not fits or longest > MOST_ELEMENTS or (op == "reduce_scatter" and length % ranks):
+        raise UsageError(
+            asked,
+            expected=f"1-D tensors of one length, up to {MOST_ELEMENTS} elements, of 1 to {MOST_RANKS} ranks that divide them",
+            got=f"{[tuple(t.shape) for t in before]} before, {[tuple(t.shape) for t in after]} after",
+            remedy="Take small tensors: it is a picture.",
+        )
+    whole = torch.stack([t.detach().double().cpu() for t in before])
+    for reduction, result in (("sum", whole.sum(0)), ("mean", whole.mean(0))):
+        expected = list(whole.view(1, -1).expand(ranks, -1)) if op == "all_gather" else [result] * ranks
+        if op == "reduce_scatter":
+            expected = list(result.chunk(ranks))
+        if all(_equal(got, want) for got, want in zip(after, expected, strict=True)):
+            return "" if op == "all_gather" or ranks == 1 else reduction
+    rank = next(r for r, want in enumerate(expected) if not _equal(after[r], want))
+    raise UsageError(
+        asked,
+        expected=f"rank {rank} to hold {_list(expected[rank])}"
+        + (" or the sum" if op != "all_gather" else ""),
+        got=_list(after[rank]),
+        remedy="Pass what the ranks held before and after one and the same collective.",
+    )
+
+
+def _equal(got: Tensor, want: Tensor) -> bool:
+    got = got.detach().double().cpu()
+    return got.shape == want.shape and torch.allclose(got, want, rtol=1e-2, atol=1e-6, equal_nan=True)
+
+
+def _list(values: Tensor) -> str:
+    return "[" + ", ".join(map(_text, values.flatten().tolist())) + "]"
+
+
+def _sides(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[_Side, _Side]:
+    ranks, rows, results = range(len(before)), _rows(before), _rows(after)
+    length = len(rows[0])
+
+    def own(rank: int, chunk: int) -> Sequence[int]:
+        return (rank,)
+
+    def everybody(rank: int, chunk: int) -> Sequence[int]:
+        return ranks
+
+    if op == "all_gather":
+        names = [f"from {r}" for r in ranks]
+        return _Side(rows, length, [""], own), _Side(results, length, names, lambda _, chunk: (chunk,))
+    if op == "reduce_scatter":
+        chunk = length // len(ranks)
+        return _Side(rows, chunk, [f"to {r}" for r in ranks], own), _Side(
+            results, chunk, ["own part"], everybody
+        )
+    return _Side(rows, length, [""], own), _Side(results, length, ["the same everywhere"], everybody)
+
+
+def _rows(tensors: Sequence[Tensor]) -> list[list[float]]:
+    return [tensor.detach().double().cpu().tolist() for tensor in tensors]
+
+
+def _text(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _width(side: _Side, cell: float) -> float:
+    chunks = -(-len(side.rows[0]) // side.chunk)
+    return len(side.rows[0]) * cell + (chunks - 1) * _CHUNK_GAP
+
+
+def _title(op: str, ranks: int, reduction: str) -> str:
+    how = f" ({reduction})" if reduction else ""
+    return f"{op}{how} of {ranks} rank{'s' * (ranks > 1)}"
+
+
+def _words(op: str, ranks: int) -> str:
+    if ranks == 1:
+        return "With one rank there is nothing to exchange."
+    return {
+        "all_gather": "Every rank gives its shard, and gets the shards of all ranks, in their order.",
+        "reduce_scatter": "Every rank gives a whole tensor, and gets one part of the reduction: its own.",
+        "all_reduce": "Every rank gives a whole tensor, and gets the whole reduction.",
+    }[op]
+
+
+def _draw_side(axes: Axes, left: float, side: _Side, cell: float, gid: str) -> None:
+    axes.text(left, -0.38, gid, fontsize=style.TEXT_SIZE, weight="bold", va="center")
+    for rank, row in enumerate(side.rows):
+        for place, value in enumerate(row):
+            chunk = place // side.chunk
+            x = left + place * cell + chunk * _CHUNK_GAP
+            _draw_cell(
+                axes, (x, rank * _ROW), cell, value, side.sources(rank, chunk), f"{gid} {rank} {place}"
+            )
+            if rank == 0 and place % side.chunk == 0:
+                _name_chunk(axes, x, side.names[chunk], min(side.chunk, len(row)) * cell, gid)
+
+
+def _name_chunk(axes: Axes, x: float, name: str, width: float, gid: str) -> None:
+    """The name above a chunk: in its middle, or from its left edge if it is wider."""
+    wide = sheet.inches(name, style.SMALL_SIZE) > width
+    axes.text(
+        *(x if wide else x + width / 2, -0.12, name),
+        fontsize=style.SMALL_SIZE,
+        ha="left" if wide else "center",
+        va="center",
+        color=style.GREYS[3],
+        gid=f"{gid} chunk",
+    )
+
+
+def _draw_cell(
+    axes: Axes, at: tuple[float, float], width: float, value: float, sources: Sequence[int], gid: str
+) -> None:
+    """A number in its cell; below it a strip with the color of every rank that it comes from."""
+    x, y = at
+    height, strip = _ROW * 0.86, _ROW * 0.24
+    one = len(sources) == 1
+    face = style.mixed(_COLORS[sources[0]], style.WHITE, 0.35) if one else style.GREYS[0]
+    axes.add_patch(
+        Rectangle(
+            (x, y),
+            width,
+            height,
+            facecolor=face,
+            edgecolor=style.GREYS[3],
+            linewidth=0.8,
+            clip_on=False,
+            gid=gid,
+        )
+    )
+    for place, source in enumerate(sources):
+        axes.add_patch(
+            Rectangle(
+                (x + place * width / len(sources), y + height - strip),
+                width / len(sources),
+                strip,
+                facecolor=_COLORS[source],
+                edgecolor=style.GREYS[3],
+                hatch=_HATCHES[source] or None,
+                linewidth=0.5,
+                clip_on=False,
+                gid=f"{gid} from {source}",
+            )
+        )
+    middle = (x + width / 2, y + (height - strip) / 2)
+    style.draw_label(axes, middle, _text(value), face, style.TEXT_SIZE, hatched=False)
+
+
+def _draw_arrow(axes: Axes, left: float, op: str, ranks: int) -> None:
+    middle = ranks * _ROW / 2
+    axes.annotate(
+        *("", (left + _ARROW - 0.2, middle), (left + 0.2, middle)),
+        arrowprops={"arrowstyle": "-|>", "color": style.GREYS[3], "linewidth": 1.6},
+    )
+    axes.text(
+        *(left + _ARROW / 2, middle - 0.12, op),
+        fontsize=style.TEXT_SIZE,
+        ha="center",
+        va="center",
+        color=style.GREYS[3],
+    )

@@ -1,0 +1,35 @@
+"""Which events a picture is of, and what is said where there are none."""
+
+from __future__ import annotations
+
+from hwfsdp.errors import UsageError
+from hwfsdp.eventlog import EventLog
+from hwfsdp.events import Event
+
+
+def chosen(log: EventLog, subject: str, *, rank: int | None = None, step: int | None = None) -> list[Event]:
+    """The events of this rank and this optimizer step (`Event.step`); None stands for all of them.
+
+    Args:
+        subject: the call, for the error.
+
+    Raises:
+        UsageError: there is no such event; the remedy names the ranks and steps that there are.
+    """
+    found = [e for e in log.events if rank in (None, e.rank) and step in (None, e.step)]
+    if found:
+        return found
+    ranks, steps = sorted({e.rank for e in log.events}), sorted({e.step for e in log.events})
+    asked = [f"{name}={value}" for name, value in (("rank", rank), ("step", step)) if value is not None]
+    raise UsageError(
+        f"{subject}({', '.join(asked)})",
+        expected="a log with such events",
+        got=f"none of {len(log.events)} events",
+        remedy=f"The log has ranks {ranks} and steps {steps}." if log.events else "Record a step first.",
+    )
+
+
+def name_of_steps(events: list[Event]) -> str:
+    """For a title: "step 1", "steps 0 to 3"."""
+    first, last = min(e.step for e in events), max(e.step for e in events)
+    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,0 +1,295 @@
+"""The sharding grid: which part of each parameter each rank holds, and what is padding.
+
+One line per parameter. At the left the whole tensor as a map, in the colors of the ranks that own its parts; to the
+right runs the first dimension that is cut, downwards the second, if two are. Then one cell per rank: the full chunk
+that FSDP gives it, the rows it owns filled, the padding hatched. Ranks of the same color hold the same part (replicas).
+Where tensor parallelism has cut before FSDP did, the map shows why such placements are called strided: the parts of
+neighboring ranks are not neighbors.
+
+Extents are those of `layout.local_extent_of`, uneven ones too; a full chunk is that of the first rank along FSDP's axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+from hwfsdp.compat import is_shard
+from hwfsdp.errors import UsageError
+from hwfsdp.layout import LocalExtent, local_extent_of
+from hwfsdp.plot import sheet, style
+
+MOST_RANKS = 64
+
+_MOST_FOR_NAMES, _MAP, _LINE, _GAP, _RANK_NAMES = 3.2, 2.6, 0.36, 0.2, 0.24  # inches
+_CELL, _SMALLEST_CELL, _CELLS = 0.92, 0.2, 8.0  # inches of a cell: widest, narrowest; of all of them
+_OWNERS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.VERMILION, style.BLUE)
+_PADDING = style.Look(style.WHITE, "/////")
+
+
+class LaidOut(NamedTuple):
+    """A parameter: its name, its whole shape, and one placement per axis of the mesh."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+class _Part(NamedTuple):
+    """What one rank holds of a parameter, how long its full chunk is, and the number of its color."""
+
+    extent: LocalExtent
+    chunk: int
+    owner: int
+
+
+class _Cut(NamedTuple):
+    """The dimensions that a map shows, to the right and downwards; the one that FSDP cuts, which cells show."""
+
+    across: int
+    down: int | None
+    fsdp: int
+
+
+def laid_out(model: nn.Module) -> list[LaidOut]:
+    """The sharded parameters of a model, for `plot_sharding`; those that are no DTensors are left out."""
+    params = [(fqn, p) for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
+    return [LaidOut(fqn, tuple(p.shape), tuple(p.placements)) for fqn, p in params]
+
+
+def plot_sharding(
+    parameters: Sequence[LaidOut], mesh: Mapping[str, int], *, fsdp: str | None = None
+) -> Figure:
+    """A line per parameter: its map, and a cell per rank with the rows that it holds and its padding.
+
+    Args:
+        parameters: see `laid_out`.
+        mesh: name → ranks of each axis, outermost first: {"shard": 4}, {"replicate": 2, "shard": 2},
+            {"dp": 2, "tp": 2}.
+        fsdp: the axis that FSDP cuts along, whose chunks are padded. By default the only one, or the one that is
+            called "shard", "fsdp" or "dp".
+
+    Raises:
+        UsageError: no parameters, a parameter without dimensions, more than 64 ranks, no such axis, or placements that
+            do not fit the mesh (see `layout`).
+    """
+    _check(parameters, mesh)
+    axis = _fsdp_axis(mesh, fsdp)
+    ranks = prod(mesh.values())
+    names = sheet.column_of((p.name for p in parameters), style.TEXT_SIZE, _MOST_FOR_NAMES)
+    left, cell = sheet.MARGIN + names + 0.15, max(_SMALLEST_CELL, min(_CELL, _CELLS / ranks))
+    width = left + _MAP + _GAP + ranks * cell + sheet.MARGIN
+    head = sheet.head(_title(mesh), _text(parameters), _keys(), width - left - sheet.MARGIN)
+    rows = len(parameters) * _LINE
+    figure = sheet.new_figure(width, head.height + _RANK_NAMES + rows + sheet.MARGIN)
+    maps = _frame(sheet.axes_at(figure, left, sheet.MARGIN, _MAP, rows), len(parameters), 1.0)
+    maps.set_yticks(
+        [line + 0.45 for line in range(len(parameters))],
+        [sheet.fitting(p.name, style.TEXT_SIZE, names) for p in parameters],
+    )
+    at = left + _MAP + _GAP
+    cells = _frame(sheet.axes_at(figure, at, sheet.MARGIN, ranks * cell, rows), len(parameters), ranks)
+    _name_ranks(cells, ranks, cell)
+    for line, parameter in enumerate(parameters):
+        parts, cut = _parts(parameter, mesh, axis), _cut(parameter, axis)
+        _draw_map(maps, line, parameter.shape, parts, cut)
+        for rank, part in enumerate(parts):
+            _draw_cell(cells, line, rank, part, cut, cell)
+    head.draw(figure, left)
+    return figure
+
+
+def _check(parameters: Sequence[LaidOut], mesh: Mapping[str, int]) -> None:
+    scalars = [p.name for p in parameters if not p.shape]
+    if parameters and not scalars and 0 < prod(mesh.values()) <= MOST_RANKS:
+        return
+    got = f"{len(parameters)} parameters on a mesh {dict(mesh)}"
+    raise UsageError(
+        "plot_sharding",
+        expected=f"parameters of at least one dimension, on 1 to {MOST_RANKS} ranks",
+        got=f"{got}, {scalars[0]!r} without dimensions" if scalars else got,
+        remedy="Draw a smaller mesh: on a larger one the same pattern repeats.",
+    )
+
+
+def _fsdp_axis(mesh: Mapping[str, int], name: str | None) -> int:
+    names = list(mesh)
+    usual = names if len(names) == 1 else [n for n in ("shard", "fsdp", "dp") if n in names]
+    found = (usual[0] if usual else None) if name is None else name
+    if found in names:
+        return names.index(found)
+    raise UsageError(
+        f"plot_sharding(fsdp={name!r})",
+        expected=f"an axis of the mesh, {names}",
+        got=repr(found),
+        remedy="Name the axis that fully_shard shards over.",
+    )
+
+
+def _parts(parameter: LaidOut, mesh: Mapping[str, int], axis: int) -> list[_Part]:
+    """What each rank holds, in row-major order of the mesh."""
+    sizes, dim = tuple(mesh.values()), _fsdp_dim(parameter, axis)
+    owners: dict[LocalExtent, int] = {}
+    parts = []
+    for coordinate in product(*map(range, sizes)):
+        extent = local_extent_of(parameter.shape, sizes, parameter.placements, coordinate)
+        first = local_extent_of(
+            parameter.shape, sizes, parameter.placements, (*coordinate[:axis], 0, *coordinate[axis + 1 :])
+        )
+        chunk = first.shape[dim] if is_shard(parameter.placements[axis]) else extent.shape[dim]
+        parts.append(_Part(extent, chunk, owners.setdefault(extent, len(owners))))
+    return parts
+
+
+def _fsdp_dim(parameter: LaidOut, axis: int) -> int:
+    """The dimension that FSDP cuts; 0 if it cuts none."""
+    return int(getattr(parameter.placements[axis], "dim", 0)) % len(parameter.shape)
+
+
+def _cut(parameter: LaidOut, axis: int) -> _Cut:
+    cutting = [p for p in parameter.placements if is_shard(p)]
+    dims = sorted({int(getattr(p, "dim")) % len(parameter.shape) for p in cutting})
+    across, *others = dims or [0]
+    return _Cut(across, others[0] if others else None, _fsdp_dim(parameter, axis))
+
+
+def _title(mesh: Mapping[str, int]) -> str:
+    ranks = prod(mesh.values())
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.items())
+    return f"Who holds what: {ranks} rank{'s' * (ranks > 1)}, {axes}"
+
+
+def _text(parameters: Sequence[LaidOut]) -> str:
+    one = "1 parameter" if len(parameters) == 1 else f"{len(parameters)} parameters"
+    return f"{one}; left the whole tensors and who owns their parts, right what each rank holds"
+
+
+def _keys() -> list[Rectangle]:
+    own = Rectangle(
+        (0, 0),
+        1,
+        1,
+        facecolor=_OWNERS[0],
+        edgecolor=style.GREYS[3],
+        label="what the rank owns: its first…last row or column",
+    )
+    edge = style.GREYS[2]
+    padding = Rectangle(
+        (0, 0),
+        1,
+        1,
+        facecolor=style.WHITE,
+        edgecolor=edge,
+        hatch=_PADDING.hatch,
+        label="padding: sent, but part of no parameter",
+    )
+    return [own, padding]
+
+
+def _frame(axes: Axes, lines: int, width: float) -> Axes:
+    axes.spines[:].set_visible(False)
+    axes.set_xlim(0.0, width)
+    axes.set_ylim(lines, 0.0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
+    return axes
+
+
+def _name_ranks(axes: Axes, ranks: int, cell: float) -> None:
+    widest = style.text_width(f"rank {ranks - 1}", style.TEXT_SIZE) + 6.0
+    long = widest < cell * style.POINTS_PER_INCH
+    axes.xaxis.tick_top()
+    axes.set_xticks(
+        [rank + 0.5 for rank in range(ranks)],
+        [f"rank {rank}" if long else str(rank) for rank in range(ranks)],
+    )
+
+
+def _color_of(owner: int) -> str:
+    """Seven colors, then the same ones paler."""
+    return style.mixed(_OWNERS[owner % len(_OWNERS)], style.WHITE, min(0.75, 0.3 * (owner // len(_OWNERS))))
+
+
+def _draw_map(axes: Axes, line: int, shape: tuple[int, ...], parts: Sequence[_Part], cut: _Cut) -> None:
+    """The whole tensor; each part with the numbers of the ranks that hold it, where they fit."""
+    axes.add_patch(Rectangle((0.0, line + 0.1), 1.0, 0.7, facecolor=style.GREYS[0], gid=f"map {line}"))
+    across, down = shape[cut.across], 1 if cut.down is None else shape[cut.down]
+    for owner in sorted({part.owner for part in parts}):
+        extent = next(part.extent for part in parts if part.owner == owner)
+        if not prod(extent.shape):
+            continue
+        x, width = extent.offset[cut.across] / across, extent.shape[cut.across] / across
+        top, height = (
+            (0.0, 1.0)
+            if cut.down is None
+            else (extent.offset[cut.down] / down, extent.shape[cut.down] / down)
+        )
+        face = _color_of(owner)
+        place = (x, line + 0.1 + 0.7 * top)
+        _add_box(axes, place, width, 0.7 * height, style.Look(face), f"map {line} owner {owner}")
+        text = ", ".join(str(rank) for rank, part in enumerate(parts) if part.owner == owner)
+        _label(
+            axes,
+            (place[0] + width / 2, place[1] + 0.35 * height),
+            text,
+            face,
+            width * _MAP,
+            height * 0.7 * _LINE,
+        )
+
+
+def _draw_cell(axes: Axes, line: int, rank: int, part: _Part, cut: _Cut, cell: float) -> None:
+    """A full chunk: filled as far as the rank's own rows go."""
+    length, left, room = part.extent.shape[cut.fsdp], rank + 0.04, 0.92
+    owned = room * length / part.chunk if part.chunk and prod(part.extent.shape) else 0.0
+    face, name = _color_of(part.owner), f"cell {line} rank {rank}"
+    if owned:
+        _add_box(axes, (left, line + 0.1), owned, 0.7, style.Look(face), f"{name} owned")
+    if owned < room:
+        _add_box(axes, (left + owned, line + 0.1), room - owned, 0.7, _PADDING, f"{name} padding")
+    text = _rows(part.extent, cut) if owned else "none"
+    fits = owned if owned else room
+    _label(
+        axes, (left + fits / 2, line + 0.45), text, face if owned else style.WHITE, fits * cell, 0.7 * _LINE
+    )
+
+
+def _rows(extent: LocalExtent, cut: _Cut) -> str:
+    start, length = extent.offset[cut.fsdp], extent.shape[cut.fsdp]
+    return str(start) if length == 1 else f"{start}…{start + length - 1}"
+
+
+def _add_box(
+    axes: Axes, at: tuple[float, float], width: float, height: float, look: style.Look, gid: str
+) -> None:
+    axes.add_patch(
+        Rectangle(
+            at,
+            width,
+            height,
+            facecolor=look.color,
+            edgecolor=style.GREYS[2] if look.hatch else style.GREYS[3],
+            hatch=look.hatch or None,
+            linewidth=0.6,
+            clip_on=False,
+            gid=gid,
+        )
+    )
+
+
+def _label(axes: Axes, at: tuple[float, float], text: str, face: str, width: float, height: float) -> None:
+    """`text` in the middle of a box of so many inches, if it fits there; of several lengths the longest."""
+    for size in (style.TEXT_SIZE - 1.0, style.SMALL_SIZE, style.SMALL_SIZE - 1.5):
+        fits = style.text_width(text, size) + 4.0 < width * style.POINTS_PER_INCH
+        if fits and size < height * style.POINTS_PER_INCH:
+            style.draw_label(axes, at, text, face, size, hatched=face == style.WHITE)
+            return

@@ -1,0 +1,241 @@
+"""One rank's streams as a band of lanes: a row per stream, a bar per event, an arrow per dependency.
+
+Spans nest: the outer one is pale and full height (pale and uncovered is work of its own, outside the inner modules),
+the inner ones are lower and in full color. A bar wide enough carries the fqn of its parameter group, or as many of its
+last components as fit. A thin arrow goes from an event to one of another stream that waited for it (`events`, Note
+[Order without clocks]). Allocating and freeing take no time and are left out; `memory` and `lifetimes` draw what
+they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+
+from hwfsdp.events import COLLECTIVES, STREAMS, Event
+from hwfsdp.perfetto import nested_intervals
+from hwfsdp.plot import sheet, style
+
+MAX_ARROWS = 120  # per rank; with more, they hide the bars
+ROW_INCHES = 0.30
+
+_ROW_HEIGHT = {"compute": 1.7}  # in rows; the others have 1.0
+_BAR, _INNER = 0.84, 0.74  # share of its row that a bar fills, share of the outer bar that an inner one does
+_PALE = 0.68  # how much white is mixed into an outer span
+
+
+class _Span(NamedTuple):
+    """An event as drawn: µs, how many others it lies in, and the intervals that inner ones cover."""
+
+    event: Event
+    start: float
+    end: float
+    depth: int
+    inner: tuple[tuple[float, float], ...]
+
+
+class _Row(NamedTuple):
+    """Where a stream is drawn: the middle and the height of its bars, in rows; y grows downwards."""
+
+    middle: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What bands share: the window in µs, the inches that it is drawn in, the rows by stream, their total height."""
+
+    start: float
+    end: float
+    width: float
+    rows: dict[str, _Row]
+    height: float
+
+    @property
+    def points_per_us(self) -> float:
+        return self.width * style.POINTS_PER_INCH / (self.end - self.start)
+
+
+def cut_to_window(events: Sequence[Event], low: float, high: float) -> list[Event]:
+    """What ran between these times, in µs, cut at them."""
+    return [_cut(e, low, high) for e in events if low < high and e.start_us < high and e.end_us > low]
+
+
+def _cut(event: Event, low: float, high: float) -> Event:
+    start = max(event.start_us, low)
+    return replace(event, start_us=start, dur_us=min(event.end_us, high) - start)
+
+
+def lanes_of(events: Sequence[Event], width: float) -> Lanes:
+    """Rows for the streams that these events ran on, over the time from the first to the last; `width` in inches."""
+    rows, top = {}, 0.0
+    for stream in STREAMS:
+        if any(e.stream == stream for e in events):
+            height = _ROW_HEIGHT.get(stream, 1.0)
+            rows[stream] = _Row(top + height / 2, height * _BAR)
+            top += height
+    return Lanes(min(e.start_us for e in events), max(e.end_us for e in events), width, rows, top)
+
+
+def frame_band(axes: Axes, lanes: Lanes, name: str) -> None:
+    """Scales and names of a band; its axis of time has no numbers until the caller says that it is the last one."""
+    style.open_frame(axes)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_facecolor(style.GREYS[0])
+    axes.set_xlim(lanes.start / 1e3, lanes.end / 1e3)
+    axes.set_ylim(lanes.height, 0.0)
+    axes.set_yticks([row.middle for row in lanes.rows.values()], list(lanes.rows))
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelbottom=False, length=0)
+    axes.grid(axis="x", color=style.WHITE, linewidth=1.0)
+    axes.set_axisbelow(True)
+    axes.set_ylabel(name, fontsize=style.TEXT_SIZE, weight="bold")
+    axes.yaxis.set_label_coords(-1.0 / lanes.width, 0.5)
+
+
+def name_time_axis(axes: Axes, text: str) -> None:
+    """Numbers and a name for the axis of time: for the last of several bands."""
+    axes.tick_params(axis="x", labelbottom=True, length=4)
+    axes.set_xlabel(text, fontsize=style.TEXT_SIZE)
+
+
+def draw_band(axes: Axes, lanes: Lanes, events: Sequence[Event]) -> None:
+    """Draws the events of one rank, and the arrows between them unless those are too many."""
+    spans = _spans(events)
+    for span in spans:
+        _draw_span(axes, lanes, span)
+    if not arrows_left_out(events):
+        by_seq = {span.event.seq: span for span in spans}
+        for source, target in _dependencies(events):
+            _draw_arrow(axes, lanes, by_seq[source.seq], by_seq[target.seq])
+
+
+def arrows_left_out(events: Sequence[Event]) -> int:
+    """How many dependencies of one rank's events have no arrow: all of them, if they would hide the bars."""
+    count = len(_dependencies(events))
+    return count if count > MAX_ARROWS else 0
+
+
+def _dependencies(events: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """Pairs of events of one rank, on different streams, the second of which waited for the first."""
+    by_seq = {e.seq: e for e in events}
+    pairs = [(by_seq[seq], e) for e in events for seq in e.after if seq in by_seq]
+    return [(source, target) for source, target in pairs if source.stream != target.stream]
+
+
+def keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
+    """The legend's keys: the ops that are drawn, and what an arrow means or how many are `missing`."""
+    keys: list[Artist] = [_key(op, events) for op in style.DRAWN_OPS if any(e.op == op for e in events)]
+    return [*keys, _key_of_arrows(missing)]
+
+
+def _spans(events: Sequence[Event]) -> list[_Span]:
+    """Where to draw each event of one rank; outer spans before the inner ones that cover them."""
+    drawn = nested_intervals(events)
+    spans: list[_Span] = []
+    outer: dict[str, list[int]] = {}  # stream → places in `spans` of those still open
+    for event in sorted(events, key=lambda e: (e.stream, e.start_us, -e.dur_us, e.seq)):
+        start, end = drawn[event.rank, event.seq]
+        stack = outer.setdefault(event.stream, [])
+        while stack and spans[stack[-1]].end <= start:
+            stack.pop()
+        if stack:
+            parent = spans[stack[-1]]
+            spans[stack[-1]] = parent._replace(inner=(*parent.inner, (start, end)))
+        spans.append(_Span(event, start, end, len(stack), ()))
+        stack.append(len(spans) - 1)
+    return spans
+
+
+def _height(lanes: Lanes, span: _Span) -> float:
+    return lanes.rows[span.event.stream].height * _INNER**span.depth
+
+
+def _draw_span(axes: Axes, lanes: Lanes, span: _Span) -> None:
+    event, height = span.event, _height(lanes, span)
+    look = style.look_of_op(event.op)
+    face = style.mixed(look.color, style.WHITE, _PALE) if span.inner else look.color
+    bar = Rectangle(
+        (span.start / 1e3, lanes.rows[event.stream].middle - height / 2),
+        (span.end - span.start) / 1e3,
+        height,
+        facecolor=face,
+        edgecolor=style.edge_of(look),
+        hatch=look.hatch or None,
+        linewidth=0.5,
+        zorder=2.0 + 0.1 * span.depth,
+        gid=f"rank {event.rank} seq {event.seq}",
+    )
+    axes.add_patch(bar)
+    _draw_label(axes, lanes, span, face)
+
+
+def _draw_label(axes: Axes, lanes: Lanes, span: _Span, face: str) -> None:
+    """The owner, in the widest part of the bar that no inner one covers, if it fits there."""
+    start, end = max(_uncovered(span), key=lambda gap: gap[1] - gap[0])
+    room = (end - start) * lanes.points_per_us - 4.0
+    text = _fitting(span.event.owner, room)
+    if text:
+        middle = lanes.rows[span.event.stream].middle
+        style.draw_label(axes, ((start + end) / 2e3, middle), text, face)
+
+
+def _uncovered(span: _Span) -> Iterator[tuple[float, float]]:
+    at = span.start
+    for start, end in span.inner:
+        yield at, max(at, start)
+        at = max(at, end)
+    yield at, max(at, span.end)
+
+
+def _fitting(owner: str, room: float) -> str:
+    """As many of the fqn's last components as are at most `room` points wide together; "" if none is."""
+    parts = owner.split(".")
+    tails = (".".join(parts[place:]) for place in range(len(parts)))
+    return next((t for t in tails if style.text_width(t, style.SMALL_SIZE) <= room), "")
+
+
+def _draw_arrow(axes: Axes, lanes: Lanes, source: _Span, target: _Span) -> None:
+    """From the end of what was waited for to where the other could go on: a wait has begun before that."""
+    rows = lanes.rows
+    down = 1.0 if rows[target.event.stream].middle > rows[source.event.stream].middle else -1.0
+    arrival = min(max(target.start, source.end), target.end)
+    tail = (source.end / 1e3, rows[source.event.stream].middle + down * _height(lanes, source) / 2)
+    head = (arrival / 1e3, rows[target.event.stream].middle - down * _height(lanes, target) / 2)
+    axes.add_patch(
+        FancyArrowPatch(
+            tail,
+            head,
+            arrowstyle="-|>",
+            mutation_scale=5.0,
+            shrinkA=0.0,
+            shrinkB=0.0,
+            linewidth=0.6,
+            color=style.GREYS[3],
+            alpha=0.75,
+            zorder=3.0,
+            clip_on=False,
+            gid=f"rank {source.event.rank} seq {source.event.seq} to {target.event.seq}",
+        )
+    )
+
+
+def _key_of_arrows(missing: int) -> Line2D:
+    if missing:
+        return Line2D([], [], linestyle="none", label=f"({missing} dependencies not drawn: too many)")
+    return Line2D(
+        [], [], color=style.GREYS[3], linewidth=0.8, marker=">", markersize=4, label="waited for by"
+    )
+
+
+def _key(op: str, events: Sequence[Event]) -> Patch:
+    look = style.look_of_op(op)
+    exposed = op == "wait" and any(e.op in COLLECTIVES for e in events)
+    label = "wait (exposed communication)" if exposed else op
+    return sheet.key(look, label)

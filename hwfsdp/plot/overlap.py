@@ -1,0 +1,129 @@
+"""What each rank did with its time: computed, computed while bytes moved, waited for bytes, nothing.
+
+A bar per rank, as long as the step, in four parts that do not overlap. *Exposed* communication is what a faster network
+or a better schedule would save; *idle* is neither computing nor communicating, such as a rank that has nothing to do
+until slower ones arrive, or a host that is between two calls. All bars have the same length: the time from the first
+event of any rank to the last of any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hwfsdp.eventlog import EventLog, Interval, intersect, length, subtract, union
+from hwfsdp.events import COLLECTIVES, COMPUTE_OPS, Event
+from hwfsdp.plot import sheet, style
+from hwfsdp.plot.choice import chosen, name_of_steps
+
+_WIDTH, _BOTTOM, _ROW, _LEFT = 9.5, 0.55, 0.42, 0.9  # inches
+_LOOKS = {
+    "compute": style.Look(style.SKY_BLUE),
+    "hidden": style.Look(style.GREEN, "..."),
+    "exposed": style.Look(style.VERMILION, "\\\\\\"),
+    "idle": style.Look(style.GREYS[0]),
+}
+_LABELS = {
+    "compute": "compute alone",
+    "hidden": "compute with hidden communication",
+    "exposed": "exposed communication",
+    "idle": "idle",
+}
+
+
+class Shares(NamedTuple):
+    """µs of one rank: computing alone, computing while it communicated, communicating alone, neither."""
+
+    compute: float
+    hidden: float
+    exposed: float
+    idle: float
+
+
+def shares_of(events: Sequence[Event], start_us: float, end_us: float) -> Shares:
+    """How one rank spent the time from `start_us` to `end_us`; the four add up to it.
+
+    Computing is what runs on the compute stream, without what is spent in a wait there, as in `EventLog.summary`.
+    """
+    window = [(start_us, end_us)]
+    waits = _times(e for e in events if e.op == "wait" and e.stream == "compute")
+    busy = _times(e for e in events if e.op in COMPUTE_OPS and e.stream == "compute")
+    computing = intersect(subtract(busy, waits), window)
+    moving = intersect(_times(e for e in events if e.op in COLLECTIVES), window)
+    hidden = length(intersect(computing, moving))
+    compute, exposed = length(computing) - hidden, length(moving) - hidden
+    return Shares(compute, hidden, exposed, max(0.0, end_us - start_us - compute - hidden - exposed))
+
+
+def _times(events: Iterable[Event]) -> list[Interval]:
+    return union((e.start_us, e.end_us) for e in events)
+
+
+def plot_overlap(log: EventLog, *, step: int | None = None) -> Figure:
+    """A bar per rank: compute, hidden communication, exposed communication, idle, in percent and ms.
+
+    Args:
+        step: of this optimizer step only; by default of all of the recording.
+
+    Raises:
+        UsageError: the log, or the step, has no events.
+    """
+    events = chosen(log, "plot_overlap", step=step)
+    start, end = min(e.start_us for e in events), max(e.end_us for e in events)
+    ranks = sorted({e.rank for e in events})
+    shares = {rank: shares_of([e for e in events if e.rank == rank], start, end) for rank in ranks}
+    width = _WIDTH - _LEFT - sheet.MARGIN
+    keys = [sheet.key(_LOOKS[name], label) for name, label in _LABELS.items()]
+    title = f"Where the time of {name_of_steps(events)} went"
+    head = sheet.head(title, _text(shares, end - start), keys, width)
+    rows = len(ranks) * _ROW
+    figure = sheet.new_figure(_WIDTH, head.height + rows + _BOTTOM)
+    axes = sheet.axes_at(figure, _LEFT, _BOTTOM, width, rows)
+    _frame(axes, ranks, (end - start) / 1e3)
+    for row, rank in enumerate(ranks):
+        _draw_row(axes, row, shares[rank], width * style.POINTS_PER_INCH / (end - start))
+    head.draw(figure, _LEFT)
+    return figure
+
+
+def _text(shares: dict[int, Shares], total: float) -> str:
+    """The rank that waited longest for bytes."""
+    rank, worst = max(shares.items(), key=lambda item: item[1].exposed)
+    if not worst.hidden + worst.exposed:
+        return f"{style.format_ms(total)}, without communication"
+    return (
+        f"{style.format_ms(total)}; most exposed communication on rank {rank}: {style.format_ms(worst.exposed)},"
+        f" {worst.exposed / (worst.hidden + worst.exposed):.0%} of what it communicated"
+    )
+
+
+def _frame(axes: Axes, ranks: Sequence[int], total_ms: float) -> None:
+    style.open_frame(axes)
+    axes.spines[["left"]].set_visible(False)
+    axes.set_xlim(0.0, total_ms)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("ms", fontsize=style.TEXT_SIZE)
+
+
+def _draw_row(axes: Axes, row: int, shares: Shares, points_per_us: float) -> None:
+    """The four parts one after the other, each with its share where there is room for it."""
+    left, total = 0.0, sum(shares)
+    for name, us in shares._asdict().items():
+        look = _LOOKS[name]
+        axes.barh(
+            *(row, us / 1e3, 0.76, left / 1e3),
+            facecolor=look.color,
+            edgecolor=style.edge_of(look),
+            hatch=look.hatch or None,
+            linewidth=0.5,
+            gid=f"rank {row} {name}",
+        )
+        text = f"{us / total:.0%}"
+        if style.text_width(text, style.TEXT_SIZE) + 8.0 < us * points_per_us:
+            style.draw_label(axes, ((left + us / 2) / 1e3, row), text, look.color, style.TEXT_SIZE)
+        left += us

@@ -1,0 +1,180 @@
+"""The table of a model's parameters as a picture: `inspection.explain`, with this rank's rows drawn.
+
+A line per parameter, in blocks, one per parameter group. The strip at the right is the dimension that is cut, from its
+first row to its last: what this rank holds is filled, padding that it sends behind them is hatched. The bar beside it
+is the share of the parameter in the bytes of the model, so that one sees which parameters matter. Groups that are alike
+in everything but their name, such as the blocks of a transformer, are drawn once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from hwfsdp.errors import UsageError
+from hwfsdp.inspection import Block, Explanation, ParamRow, fold
+from hwfsdp.plot import sheet, style
+
+_LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 2.4, 1.3  # inches
+_MOST_FOR_NAMES = 3.4  # inches
+_OWN, _OTHERS, _PADDING = style.Look(style.BLUE), style.Look(style.GREYS[1]), style.Look(style.WHITE, "/////")
+_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)")  # a placement that cuts, as torch's versions write it
+_HEADS = ("group", "parameter", "shape", "dtype", "placement")
+
+
+def plot_parameters(explanation: Explanation) -> Figure:
+    """A line per parameter: group, name, shape, dtype, placement, this rank's rows, share of the model's bytes.
+
+    Raises:
+        UsageError: the explanation has no parameters.
+    """
+    if not explanation.rows:
+        raise UsageError(
+            "plot_parameters",
+            expected="an explanation with parameters",
+            got="none",
+            remedy="Explain a model whose parameters fully_shard has sharded.",
+        )
+    blocks = fold(explanation.rows)
+    cells = [[_cells(block, row, place) for place, row in enumerate(block.rows)] for block in blocks]
+    widths = _widths(cells)
+    columns = [sum(widths[:i]) + i * _COLUMN_GAP for i in range(len(widths) + 1)]
+    inner = columns[-1] + _STRIP + _COLUMN_GAP + _SHARE + 0.5
+    head = sheet.head(_title(explanation), _text(explanation, blocks), _keys(), inner)
+    height = sum(len(block.rows) for block in blocks) * _LINE + len(blocks) * _GROUP_GAP + _LINE
+    figure = sheet.new_figure(inner + 2 * sheet.MARGIN, head.height + height + sheet.MARGIN)
+    axes = sheet.axes_at(figure, sheet.MARGIN, sheet.MARGIN, inner, height)
+    axes.axis("off")
+    axes.set_xlim(0.0, inner)
+    axes.set_ylim(height, 0.0)
+    share = columns[-1] + _STRIP + _COLUMN_GAP
+    for x, name in zip([*columns, share], [*_HEADS, "rows of this rank", "share of the bytes"], strict=True):
+        _say(axes, x, _LINE / 2, name, weight="bold")
+    total = sum(_bytes(row) for row in explanation.rows)
+    y = _LINE
+    for block, lines in zip(blocks, cells, strict=True):
+        y += _GROUP_GAP
+        axes.plot([0, inner], [y - _GROUP_GAP / 2] * 2, color=style.GREYS[1], linewidth=0.8)
+        for row, line in zip(block.rows, lines, strict=True):
+            for x, text, width in zip(columns, line, widths, strict=False):
+                _say(axes, x, y + _LINE / 2, sheet.fitting(text, style.TEXT_SIZE, width))
+            _draw_rows(axes, columns[-1], y, row)
+            _draw_share(axes, share, y, len(block.groups) * _bytes(row) / total if total else 0.0, row.fqn)
+            y += _LINE
+    head.draw(figure)
+    return figure
+
+
+def _widths(cells: Sequence[Sequence[tuple[str, ...]]]) -> list[float]:
+    """Inches of the columns of text."""
+    columns = zip(_HEADS, *(line for lines in cells for line in lines), strict=True)
+    return [
+        sheet.column_of([f"{name} ", *texts], style.TEXT_SIZE, _MOST_FOR_NAMES) for name, *texts in columns
+    ]
+
+
+def _cells(block: Block, row: ParamRow, place: int) -> tuple[str, ...]:
+    shape = " × ".join(map(str, row.shape))
+    return (block.name if place == 0 else "", _within_group(row), shape, row.dtype, row.placement)
+
+
+def _within_group(row: ParamRow) -> str:
+    return row.fqn.removeprefix(f"{row.group}.")
+
+
+def _bytes(row: ParamRow) -> int:
+    dtype = getattr(torch, row.dtype, None)
+    return prod(row.shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
+
+
+def _title(explanation: Explanation) -> str:
+    count = len(explanation.rows)
+    groups = len({row.group for row in explanation.rows})
+    return f"{count} parameter{'s' * (count > 1)} in {groups} group{'s' * (groups > 1)}"
+
+
+def _text(explanation: Explanation, blocks: Sequence[Block]) -> str:
+    total = sum(_bytes(row) for row in explanation.rows)
+    text = f"{style.format_bytes(total)} in all"
+    if any(len(block.groups) > 1 for block in blocks):
+        text += "; groups that are alike are drawn once, and their share is that of all of them"
+    if explanation.not_sharded:
+        text += f"; not sharded: {', '.join(explanation.not_sharded)}"
+    return text
+
+
+def _keys() -> list[Rectangle]:
+    return [
+        Rectangle(
+            (0, 0),
+            1,
+            1,
+            facecolor=look.color,
+            edgecolor=style.GREYS[2],
+            hatch=look.hatch or None,
+            label=label,
+        )
+        for look, label in (
+            (_OWN, "rows of this rank"),
+            (_OTHERS, "rows of other ranks"),
+            (_PADDING, "padding, sent with this rank's rows"),
+        )
+    ]
+
+
+def _say(axes: Axes, x: float, y: float, text: str, weight: str = "normal") -> None:
+    axes.text(x, y, text, fontsize=style.TEXT_SIZE, va="center", color=style.GREYS[3], weight=weight)
+
+
+def _draw_rows(axes: Axes, left: float, y: float, row: ParamRow) -> None:
+    """The dimension that is cut, as a strip; padding as if it stood behind the rows, where it is sent."""
+    start, stop = row.rows
+    length, padded = _length_and_padding(row)
+    scale = _STRIP / max(1.0, length + max(0.0, stop + padded - length))
+    _add(axes, left, y, length * scale, _OTHERS, f"{row.fqn} all")
+    if padded:
+        _add(axes, left + stop * scale, y, padded * scale, _PADDING, f"{row.fqn} padding")
+    if stop > start:
+        _add(axes, left + start * scale, y, max((stop - start) * scale, 0.02), _OWN, f"{row.fqn} own")
+
+
+def _length_and_padding(row: ParamRow) -> tuple[int, float]:
+    """Of the dimension that is cut: its rows, and this rank's padding in rows.
+
+    Which dimension it is, the rows alone do not say: it is the one that the placement names.
+    """
+    found = _SHARD.search(row.placement)
+    dim = int(found[1]) if found else 0
+    length = row.shape[dim] if row.shape else 1
+    per_row = prod(row.shape) // length if length else 0
+    return length, row.padding / per_row if per_row else 0.0
+
+
+def _add(axes: Axes, x: float, y: float, width: float, look: style.Look, gid: str) -> None:
+    axes.add_patch(
+        Rectangle(
+            (x, y + 0.04),
+            width,
+            _LINE - 0.08,
+            facecolor=look.color,
+            edgecolor=style.GREYS[2],
+            hatch=look.hatch or None,
+            linewidth=0.5,
+            gid=gid,
+        )
+    )
+
+
+def _draw_share(axes: Axes, left: float, y: float, share: float, fqn: str) -> None:
+    width = max(_SHARE * share, 0.01)
+    axes.add_patch(
+        Rectangle((left, y + 0.06), width, _LINE - 0.12, facecolor=style.ORANGE, gid=f"{fqn} share")
+    )
+    text = f"{share:.1%}" if share >= 0.0005 or not share else "< 0.1%"
+    _say(axes, left + width + 0.06, y + _LINE / 2, text)

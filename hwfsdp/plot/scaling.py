@@ -1,0 +1,281 @@
+"""A scaling curve: speed, time, memory and exposed communication against the number of GPUs.
+
+The large panel is what one pays for: tokens per second and GPU. The dashed line is ideal, every GPU as fast as at the
+smallest number; the percentages below the points are the share of it that is reached. The three small panels say why:
+the step's time, the memory of a GPU, and the share of communication that nothing hides. Measurements, where there are
+any, are diamonds. What a model of the hardware leaves out belongs under its picture: the caption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+
+from hwfsdp.errors import UsageError
+from hwfsdp.plot import sheet, style
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 11.0, 4.6, 0.85, 0.55, 5.6, 0.95, 0.3  # inches
+_CAPTION_LINE = 0.17  # inches
+
+
+class Point(Protocol):
+    """What is known of a run on so many GPUs; any record with these attributes will do.
+
+    Attributes:
+        gpus: their number. tokens_per_second_per_gpu, step_seconds: of a training step.
+        memory_gib: peak of one GPU. exposed_fraction: share of communication time that no compute hid, 0.0 to 1.0.
+    """
+
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def tokens_per_second_per_gpu(self) -> float: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def memory_gib(self) -> float: ...
+    @property
+    def exposed_fraction(self) -> float: ...
+
+
+class ScalingPoint(NamedTuple):
+    """A `Point` for whoever has no record of their own."""
+
+    gpus: int
+    tokens_per_second_per_gpu: float
+    step_seconds: float
+    memory_gib: float
+    exposed_fraction: float
+
+
+class MeasuredSpeed(NamedTuple):
+    """What somebody measured: tokens per second and GPU on so many GPUs, and where that is written."""
+
+    gpus: int
+    tokens_per_second_per_gpu: float
+    source: str
+
+
+def plot_scaling(
+    points: Sequence[Point],
+    *,
+    title: str = "Scaling",
+    caption: str = "",
+    measured: Sequence[MeasuredSpeed] = (),
+    device: str = "GPU",
+) -> Figure:
+    """Tokens per second and GPU with the ideal line, and step time, memory, exposed communication.
+
+    Args:
+        points: one per number of GPUs.
+        title: what runs on what. caption: what the numbers leave out; long ones are broken into lines.
+        measured: to hold the points against.
+        device: what to call a GPU that is none, such as "rank".
+
+    Raises:
+        UsageError: no points, two for one number of GPUs, or a number that is negative or not finite.
+    """
+    _check(points)
+    ordered = sorted(points, key=lambda p: p.gpus)
+    inner = _WIDTH - _LEFT - sheet.MARGIN
+    head = sheet.head(title, _text(ordered, device), _keys(measured, device), inner)
+    lines = sheet.broken(caption, inner)
+    bottom = _BOTTOM + (0.15 + len(lines) * _CAPTION_LINE if lines else 0.0)
+    figure = sheet.new_figure(_WIDTH, head.height + _HEIGHT + bottom)
+    large = sheet.axes_at(figure, _LEFT, bottom, _LARGE, _HEIGHT)
+    _draw_speed(large, ordered, measured)
+    large.set_xlabel(f"{device}s", fontsize=style.TEXT_SIZE)
+    large.set_ylabel(f"tokens per second and {device}", fontsize=style.TEXT_SIZE)
+    _draw_panels(figure, bottom, ordered, device)
+    for line, text in enumerate(lines):
+        y = sheet.MARGIN / 2 + (len(lines) - 1 - line) * _CAPTION_LINE
+        figure.text(
+            *(_LEFT / _WIDTH, y / figure.get_figheight(), text),
+            fontsize=style.TEXT_SIZE,
+            color=style.GREYS[3],
+            gid="caption",
+        )
+    head.draw(figure, _LEFT)
+    return figure
+
+
+def _draw_panels(figure: Figure, bottom: float, points: Sequence[Point], device: str) -> None:
+    """The small ones, one below the other, at the right."""
+    height, left = (_HEIGHT - 2 * _ROW_GAP) / 3, _LEFT + _LARGE + _BETWEEN
+    panels: tuple[tuple[str, Callable[[Point], float]], ...] = (
+        ("seconds per step", lambda p: p.step_seconds),
+        (f"GiB per {device}", lambda p: p.memory_gib),
+        ("exposed communication, %", lambda p: 100.0 * p.exposed_fraction),
+    )
+    for row, (name, value) in enumerate(panels):
+        y = bottom + (2 - row) * (height + _ROW_GAP)
+        axes = sheet.axes_at(figure, left, y, _WIDTH - left - sheet.MARGIN, height)
+        _draw_panel(axes, points, name, value)
+        axes.tick_params(axis="x", labelbottom=row == 2)
+        axes.set_xlabel(f"{device}s" if row == 2 else "", fontsize=style.TEXT_SIZE)
+
+
+def _check(points: Sequence[Point]) -> None:
+    values = [
+        (p.gpus, p.tokens_per_second_per_gpu, p.step_seconds, p.memory_gib, p.exposed_fraction)
+        for p in points
+    ]
+    sound = all(math.isfinite(value) and value >= 0 for point in values for value in point)
+    if points and sound and len({p.gpus for p in points}) == len(points) and min(p.gpus for p in points) > 0:
+        return
+    raise UsageError(
+        "plot_scaling",
+        expected="one or more points, each of another number of GPUs, with finite numbers that are not negative",
+        got=f"{values}" if values else "no points",
+        remedy="Pass one point for each number of GPUs.",
+    )
+
+
+def _text(points: Sequence[Point], device: str) -> str:
+    first, last = points[0], points[-1]
+    speed = number(first.tokens_per_second_per_gpu)
+    if first.gpus == last.gpus or not first.tokens_per_second_per_gpu:
+        return f"{first.gpus} {device}{'s' * (first.gpus > 1)}: {speed} tokens per second and {device}"
+    share = last.tokens_per_second_per_gpu / first.tokens_per_second_per_gpu
+    return f"{first.gpus} to {last.gpus} {device}s: at {last.gpus}, each has {share:.0%} of the {speed} tokens per second at {first.gpus}"
+
+
+def number(value: float) -> str:
+    """Three digits, thousands apart, millions and billions as letters: "0.125", "48.3", "5,762", "1.25 M"."""
+    for size, letter in ((1e9, "G"), (1e6, "M")):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g} {letter}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _keys(measured: Sequence[MeasuredSpeed], device: str) -> list[Line2D]:
+    keys = [
+        Line2D([], [], color=style.BLUE, marker="o", markersize=6, label=f"tokens per second and {device}"),
+        Line2D(
+            [],
+            [],
+            color=style.GREYS[3],
+            linestyle=(0, (4, 3)),
+            label=f"ideal: as fast as on the fewest {device}s",
+        ),
+    ]
+    if measured:
+        sources = ", ".join(dict.fromkeys(m.source for m in measured))
+        keys.append(
+            Line2D(
+                [],
+                [],
+                linestyle="none",
+                marker="D",
+                color=style.BLACK,
+                markersize=6,
+                label=f"measured: {sources}",
+            )
+        )
+    return keys
+
+
+def _draw_speed(axes: Axes, points: Sequence[Point], measured: Sequence[MeasuredSpeed]) -> None:
+    gpus = sorted({*(p.gpus for p in points), *(m.gpus for m in measured)})
+    speeds = [p.tokens_per_second_per_gpu for p in points]
+    top = max([*speeds, *(m.tokens_per_second_per_gpu for m in measured)]) or 1.0
+    _frame(axes, gpus, 1.15 * top)
+    axes.axhline(speeds[0], color=style.GREYS[3], linewidth=1.2, linestyle=(0, (4, 3)), gid="ideal")
+    axes.plot(
+        [p.gpus for p in points],
+        speeds,
+        "o-",
+        color=style.BLUE,
+        markersize=6,
+        linewidth=1.8,
+        zorder=3,
+        gid="speed",
+    )
+    for m in measured:
+        axes.plot(
+            *(m.gpus, m.tokens_per_second_per_gpu, "D"),
+            color=style.BLACK,
+            markersize=6,
+            zorder=4,
+            gid="measured",
+        )
+    _name_points(axes, points, measured, 0.12 * top)
+
+
+def _name_points(axes: Axes, points: Sequence[Point], measured: Sequence[MeasuredSpeed], low: float) -> None:
+    """The share of the ideal below each point, and the speed above each measurement.
+
+    The other way round where a measurement is below its point; what is lower than `low` has no room below it.
+    """
+    computed = {p.gpus: p.tokens_per_second_per_gpu for p in points}
+    slower = {m.gpus for m in measured if m.tokens_per_second_per_gpu < computed.get(m.gpus, 0.0)}
+    first = points[0].tokens_per_second_per_gpu
+    for point in points[:: -(-len(points) // 10)]:
+        speed = point.tokens_per_second_per_gpu
+        if first and point is not points[0]:
+            above = point.gpus in slower or speed < low
+            _say(axes, point.gpus, speed, f"{speed / first:.0%}", 8 if above else -14)
+    for m in measured:
+        speed = m.tokens_per_second_per_gpu
+        _say(axes, m.gpus, speed, number(speed), -15 if m.gpus in slower and speed >= low else 8)
+
+
+def _say(axes: Axes, x: float, y: float, text: str, points: float) -> None:
+    axes.annotate(
+        *(text, (x, y), (0, points)),
+        textcoords="offset points",
+        ha="center",
+        fontsize=style.TEXT_SIZE,
+        color=style.GREYS[3],
+        path_effects=[withStroke(linewidth=3.0, foreground=style.WHITE)],
+        zorder=5,
+    )
+
+
+def _draw_panel(axes: Axes, points: Sequence[Point], name: str, value: Callable[[Point], float]) -> None:
+    values = [value(p) for p in points]
+    _frame(axes, [p.gpus for p in points], 1.15 * max(values) or 1.0)
+    axes.plot(
+        [p.gpus for p in points],
+        values,
+        "o-",
+        color=style.BLUE,
+        markersize=4,
+        linewidth=1.4,
+        clip_on=False,
+        gid=name,
+    )
+    axes.set_title(name, fontsize=style.TEXT_SIZE, loc="left", pad=4)
+    axes.locator_params(axis="y", nbins=4)
+
+
+def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
+    """Numbers of GPUs on a scale of powers of two, values from zero up."""
+    style.open_frame(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0.0, top)
+    axes.set_xlim(gpus[0] / 1.25, gpus[-1] * 1.25)
+    room = axes.get_position().width * _WIDTH * style.POINTS_PER_INCH
+    shown: list[int] = []
+    for count in gpus:  # as many as stand beside each other
+        if (
+            not shown
+            or _distance(shown[-1], count, gpus, room) > style.text_width(str(count), style.TEXT_SIZE) + 8.0
+        ):
+            shown.append(count)
+    axes.set_xticks(shown, list(map(str, shown)))
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    axes.grid(color=style.GREYS[1], linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _distance(first: int, second: int, gpus: Sequence[int], room: float) -> float:
+    """Points between two ticks."""
+    return room * math.log2(second / first) / math.log2(1.25**2 * gpus[-1] / gpus[0])

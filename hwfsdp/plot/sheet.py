@@ -1,0 +1,168 @@
+"""A sheet of paper: places in inches, a head of title, text and keys, and names that fit.
+
+matplotlib places axes in shares of the figure and looks for room afterwards. The pictures here do the opposite: a row
+is as high as its text needs, a column of names as wide as its longest name, and the sheet as large as all of it. So
+whatever there is to draw, one group or sixty, letters keep their size and never lie on each other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from hwfsdp.plot import style
+
+MARGIN = 0.25  # inches
+_TITLE_BASELINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.17, 0.20  # inches
+_KEY_SIZE = style.TEXT_SIZE - 1.0  # points
+_KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands above a picture.
+
+    Attributes:
+        title: one line. lines: of text below it. keys: of the legend below that, in so many columns.
+    """
+
+    title: str
+    lines: tuple[str, ...]
+    keys: tuple[Artist, ...]
+    columns: int
+
+    @property
+    def height(self) -> float:
+        """Inches, with the gap to what follows."""
+        rows = -(-len(self.keys) // self.columns)
+        return _TITLE_BASELINE + _TEXT_LINE * len(self.lines) + _KEY_LINE * rows + 0.2
+
+    def draw(self, figure: Figure, left: float = MARGIN) -> None:
+        """Writes it on top of the sheet, `left` inches from its edge."""
+        width, height = figure.get_figwidth(), figure.get_figheight()
+        baseline = height - _TITLE_BASELINE
+        figure.text(
+            left / width, baseline / height, self.title, fontsize=style.TITLE_SIZE, weight="bold", gid="title"
+        )
+        for line in self.lines:
+            baseline -= _TEXT_LINE + (0.03 if line is self.lines[0] else 0.0)
+            figure.text(
+                *(left / width, baseline / height, line),
+                fontsize=style.TEXT_SIZE,
+                color=style.GREYS[3],
+                gid="text",
+            )
+        if self.keys:
+            figure.legend(
+                handles=list(self.keys),
+                loc="upper left",
+                bbox_to_anchor=(left / width, (baseline - 0.08) / height),
+                ncols=self.columns,
+                frameon=False,
+                fontsize=_KEY_SIZE,
+                borderaxespad=0.0,
+                borderpad=0.0,
+                labelspacing=0.5,
+                columnspacing=_KEY_SPACING,
+                handlelength=_KEY_HANDLE,
+                handleheight=0.9,
+                handletextpad=_KEY_PAD,
+            )
+
+
+def head(title: str, text: str, keys: Sequence[Artist], width: float) -> Head:
+    """The head of a picture: text is broken, and keys are set in columns, to be at most `width` inches wide."""
+    labels = [str(key.get_label()) for key in keys]
+    columns = next((n for n in range(len(keys), 1, -1) if _width_of_keys(labels, n) <= width), 1)
+    return Head(
+        fitting(title, style.TITLE_SIZE * 1.1, width), tuple(broken(text, width)), tuple(keys), columns
+    )
+
+
+def _width_of_keys(labels: Sequence[str], columns: int) -> float:
+    """Inches of a legend, which fills its columns one after the other, the first ones with one key more."""
+    each, more = divmod(len(labels), columns)
+    total, begin = 0.0, 0
+    for column in range(columns):
+        end = begin + each + (column < more)
+        total += max(inches(label, _KEY_SIZE) for label in labels[begin:end])
+        begin = end
+    spaces = columns * (_KEY_HANDLE + _KEY_PAD + 0.3) + (columns - 1) * _KEY_SPACING
+    return total + spaces * _KEY_SIZE / style.POINTS_PER_INCH
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of this size in inches, whose places are given in inches too (`axes_at`)."""
+    return Figure(figsize=(width, height))
+
+
+def axes_at(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """New axes in this rectangle of the sheet, in inches from its lower left corner."""
+    full, high = figure.get_figwidth(), figure.get_figheight()
+    return figure.add_axes((left / full, bottom / high, width / full, height / high))
+
+
+def key(look: style.Look, label: str) -> Patch:
+    """A key of the legend: a patch that is filled as areas of this look are."""
+    return Patch(
+        facecolor=look.color,
+        edgecolor=style.edge_of(look),
+        hatch=look.hatch or None,
+        linewidth=0.5,
+        label=label,
+    )
+
+
+def inches(text: str, size: float) -> float:
+    """Width of a line of text, and a little more: on coarse screens letters are set on whole pixels, further apart."""
+    return 1.09 * style.text_width(text, size) / style.POINTS_PER_INCH
+
+
+def broken(text: str, width: float) -> list[str]:
+    """`text` in lines of at most `width` inches, broken between words."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and inches(longer, style.TEXT_SIZE) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def fitting(name: str, size: float, width: float) -> str:
+    """`name`, or its end behind "…", as much of it as is at most `width` inches wide."""
+    if inches(name, size) <= width:
+        return name
+    dots = [at + 1 for at, letter in enumerate(name) if letter == "."]
+    for cuts in (
+        dots,
+        range(1, len(name)),
+    ):  # at a dot if possible; the later the cut, the shorter what is left
+        first = bisect_left(cuts, True, key=lambda at: inches(f"…{name[at:]}", size) <= width)
+        if first < len(cuts):
+            return f"…{name[cuts[first]:]}"
+    return "…"
+
+
+def column_of(names: Iterable[str], size: float, most: float) -> float:
+    """Inches for a column of these names: what the widest needs, but not more than `most`; see `fitting`."""
+    return min(most, max((inches(name, size) for name in names), default=0.0))
+
+
+def moved_apart(heights: Sequence[float], distance: float, top: float) -> list[float]:
+    """The heights (ascending), moved until they are `distance` apart and none is above `top`."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + distance) if moved else height)
+    limit = top
+    for place in reversed(range(len(moved))):
+        moved[place] = min(moved[place], limit)
+        limit = moved[place] - distance
+    return moved

@@ -1,0 +1,209 @@
+"""Memory of model states against the number of ranks, a line per strategy: what sharding saves, and where it ends.
+
+Lines are `accounting.model_state_bytes` of rank 0, which has the most rows; both scales are logarithmic, so a strategy
+that divides everything by the number of ranks falls straight, and one that keeps something whole levels off at that.
+Points are measurements, in the marker of their line, filled black: a point beside its line is a fault of one of them.
+Names stand at the end of the lines, moved apart where lines end in the same place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hwfsdp.accounting import FP32_ADAM, StateBytes, Strategy, model_state_bytes
+from hwfsdp.errors import UsageError
+from hwfsdp.plot import sheet, style
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 8.6, 4.0, 0.95, 0.55  # inches; the height is the frame's
+_LINE_OF_TEXT = 13.0  # points
+_NAMES = {
+    Strategy.DDP: "DDP",
+    Strategy.ZERO1: "ZeRO-1",
+    Strategy.ZERO2: "ZeRO-2",
+    Strategy.ZERO3: "ZeRO-3 (fully_shard)",
+    Strategy.HSDP: "HSDP",
+}
+_COLORS = dict(zip(Strategy, (style.BLACK, style.ORANGE, style.PURPLE, style.BLUE, style.GREEN), strict=True))
+_DASHES = dict(zip(Strategy, ("solid", (0, (6, 2)), (0, (3, 2)), "solid", (0, (1, 1.5))), strict=True))
+_MARKERS = dict(zip(Strategy, "s^Dov", strict=True))
+
+
+class MeasuredState(NamedTuple):
+    """Bytes of parameters, gradients and optimizer state that a rank held, at so many ranks."""
+
+    strategy: Strategy
+    world_size: int
+    nbytes: int
+
+
+def plot_model_states(
+    shapes: Sequence[Sequence[int]],
+    world_sizes: Sequence[int],
+    *,
+    shards: int | None = None,
+    per_element: StateBytes = FP32_ADAM,
+    measured: Sequence[MeasuredState] = (),
+) -> Figure:
+    """Bytes of a rank by number of ranks: a line per strategy, a point per measurement.
+
+    Args:
+        shapes: of all parameters of the model.
+        world_sizes: for which the closed form is computed.
+        shards: ranks of one copy under HSDP; drawn at the world sizes that this divides. None: HSDP is left out.
+        per_element: see `accounting.model_state_bytes`.
+
+    Raises:
+        UsageError: no shapes, no world sizes, or one below 1.
+    """
+    if not shapes or not world_sizes or min(world_sizes) < 1:
+        raise UsageError(
+            "plot_model_states",
+            expected="shapes of a model's parameters, and numbers of ranks from 1 on",
+            got=f"{len(shapes)} shapes, {list(world_sizes)} ranks",
+            remedy="Pass [p.shape for p in model.parameters()] and for example (1, 2, 4, 8).",
+        )
+    sizes = sorted(set(world_sizes))
+    lines = {s: _line(shapes, s, sizes, shards, per_element) for s in Strategy}
+    lines = {strategy: line for strategy, line in lines.items() if line}
+    ends = {strategy: _name(strategy, line, shards) for strategy, line in lines.items()}
+    names = sheet.column_of(ends.values(), style.TEXT_SIZE, 4.0) + 0.5
+    elements = sum(math.prod(shape) for shape in shapes)
+    text = f"{_count(elements)} parameters, {sum(per_element)} bytes each ({_states(per_element)})"
+    if measured:
+        text += f"; black: {len(measured)} measured, {_agreement(shapes, measured, shards, per_element)}"
+    head = sheet.head("Model states of a rank", text, (), _WIDTH + names - _LEFT)
+    figure = sheet.new_figure(_WIDTH + names, head.height + _HEIGHT + _BOTTOM)
+    axes = sheet.axes_at(figure, _LEFT, _BOTTOM, _WIDTH - _LEFT, _HEIGHT)
+    _frame(
+        axes, sizes, [*(n for line in lines.values() for n in line.values()), *(m.nbytes for m in measured)]
+    )
+    _draw_lines(axes, lines, ends)
+    _draw_points(axes, measured)
+    head.draw(figure, _LEFT)
+    return figure
+
+
+def _draw_points(axes: Axes, measured: Sequence[MeasuredState]) -> None:
+    for point in measured:
+        axes.plot(
+            *([point.world_size], [point.nbytes], _MARKERS[point.strategy]),
+            color=style.BLACK,
+            markersize=6,
+            zorder=5,
+            clip_on=False,
+            gid=f"measured {point.strategy.name} {point.world_size}",
+        )
+
+
+def _line(
+    shapes: Sequence[Sequence[int]],
+    strategy: Strategy,
+    sizes: Sequence[int],
+    shards: int | None,
+    per_element: StateBytes,
+) -> dict[int, int]:
+    """World size → bytes, where the strategy is possible."""
+    if strategy is Strategy.HSDP:
+        sizes = [size for size in sizes if shards and size % shards == 0]
+    return {
+        size: sum(model_state_bytes(shapes, strategy, size, shards, per_element=per_element))
+        for size in sizes
+    }
+
+
+def _name(strategy: Strategy, line: Mapping[int, int], shards: int | None) -> str:
+    name = f"HSDP, {shards} shards" if strategy is Strategy.HSDP else _NAMES[strategy]
+    return f"{name}: {style.format_bytes(line[max(line)])}"
+
+
+def _count(elements: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if elements >= size:
+            return f"{elements / size:.3g} {word}"
+    return f"{elements:,}"
+
+
+def _states(per_element: StateBytes) -> str:
+    return ", ".join(f"{name} {nbytes}" for name, nbytes in per_element._asdict().items())
+
+
+def _agreement(
+    shapes: Sequence[Sequence[int]],
+    measured: Sequence[MeasuredState],
+    shards: int | None,
+    per_element: StateBytes,
+) -> str:
+    differences = [
+        m.nbytes - sum(model_state_bytes(shapes, m.strategy, m.world_size, shards, per_element=per_element))
+        for m in measured
+    ]
+    worst = max(differences, key=abs)
+    if not worst:
+        return "equal to the closed form"
+    return f"up to {style.format_bytes(abs(worst))} {'above' if worst > 0 else 'below'} the closed form"
+
+
+def _frame(axes: Axes, sizes: Sequence[int], values: Sequence[int]) -> None:
+    style.open_frame(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    low, high = min(n for n in values if n), max(values)
+    axes.set_ylim(low / 1.5, high * 1.5)
+    first, last = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0] * 2)
+    axes.set_xlim(first / 1.1, last)
+    shown = [s for i, s in enumerate(sizes) if len(sizes) <= 12 or i % -(-len(sizes) // 12) == 0]
+    axes.set_xticks(shown, list(map(str, shown)))
+    powers = range(math.floor(math.log2(low / 1.5)) + 1, math.floor(math.log2(high * 1.5)) + 1)
+    every = -(-len(powers) // 9)
+    axes.set_yticks([2.0**p for p in powers][::every], [style.format_bytes(2**p) for p in powers][::every])
+    axes.minorticks_off()
+    axes.grid(color=style.GREYS[1], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("ranks", fontsize=style.TEXT_SIZE)
+
+
+def _draw_lines(
+    axes: Axes, lines: Mapping[Strategy, Mapping[int, int]], ends: Mapping[Strategy, str]
+) -> None:
+    low, high = (math.log2(limit) for limit in axes.get_ylim())
+    per_octave = _HEIGHT * style.POINTS_PER_INCH / (high - low)
+    order = sorted(lines, key=lambda s: (lines[s][max(lines[s])], -list(Strategy).index(s)))
+    heights = [(math.log2(max(1, lines[s][max(lines[s])])) - low) * per_octave for s in order]
+    places = sheet.moved_apart(heights, _LINE_OF_TEXT, _HEIGHT * style.POINTS_PER_INCH)
+    for strategy, height, place in zip(order, heights, places, strict=True):
+        line, color = lines[strategy], _COLORS[strategy]
+        axes.plot(
+            list(line),
+            list(line.values()),
+            color=color,
+            linestyle=_DASHES[strategy],
+            marker=_MARKERS[strategy],
+            markersize=6,
+            markerfacecolor=style.WHITE,
+            linewidth=1.8,
+            clip_on=False,
+            zorder=3,
+            gid=strategy.name,
+        )
+        last = max(line)
+        axes.annotate(
+            *(ends[strategy], (last, line[last]), (16, place - height)),
+            textcoords="offset points",
+            va="center",
+            color=style.GREYS[3],
+            fontsize=style.TEXT_SIZE,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.8,
+                "shrinkA": 1,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+            annotation_clip=False,
+        )

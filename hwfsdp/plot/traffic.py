@@ -1,0 +1,146 @@
+"""Bytes that each collective moved, beside the bytes that a closed form says it must.
+
+Bytes are those of the whole tensors, of one optimizer step, as in `accounting`. Below each other stand what the ranks
+measured (one bar, if all of them measured the same; they should) and what one or several closed forms ask for. The
+words behind a bar say what no eye can: whether two bars are equal to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hwfsdp.errors import UsageError
+from hwfsdp.eventlog import EventLog
+from hwfsdp.events import COLLECTIVES
+from hwfsdp.plot import sheet, style
+
+_WIDTH, _BOTTOM, _BAR, _GAP, _MOST_FOR_NAMES = 11.0, 0.55, 0.26, 0.22, 3.0  # inches
+_EXPECTED = style.Look(style.WHITE)
+
+
+class _Bar(NamedTuple):
+    """A bar: its collective, whose it is, bytes of a step, words behind it, whether it was measured."""
+
+    op: str
+    name: str
+    nbytes: float
+    words: str
+    measured: bool
+
+
+def traffic_of(log: EventLog, rank: int) -> dict[str, float]:
+    """Bytes by collective of one optimizer step of a rank; of the recording if it has no optimizer step."""
+    events = log.select(rank=rank)
+    steps = max(1, sum(e.op == "optimizer" for e in events))
+    totals: dict[str, float] = {}
+    for event in events:
+        if event.op in COLLECTIVES:
+            totals[event.op] = totals.get(event.op, 0) + event.bytes
+    return {op: total / steps for op, total in totals.items()}
+
+
+def plot_traffic(log: EventLog, expected: Mapping[str, Mapping[str, int]]) -> Figure:
+    """For each collective a bar of the bytes measured in a step, and one of each closed form.
+
+    Args:
+        expected: name of a closed form → bytes by collective of one step, as from `accounting.step_traffic` or
+            `accounting.strategy_traffic`. The words behind measured bars compare with the first.
+
+    Raises:
+        UsageError: the log has no events, or neither log nor closed forms have a collective with bytes.
+    """
+    measured = {rank: traffic_of(log, rank) for rank in sorted({e.rank for e in log.events})}
+    ops = [op for op in COLLECTIVES if any(t.get(op) for t in (*measured.values(), *expected.values()))]
+    if not measured or not ops:
+        raise UsageError(
+            "plot_traffic",
+            expected="a log of steps in which something was communicated",
+            got=f"{len(log.events)} events" + (", none of them collectives" if log.events else ""),
+            remedy="Record a training step on two ranks or more.",
+        )
+    bars = [bar for op in ops for bar in _bars(op, measured, expected)]
+    names = sheet.column_of((bar.name for bar in bars), style.TEXT_SIZE, _MOST_FOR_NAMES)
+    left = sheet.MARGIN + names + 0.1
+    width = _WIDTH - left - sheet.MARGIN
+    looks = [sheet.key(style.look_of_op(op), op) for op in ops]
+    head = sheet.head("Bytes of a step, by collective", _text(measured, expected), looks, width)
+    rows = len(bars) * _BAR + len(ops) * _GAP
+    figure = sheet.new_figure(_WIDTH, head.height + rows + _BOTTOM)
+    _draw_bars(sheet.axes_at(figure, left, _BOTTOM, width, rows), bars, names, width)
+    head.draw(figure, left)
+    return figure
+
+
+def _bars(
+    op: str, measured: Mapping[int, Mapping[str, float]], expected: Mapping[str, Mapping[str, int]]
+) -> list[_Bar]:
+    """Those of one collective: measured ones first."""
+    values = {rank: traffic.get(op, 0) for rank, traffic in measured.items()}
+    if len(set(values.values())) == 1 and len(values) > 1:
+        names = {f"each of {len(values)} ranks": values[min(values)]}
+    else:
+        names = {f"rank {rank}": nbytes for rank, nbytes in values.items()}
+    bars = [_Bar(op, name, nbytes, _words(nbytes, op, expected), True) for name, nbytes in names.items()]
+    closed = {name: traffic.get(op, 0) for name, traffic in expected.items()}
+    return bars + [
+        _Bar(op, name, nbytes, style.format_bytes(nbytes), False) for name, nbytes in closed.items()
+    ]
+
+
+def _words(nbytes: float, op: str, expected: Mapping[str, Mapping[str, int]]) -> str:
+    text = style.format_bytes(round(nbytes))
+    for name, traffic in expected.items():
+        more = nbytes - traffic.get(op, 0)
+        if more:
+            return f"{text}: {abs(more):,.0f} B {'more' if more > 0 else 'less'} than {name}"
+        return f"{text}: equal to {name}"
+    return text
+
+
+def _text(measured: Mapping[int, Mapping[str, float]], expected: Mapping[str, Mapping[str, int]]) -> str:
+    if not expected:
+        return "of whole tensors, padding included"
+    name, closed = next(iter(expected.items()))
+    equal = all(
+        traffic.get(op, 0) == closed.get(op, 0) for traffic in measured.values() for op in {*traffic, *closed}
+    )
+    return f"of whole tensors, padding included; {'every' if equal else 'not every'} collective equals {name}"
+
+
+def _draw_bars(axes: Axes, bars: list[_Bar], names: float, width: float) -> None:
+    style.open_frame(axes)
+    axes.spines[["left"]].set_visible(False)
+    unit = style.byte_unit(max(bar.nbytes for bar in bars))
+    places, place = [], 0.0
+    for previous, bar in zip([None, *bars], bars, strict=False):
+        place += (
+            1.0 + (_GAP / _BAR if previous and previous.op != bar.op else 0.0)
+            if previous
+            else 0.5 + _GAP / _BAR / 2
+        )
+        places.append(place)
+        look = style.look_of_op(bar.op) if bar.measured else _EXPECTED
+        edge = style.edge_of(style.look_of_op(bar.op))
+        axes.barh(
+            *(place, bar.nbytes / unit.nbytes, 0.8),
+            facecolor=look.color,
+            edgecolor=edge,
+            hatch=look.hatch or None,
+            linewidth=0.8,
+            gid=f"{bar.op} {bar.name}",
+        )
+        at = (bar.nbytes / unit.nbytes, place)
+        axes.annotate(
+            *(bar.words, at, (5, 0)), textcoords="offset points", va="center", fontsize=style.SMALL_SIZE + 1
+        )
+    axes.set_ylim(place + 0.5 + _GAP / _BAR / 2, 0.0)
+    axes.set_yticks(places, [sheet.fitting(bar.name, style.TEXT_SIZE, names) for bar in bars])
+    axes.tick_params(axis="y", length=0)
+    widest = max(sheet.inches(bar.words, style.SMALL_SIZE + 1) for bar in bars) + 0.2
+    most = max(bar.nbytes for bar in bars) / unit.nbytes
+    axes.set_xlim(0.0, most / max(0.3, 1.0 - widest / width))
+    axes.set_xlabel(unit.name, fontsize=style.TEXT_SIZE)

@@ -1,0 +1,114 @@
+"""What the verbs of `hwfsdp trace` do; each returns the exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hwfsdp.about import read_about
+from hwfsdp.errors import UsageError
+from hwfsdp.eventlog import EventLog
+from hwfsdp.trace import comparison_text, findings_text
+from hwfsdp.trace.comparison import compare
+from hwfsdp.trace.export import FORMATS, View, export
+from hwfsdp.trace.findings import examine
+
+
+def run(
+    target: str, arguments: list[str], ranks: int, device: str | None, steps: str, out: Path, as_json: bool
+) -> int:
+    """Records a run into `out` and shows what it finds there; 0 if no race is in it."""
+    from hwfsdp.trace.runs import DEMO, Target, trace_run
+    from hwfsdp.trace.steps import Steps, read_steps
+
+    wanted = read_steps(steps) if steps else Steps()
+    script = None if target == DEMO else Path(target)
+    with _checked(out):
+        log = trace_run(Target(script, tuple(arguments), wanted), ranks, device, own_output=not as_json)
+    log.save(out)
+    findings = examine(log)
+    if as_json:
+        print(json.dumps(findings_text.as_json(findings, str(out)), indent=2))
+    else:
+        print(
+            f"{findings_text.describe(findings, target)}\n\nWritten to {out}; open it in https://ui.perfetto.dev"
+        )
+    return 1 if findings.races else 0
+
+
+@contextmanager
+def _checked(out: Path) -> Iterator[None]:
+    """Complains now if the file cannot be written; leaves no empty one behind if what comes before it fails."""
+    is_new = not out.exists()
+    with out.open("ab"):
+        pass
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            out.unlink()
+        raise
+
+
+def show(file: Path, as_json: bool) -> int:
+    """Shows what a log says; 0 if no race is in it."""
+    findings = examine(load(file))
+    print(
+        json.dumps(findings_text.as_json(findings, str(file)), indent=2)
+        if as_json
+        else findings_text.describe(findings, str(file))
+    )
+    return 1 if findings.races else 0
+
+
+def diff(a: Path, b: Path, as_json: bool) -> int:
+    """Compares two logs; 0 if they have the same counts and bytes."""
+    found, names = compare(load(a), load(b)), (str(a), str(b))
+    if as_json:
+        print(json.dumps(comparison_text.as_json(found, names), indent=2))
+    else:
+        print(comparison_text.describe(found, names))
+    return 0 if found.same_traffic else 1
+
+
+def write(file: Path, to: str, view: View, out: Path | None, as_json: bool) -> int:
+    """Writes a log in another format, by default beside the file, under its name."""
+    log = load(file)
+    if out is None:
+        name = file.name.removesuffix(".gz").removesuffix(".json")
+        picture = f".{view.picture}" if to in ("png", "svg") else ""
+        out = file.with_name(f"{name}{picture}{FORMATS[to]}")
+    if out.exists() and out.samefile(file):
+        raise UsageError(
+            "--out",
+            expected="another file than the one that is read",
+            got=str(out),
+            remedy="Name another one.",
+        )
+    export(log, out, to, view)
+    print(json.dumps({"file": str(out), "format": to}) if as_json else f"Written to {out}")
+    return 0
+
+
+def load(file: Path) -> EventLog:
+    """The log in a file. Raises UsageError, in one line, if it is none, has nothing in it, or is of another version."""
+    log = EventLog.load(file)
+    if not log.events:
+        raise UsageError(
+            f"trace {str(file)!r}",
+            expected="events of at least one rank",
+            got="none",
+            remedy="Record a step: hwfsdp trace run demo.",
+        )
+    try:
+        read_about(log.about)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"trace {str(file)!r}",
+            expected="what a recording says of its parameter groups in otherData",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())}",
+            remedy="Record it again: the file was changed, or is of another version.",
+        ) from None
+    return log

@@ -1,0 +1,103 @@
+"""A log in other formats: for a viewer, for a spreadsheet, for a page."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hwfsdp.eventlog import EventLog
+from hwfsdp.events import Event
+from hwfsdp.trace.findings import examine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = {"perfetto": ".json", "csv": ".csv", "png": ".png", "svg": ".svg"}
+PICTURES = ("timeline", "memory", "lifetimes", "overlap", "traffic")
+_DPI = 150
+
+
+class View(NamedTuple):
+    """What a picture shows. `picture`: one of `PICTURES`; rank, step: of the events, None for all where it can."""
+
+    picture: str = "timeline"
+    rank: int = 0
+    step: int | None = None
+
+
+def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
+    """Writes the log to `target`.
+
+    Args:
+        to: a key of `FORMATS`: "perfetto" is what `EventLog.save` writes; "csv" has a line per event, lists of numbers
+            being separated by blanks; the others are pictures.
+
+    Raises:
+        UsageError: there is nothing to draw. OSError: the file cannot be written.
+    """
+    if to == "perfetto":
+        log.save(target)
+    elif to == "csv":
+        write_csv(log, target)
+    else:
+        draw(log, view).savefig(target, dpi=_DPI, bbox_inches="tight", format=to)
+
+
+def write_csv(log: EventLog, target: Path) -> None:
+    """One line per event, its attributes in the order of `Event`."""
+    names = [field.name for field in fields(Event)]
+    with target.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for event in log.events:
+            values = [getattr(event, name) for name in names]
+            writer.writerow([" ".join(map(str, v)) if isinstance(v, tuple) else v for v in values])
+
+
+def draw(log: EventLog, view: View) -> Figure:
+    """The picture; its room of `plot` is imported now, as it takes a while."""
+    drawing: dict[str, Callable[[EventLog, View], Figure]] = {
+        "timeline": _timeline,
+        "memory": _memory,
+        "lifetimes": _lifetimes,
+        "overlap": _overlap,
+        "traffic": _traffic,
+    }
+    return drawing[view.picture](log, view)
+
+
+def _timeline(log: EventLog, view: View) -> Figure:
+    from hwfsdp.plot.timeline import plot_timeline
+
+    return plot_timeline(log, step=view.step)
+
+
+def _memory(log: EventLog, view: View) -> Figure:
+    from hwfsdp.plot.memory import plot_memory
+
+    return plot_memory(log, rank=view.rank)
+
+
+def _lifetimes(log: EventLog, view: View) -> Figure:
+    from hwfsdp.plot.lifetimes import plot_lifetimes
+
+    return plot_lifetimes(log, rank=view.rank, step=view.step)
+
+
+def _overlap(log: EventLog, view: View) -> Figure:
+    from hwfsdp.plot.overlap import plot_overlap
+
+    return plot_overlap(log, step=view.step)
+
+
+def _traffic(log: EventLog, view: View) -> Figure:
+    from hwfsdp.plot.traffic import plot_traffic
+
+    found = examine(log)
+    closed = {each.strategy: each.bytes_by_op for each in found.strategies if each.matches}
+    if not closed and found.expected is not None:
+        closed = {"closed form": {op: t.bytes for op, t in found.expected.items()}}
+    return plot_traffic(log, closed)

@@ -1,0 +1,33 @@
+"""Ranks that you do not have: a step of training on any number of GPUs, in one process, in virtual time.
+
+devices      figures of devices, each with its source
+topology     how long a collective takes
+costs        what an operator costs
+clock        time that passes when an operator is called; streams and events in it
+pools        how a caching allocator lays storages out
+allocator    bytes of a device that is not there
+world        what stands in for the machine
+programs     what is simulated
+run          the public door: simulate
+fitting      what would fit, when something does not
+report       a simulation as text and JSON
+calibration  this machine as a device
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwfsdp.virtual.devices import DEVICES, Device
+    from hwfsdp.virtual.run import Simulation, simulate
+
+_HOME = {"DEVICES": "devices", "Device": "devices", "Simulation": "run", "simulate": "run"}
+__all__ = ["DEVICES", "Device", "Simulation", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hwfsdp.virtual' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hwfsdp.virtual.{_HOME[name]}"), name)

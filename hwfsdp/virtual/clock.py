@@ -1,0 +1,129 @@
+"""Time that passes when an operator is called, and not otherwise: streams and events of a device that is not there.
+
+The host issues, streams execute. Every operator advances the host by the time to launch it, and its stream by the time
+that it costs, from when the stream is free and the operator was issued. An event is a point in a stream's time, a wait
+moves a stream's end to it. That is what a device does, so the schedule, which only sees the façade of `streams`, overlaps
+here what it overlaps there. Everything is arithmetic on floats: two runs give the same times.
+
+Note [A host that computes]
+    Where the device is the host (`Device.host`), compute and copies block it: the host's clock moves to the end of each.
+    Collectives run beside it, as gloo's threads do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from hwfsdp.events import STREAMS
+from hwfsdp.streams import Stream, StreamEvent, StreamSet, Work, run_named
+from hwfsdp.virtual.devices import Device
+
+_VIEW = 0.4  # of the time to launch a kernel, what the host needs for a view
+
+
+class Clock:
+    """The time of the host and of each stream, in µs since the clock was made.
+
+    Attributes:
+        host: now. ends: by stream, when all that was issued there is over. current: where operators run.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.host = 0.0
+        self.ends = dict.fromkeys(STREAMS, 0.0)
+        self.current = "compute"
+
+    def now(self, stream: str) -> float:
+        """The time at which an event recorded on the stream now will be over."""
+        return max(self.host, self.ends[stream])
+
+    def run(self, us: float) -> None:
+        """A kernel of this length is issued on the current stream; 0: only the host does something."""
+        if not us:
+            self.host += _VIEW * self.device.launch_us
+            return
+        self.host += self.device.launch_us
+        self.ends[self.current] = self.now(self.current) + us
+        if self.device.host and self.current in ("compute", "copy"):  # Note [A host that computes]
+            self.host = self.ends[self.current]
+
+    def wait(self, stream: str, until: float) -> None:
+        """What is issued on the stream from now on begins after `until`."""
+        self.ends[stream] = max(self.ends[stream], until)
+        if self.device.host and stream in ("compute", "copy"):
+            self.host = max(self.host, until)
+
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+        self.host = max(self.host, *self.ends.values())
+
+    def restart(self) -> None:
+        """The time is 0 again, and nothing is under way."""
+        self.host = 0.0
+        self.ends = dict.fromkeys(STREAMS, 0.0)
+
+
+class VirtualMark:
+    """A point in a stream's time, for the recorder."""
+
+    __slots__ = ("_us",)
+
+    def __init__(self, us: float) -> None:
+        self._us = us
+
+    def us(self) -> float:
+        return self._us
+
+
+class VirtualEvent(StreamEvent):
+    """A point in a stream, and its time in µs."""
+
+    def __init__(self, stream: str, us: float) -> None:
+        super().__init__(stream)
+        self.us = us
+
+
+class VirtualStream(Stream):
+    """A stream of the clock."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        super().__init__(name)
+        self._time = clock
+
+    def record(self) -> VirtualEvent:
+        return VirtualEvent(self.name, self._time.now(self.name))
+
+    def collective(self, issue: Callable[[bool], Work | None], name: str, owner: str) -> None:
+        run_named(lambda: issue(False), name, owner)
+
+    def then(self, function: Callable[[], None]) -> None:
+        function()
+
+    def synchronize(self) -> None:
+        self._time.host = self._time.now(self.name)
+
+    def _wait(self, event: StreamEvent) -> None:
+        assert isinstance(event, VirtualEvent)
+        self._time.wait(self.name, event.us)
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        outer, self._time.current = self._time.current, self.name
+        try:
+            yield
+        finally:
+            self._time.current = outer
+
+    def _current(self) -> AbstractContextManager[None]:
+        return self._on()
+
+
+def virtual_streams(clock: Clock) -> StreamSet:
+    """Streams that live in this clock's time."""
+    return StreamSet(
+        lambda name: VirtualStream(name, clock),
+        lambda name: VirtualMark(clock.now(name)),
+        lambda: VirtualMark(clock.host),
+    )

@@ -1,0 +1,148 @@
+"""What an operator costs: floating-point operations, bytes of memory, and hence time.
+
+The roofline model: a kernel takes as long as its arithmetic at the rate of the matrix units, or as long as its bytes at
+the bandwidth of the memory, whichever is longer, and never less than the shortest kernel. (Williams, Waterman,
+Patterson: Roofline, CACM 2009.)
+
+Bytes are those of every tensor that an operator reads or writes, each once: what a kernel without a cache moves. Of a
+tensor that is expanded, only what is there counts. FLOPs are those of matrix products, convolutions and attention, by
+torch's formulas (`torch.utils.flop_counter`); element-wise arithmetic is free beside its bytes. Of causal attention the half that is computed
+counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from hwfsdp.compat import arguments_of, storage_key
+from hwfsdp.virtual.devices import Device
+
+
+class Cost(NamedTuple):
+    """Of one operator.
+
+    Attributes:
+        flops: of its matrix products, each multiplication and each addition counted. dtype: they are computed in.
+        nbytes: read and written. is_kernel: whether a device runs anything; a view is made by the host alone.
+        attention: of the backward of attention, its FLOPs without the half that causality saves.
+    """
+
+    flops: float
+    dtype: str
+    nbytes: int
+    is_kernel: bool = True
+    attention: float = 0.0
+
+    def us(self, device: Device) -> float:
+        """Time on the device, in µs."""
+        if not self.is_kernel:
+            return 0.0
+        arithmetic = self.flops / device.rate(self.dtype)
+        memory = self.nbytes / (device.memory_bandwidth * device.memory_efficiency)
+        return max(device.kernel_us, 1e6 * max(arithmetic, memory))
+
+
+_NOTHING = Cost(0.0, "", 0, is_kernel=False)
+_RESERVES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
+_WRITES = {
+    "fill_",
+    "zero_",
+    "_foreach_zero_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "random_",
+    "zeros",
+    "ones",
+    "full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "arange",
+    "randint",
+}
+_READS_ROWS = {"embedding", "index", "gather", "index_select"}  # reads only what it returns
+_COPIES = {"copy_", "_foreach_copy_"}  # they change a tensor without reading it
+_KEPT = {"grads"}  # what fused optimizers may change, and do not unless they have to scale it
+_ATTENTION = "_scaled_dot_product"
+
+
+def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Cost:
+    """The cost of an operator of torch that was called with these and returned `out`.
+
+    Args:
+        op: an overload, as dispatch modes get it. args, kwargs, out: with tensors of any kind, fake ones too.
+    """
+    name = op.name().partition("::")[2].partition(".")[0]
+    if name in _RESERVES:
+        return _NOTHING
+    inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+    if not inputs and not outputs:
+        return _NOTHING  # a profiler's note
+    changed = list(_changed(op, args))
+    if not changed and not _fills_out(op) and _are_views(outputs, inputs):
+        return _NOTHING
+    moved = {(storage_key(t), t.storage_offset(), extent(t)) for t in (*inputs, *outputs)}
+    nbytes = sum(size for _, _, size in moved)
+    if name in _WRITES:
+        nbytes = sum(map(extent, outputs or changed))
+    elif name in _READS_ROWS:
+        nbytes = 2 * sum(map(extent, outputs))
+    elif name not in _COPIES:
+        nbytes += sum(map(extent, changed))
+    dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else ""
+    if name.startswith(_ATTENTION):
+        flops, causal = _attention_flops(op, name, args, kwargs)
+        whole = flops if name.endswith("_backward") else 0.0
+        return Cost(flops / 2 if causal else flops, dtype, nbytes, attention=whole)
+    formula: Callable[..., int] | None = flop_registry.get(op.overloadpacket)
+    return Cost(float(formula(*args, **kwargs, out_val=out)) if formula else 0.0, dtype, nbytes)
+
+
+def _changed(op: Any, args: Sequence[Any]) -> Iterator[Tensor]:
+    """Tensors that the operator reads and writes: those changed in place, not those it only fills (`out=`)."""
+    for argument, value in zip(arguments_of(op), args, strict=False):
+        if argument.is_written and argument.name not in _KEPT:
+            yield from tensors_in(value)
+
+
+def _fills_out(op: Any) -> bool:
+    return any(argument.is_written for argument in arguments_of(op))
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in the arguments or the result of an operator."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+
+
+def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
+    keys = {storage_key(t) for t in inputs}
+    return bool(outputs) and all(storage_key(t) in keys for t in outputs)
+
+
+def extent(tensor: Tensor) -> int:
+    """Bytes of a tensor's distinct elements: dimensions of stride 0 repeat what is there once."""
+    sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0]
+    return prod(sizes) * tensor.element_size()
+
+
+def _attention_flops(op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, bool]:
+    """FLOPs as if nothing was masked, and whether the upper half is."""
+    named = {a.name: a.default for a in arguments_of(op)}
+    named |= dict(zip(named, args, strict=False)) | kwargs
+    q, k = named["query"].shape, named["key"].shape  # [B, H, T, E]
+    products = (
+        5 if name.endswith("_backward") else 2
+    )  # the first of the forward again, and two for each of its two
+    return 2.0 * prod(q) * k[-2] * products, bool(named.get("is_causal"))

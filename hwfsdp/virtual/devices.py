@@ -1,0 +1,185 @@
+"""Figures of devices: what a data sheet says, where it says it, and one number that it does not say.
+
+A data sheet gives peaks. How much of the peak of its matrix units a device reaches in training depends on its power
+limit, its clocks and its kernels, and no sheet says it. That is the one number per device that is fitted here, on one
+published row (`fitted_on`); everything else about a prediction is arithmetic. Devices without a row borrow the number
+of the nearest one, and say so.
+
+Sources, read in November 2026:
+    A100   NVIDIA A100 Tensor Core GPU data sheet, June 2021 (SXM4 modules)
+    H100   NVIDIA H100 Tensor Core GPU data sheet (SXM5); matrix figures there are "with sparsity", halved here
+    H100 96 GB   as the H100 with HBM2e at 2.4 TB/s and a 500 W limit, 400 Gb/s of network per GPU: the machines of the
+           published Llama 3.1 figures (torchtitan, docs/performance.md; Meta's Grand Teton platform)
+    H200   NVIDIA H200 Tensor Core GPU data sheet (SXM)
+    B200   NVIDIA DGX B200 data sheet, an eighth of the system's figures
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.errors import UsageError
+
+GB, GIB = 1e9, 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a prediction needs to know of a device and of the machine it is in.
+
+    Attributes:
+        flops: peak FLOP/s by dtype, dense. What is not listed computes at the rate of "float32".
+        memory: bytes of device memory. memory_bandwidth: bytes/s, read or written.
+        link: bytes/s of each direction between a GPU and the others of its node.
+        network: bytes/s of each direction between a GPU's node and others, per GPU.
+        per_node: GPUs in a node.
+        efficiency: share of `flops` that matrix products reach; fitted on `fitted_on`.
+        memory_efficiency: share of `memory_bandwidth` that element-wise kernels reach.
+        link_efficiency: share of `link` and `network` that collectives reach.
+        launch_us: µs of the host to launch one kernel. kernel_us: µs that the shortest kernel takes.
+        dtensor_us: µs of the host to dispatch an operator over DTensors, beyond that.
+        collective_us: µs to start a collective. hop_us, node_hop_us: added per rank, and per node, that it visits.
+        host: whether the host itself computes, so that it cannot run ahead.
+        source: where the figures are from.
+    """
+
+    name: str
+    flops: dict[str, float]
+    memory: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    per_node: int
+    efficiency: float
+    fitted_on: str
+    source: str
+    memory_efficiency: float = 0.85
+    link_efficiency: float = 0.8
+    launch_us: float = 6.0
+    kernel_us: float = 3.0
+    dtensor_us: float = 60.0
+    collective_us: float = 20.0
+    hop_us: float = 1.5
+    node_hop_us: float = 6.0
+    host: bool = False
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s that matrix products in this dtype reach."""
+        return self.flops.get(dtype, self.flops["float32"]) * self.efficiency
+
+
+_A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 9.7e12}
+_H100 = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 67e12, "float64": 34e12}
+_B200 = {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12, "float64": 37e12}
+_A100_SHEET, _H100_SHEET = "NVIDIA A100 data sheet (SXM4)", "NVIDIA H100 data sheet (SXM5)"
+_ROW_H100_96 = "Llama 3.1 8B on 8 GPUs, 2 × 8192, selective: 5,762 tokens/s each (torchtitan)"
+_ROW_H100 = "MPT 7B on 8 GPUs, 6 × 2048, no checkpointing: 10,643 tokens/s each (llm-foundry)"
+_ROW_A100 = "Llama 3.1 8B on 64 GPUs, 1 × 8192, selective: 2,973 tokens/s each (torchtitan)"
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device(
+            "a100-40gb",
+            _A100,
+            40 * GIB,
+            1555 * GB,
+            300 * GB,
+            25 * GB,
+            8,
+            0.673,
+            f"{_ROW_A100} (80 GB)",
+            _A100_SHEET,
+        ),
+        Device("a100-80gb", _A100, 80 * GIB, 2039 * GB, 300 * GB, 25 * GB, 8, 0.673, _ROW_A100, _A100_SHEET),
+        Device(
+            "h100-96gb",
+            _H100,
+            96 * GIB,
+            2400 * GB,
+            450 * GB,
+            50 * GB,
+            8,
+            0.461,
+            _ROW_H100_96,
+            f"{_H100_SHEET}; memory and power of the published figures' machines",
+        ),
+        Device("h100", _H100, 80 * GIB, 3350 * GB, 450 * GB, 50 * GB, 8, 0.504, _ROW_H100, _H100_SHEET),
+        Device(
+            "h200",
+            _H100,
+            141 * GB,
+            4800 * GB,
+            450 * GB,
+            50 * GB,
+            8,
+            0.504,
+            f"{_ROW_H100} (h100)",
+            "NVIDIA H200 data sheet",
+        ),
+        Device(
+            "b200",
+            _B200,
+            180 * GB,
+            8000 * GB,
+            900 * GB,
+            50 * GB,
+            8,
+            0.504,
+            f"{_ROW_H100} (h100)",
+            "NVIDIA DGX B200 data sheet",
+        ),
+    )
+}
+THIS_MACHINE = "this-machine"
+
+
+def calibration_file() -> Path:
+    """Where `hwfsdp doctor --calibrate` keeps what it measured."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "hwfsdp" / "this-machine.json"
+
+
+def save_calibration(device: Device, path: Path | None = None) -> Path:
+    """Keeps a measured device for `device_named("this-machine")`; returns where."""
+    path = path or calibration_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(device), indent=2) + "\n")
+    return path
+
+
+def device_named(name: str) -> Device:
+    """The device of this name.
+
+    Raises:
+        UsageError: there is none, or this machine has not been measured.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    if name != THIS_MACHINE:
+        raise UsageError(
+            f"device {name!r}",
+            expected=f"one of {', '.join([*DEVICES, THIS_MACHINE])}",
+            got=repr(name),
+            remedy="Choose one of these, or pass a Device of your own.",
+        )
+    path = calibration_file()
+    try:
+        return _read(json.loads(path.read_text()))
+    except FileNotFoundError:
+        got, remedy = "none", "Run: hwfsdp doctor --calibrate"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        got, remedy = f"{type(error).__name__}: {error}", "Run again: hwfsdp doctor --calibrate"
+    raise UsageError(f"device {name!r}", expected=f"a measurement of it in {path}", got=got, remedy=remedy)
+
+
+def _read(found: dict[str, Any]) -> Device:
+    numbers = {f.name for f in fields(Device) if f.type == "float"}
+    for name in numbers:
+        if not found[name] > 0:
+            raise ValueError(f"{name} is {found[name]}")
+    return Device(**found)

@@ -1,0 +1,187 @@
+"""What is simulated: a model that is built, sharded and trained for a step, as one would on real GPUs.
+
+Mixed precision as usual: parameters are gathered in bfloat16, gradients reduced in float32, AdamW keeps float32.
+
+Note [Selective checkpointing]
+    Between keeping all activations and recomputing all: per operator, the outputs of attention and of every second matrix
+    product are kept, the rest is computed again. (The published figures that predictions are held against did this;
+    torch calls the tool `create_selective_checkpoint_contexts`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hwfsdp.blueprint import find_blocks, find_classes
+from hwfsdp.compat import is_fake
+from hwfsdp.errors import UsageError
+from hwfsdp.models.zoo import Config, build, config_of
+from hwfsdp.precision import MixedPrecisionPolicy
+from hwfsdp.wrap import fully_shard
+
+CHECKPOINTS = ("none", "selective", "full")
+Step = Callable[[], Any]
+Target = str | Config | nn.Module | Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained.
+
+    Attributes:
+        batch: sequences per GPU and step. seq: tokens in each.
+        checkpoint: one of `CHECKPOINTS`: what the forward of each wrapped module does not keep for its backward.
+        reshard_after_forward: as for `fully_shard`, of the wrapped modules; the last one stays whole in any case, as its
+            backward comes at once.
+        shards: GPUs to shard over; the others replicate (HSDP). None: all.
+        wrap: names of the classes whose modules are sharded by themselves. Empty: the model's blocks
+            (`blueprint.find_blocks`).
+        param_dtype: to compute in; gradients are reduced in float32.
+    """
+
+    batch: int = 1
+    seq: int = 1024
+    checkpoint: str = "none"
+    reshard_after_forward: bool | int | None = None
+    shards: int | None = None
+    wrap: tuple[str, ...] = ()
+    param_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.seq) < 1 or self.checkpoint not in CHECKPOINTS:
+            raise UsageError(
+                "simulate",
+                expected=f"a batch and a length of at least 1, and a checkpoint among {', '.join(CHECKPOINTS)}",
+                got=f"batch {self.batch}, length {self.seq}, {self.checkpoint!r}",
+                remedy="Change these settings.",
+            )
+
+
+def checkpointed(module: nn.Module, how: str) -> None:
+    """Lets the module's forward recompute in the backward what it does not keep; its hooks stay around that."""
+    if how == "none":
+        return
+    options: dict[str, Any] = {"context_fn": _selective} if how == "selective" else {}
+    module.forward = partial(
+        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options
+    )
+
+
+def _selective() -> tuple[Any, Any]:
+    """Note [Selective checkpointing]. Forward and recomputation each count their matrix products."""
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        else:
+            keep = op.name().startswith("aten::_scaled_dot_product")
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def shard(model: nn.Module, plan: Plan, gpus: int) -> nn.Module:
+    """Checkpointing and `fully_shard`, from the inside out; under HSDP over a mesh of (replicas, shards)."""
+    mesh = None
+    if plan.shards is not None:
+        mesh = init_device_mesh(
+            "cpu", (gpus // plan.shards, plan.shards), mesh_dim_names=("replicate", "shard")
+        )
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(plan.param_dtype, torch.float32),
+    }
+    wrapped = list((find_classes(model, plan.wrap) if plan.wrap else find_blocks(model)).values())
+    reshard = plan.reshard_after_forward
+    for module in reversed(wrapped):  # inner ones first
+        checkpointed(module, plan.checkpoint)
+        is_last = module is wrapped[-1]
+        fully_shard(
+            module, reshard_after_forward=False if is_last and reshard is None else reshard, **options
+        )
+    fully_shard(model, **options)
+    return model
+
+
+def training_step(model: nn.Module, plan: Plan, is_host: bool) -> Step:
+    """A step of language modeling on a sharded model: forward, backward, clipping, AdamW.
+
+    Where the host computes, it is the step of `train`, which does not clip and has AdamW go over one parameter at a time.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if is_host else True)
+    tokens = torch.zeros(plan.batch, plan.seq, dtype=torch.int64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = token_loss(model(tokens), tokens)
+        loss.backward()
+        if not is_host:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+
+    return step
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits [B, T, V] against targets [B, T], in float32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """A copy of the model for the world entered; the user's stays as it is. Tied parameters are tied in it, too."""
+    known: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        is_param = isinstance(tensor, nn.Parameter)
+        known[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_param else copied
+    return deepcopy(model, known)
+
+
+class Program(NamedTuple):
+    """What is run in a virtual world: a step, and how many tokens of a GPU it trains on (None: it does not say)."""
+
+    step: Step
+    tokens: int | None
+
+
+def program(target: Target, plan: Plan, gpus: int, is_host: bool = False) -> Program:
+    """Builds what is to run in the world that has been entered.
+
+    Whole parameters never exist, as for real: a model is built on the meta device, and gets memory for its shards.
+
+    Raises:
+        UsageError: a function that returns neither a model nor a step.
+    """
+    if isinstance(target, str | Config):
+        config = config_of(target) if isinstance(target, str) else target
+        with torch.device("meta"):  # with as many positions as a sequence has
+            made: Any = build(replace(config, seq_len=plan.seq))
+    else:
+        made = target if isinstance(target, nn.Module) else target()
+    if isinstance(made, nn.Module):
+        if not all(map(is_fake, made.parameters())):  # made elsewhere
+            made = copy_on_meta(made)
+        model = shard(made, plan, gpus)
+        model.to_empty(device="cpu")
+        return Program(training_step(model, plan, is_host), plan.batch * plan.seq)
+    if not callable(made):
+        raise UsageError(
+            "simulate",
+            expected="a function that returns a model, or a step to be called",
+            got=f"one that returns {type(made).__name__}",
+            remedy="Return the step: a function without arguments that trains for one step.",
+        )
+    return Program(made, None)

@@ -1,0 +1,243 @@
+"""`simulate`: a step of training on GPUs that are not there.
+
+    result = simulate("llama3-8b", gpus=512, device="h100", batch=2, seq=8192, checkpoint="selective")
+    print(result.tokens_per_second_per_gpu, result.peak_memory_gib, result.fits)
+    result.log.save("trace.json")
+
+What runs is the package itself: `fully_shard`, its hooks and its prefetching, on rank 0 of a virtual world (`world`).
+One step warms up, so that the order of the groups is learned and the optimizer has its state; the next one is measured.
+
+Note [What the model leaves out]
+    Ranks are equal and start together: no stragglers, no congestion, no failures. Kernels cost by roofline, one
+    efficiency for all matrix products of a device, whatever their shapes; streams do not slow each other down, although
+    collectives of a real device take some of its units and of its memory's bandwidth. The host is as fast as
+    `Device.launch_us` says. Data loading, checkpoints and the first steps' compilation are not there.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.about import read_about
+from hwfsdp.compat import local_of
+from hwfsdp.errors import UsageError
+from hwfsdp.eventlog import EventLog
+from hwfsdp.memory import Ledger
+from hwfsdp.models.gpt import GPTConfig
+from hwfsdp.models.llama import LlamaConfig
+from hwfsdp.models.zoo import config_of
+from hwfsdp.recording import record
+from hwfsdp.virtual.allocator import Allocator
+from hwfsdp.virtual.devices import GIB, Device, device_named
+from hwfsdp.virtual.programs import Plan, Target, program
+from hwfsdp.virtual.world import World
+
+LIMITS = (
+    "equal ranks without stragglers or congestion; roofline costs with one efficiency per device; "
+    "streams do not slow each other down"
+)
+_ATTENTION = (
+    6 / 5
+)  # model FLOPs per FLOP of the backward: 2 + 4 matrix products, of which the latter has 5 with one repeated
+_USABLE = 0.99  # of a device's memory; the rest is the driver's
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step of training takes, of one GPU.
+
+    Attributes:
+        tokens_per_second_per_gpu: None for a step of the user's that did not say how many tokens it has.
+        step_seconds: from the first kernel to the last, host included.
+        mfu: model FLOPs utilization: 6 FLOPs per parameter and token, and 12 per layer, width, position and token for
+            attention, over peak (the definition of PaLM, arXiv:2204.02311, appendix B); None without tokens.
+        exposed_comm_fraction: share of the step in which a collective runs and nothing is computed.
+        peak_memory_gib: what the caching allocator reserves, in GiB, at most the device's memory; what training frameworks report.
+        peak_allocated_gib: what is alive at once.
+        peak_by_kind: bytes alive at that moment, by kind of memory (`memory.KINDS`, and "activation").
+        fits: whether `peak_allocated_gib` is within the device's memory.
+        log: events of rank 0 in the measured step, in virtual time.
+    """
+
+    target: str
+    gpus: int
+    device: Device
+    plan: Plan
+    tokens_per_second_per_gpu: float | None
+    step_seconds: float
+    mfu: float | None
+    exposed_comm_fraction: float
+    peak_memory_gib: float
+    peak_allocated_gib: float
+    peak_by_kind: dict[str, int]
+    fits: bool
+    log: EventLog = field(repr=False)
+
+    @property
+    def memory_gib(self) -> float:
+        """What the device has, in GiB."""
+        return _USABLE * self.device.memory / GIB
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; without the log, with its summary."""
+        found = {name: value for name, value in vars(self).items() if name not in ("log", "device", "plan")}
+        plan = asdict(self.plan) | {"param_dtype": str(self.plan.param_dtype).removeprefix("torch.")}
+        device = {
+            name: getattr(self.device, name)
+            for name in ("name", "per_node", "efficiency", "fitted_on", "source")
+        }
+        more = {"memory_gib": self.memory_gib, "summary": self.log.summary(), "limits": LIMITS}
+        return {**found, "plan": plan, "device": device, **more}
+
+
+def simulate(
+    step_or_model: Target,
+    gpus: int = 8,
+    device: str | Device = "h100",
+    *,
+    nodes: int | None = None,
+    hsdp: bool = False,
+    **settings: Any,
+) -> Simulation:
+    """Trains for a step on `gpus` virtual devices.
+
+    Args:
+        step_or_model: what to train. The name of a model (`models.zoo`), its sizes, an `nn.Module`, on whatever device and
+            not sharded, or a function without arguments, called once in the virtual world. It returns a model, which is
+            then trained as a language model on tokens; or a step, a function without arguments that trains for one step, of
+            a model that it has built and called `fully_shard` on.
+        gpus: ranks in all. nodes: that they are spread over evenly; by default as few as there have to be.
+        device: a name of `devices.DEVICES`, "this-machine", or figures of your own.
+        hsdp: shard within each node, replicate across nodes.
+        settings: of the `Plan`: batch, seq, checkpoint, reshard_after_forward, wrap, shards, param_dtype (by
+            default bfloat16; float32 where the host computes). With a step of your own, `batch * seq` are its tokens, and
+            nothing else is looked at.
+
+    Raises:
+        UsageError: an unknown name, GPUs that the nodes do not divide, or a step that needs the values of a tensor.
+        StateError: this process has a process group already.
+    """
+    figures = placed(device_named(device) if isinstance(device, str) else device, gpus, nodes)
+    if figures.host:
+        settings.setdefault("param_dtype", torch.float32)
+    if hsdp:
+        settings["shards"] = min(gpus, figures.per_node)
+    plan = _planned(step_or_model, gpus, settings)
+    world = World(gpus, figures)
+    with world.entered():
+        run = program(step_or_model, plan, gpus, figures.host)
+        world.allocator.pack()  # a model may have been whole while it was built
+        run.step()
+        gc.collect()
+        world.allocator.reset_peak()
+        world.restart()
+        with record(ledger=_NamingLedger(world.allocator)) as log:
+            run.step()
+            world.clock.synchronize()
+        seconds = world.clock.host / 1e6
+        tokens = run.tokens or (plan.batch * plan.seq if "seq" in settings else None)
+        return _result(_name_of(step_or_model), plan, world, Measured(seconds, tokens, log))
+
+
+class Measured(NamedTuple):
+    """A step that was run: how long it took, the tokens of a GPU, if it said so, and what happened."""
+
+    seconds: float
+    tokens: int | None
+    log: EventLog
+
+
+class _NamingLedger(Ledger):
+    """Tells the allocator as well which kind of memory a storage is."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()
+        self._allocator = allocator
+
+    def watch(self, tensor: Tensor, kind: str) -> None:
+        super().watch(tensor, kind)
+        self._allocator.name(
+            (local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage(), kind
+        )
+
+
+def placed(device: Device, gpus: int, nodes: int | None) -> Device:
+    """The device, in nodes that so many GPUs fill.
+
+    Raises:
+        UsageError: they do not.
+    """
+    per_node = min(device.per_node, gpus) if nodes is None else gpus // max(nodes, 1)
+    if gpus < 1 or per_node < 1 or gpus % per_node or (nodes is not None and nodes * per_node != gpus):
+        below = max(gpus // device.per_node, 1) * device.per_node
+        raise UsageError(
+            "simulate",
+            expected="GPUs that fill their nodes" if nodes is None else f"GPUs that {nodes} nodes divide",
+            got=f"{gpus} GPUs" + (f", {gpus % device.per_node} more than {below}" if gpus > below else ""),
+            remedy=f"Take {below} or {below + device.per_node}, or say how many nodes there are.",
+        )
+    return replace(device, per_node=per_node)
+
+
+def _planned(target: Target, gpus: int, settings: dict[str, Any]) -> Plan:
+    known = {f.name for f in fields(Plan)}
+    if unknown := sorted(set(settings) - known):
+        raise UsageError(
+            "simulate",
+            expected=f"settings among {', '.join(sorted(known))}, nodes, hsdp",
+            got=", ".join(unknown),
+            remedy="Change their names.",
+        )
+    config = config_of(target) if isinstance(target, str) else target
+    if "seq" not in settings and isinstance(config, GPTConfig | LlamaConfig):
+        settings = {**settings, "seq": config.seq_len}
+    plan = Plan(**settings)
+    if plan.shards is not None and (plan.shards < 1 or gpus % plan.shards):
+        raise UsageError(
+            "simulate",
+            expected=f"a number of shards that divides the {gpus} GPUs",
+            got=str(plan.shards),
+            remedy=f"Choose among {', '.join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)}.",
+        )
+    return plan
+
+
+def _name_of(target: Target) -> str:
+    if isinstance(target, str):
+        return target
+    return getattr(target, "__qualname__", None) or type(target).__name__
+
+
+def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulation:
+    device, allocator, seconds, log = world.device, world.allocator, measured.seconds, measured.log
+    rate = mfu = None
+    if measured.tokens:
+        rate = measured.tokens / seconds
+        about = read_about(log.about)
+        params = sum(prod(p.shape) for group in (about.groups if about else ()) for p in group.params)
+        flops = 6.0 * params * measured.tokens + _ATTENTION * world.attention_flops
+        mfu = flops / seconds / max(device.flops.values())
+    summary = log.summary()
+    usable = _USABLE * device.memory
+    return Simulation(
+        target=name,
+        gpus=world.gpus,
+        device=device,
+        plan=plan,
+        tokens_per_second_per_gpu=rate,
+        step_seconds=seconds,
+        mfu=mfu,
+        exposed_comm_fraction=summary["exposed_comm_us"] / 1e6 / seconds,
+        peak_memory_gib=max(allocator.peak, min(allocator.reserved, usable)) / GIB,
+        peak_allocated_gib=allocator.peak / GIB,
+        peak_by_kind=allocator.peak_by_kind(),
+        fits=allocator.peak <= usable,
+        log=log,
+    )

@@ -1,0 +1,276 @@
+"""A world of GPUs in one process: this process is rank 0 of them, and nothing in it computes.
+
+Four things stand in for the machine, and the code above them is the one that runs on real ranks:
+
+- a fake process group: collectives return at once (`compat.init_fake_process_group`);
+- fake tensors: operators work out shapes, not values (`compat.fake_tensors`);
+- the streams of a virtual clock, registered with `streams` in place of those of the CPU;
+- a dispatch mode, the meter, which sees every operator and every collective, says what it costs, and counts the storages
+  that it makes.
+
+Rank 0 stands for all: in fully sharded training every rank does the same, and none has more rows.
+
+Note [The count of steps]
+    Optimizers keep the number of their steps in a tensor on the host, and read it in each step, which costs a device
+    nothing. A fake tensor has no number to read. So within the step of an optimizer a scalar that is read is the number
+    of steps it has done. torch's optimizers go over parameters one by one on the CPU, and over many at once on a
+    device; what has not been chosen is chosen here as for a device.
+
+Note [What stays real]
+    A mesh is made of tensors of rank numbers, whose values count. What torch's meshes make is left real, and so is
+    whatever is computed from real tensors only.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from hwfsdp import events
+from hwfsdp.compat import (
+    DispatchMode,
+    fake_tensors,
+    group_named,
+    around_shape_propagation,
+    init_fake_process_group,
+    is_fake,
+    unseen_by_modes,
+)
+from hwfsdp.divergence import place_in
+from hwfsdp.errors import StateError, UsageError
+from hwfsdp.streams import backend
+from hwfsdp.virtual.allocator import Allocator
+from hwfsdp.virtual.clock import Clock, virtual_streams
+from hwfsdp.virtual.costs import cost_of, tensors_in
+from hwfsdp.virtual.devices import Device
+from hwfsdp.virtual.topology import collective_us, span_of
+
+_KIND_OF_NAME = {  # how torch's operators begin → the collective; others exchange like an all-to-all
+    **dict.fromkeys(("allgather", "all_gather"), "all_gather"),
+    **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
+    **{kind: kind for kind in ("reduce_scatter", "broadcast", "send", "recv")},
+}
+
+
+_NEAR = 6  # frames in which a caller is looked for
+
+
+class World:
+    """What stands in for `gpus` devices.
+
+    Attributes:
+        clock, allocator: of the one that rank 0 has.
+        flops: of all operators so far. attention_flops: of the backwards of attention, nothing masked.
+    """
+
+    def __init__(self, gpus: int, device: Device) -> None:
+        self.gpus, self.device = gpus, device
+        self.clock, self.allocator = Clock(device), Allocator()
+        self.flops = self.attention_flops = 0.0
+        self.works_out_shapes = False  # while DTensor calls operators for the shapes of their results only
+        self.steps: int | None = None  # within a step of an optimizer: those that it has done
+
+    def span(self, group: dist.ProcessGroup) -> Any:
+        """Where the ranks of a group are."""
+        return span_of(dist.get_process_group_ranks(group), self.device.per_node)
+
+    @contextmanager
+    def entered(self) -> Iterator[World]:
+        """Makes this process rank 0 of the world for the time of the block.
+
+        Raises:
+            StateError: this process has a process group already.
+        """
+        if dist.is_initialized():
+            raise StateError(
+                "virtual GPUs",
+                expected="a process without a process group",
+                got=f"one of {dist.get_world_size()} ranks",
+                remedy="Call it in a process of its own, or after dist.destroy_process_group().",
+            )
+        with ExitStack() as stack:
+            init_fake_process_group(0, self.gpus)
+            stack.callback(dist.destroy_process_group)
+            stack.enter_context(_clock_kept())
+            stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
+            stack.enter_context(_resizing_seen(self))
+            stack.enter_context(_optimizers_seen(self))
+            stack.enter_context(around_shape_propagation(self._unmetered))
+            stack.enter_context(fake_tensors())
+            stack.enter_context(Meter(self))
+            yield self
+
+    def restart(self) -> None:
+        """Waits for all that was issued, and begins to count anew: time from 0, and FLOPs."""
+        self.clock.restart()
+        self.flops = self.attention_flops = 0.0
+
+    @contextmanager
+    def _unmetered(self) -> Iterator[None]:
+        outer, self.works_out_shapes = self.works_out_shapes, True
+        try:
+            yield
+        finally:
+            self.works_out_shapes = outer
+
+
+class Meter(DispatchMode):
+    """Sees every operator and every collective, and lets the world's time pass."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.world = world
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            self.world.clock.host += self.world.device.dtensor_us
+            return NotImplemented  # it calls operators on its local parts, which are seen
+        kwargs = kwargs or {}
+        if op.namespace == "prim":
+            return op(*args, **kwargs)
+        world = self.world
+        if _is_real(args, kwargs):
+            with unseen_by_modes():
+                return op(*args, **kwargs)
+        if world.works_out_shapes:
+            return op(*args, **kwargs)
+        if op is torch.ops.aten._local_scalar_dense.default and world.steps is not None:
+            return world.steps  # Note [The count of steps]
+        out = call(op, args, kwargs)
+        made = list(tensors_in(out))
+        if made and all(tensor.is_meta for tensor in made):
+            return out  # a model that has no memory yet
+        for tensor in made:
+            world.allocator.see(tensor.untyped_storage(), world.clock.current)
+        if op.namespace in ("c10d", "_c10d_functional"):
+            self._communicate(op, args, out)
+            return out
+        cost = cost_of(op, args, kwargs, out)
+        world.flops += cost.flops
+        world.attention_flops += cost.attention
+        world.clock.run(cost.us(world.device))
+        return out
+
+    def _communicate(self, op: Any, args: Sequence[Any], out: Any) -> None:
+        world, name = self.world, op.name().partition("::")[2].partition(".")[0].lstrip("_")
+        group = _group_in(args)
+        if group is None or name.startswith(("wait_tensor", "barrier")):
+            return
+        kind = next((kind for start, kind in _KIND_OF_NAME.items() if name.startswith(start)), "all_to_all")
+        whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
+        world.clock.run(collective_us(kind, whole, world.span(group), world.device))
+
+
+def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Note [What stays real]."""
+    tensors = list(tensors_in((args, kwargs)))
+    return not any(map(is_fake, tensors)) if tensors else _called_from(device_mesh.__name__)
+
+
+def _called_from(module: str) -> bool:
+    """Whether the operator being dispatched was called in this module, give or take a few frames of torch."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_NEAR):
+        if frame is None or frame.f_globals.get("__name__") == module:
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def _group_in(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except RuntimeError:  # the operation to reduce by
+                continue
+    names = [arg for arg in args if isinstance(arg, str)]
+    return group_named(names[-1]) if names else None
+
+
+def _where() -> str:
+    place = place_in("".join(traceback.format_stack()), users_only=True)
+    return f"at {place}" if place else "inside torch"
+
+
+def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator on fake tensors, which have no values; a program that needs one is told where it does.
+
+    Raises:
+        UsageError: the result, or its shape, depends on values.
+    """
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError:
+        if not set(op.tags) & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}:
+            raise
+    raise UsageError(
+        f"operator {op.name()}",
+        expected="a step that only computes with tensors",
+        got=f"one that needs the values of a tensor, {_where()}",
+        remedy="Virtual tensors have shapes, no values: leave out .item(), float(), nonzero(), and branches on them.",
+    )
+
+
+@contextmanager
+def _clock_kept() -> Iterator[None]:
+    """What is recorded after the block is timed by the clock that was there before."""
+    names = ("_clock", "_host_now")  # those that `events.use_clock` sets
+    with mock.patch.multiple(events, **{name: getattr(events, name) for name in names}):
+        yield
+
+
+@contextmanager
+def _optimizers_seen(world: World) -> Iterator[None]:
+    """Note [The count of steps]."""
+    done: Counter[int] = Counter()
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        done[id(optimizer)] += 1
+        world.steps = done[id(optimizer)]
+        for group in optimizer.param_groups:
+            if not world.device.host and group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        world.steps = None
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _resizing_seen(world: World) -> Iterator[None]:
+    original = torch.UntypedStorage.resize_
+
+    @functools.wraps(original)
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        world.allocator.see(storage, world.clock.current)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield

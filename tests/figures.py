@@ -1,0 +1,147 @@
+"""Logs made by hand, and what tests of pictures ask a figure: which texts it has, where they lie, what its legend says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.text import Text
+
+from hwfsdp import Event, EventLog
+
+MIB = 2**20
+
+
+def event(seq: int, op: str, stream: str, start: float, end: float, **details: Any) -> Event:
+    details = {"rank": 0, "owner": "blocks.0", **details}
+    return Event(seq=seq, op=op, stream=stream, start_us=start, dur_us=end - start, **details)
+
+
+def training_log(ranks: int, groups: int, steps: int = 2) -> EventLog:
+    """A schedule as regular as no run is: each group gathers, computes and scatters, 1 ms each."""
+    return EventLog([e for rank in range(ranks) for e in _events_of(rank, groups, steps)])
+
+
+def _events_of(rank: int, groups: int, steps: int) -> list[Event]:
+    found: list[Event] = []
+
+    def add(op: str, stream: str, start: float, end: float, **details: Any) -> int:
+        found.append(event(len(found), op, stream, start, end, rank=rank, **details))
+        return len(found) - 1
+
+    for step in range(steps):
+        for half, op in enumerate(("forward", "backward")):
+            first = (2 * step + half) * (groups + 1) * 2000.0
+            add(op, "compute", first, first + groups * 2000.0, owner="GPT", step=step)
+            for group in range(groups):
+                begin, details = first + group * 2000.0, {
+                    "owner": f"transformer.blocks.{group}",
+                    "step": step,
+                }
+                copied = add("copy_in", "copy", begin, begin + 100, **details)
+                gathered = add(
+                    "all_gather", "all_gather", begin + 100, begin + 900, after=(copied,), **details
+                )
+                add("wait", "compute", begin + 200, begin + 900, after=(gathered,), **details)
+                add("alloc", "compute", begin + 910, begin + 910, bytes=64, **details)
+                add("copy_out", "compute", begin + 920, begin + 1000, **details)
+                done = add(op, "compute", begin + 1000, begin + 1900, **details)
+                if op == "backward":
+                    add(
+                        "reduce_scatter",
+                        "reduce_scatter",
+                        begin + 1900,
+                        begin + 2500,
+                        after=(done,),
+                        **details,
+                    )
+        add(
+            "optimizer",
+            "compute",
+            first + groups * 2000.0 + 600,
+            first + groups * 2000 + 1500,
+            owner="",
+            step=step,
+        )
+    return found
+
+
+class Box(NamedTuple):
+    """A rectangle, in pixels."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    def touches(self, other: Box) -> bool:
+        """Whether the two share more than an edge of one pixel."""
+        wide = min(self.x1, other.x1) - max(self.x0, other.x0)
+        high = min(self.y1, other.y1) - max(self.y0, other.y0)
+        return wide > 1.0 and high > 1.0
+
+
+def texts(figure: Figure) -> list[tuple[str, Box]]:
+    """Every text that is seen, with the rectangle that it fills."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    hidden = {id(label) for axes in figure.axes for label in _labels_out_of_sight(axes)}
+    seen = [t for t in figure.findobj(Text) if isinstance(t, Text) and id(t) not in hidden]
+    return [
+        (t.get_text(), Box(*Text.get_window_extent(t, renderer).extents.tolist()))
+        for t in seen
+        if t.get_visible() and t.get_text().strip()
+    ]
+
+
+def _labels_out_of_sight(axes: Axes) -> Iterator[Text]:
+    """Ticks beyond the limits of their axis exist, but are not drawn."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        for tick in axis.get_major_ticks():
+            if not low <= tick.get_loc() <= high:
+                yield from (tick.label1, tick.label2)
+
+
+def assert_texts_are_apart_and_on_the_sheet(figure: Figure) -> None:
+    found, sheet = texts(figure), Box(*figure.bbox.extents.tolist())
+    for (first, here), (second, there) in combinations(found, 2):
+        assert not here.touches(there), f"{first!r} lies on {second!r}"
+    for text, place in found:
+        assert sheet.x0 <= place.x0 and place.x1 <= sheet.x1, f"{text!r} is cut off"
+        assert sheet.y0 <= place.y0 and place.y1 <= sheet.y1, f"{text!r} is cut off"
+
+
+def legend_of(figure: Figure) -> list[str]:
+    [legend] = figure.legends or [axes.get_legend() for axes in figure.axes]
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def luma(color: Any) -> float:
+    red, green, blue = to_rgb(color)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def boxes(figure: Figure, prefix: str = "") -> dict[str, Rectangle]:
+    """The rectangles whose name (gid) begins like this, by name."""
+    found = [p for axes in figure.axes for p in axes.patches if isinstance(p, Rectangle)]
+    return {str(p.get_gid()): p for p in found if p.get_gid() and str(p.get_gid()).startswith(prefix)}
+
+
+def assert_everything_is_on_the_sheet(figure: Figure) -> None:
+    """Texts are apart; texts, patches and lines are inside the figure."""
+    assert_texts_are_apart_and_on_the_sheet(figure)
+    sheet = figure.bbox.extents
+    for axes in figure.axes:
+        for patch in axes.patches:
+            if isinstance(patch, Patch) and not patch.get_clip_on():
+                x0, y0, x1, y1 = patch.get_window_extent().extents
+                assert sheet[0] - 1 <= x0 and x1 <= sheet[2] + 1, f"{patch.get_gid()} is cut off"
+                assert sheet[1] - 1 <= y0 and y1 <= sheet[3] + 1, f"{patch.get_gid()} is cut off"

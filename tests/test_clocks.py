@@ -1,0 +1,94 @@
+"""Clocks of several machines, pretended on one: what is measured is wrong by half a round trip at most."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from hwfsdp import EventLog, clocks, events, launch, record, recording
+from hwfsdp.clocks import Offset, RankClock, answer_with_time, measure_offset, shifts_to_one_axis
+from hwfsdp.events import HostMark
+
+AHEAD = 1e9  # µs that each rank's clock is ahead of the one before
+
+
+def clock_ahead() -> float:
+    return HostMark().us() + AHEAD * dist.get_rank()
+
+
+def measured_by_the_first() -> dict[int, Offset]:
+    found = {}
+    for peer in range(1, dist.get_world_size()):
+        if dist.get_rank() == 0:
+            found[peer] = measure_offset(peer, None, now=clock_ahead)
+        elif dist.get_rank() == peer:
+            answer_with_time(0, None, now=clock_ahead)
+    return found
+
+
+def test_an_offset_is_wrong_by_half_of_the_shortest_round_trip_at_most() -> None:
+    found = launch(measured_by_the_first, 3, timeout=60)[0]
+    assert sorted(found) == [1, 2]
+    for peer, offset in found.items():
+        assert abs(offset.us - AHEAD * peer) <= offset.error_us < AHEAD / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "shifts"),
+    [
+        ({}, {}),
+        ({3: RankClock(7.0, "a")}, {3: 0.0}),
+        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "a")}, {0: 3.0, 1: 0.0}),
+        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "b"), 2: RankClock(9.0, "a")}, {0: 0.0, 1: 0.0, 2: 2.0}),
+    ],
+)
+def test_times_count_from_the_earliest_origin_of_the_first_machine(
+    given: dict[int, RankClock], shifts: dict[int, float]
+) -> None:
+    assert shifts_to_one_axis(given) == shifts
+
+
+def around_a_barrier(machine: str | None) -> EventLog | None:
+    """A span before the ranks meet and one after; on pretended machines of their own, if `machine` is given."""
+    rank, real = dist.get_rank(), time.perf_counter
+    ahead = AHEAD / 1e6 * rank if machine else 0.0
+    here = f"{machine} {rank}" if machine else clocks.this_machine()
+    with mock.patch.object(time, "perf_counter", lambda: real() + ahead):
+        with mock.patch.object(recording, "this_machine", lambda: here):
+            with record() as log:
+                with events.span("copy_in", "compute"):
+                    pass
+                with events.paused():
+                    dist.barrier()
+                with events.span("copy_out", "compute"):
+                    pass
+            return recording.gather_log(log)
+
+
+@pytest.mark.parametrize("machine", [None, "machine"])
+def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several(machine: str | None) -> None:
+    """Given a barrier: what any rank did before it ended before what any rank did after it."""
+    first, *others = launch(around_a_barrier, 3, machine, timeout=60)
+    assert others == [None, None]
+    assert first is not None and first.ranks == [0, 1, 2]
+    assert len(set(first.clocks.values())) == 1
+    slack = 0.0 if machine is None else AHEAD / 1e3  # of a round trip, 1 s here: next to what was taken out
+    for before in first.select("copy_in"):
+        for after in first.select("copy_out"):
+            assert before.end_us <= after.start_us + slack
+            assert after.start_us - before.end_us < AHEAD / 2
+    assert min(e.start_us for e in first.events) >= 0 - slack
+
+
+def test_ranks_outside_the_group_have_no_part_in_it() -> None:
+    def gather_in_half() -> list[int] | None:
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        with record() as log, events.span("copy_in", "compute"):
+            pass
+        found = recording.gather_log(log, halves[dist.get_rank() // 2])
+        return found and found.ranks
+
+    assert launch(gather_in_half, 4, timeout=60) == [[0, 1], None, [2, 3], None]

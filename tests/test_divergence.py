@@ -1,0 +1,227 @@
+"""Where ranks part is found, said in one sentence, and shown: on made-up histories and on ranks that really part."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwfsdp import RankError, cli
+from hwfsdp.divergence import Report, describe_divergence, place_in
+from hwfsdp.errors import CollectiveError
+from hwfsdp.history import SLOTS, Call, State
+
+# --- Made-up histories -------------------------------------------------------------------------------------
+
+
+def calls(
+    *owners: str, group: str = "0:0-3/1", last: State = State.WAIT, op: str = "all_gather"
+) -> list[Call]:
+    """All but the last one done."""
+    states = [State.DONE] * (len(owners) - 1) + [last]
+    return [
+        Call(n, n, n, group, op, "float32", 1024, owner, state)
+        for n, (owner, state) in enumerate(zip(owners, states, strict=True), 1)
+    ]
+
+
+def on_all(world_size: int, *owners: str, last: State = State.WAIT) -> list[Report]:
+    group = f"0:0-{world_size - 1}/1"
+    return [Report(rank, calls(*owners, group=group, last=last)) for rank in range(world_size)]
+
+
+def sentence(reports: list[Report]) -> str:
+    return describe_divergence(reports).partition("\n")[0]
+
+
+def marked(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(">")]
+
+
+@pytest.mark.parametrize("last", [State.DONE, State.OPEN])
+def test_ranks_that_agree_and_wait_for_nothing_have_no_table(last: State) -> None:
+    assert describe_divergence(on_all(4, "a", "b", "c", last=last)) == ""
+
+
+@pytest.mark.parametrize("reports", [[], [Report(0, None), Report(1, [])]])
+def test_without_any_history_there_is_no_table(reports: list[Report]) -> None:
+    assert describe_divergence(reports) == ""
+
+
+def test_a_rank_that_is_only_behind_while_nobody_waits_is_not_blamed() -> None:
+    reports = on_all(3, "a", "b", "c", last=State.OPEN)
+    reports[1] = Report(1, reports[1].calls[:2])  # type: ignore[index]
+    assert describe_divergence(reports) == ""
+
+
+@given(st.integers(3, 8), st.integers(0, 30), st.integers(0, 7))
+def test_the_first_call_that_one_rank_makes_differently_is_the_one_that_is_marked(
+    world_size: int, place: int, rank: int
+) -> None:
+    rank %= world_size
+    owners = [f"blocks.{n}" for n in range(31)]
+    reports = on_all(world_size, *owners)
+    own = reports[rank].calls or []
+    own[place] = own[place]._replace(op="reduce_scatter", owner="head")
+    text = describe_divergence(reports)
+    others = [r for r in range(world_size) if r != rank]
+    assert text.startswith(f"rank {rank} called reduce_scatter of 'head' where ranks {others[0]}")
+    assert (
+        f" called all_gather of 'blocks.{place}': collective {place + 1} of ranks 0–{world_size - 1}." in text
+    )
+    first, second = (line.split() for line in marked(text))
+    assert first[1:4] == [str(place + 1), "all_gather", f"blocks.{place}"]
+    assert second[1:3] == ["reduce_scatter", "head"]
+    cells = [(a != "–", b != "–") for a, b in zip(first[-world_size:], second[-world_size:], strict=True)]
+    assert cells == [(r != rank, r == rank) for r in range(world_size)]
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        (Report(2, calls("a", "b"), place="train.py:41, in load"), "; it is in train.py:41, in load."),
+        (
+            Report(2, calls("a", "b"), "raised KeyError: 'x'", "t.py:3, in f"),
+            "; it raised KeyError: 'x' in t.py:3, in f.",
+        ),
+        (Report(2, calls("a", "b", last=State.DONE), "has returned"), "; it has returned."),
+        (Report(2, calls("a", "b", last=State.DONE)), "."),
+    ],
+)
+def test_a_rank_that_did_not_come_is_named_with_what_it_does_instead(own: Report, says: str) -> None:
+    own = own._replace(calls=calls("a", "b", last=State.DONE))
+    reports = [Report(rank, calls("a", "b", "c")) for rank in (0, 1)] + [own, Report(3, calls("a", "b", "c"))]
+    start = (
+        "rank 2 has not called collective 3 of ranks 0–3, all_gather of 'c', which ranks 0, 1 and 3 wait in"
+    )
+    assert sentence(reports) == start + says
+    assert len(marked(describe_divergence(reports))) == 1
+
+
+def test_of_several_ranks_that_did_not_come_the_one_that_waits_for_nobody_is_named() -> None:
+    """Rank 3 is lost; rank 2 waits for it, and so does not come to where rank 0 waits."""
+    reports = [
+        Report(0, calls("a", "b", group="x:0-2/2")),
+        Report(1, []),
+        Report(2, calls("a", group="x:0-2/2", last=State.DONE) + calls("a", "b", group="y:2-3/1")),
+        Report(3, calls("a", group="y:2-3/1", last=State.DONE), place="t.py:9, in f"),
+    ]
+    assert sentence(reports).startswith("rank 3 has not called collective 2 of ranks 2 and 3")
+
+
+def test_ranks_that_wait_in_a_circle_are_both_shown() -> None:
+    first, second = calls("a", group="x:0-1/1"), calls("b", group="y:0-1/1")
+    text = describe_divergence([Report(0, first), Report(1, second)])
+    assert "rank 1 waits in all_gather of 'b', collective 1 of ranks 0 and 1" in text or (
+        "it waits in all_gather of 'b', collective 1 of ranks 0 and 1" in text
+    )
+    assert len(marked(text)) == 2
+
+
+def test_a_rank_whose_ring_has_lost_a_group_is_not_blamed_in_it() -> None:
+    busy = [c._replace(serial=n, number=n) for n, c in enumerate(calls("a") * SLOTS, 5)]
+    busy = [c._replace(group="y:1-1/1", state=State.DONE) for c in busy]
+    text = describe_divergence([Report(0, calls("a", "b", group="x:0-1/1")), Report(1, busy)])
+    assert sentence([Report(0, calls("a", "b", group="x:0-1/1")), Report(1, busy)]) == (
+        "rank 0 waits in all_gather of 'b', collective 2 of ranks 0 and 1; nothing is known of rank 1 there."
+    )
+    assert [line.split()[-2:] for line in marked(text)] == [["wait", "?"]]
+
+
+def test_older_calls_that_some_rings_have_lost_are_not_compared() -> None:
+    reports = on_all(2, *"abcdef")
+    reports[1] = Report(1, reports[1].calls[3:])  # type: ignore[index]
+    assert "which all of its ranks called alike" in sentence(reports)
+
+
+def test_a_silent_rank_is_said_to_be_silent_and_its_cells_are_unknown() -> None:
+    reports = on_all(3, "a", "b")
+    reports[1] = Report(1, None)
+    text = describe_divergence(reports)
+    assert (
+        sentence(reports)
+        == "ranks 0 and 2 wait in all_gather of 'b', collective 2 of ranks 0–2; nothing is known of rank 1 there."
+    )
+    assert marked(text)[0].split()[-3:] == ["wait", "?", "wait"]
+
+
+def test_different_sizes_are_told_apart_by_their_bytes() -> None:
+    reports = on_all(2, "a")
+    reports[1] = Report(1, [reports[1].calls[0]._replace(nbytes=2048)])  # type: ignore[index]
+    assert "'a' (2,048 bytes of float32) where rank 0 called all_gather of 'a' (1,024 bytes" in sentence(
+        reports
+    )
+
+
+def test_a_difference_that_was_got_over_is_not_brought_up_again() -> None:
+    reports = [
+        Report(0, calls("a", group="old:0-1/1", last=State.FAILED)),
+        Report(1, calls("b", group="old:0-1/1", last=State.FAILED)),
+    ]
+    for report in reports:
+        later = calls("c", "d", group="new:0-1/1", last=State.DONE)
+        report.calls.extend(c._replace(serial=c.serial + 1) for c in later)  # type: ignore[union-attr]
+    assert describe_divergence(reports) == ""
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 64, 512])
+@pytest.mark.parametrize(
+    "name", ["0", "model.layers.31", "_orig_mod.model.decoder.layers.31.feed_forward.w2"]
+)
+def test_a_table_is_aligned_and_fits_at_any_number_of_ranks(world_size: int, name: str) -> None:
+    reports = on_all(world_size, *(f"{name}.{n}" for n in range(12)))
+    reports[1] = Report(1, [*(reports[1].calls or [])[:9]], place="train.py:41, in load")
+    text = describe_divergence(reports)
+    rows = [line for line in text.split("\n\n")[1].splitlines()]
+    assert max(map(len, rows)) <= 100
+    assert len({len(row) for row in rows}) == 1  # the last column is aligned to the right
+    assert max(map(len, text.splitlines())) <= 160
+    if world_size > 8 or name == "0":
+        assert ("ranks 0, 2–" in rows[0]) == (world_size > 8)
+
+
+def test_the_users_collectives_are_left_out_where_only_some_ranks_recorded_them() -> None:
+    both = calls("a", "b", group="0:0-1/1")
+    user = Call(1, 1, 0, "0:0-1/1", "all_reduce", "float32", 4, "", State.DONE)
+    shifted = [user] + [c._replace(serial=c.serial + 1, number=c.number + 1) for c in both]
+    assert "called alike" in sentence([Report(0, both), Report(1, shifted)])
+    assert "called alike" in sentence([Report(0, shifted), Report(1, shifted)])
+
+
+def test_a_place_is_the_innermost_line_of_the_user() -> None:
+    def frame(path: str, line: int, name: str) -> str:
+        return f'  File "{path}", line {line}, in {name}\n    code\n'
+
+    inside = (
+        frame(threading.__file__, 3, "wait") + frame(torch.__file__, 4, "f") + frame(cli.__file__, 5, "g")
+    )
+    user = frame("/elsewhere/train.py", 1, "main") + frame("/elsewhere/data.py", 2, "load")
+    assert place_in(user + inside) == "/elsewhere/data.py:2, in load"
+    assert place_in(frame(os.path.abspath("train.py"), 7, "main")) == "train.py:7, in main"
+    assert place_in(inside).endswith(":5, in g")
+    assert place_in("no stack") == ""
+
+
+def test_the_command_prints_the_first_line_and_the_table_but_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RankError(1, "KeyError: 'x'", "Traceback\n  of rank 1", "The traceback below is that rank's.")
+    error.table = "a sentence.\n\n> a table"
+    assert cli._fail(error, 1) == 1
+    err = capsys.readouterr().err
+    assert err.splitlines()[0].endswith("(HWFSDP_TRACEBACK=1 shows its traceback.)")
+    assert err.splitlines()[1:] == ["", "a sentence.", "", "> a table"]
+    monkeypatch.setenv("HWFSDP_TRACEBACK", "1")
+    cli._fail(error, 1)
+    assert [*capsys.readouterr().err.splitlines()][-2:] == ["Traceback", "  of rank 1"]
+
+
+def test_the_table_of_a_failed_collective_is_below_its_line() -> None:
+    error = CollectiveError("all_gather", "a", 0, RuntimeError("late"))
+    line = str(error)
+    error.table = "a sentence.\n\n> a table"
+    assert str(error) == f"{line}\n\na sentence.\n\n> a table" and "\n" not in line

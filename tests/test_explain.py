@@ -1,0 +1,309 @@
+"""`hwfsdp explain`: a model sharded on paper, against the same model sharded on ranks, and against chunking."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hwfsdp import cli, explain, fully_shard, launch
+from hwfsdp.blueprint import explain_on_paper, find_blocks, find_builder
+from hwfsdp.errors import StateError, UsageError
+from hwfsdp.inspection import Explanation, ParamRow, Totals, fold
+from hwfsdp.models import zoo
+from hwfsdp.models.gpt import GPTConfig
+
+SMALL = GPTConfig(dim=12, layers=3, heads=2, seq_len=7, vocab=10)
+
+MINE = """
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self, width=8):
+            super().__init__()
+            self.inner = nn.Linear(width, 3 * width)
+            self.outer = nn.Linear(3 * width, width)
+
+    def build():
+        print("while building")
+        return nn.Sequential(*(Layer() for _ in range(4)))
+
+    def odd():
+        return nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer(4)])})
+
+    def wrong():
+        return [1]
+
+    def fails():
+        raise KeyError("no weights")
+
+    def needs(size):
+        return Layer(size)
+
+    constant = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user's in the current directory."""
+    (tmp_path / "mine_to_explain.py").write_text(textwrap.dedent(MINE))
+    (tmp_path / "broken_to_explain.py").write_text("import nothing_of_the_kind\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield "mine_to_explain"
+    for name in ("mine_to_explain", "broken_to_explain"):
+        sys.modules.pop(name, None)
+
+
+def on_ranks() -> tuple[list[Any], Totals]:
+    model = zoo.build(SMALL)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    table = explain(fully_shard(model))
+    return [tuple(row) for row in table.rows], table.totals
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_on_paper_and_on_ranks_the_table_is_the_same(ranks: int) -> None:
+    for rank, (rows, totals) in enumerate(launch(on_ranks, ranks, timeout=60)):
+        paper = explain_on_paper(lambda: zoo.build(SMALL), ranks, rank).explanation
+        assert [tuple(row) for row in paper.rows] == rows
+        assert paper.totals == totals
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 64])
+def test_the_totals_are_those_of_nested_chunks(ranks: int) -> None:
+    shapes = [tuple(p.shape) for p in zoo.build(SMALL).parameters()]
+    elements = sum(map(prod, shapes))
+    held = []
+    for rank in range(ranks):
+        totals = explain_on_paper(lambda: zoo.build(SMALL), ranks, rank).explanation.totals
+        chunks = [torch.empty(shape, device="meta").chunk(ranks) for shape in shapes]
+        own = sum(c[rank].numel() for c in chunks if rank < len(c))
+        padded = sum(c[0].numel() for c in chunks)
+        assert totals == Totals(len(shapes), elements, 4 * elements, 4 * own, 4 * (padded - own))
+        held.append(totals.rank_bytes)
+    assert sum(held) == 4 * elements
+
+
+def test_a_model_of_eight_billion_parameters_takes_no_memory_and_is_exact() -> None:
+    found = explain_on_paper(find_builder("llama3-8b"), 512, 511)
+    totals = found.explanation.totals
+    assert totals.elements == 8_030_261_248  # as published with the model
+    assert (totals.parameters, len(found.wrapped)) == (291, 32)
+    assert 0 < totals.rank_bytes <= totals.bytes // 512
+    blocks = fold(found.explanation.rows)
+    assert [len(block.groups) for block in blocks] == [1, 32]
+    assert "blocks.0 … blocks.31: 32 alike" in found.explanation.folded_text()
+
+
+def test_after_it_the_process_has_no_process_group_even_after_an_error() -> None:
+    with pytest.raises(UsageError, match="nn.ModuleList"):
+        explain_on_paper(lambda: nn.ModuleList([nn.Linear(2, 2)]), 2)
+    assert not dist.is_initialized()
+    explain_on_paper(lambda: nn.Linear(2, 2), 2)
+    assert not dist.is_initialized()
+
+
+def test_on_a_rank_of_other_ranks_it_is_refused() -> None:
+    def refused() -> str:
+        with pytest.raises(StateError) as caught:
+            explain_on_paper(lambda: nn.Linear(2, 2), 2)
+        return str(caught.value)
+
+    assert "hwfsdp.explain(model)" in launch(refused, 1, timeout=60)[0]
+
+
+# --- Folding -----------------------------------------------------------------------------------------------
+
+
+def row(fqn: str, group: str, **other: Any) -> ParamRow:
+    return ParamRow(fqn, group, (4, 4), "float32", "S(0)", (0, 2), 0)._replace(**other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([], []),
+        ([row("a.w", "a")], ["a"]),
+        ([row("a.w", "a"), row("b.w", "b"), row("c.w", "c")], ["a … c: 3 alike"]),
+        ([row("a.w", "a"), row("b.w", "b", dtype="bfloat16"), row("c.w", "c")], ["a", "b", "c"]),
+        ([row("a.w", "a"), row("b.v", "b")], ["a", "b"]),
+        ([row("a.w", "a"), row("b.w", "b", rows=(2, 4))], ["a", "b"]),
+        ([row("a.w", "a"), row("a.v", "a"), row("b.w", "b"), row("b.v", "b")], ["a … b: 2 alike"]),
+    ],
+)
+def test_neighboring_groups_that_are_alike_in_everything_but_their_name_are_one(
+    rows: list[ParamRow], names: list[str]
+) -> None:
+    assert [block.name for block in fold(rows)] == names
+
+
+def test_the_folded_table_has_every_parameter_of_every_block_once_and_the_totals() -> None:
+    rows = [row("top", "Root"), *(row(f"b.{n}.w", f"b.{n}") for n in range(9))]
+    text = Explanation(rows, ["left.out"], Totals(10, 160, 640, 320, 2048)).folded_text()
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["Root", "top", "b.0", "w"]
+    assert "not sharded: left.out" in lines
+    assert lines[-2:] == [
+        "model      10 parameters, 160 elements, 640 B",
+        "this rank  320 B, and 2.00 KiB of padding",
+    ]
+
+
+# --- What is wrapped ---------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({"left": Inner(), "right": Inner()})
+        self.mixed = nn.ModuleList([Inner(), nn.Linear(2, 2)])
+        self.single = nn.ModuleList([Outermost()])
+        self.flat = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+class Outermost(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
+def test_blocks_are_the_members_of_the_outermost_lists_of_equal_modules_with_modules_in_them() -> None:
+    assert [*find_blocks(Outer())] == [
+        "towers.left",
+        "towers.right",
+        "mixed.0.parts.0",
+        "mixed.0.parts.1",
+    ]
+    assert [*find_blocks(nn.Sequential(Outermost(), Outermost()))] == ["0", "1"]
+    assert find_blocks(nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize(
+    ("classes", "groups"),
+    [
+        (["Outermost"], {"Outer", "single.0"}),
+        (["Inner", "Outermost"], {"Outer", "towers.left", "towers.right", "mixed.0", "single.0"}),
+    ],
+)
+def test_classes_that_are_named_are_groups_of_their_own(classes: list[str], groups: set[str]) -> None:
+    found = explain_on_paper(Outer, 2, 0, classes)
+    assert {r.group for r in found.explanation.rows} == groups
+
+
+def test_nested_classes_are_wrapped_from_the_inside() -> None:
+    found = explain_on_paper(Outer, 2, 0, ["Inner", "Linear"])
+    groups = {r.group for r in found.explanation.rows}
+    assert "towers.left.parts.0.0" in groups and "towers.left" not in groups
+
+
+# --- The verb ----------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["explain", *arguments])
+
+
+def test_the_verb_prints_the_table_of_a_function_of_the_users_and_draws_it(
+    mine: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(f"{mine}:build", "--ranks", "4", "--png", "table.png") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == f"{mine}:build over 4 ranks, as rank 0 has it; 4 groups and the root"
+    assert "0 … 3: 4 alike" in out and out.splitlines()[-1] == "Picture: table.png"
+    assert err == "while building\n"
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_every_row_of_the_rank_and_nothing_else_on_standard_output(
+    mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"{mine}:build", "--ranks", "5", "--rank", "4", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["ranks"], found["rank"]) == (f"{mine}:build", 5, 4)
+    assert found["wrapped"] == ["0", "1", "2", "3"]
+    assert len(found["rows"]) == found["totals"]["parameters"] == 16
+    weight = found["rows"][0]
+    assert weight == {
+        **{
+            "fqn": "0.inner.weight",
+            "group": "0",
+            "shape": [24, 8],
+            "dtype": "float32",
+            "placement": weight["placement"],
+        },
+        **{"rows": [20, 24], "padding": 8},
+    }
+
+
+def test_all_lists_each_group(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"{mine}:build", "--all")
+    assert sum("inner.weight" in line for line in capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-model"], ["no-such-model", "llama3-8b", "gpt2", "module:function"]),
+        (["mine_to_explain:nope"], ["no 'nope' there", "build"]),
+        (["mine_to_explain:"], ["no '' there"]),
+        (["mine_to_explain:constant"], ["'constant', which cannot be called"]),
+        (["mine_to_explain:wrong"], ["an nn.Module", "type list"]),
+        (["mine_to_explain:fails"], ["KeyError: 'no weights'", "mine_to_explain.py:", ", in fails"]),
+        (["mine_to_explain:needs"], ["TypeError", "'size'", "without arguments"]),
+        (["mine_to_explain:odd"], ["forward"]),
+        (["broken_to_explain:f"], ["nothing_of_the_kind", "broken_to_explain.py:1"]),
+        (["nowhere_to_explain:f"], ["No module named 'nowhere_to_explain'"]),
+        ([":f"], ["Empty module name"]),
+        (["gpt-tiny", "--rank", "8"], ["0 to 7", "got 8"]),
+        (["gpt-tiny", "--wrap", "Blok"], ["'Blok'", "Block"]),
+        (["gpt-tiny", "--png", "nowhere/table.png"], ["nowhere/table.png"]),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused_in_one_line(
+    mine: str, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("hwfsdp: ") and err.count("\n") == 1
+    assert [word for word in words if word not in err] == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["gpt2", "--ranks", "0"], ["gpt2", "--ranks", "two"], ["gpt2", "--rank", "-1"], []]
+)
+def test_arguments_that_the_parser_refuses_end_with_status_two(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2
+
+
+def test_asking_for_its_help_does_not_import_torch() -> None:
+    code = (
+        "import sys, hwfsdp.cli\n"
+        "try: hwfsdp.cli.main(['explain', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,285 @@
+"""What ranks note about their collectives, against the event log of the same run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hwfsdp import fully_shard, history, launch, record
+from hwfsdp.history import SIZE, SLOT, SLOTS, State
+
+
+class Group:
+    group_name = "0"
+
+
+GROUP: Any = Group()
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[history.Call]]:
+    """Reads the notes of this process, in a ring of its own that lies in a file."""
+    file = tmp_path / "history"
+    file.write_bytes(bytes(SIZE))
+    monkeypatch.setenv(history.PATH, str(file))
+    monkeypatch.setattr(history, "_ring", None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    return lambda: history.read(file.read_bytes())
+
+
+def begin(number: int = 0) -> history.Note:
+    return history.begin("all_gather", f"blocks.{number}", GROUP, torch.bfloat16, 4096)
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+class Broken:
+    def wait(self) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+def issue(work: Any) -> Callable[[bool], Any]:
+    return lambda async_op: work
+
+
+def test_a_note_says_what_was_called_by_whom_and_in_which_group(ring: Any) -> None:
+    begin(3)
+    assert [tuple(call) for call in ring()] == [
+        (1, 1, 1, "0:0-1/1", "all_gather", "bfloat16", 4096, "blocks.3", State.WAIT)
+    ]
+
+
+def test_given_more_calls_than_slots_the_last_ones_are_kept_in_order(ring: Any) -> None:
+    for number in range(2 * SLOTS + 7):
+        begin(number)
+    assert [call.owner for call in ring()] == [f"blocks.{n}" for n in range(SLOTS + 7, 2 * SLOTS + 7)]
+
+
+@pytest.mark.parametrize(
+    ("work", "async_op", "issued", "waited"),
+    [
+        (Done(), True, State.OPEN, State.DONE),
+        (Broken(), True, State.OPEN, State.FAILED),
+        (None, True, State.DONE, State.DONE),  # it kept the host until it was done
+        (None, False, State.OPEN, State.OPEN),  # a device does it some time
+    ],
+)
+def test_the_state_follows_the_work(
+    ring: Any, work: Any, async_op: bool, issued: State, waited: State
+) -> None:
+    note = begin()
+    assert ring()[0].state is State.WAIT
+    followed = note.follow(issue(work))(async_op)
+    assert ring()[0].state is issued
+    if followed is not None:
+        try:
+            followed.wait()
+        except RuntimeError:
+            pass
+    assert ring()[0].state is waited
+
+
+def test_a_collective_that_cannot_be_issued_has_failed(ring: Any) -> None:
+    def refuse(async_op: bool) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        begin().follow(refuse)(True)
+    assert ring()[0].state is State.FAILED
+
+
+def test_an_old_note_does_not_touch_the_one_that_took_its_slot(ring: Any) -> None:
+    old = begin()
+    for number in range(SLOTS):
+        begin(number)
+    old.mark(State.FAILED)
+    assert {call.state for call in ring()} == {State.WAIT}
+
+
+def test_a_long_name_is_cut_and_leaves_the_neighbors_alone(ring: Any) -> None:
+    for owner in ("first", "é" * 2 * SLOT, "last"):
+        history.begin("all_gather", owner, GROUP, torch.float32, 1)
+    first, long, last = ring()
+    assert (first.owner, last.owner) == ("first", "last")
+    assert set(long.owner) <= {"é", "\N{REPLACEMENT CHARACTER}"}
+
+
+@given(st.binary(max_size=2 * SIZE))
+def test_whatever_lies_in_the_memory_reading_it_does_not_fail(memory: bytes) -> None:
+    history.read(memory)
+
+
+@given(st.integers(0, SLOT - 1), st.binary(min_size=1, max_size=8))
+def test_a_damaged_note_is_left_out_or_read_and_its_neighbors_stay(at: int, damage: bytes) -> None:
+    notes = [f"d{n} {n} {n} 0:0-1/1 all_gather float32 8 b.{n}".encode().ljust(SLOT, b"\0") for n in (1, 2)]
+    damaged = (notes[0][:at] + damage)[:SLOT].ljust(SLOT, b"\0")
+    assert any(call.owner == "b.2" for call in history.read(damaged + notes[1]))
+
+
+@pytest.mark.parametrize(
+    "ranks", [[0], [3], [0, 1, 2], [1, 3, 5], [0, 4, 8, 12], [5, 1], [0, 1, 5, 6], [2, 2]]
+)
+def test_the_ranks_of_a_group_are_read_out_of_its_name(ranks: list[int]) -> None:
+    assert history.members_of(f"any:name:{history._as_text(ranks)}") == ranks
+
+
+def test_ranks_that_are_too_many_to_list_are_unknown() -> None:
+    assert history.members_of(f"g:{history._as_text([n * n for n in range(100)])}") == []
+
+
+# --- On ranks ----------------------------------------------------------------------------------------------
+
+
+def own_calls() -> list[history.Call]:
+    return history.read(Path(os.environ[history.PATH]).read_bytes())
+
+
+def shard(mesh: Any = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 2))
+    for block in model[:2]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def steps_logged_and_noted(hybrid: bool) -> tuple[list[Any], list[Any], set[State]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")) if hybrid else None
+    model = shard(mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    before = len(own_calls())
+    with record() as log:
+        model(torch.ones(2, 4)).sum().backward()
+    logged = log.select("all_gather", "reduce_scatter", "all_reduce")
+    noted = own_calls()[before:]
+    return (
+        [(e.op, e.owner, e.dtype, e.bytes) for e in logged],
+        [(c.op, c.owner, c.dtype, c.nbytes) for c in noted],
+        {call.state for call in noted},
+    )
+
+
+@pytest.mark.parametrize(("world_size", "hybrid"), [(2, False), (4, True)])
+def test_after_a_step_the_notes_are_the_collectives_of_the_event_log_and_all_are_done(
+    world_size: int, hybrid: bool
+) -> None:
+    for logged, noted, states in launch(steps_logged_and_noted, world_size, hybrid, timeout=60):
+        assert noted == logged and len(noted) > 4
+        assert states == {State.DONE}
+
+
+def users_collectives() -> list[tuple[str, int, int]]:
+    odd = dist.new_group([0, 2])
+    dist.all_reduce(torch.ones(1))
+    with record():
+        dist.all_reduce(torch.ones(3))
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(1), 0)
+        elif dist.get_rank() == 0:
+            dist.recv(torch.empty(1), 1)
+        if dist.get_rank() != 1:
+            work = dist.broadcast(torch.ones(5), 0, group=odd, async_op=True)
+            work.wait()
+            work.get_future().wait()
+        fully_shard(nn.Linear(4, 4))(torch.ones(1, 4))
+    return [(f"{c.op} of {history.members_of(c.group)}", c.number, c.own_number) for c in own_calls()]
+
+
+def test_the_users_collectives_are_noted_while_recording_and_numbered_with_those_of_fsdp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    for rank, found in enumerate(launch(users_collectives, 3, timeout=60)):
+        broadcast = [] if rank == 1 else [("broadcast of [0, 2]", 1, 0)]
+        everyone = "all_reduce of [0, 1, 2]", "all_gather of [0, 1, 2]"
+        assert found == [(everyone[0], 1, 0), *broadcast, (everyone[1], 2, 1)]
+
+
+def test_one_rank_alone_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+
+    def alone() -> int:
+        shard()(torch.ones(1, 4)).sum().backward()
+        return len(own_calls())
+
+    assert launch(alone, 1, timeout=60) == [0]
+
+
+SCRIPT = """
+    import sys, threading, torch, torch.distributed as dist
+    from datetime import timedelta
+    from pathlib import Path
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from hwfsdp import CollectiveError, fully_shard
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+
+    def shard(seconds):
+        mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=seconds)), "cpu")
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+        model(torch.ones(1, 4))
+        return model
+
+    def note(name, call):
+        try:
+            call()
+        except CollectiveError as error:
+            (Path(sys.argv[1]) / f"{name}-{rank}").write_text(str(error))
+
+    model = shard(seconds=60)
+    note("skip", lambda: (model[rank])(torch.ones(1, 4 + 2 * rank)))
+    model = shard(seconds=2)
+
+    def hang():
+        if rank == 1:
+            threading.Event().wait()  # here
+        model(torch.ones(1, 4))
+
+    note("hang", hang)
+    sys.exit(3)
+"""
+
+
+def test_under_torchrun_the_error_of_each_rank_has_the_table_of_all_even_of_one_that_hangs(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path),
+    ]
+    environ = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    subprocess.run([sys.executable, *command], capture_output=True, timeout=120, env=environ)
+    first, second = ((tmp_path / f"skip-{rank}").read_text() for rank in (0, 1))
+    assert "\n\nrank 1 called all_gather of '1' where rank 0 called all_gather of '0': " in first
+    assert first.split("\n\n")[1] == second.split("\n\n")[1]
+    line = 1 + next(n for n, text in enumerate(script.read_text().splitlines()) if "# here" in text)
+    hang = (tmp_path / "hang-0").read_text()
+    assert "rank 1 has not called collective " in hang
+    assert f"which rank 0 waits in; it is in {script}:{line}, in hang.\n" in hang

@@ -1,0 +1,250 @@
+"""An error of ranks that part, be it by calling, hanging, dying or raising, says where and how they did."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hwfsdp import RankError, UsageError, fully_shard, launch, record
+
+
+class Net(nn.Module):
+    """Neighboring blocks differ in size, so that nothing can pass for another one."""
+
+    def __init__(self, wide: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, wide)])
+        self.head = nn.Linear(wide, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def shard(mesh: Any = None, **sizes: int) -> Net:
+    model = Net(**sizes)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(3, 4)).sum().backward()
+
+
+def is_one() -> bool:
+    return dist.get_rank() == 1
+
+
+def swap_two_groups() -> None:
+    model = shard()
+    step(model)
+    blocks = model.blocks
+    for place in (1, 0) if is_one() else (0, 1):
+        blocks[place](torch.ones(2, 4 + place))
+
+
+def skip_a_forward() -> None:
+    model = shard()
+    step(model)
+    if not is_one():
+        model(torch.ones(3, 4))
+    step(model)
+
+
+def differ_in_size() -> None:
+    step(shard(wide=10 if is_one() else 6))
+
+
+def hang() -> None:
+    model = shard()
+    step(model)
+    if is_one():
+        threading.Event().wait()  # hang
+    step(model)
+
+
+def hang_before_anything() -> None:
+    model = shard()
+    if is_one():
+        threading.Event().wait()
+    step(model)
+
+
+def hang_in_a_grid() -> None:
+    model = shard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    step(model)
+    if is_one():
+        threading.Event().wait()
+    step(model)
+
+
+def die() -> None:
+    model = shard()
+    step(model)
+    if is_one():
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(model)
+
+
+def fail() -> None:
+    model = shard()
+    step(model)
+    if is_one():
+        raise KeyError("lost")
+    step(model)
+
+
+def return_early() -> None:
+    model = shard()
+    step(model)
+    if not is_one():
+        step(model)
+
+
+def fail_everywhere() -> None:
+    step(shard())
+    raise ValueError("everywhere")
+
+
+def call_another_of_the_users() -> None:
+    with record():
+        step(shard())
+        if is_one():
+            dist.broadcast(torch.ones(4), 1)
+        else:
+            dist.all_reduce(torch.ones(4))
+        dist.barrier()
+
+
+class Case(NamedTuple):
+    """What ranks do, for how many seconds at most, and how the sentence on the table begins."""
+
+    run: Callable[[], None]
+    world_size: int
+    says: str
+    timeout: float = 60
+    debug: str = "OFF"
+    shared_memory: str = "1"
+
+
+WAITED = "all_gather of 'Net', which"
+LATE = 4.0  # seconds
+CASES = {
+    "two groups swapped": Case(
+        swap_two_groups,
+        2,
+        r"rank 1 called all_gather of 'blocks.1' where rank 0 called all_gather of 'blocks.0': ",
+    ),
+    "a forward skipped": Case(
+        skip_a_forward,
+        3,
+        r"rank 1 called \w+ of 'blocks\.2' where ranks 0 and 2 called all_gather of 'blocks\.0': ",
+    ),
+    "sizes differ": Case(
+        differ_in_size,
+        3,
+        r"rank 1 called all_gather of '\S+' \([\d,]+ bytes .* where ranks 0 and 2 called .* \([\d,]+ b",
+    ),
+    "sizes differ, checked by torch": Case(
+        differ_in_size,
+        2,
+        r"rank 1 called all_gather of '\S+' \([\d,]+ bytes",
+        debug="DETAIL",
+        shared_memory="0",
+    ),
+    "sizes differ, and gloo aborts": Case(
+        differ_in_size, 2, r"rank 1 called all_gather of '\S+' \([\d,]+ bytes", shared_memory="0"
+    ),
+    "one hangs": Case(
+        hang,
+        3,
+        rf"rank 1 has not called collective \d+ of ranks 0–2, {WAITED} ranks 0 and 2 wait in; it is in \S+:\d+, in hang\.",
+        LATE,
+    ),
+    "one hangs before anything": Case(
+        hang_before_anything,
+        2,
+        rf"rank 1 has not called collective 1 of ranks 0 and 1, {WAITED} rank 0 waits in; it is in ",
+        LATE,
+    ),
+    "one hangs in a grid": Case(
+        hang_in_a_grid,
+        4,
+        r"rank 1 has not called collective \d+ of ranks (0 and 1|1 and 3), \S+ of '\S+', which rank \d waits in; it is in",
+        LATE,
+    ),
+    "one is killed": Case(
+        die,
+        3,
+        rf"rank 1 has not called collective \d+ of ranks 0–2, {WAITED} .* wait in; it is gone: death by signal SIGKILL\.",
+    ),
+    "one is killed, over gloo": Case(
+        die,
+        2,
+        rf"rank 1 has not called collective \d+ .*, {WAITED} rank 0 waits in; it is gone: death by",
+        shared_memory="0",
+    ),
+    "one raises": Case(
+        fail,
+        3,
+        rf"rank 1 has not called collective \d+ .*, {WAITED} .* wait in; it raised KeyError: 'lost' in \S+:\d+, in fail\.",
+    ),
+    "one returns": Case(
+        return_early,
+        2,
+        rf"rank 1 has not called collective \d+ .*, {WAITED} rank 0 waits in; it has returned\.",
+    ),
+    "another collective of the user": Case(
+        call_another_of_the_users,
+        2,
+        r"rank 1 called broadcast where rank 0 called all_reduce: collective \d+ of ranks 0 and 1\.",
+        debug="DETAIL",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_error_of_ranks_that_part_begins_with_one_line_and_says_where_and_how(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", case.debug)
+    monkeypatch.setenv("HWFSDP_SHARED_MEMORY", case.shared_memory)
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    with pytest.raises(RankError) as caught:
+        launch(case.run, case.world_size, timeout=case.timeout)
+    line, blank, sentence, *_ = str(caught.value).splitlines()
+    assert line.startswith("rank ") and line.count("expected every rank to return") == 1 and blank == ""
+    assert re.match(case.says, sentence), sentence
+    assert len([line for line in caught.value.table.splitlines() if line[0:1] == ">"]) >= (
+        2 if " where " in sentence else 1
+    )
+    assert caught.value.table.startswith(sentence + "\n\n   collectives of ")
+
+
+def test_an_error_that_all_ranks_have_in_common_has_no_table() -> None:
+    with pytest.raises(RankError, match="ValueError: everywhere") as caught:
+        launch(fail_everywhere, 2, timeout=60)
+    assert caught.value.table == ""
+
+
+def test_an_error_before_any_collective_has_no_table() -> None:
+    def refuse() -> None:
+        raise UsageError("a call", expected="a", got="b", remedy="c.")
+
+    with pytest.raises(RankError) as caught:
+        launch(refuse, 2, timeout=60)
+    assert caught.value.table == ""

@@ -1,0 +1,431 @@
+"""Pictures of layouts and models: the sharding grid, the map of a mesh, collectives, tables, curves over ranks."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from figures import assert_everything_is_on_the_sheet, boxes, luma
+from hwfsdp import UsageError, explain, fully_shard, launch
+from hwfsdp.compat import strided_shard
+from hwfsdp.inspection import Explanation, ParamRow
+from hwfsdp.plot.cartoon import plot_collective
+from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
+from hwfsdp.plot.meshmap import letter_of, plot_mesh
+from hwfsdp.plot.parameters import plot_parameters
+
+ROWS = (Shard(0),)
+STRIDED = (strided_shard(0, 2), Shard(0))
+LONG = "model.decoder.transformer.layers.31.self_attention.query_projection.weight"
+
+# grid
+
+
+def cells(figure: Figure, line: int, rank: int) -> tuple[float, float]:
+    """Shares of a rank's full chunk that it owns, and that are padding."""
+    found = boxes(figure, f"cell {line} rank {rank} ")
+    widths = {name.split()[-1]: box.get_width() for name, box in found.items()}
+    total = sum(widths.values())
+    return widths.get("owned", 0.0) / total, widths.get("padding", 0.0) / total
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 8])
+def test_a_cell_is_filled_as_far_as_the_rank_has_rows_of_its_full_chunk(rows: int, ranks: int) -> None:
+    figure = plot_sharding([LaidOut("w", (rows, 3), ROWS)], {"shard": ranks})
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
+    chunks += [0] * (ranks - len(chunks))
+    for rank, length in enumerate(chunks):
+        assert cells(figure, 0, rank) == pytest.approx((length / chunks[0], 1 - length / chunks[0]))
+
+
+def test_padding_is_hatched_and_rows_are_not() -> None:
+    found = boxes(plot_sharding([LaidOut("w", (5,), ROWS)], {"shard": 4}), "cell")
+    assert {name.split()[-1]: bool(box.get_hatch()) for name, box in found.items()} == {
+        "owned": False,
+        "padding": True,
+    }
+
+
+def map_of(figure: Figure, line: int, length: int) -> list[int]:
+    """The number of the owner of each row of the whole tensor, read off the map."""
+    owners = [-1] * length
+    for name, box in boxes(figure, f"map {line} owner").items():
+        first, last = round(box.get_x() * length), round((box.get_x() + box.get_width()) * length)
+        owners[first:last] = [int(name.split()[-1])] * (last - first)
+    return owners
+
+
+@pytest.mark.parametrize("rows", [6, 7, 8, 13])
+def test_the_map_of_a_strided_placement_is_that_of_two_cuts_tensor_parallelism_first(rows: int) -> None:
+    parts = [tp.chunk(3) for tp in torch.arange(rows).chunk(2)]
+    owner_of_row = {
+        int(row): (dp, tp) for tp, part in enumerate(parts) for dp, rows_ in enumerate(part) for row in rows_
+    }
+    figure = plot_sharding([LaidOut("w", (rows,), STRIDED)], {"dp": 3, "tp": 2})
+    owners = map_of(figure, 0, rows)
+    assert [owner_of_row[row] for row in range(rows)] == [divmod(owner, 2) for owner in owners]
+    plain = plot_sharding([LaidOut("w", (rows,), (Shard(0), Shard(0)))], {"dp": 3, "tp": 2})
+    assert map_of(plain, 0, rows) == sorted(map_of(plain, 0, rows)) != owners
+
+
+def test_replicas_have_the_color_of_each_other_and_other_shards_have_not() -> None:
+    figure = plot_sharding([LaidOut("w", (8,), (Replicate(), Shard(0)))], {"replicate": 2, "shard": 2})
+    colors = [to_rgb(boxes(figure)[f"cell 0 rank {rank} owned"].get_facecolor()) for rank in range(4)]
+    assert colors[0] == colors[2] != colors[1] == colors[3]
+    labels = {t.get_text() for t in figure.axes[0].texts}
+    assert labels == {"0, 2", "1, 3"}
+
+
+def test_a_parameter_cut_in_two_dimensions_is_a_map_of_boxes_that_tile_it() -> None:
+    figure = plot_sharding([LaidOut("w", (7, 4), (Shard(0), Shard(1)))], {"dp": 3, "tp": 2})
+    found = list(boxes(figure, "map 0 owner").values())
+    whole = boxes(figure, "map 0")["map 0"]
+    assert len(found) == 6
+    area = sum(box.get_width() * box.get_height() for box in found)
+    assert area == pytest.approx(whole.get_width() * whole.get_height())
+    for a, b in combinations(found, 2):
+        apart_x = (
+            a.get_x() + a.get_width() <= b.get_x() + 1e-9 or b.get_x() + b.get_width() <= a.get_x() + 1e-9
+        )
+        apart_y = (
+            a.get_y() + a.get_height() <= b.get_y() + 1e-9 or b.get_y() + b.get_height() <= a.get_y() + 1e-9
+        )
+        assert apart_x or apart_y
+
+
+def test_cells_say_which_rows_a_rank_has() -> None:
+    figure = plot_sharding([LaidOut("w", (5,), ROWS)], {"shard": 4})
+    assert [t.get_text() for t in figure.axes[1].texts] == ["0…1", "2…3", "4", "none"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count", "name"),
+    [
+        ({"shard": 1}, 1, "w"),
+        ({"shard": 4}, 60, LONG),
+        ({"replicate": 2, "shard": 2}, 4, LONG),
+        ({"shard": 16}, 4, "w"),
+        ({"shard": 64}, 4, LONG),
+    ],
+)
+def test_the_texts_of_a_grid_are_apart(mesh: dict[str, int], count: int, name: str) -> None:
+    placements = (*[Replicate()] * (len(mesh) - 1), Shard(0))
+    parameters = [LaidOut(f"{name}{i}", (128256 if i % 2 else 3, 4), placements) for i in range(count)]
+    assert_everything_is_on_the_sheet(plot_sharding(parameters, mesh))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "mesh", "options", "words"),
+    [
+        ([], {"shard": 2}, {}, "0 parameters"),
+        ([LaidOut("scale", (), ROWS)], {"shard": 2}, {}, "'scale' without dimensions"),
+        ([LaidOut("w", (4,), ROWS)], {"shard": 65}, {}, "1 to 64 ranks"),
+        ([LaidOut("w", (4,), STRIDED)], {"a": 2, "b": 2}, {}, "expected an axis of the mesh"),
+        ([LaidOut("w", (4,), ROWS)], {"shard": 2}, {"fsdp": "dp"}, "'dp'"),
+        ([LaidOut("w", (4,), STRIDED)], {"shard": 2}, {}, "one for each dim of the mesh"),
+    ],
+)
+def test_a_grid_of_what_cannot_be_drawn_is_refused(
+    parameters: list[LaidOut], mesh: dict[str, int], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        plot_sharding(parameters, mesh, **options)
+
+
+def table_and_placements() -> tuple[Explanation, list[LaidOut]]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    return explain(model), laid_out(model)
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[tuple[Explanation, list[LaidOut]]]:
+    return launch(table_and_placements, 2, timeout=60)
+
+
+def test_the_grid_of_a_sharded_model_agrees_with_its_table(on_ranks: Any) -> None:
+    parameters = on_ranks[0][1]
+    assert {p.name for p in parameters} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    figure = plot_sharding(parameters, {"shard": 2})
+    for rank, (table, _) in enumerate(on_ranks):
+        for row in table.rows:
+            line = [p.name for p in parameters].index(row.fqn)
+            owned, padding = cells(figure, line, rank)
+            rows = row.rows[1] - row.rows[0]
+            assert padding * (
+                rows + row.padding / (row.shape[1] if len(row.shape) > 1 else 1)
+            ) == pytest.approx(row.padding / (row.shape[1] if len(row.shape) > 1 else 1))
+            assert bool(owned) == bool(rows)
+
+
+# mesh
+
+
+def groups_of(figure: Figure, axis: str) -> list[int]:
+    [axes] = [axes for axes in figure.axes if axes.get_gid() == axis]
+    names = [str(p.get_gid()).split() for p in axes.patches if str(p.get_gid()).startswith("rank")]
+    return [int(group) for _, _, _, group in sorted(names, key=lambda name: int(name[1]))]
+
+
+def test_ranks_that_differ_along_one_axis_only_are_a_group_of_its_panel() -> None:
+    mesh = {"replicate": 2, "shard": 3, "tp": 2}
+    ranks = torch.arange(12).view(2, 3, 2)
+    figure = plot_mesh(mesh, node=6)
+    for dim, axis in enumerate(mesh):
+        groups = groups_of(figure, axis)
+        expected = {tuple(group) for group in ranks.movedim(dim, -1).reshape(-1, mesh[axis]).tolist()}
+        assert {tuple(r for r in range(12) if groups[r] == g) for g in set(groups)} == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh", "node", "where"),
+    [
+        ({"replicate": 2, "shard": 4}, 4, {"replicate": "across nodes", "shard": "each within a node"}),
+        ({"dp": 4, "tp": 2}, 4, {"dp": "across nodes", "tp": "each within a node"}),
+        ({"shard": 8}, 4, {"shard": "1 group of 8, across nodes"}),
+        ({"shard": 8}, None, {"shard": "1 group of 8"}),
+    ],
+)
+def test_a_panel_says_whether_its_groups_leave_a_node(
+    mesh: dict[str, int], node: int, where: dict[str, str]
+) -> None:
+    figure = plot_mesh(mesh, node=node)
+    for axes in figure.axes:
+        assert any(t.get_text().endswith(where[str(axes.get_gid())]) for t in axes.texts)
+
+
+def test_every_rank_is_in_the_box_of_its_node() -> None:
+    figure = plot_mesh({"replicate": 2, "shard": 4}, node=4)
+    for axes in figure.axes:
+        nodes = [p for p in axes.patches if str(p.get_gid()).startswith("node")]
+        assert len(nodes) == 2
+        for name, tile in boxes(figure, "rank").items():
+            box, inner = nodes[int(name.split()[1]) // 4].get_window_extent(), tile.get_window_extent()
+            assert box.y0 <= inner.y0 and inner.y1 <= box.y1
+
+
+def test_groups_have_letters() -> None:
+    assert [letter_of(n) for n in (0, 25, 26, 27, 52, 701, 702)] == ["A", "Z", "AA", "AB", "BA", "ZZ", "AAA"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "node"),
+    [
+        ({"shard": 1}, None),
+        ({"shard": 2}, 1),
+        ({"replicate": 2, "shard": 8, "tp": 4}, 8),
+        ({"dp": 128}, 16),
+        ({"a very long name of an axis": 2}, 2),
+    ],
+)
+def test_the_texts_of_a_mesh_are_apart(mesh: dict[str, int], node: int | None) -> None:
+    assert_everything_is_on_the_sheet(plot_mesh(mesh, node=node))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "node"),
+    [({}, None), ({"shard": 0}, None), ({"shard": 257}, None), ({"shard": 8}, 3), ({"shard": 8}, 0)],
+)
+def test_a_mesh_that_cannot_be_drawn_is_refused(mesh: dict[str, int], node: int | None) -> None:
+    with pytest.raises(UsageError, match=r"plot_mesh\(node="):
+        plot_mesh(mesh, node=node)
+
+
+# collectives
+
+
+def exchange() -> dict[str, tuple[Tensor, Tensor]]:
+    """What a rank held before and after each collective of torch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    small, large = torch.arange(2.0) + 10 * rank, torch.arange(2.0 * ranks) + 100 * rank
+    gathered, part, reduced = [torch.empty(2) for _ in range(ranks)], torch.empty(2), large.clone()
+    dist.all_gather(gathered, small)
+    dist.reduce_scatter(part, list(large.chunk(ranks)))
+    dist.all_reduce(reduced)
+    return {
+        "all_gather": (small, torch.cat(gathered)),
+        "reduce_scatter": (large, part),
+        "all_reduce": (large, reduced),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def exchanged(request: Any) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    return launch(exchange, request.param, timeout=60)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_what_ranks_held_is_drawn_and_where_it_came_from(op: str, exchanged: Any) -> None:
+    before, after = [held[op][0] for held in exchanged], [held[op][1] for held in exchanged]
+    figure = plot_collective(op, before, after)
+    found, ranks = boxes(figure), len(exchanged)
+    for rank in range(ranks):
+        for place in range(before[rank].numel()):
+            assert sources(found, f"before {rank} {place}") == [rank]
+        for place in range(after[rank].numel()):
+            expected = [place // 2] if op == "all_gather" else list(range(ranks))
+            assert sources(found, f"after {rank} {place}") == expected
+    numbers = [t.get_text() for t in figure.axes[0].texts]
+    for value in torch.cat([*before, *after]).tolist():
+        assert f"{value:g}" in numbers
+    assert_everything_is_on_the_sheet(figure)
+
+
+def sources(found: dict[str, Any], cell: str) -> list[int]:
+    return [int(name.split()[-1]) for name in found if name.startswith(f"{cell} from")]
+
+
+def test_the_title_says_whether_numbers_are_summed_or_averaged() -> None:
+    before = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
+    for after, how in ((torch.tensor([4.0, 7.0]), "(sum)"), (torch.tensor([2.0, 3.5]), "(mean)")):
+        assert how in plot_collective("all_reduce", before, [after, after]).texts[0].get_text()
+
+
+def test_marks_of_ranks_differ_in_grey_print() -> None:
+    before = [torch.tensor([float(rank)]) for rank in range(7)]
+    found = boxes(plot_collective("all_gather", before, [torch.cat(before)] * 7), "before")
+    marks = [box for name, box in found.items() if " from " in name]
+    for a, b in combinations(marks, 2):
+        assert a.get_hatch() != b.get_hatch() or abs(luma(a.get_facecolor()) - luma(b.get_facecolor())) > 0.15
+
+
+@pytest.mark.parametrize("values", [[1e-9, -123456789.0, 0.333333], [0.0], [float("nan"), 1e30]])
+def test_tiny_and_huge_numbers_have_room(values: list[float]) -> None:
+    before = [torch.tensor(values), torch.tensor(values)]
+    assert_everything_is_on_the_sheet(plot_collective("all_gather", before, [torch.cat(before)] * 2))
+
+
+ONE = [torch.ones(2), torch.ones(2)]
+
+
+@pytest.mark.parametrize(
+    ("op", "before", "after", "words"),
+    [
+        ("gather", ONE, ONE, "all_gather, reduce_scatter or all_reduce"),
+        ("all_reduce", [], [], "1-D tensors"),
+        ("all_reduce", ONE, ONE[:1], "1-D tensors"),
+        ("all_reduce", [torch.ones(2), torch.ones(3)], ONE, "1-D tensors"),
+        ("all_reduce", [torch.ones(25)] * 2, [2 * torch.ones(25)] * 2, "up to 24 elements"),
+        ("reduce_scatter", [torch.ones(3)] * 2, [torch.ones(1)] * 2, "1-D tensors"),
+        (
+            "all_gather",
+            ONE,
+            [torch.ones(4), torch.zeros(4)],
+            r"rank 1 to hold \[1, 1, 1, 1\]; got \[0, 0, 0, 0\]",
+        ),
+        (
+            "all_reduce",
+            ONE,
+            [torch.ones(2), 3 * torch.ones(2)],
+            r"rank 1 to hold \[1, 1\] or the sum; got \[3, 3\]",
+        ),
+    ],
+)
+def test_what_no_collective_makes_is_refused(
+    op: str, before: list[Tensor], after: list[Tensor], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        plot_collective(op, before, after)
+    assert "\n" not in str(error.value)
+
+
+# parameters
+
+
+def row(
+    fqn: str, group: str, shape: tuple[int, ...], rows: tuple[int, int], padding: int = 0, **details: str
+) -> ParamRow:
+    details = {"dtype": "float32", "placement": "S(0)", **details}
+    return ParamRow(fqn, group, shape, details["dtype"], details["placement"], rows, padding)
+
+
+def blocks_of(count: int, prefix: str = "layers") -> list[ParamRow]:
+    return [
+        row(f"{prefix}.{i}.{name}", f"{prefix}.{i}", shape, (0, shape[0] // 4))
+        for i in range(count)
+        for name, shape in (("w.weight", (16, 4)), ("w.bias", (16,)))
+    ]
+
+
+def test_groups_that_are_alike_are_drawn_once() -> None:
+    other = [row("layers.3.w.weight", "layers.3", (20, 4), (0, 5))]
+    figure = plot_parameters(Explanation([*blocks_of(3), *other], []))
+    assert boxes(figure, "layers.0.") and not boxes(figure, "layers.1.") and boxes(figure, "layers.3.")
+    assert any(t.get_text().startswith("layers.0 … layers.2") for t in figure.axes[0].texts)
+
+
+def test_a_strip_shows_the_rows_of_the_rank_and_its_padding() -> None:
+    rows = [
+        row("w", "m", (10, 2), (4, 8)),
+        row("b", "m", (6,), (5, 6), 2),
+        row("empty", "m", (2,), (2, 2), 1),
+    ]
+    found = boxes(plot_parameters(Explanation(rows, [])))
+    whole, own = found["w all"], found["w own"]
+    assert (own.get_x() - whole.get_x()) / whole.get_width() == pytest.approx(0.4)
+    assert own.get_width() / whole.get_width() == pytest.approx(0.4)
+    unit = found["b all"].get_width() / 6
+    assert found["b own"].get_width() == pytest.approx(unit) and found[
+        "b padding"
+    ].get_width() == pytest.approx(2 * unit)
+    assert "w padding" not in found and "empty own" not in found and "empty padding" in found
+
+
+@pytest.mark.parametrize(
+    "placement", ["S(1)", "Shard(dim=1)", "R, _S(1, 2)", "_StridedShard(dim=1, sf=2), Replicate()"]
+)
+def test_the_strip_is_the_dimension_that_is_cut(placement: str) -> None:
+    found = boxes(plot_parameters(Explanation([row("w", "m", (100, 8), (4, 8), placement=placement)], [])))
+    assert found["w own"].get_width() / found["w all"].get_width() == pytest.approx(0.5)
+
+
+def test_the_share_is_that_of_the_bytes_of_all_groups_alike() -> None:
+    rows = [*blocks_of(4), row("head", "m", (160,), (0, 40), dtype="bfloat16")]
+    figure = plot_parameters(Explanation(rows, []))
+    total = 4 * 16 * 5 * 4 + 160 * 2
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert f"{4 * 16 * 4 * 4 / total:.1%}" in texts and f"{160 * 2 / total:.1%}" in texts
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("w", "m", (1,), (0, 1))],
+        [row("w", "", (0,), (0, 0))],
+        blocks_of(60),
+        [
+            row(
+                f"{LONG}.{i}",
+                f"{LONG}.{i}",
+                (10**9 + i, 10**4),
+                (0, 10**8),
+                placement="_StridedShard(dim=0, sf=2), Shard(dim=0)",
+            )
+            for i in range(60)
+        ],
+    ],
+    ids=["one", "no elements", "sixty alike", "sixty unlike"],
+)
+def test_the_texts_of_a_parameter_table_are_apart(rows: list[ParamRow]) -> None:
+    assert_everything_is_on_the_sheet(plot_parameters(Explanation(rows, ["rope.frequencies"])))
+
+
+def test_a_real_table_is_drawn(on_ranks: Any) -> None:
+    figure = plot_parameters(on_ranks[1][0])
+    assert "0.weight own" in boxes(figure) and "0.weight padding" in boxes(figure)
+    assert_everything_is_on_the_sheet(figure)
+
+
+def test_a_table_without_parameters_is_refused() -> None:
+    with pytest.raises(UsageError, match="plot_parameters: expected an explanation with parameters"):
+        plot_parameters(Explanation([], ["w"]))

@@ -1,0 +1,103 @@
+"""Places in inches: names that fit, text that is broken, keys in columns, and what a picture is of."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from figures import assert_texts_are_apart_and_on_the_sheet, training_log
+from hwfsdp import EventLog, UsageError
+from hwfsdp.plot import sheet, style
+from hwfsdp.plot.choice import chosen, name_of_steps
+
+LONG = "model.decoder.transformer.layers.31.self_attention.query_projection"
+
+
+@pytest.mark.parametrize("width", [0.5, 1.0, 2.0, 3.0])
+def test_a_name_that_is_too_long_keeps_its_end_behind_dots(width: float) -> None:
+    short = sheet.fitting(LONG, style.TEXT_SIZE, width)
+    assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
+    assert sheet.inches(short, style.TEXT_SIZE) <= width
+
+
+def test_a_name_is_cut_at_a_dot_where_that_is_enough() -> None:
+    assert sheet.fitting("encoder.layers.7.attention", style.TEXT_SIZE, 1.5) == "…layers.7.attention"
+
+
+def test_a_name_that_fits_is_left_alone() -> None:
+    assert sheet.fitting("layers.7", style.TEXT_SIZE, 5.0) == "layers.7"
+
+
+@pytest.mark.parametrize("size", [7.0, 9.0, 12.0])
+@pytest.mark.parametrize("dpi", [60, 72, 100, 150])
+def test_a_line_is_never_wider_than_it_is_said_to_be(dpi: int, size: float) -> None:
+    figure = sheet.new_figure(10.0, 1.0)
+    figure.set_dpi(dpi)
+    drawn = figure.text(0.0, 0.5, LONG, fontsize=size).get_window_extent(
+        FigureCanvasAgg(figure).get_renderer()
+    )
+    assert drawn.width / dpi <= sheet.inches(LONG, size) <= 1.2 * drawn.width / dpi
+
+
+def test_text_is_broken_between_words_and_nothing_is_lost() -> None:
+    text = "compute that hides all communication is what sharding hopes for " * 4
+    lines = sheet.broken(text, 3.0)
+    assert len(lines) > 2 and " ".join(lines).split() == text.split()
+    assert all(sheet.inches(line, style.TEXT_SIZE) <= 3.0 for line in lines)
+
+
+@pytest.mark.parametrize("width", [2.5, 5.0, 12.0])
+def test_a_head_fits_whatever_its_width(width: float) -> None:
+    keys = [sheet.key(style.look_of_op(op), f"{op} of all ranks") for op in style.DRAWN_OPS]
+    head = sheet.head("A title", "with some text below it, which may be longer than a line", keys, width)
+    figure = sheet.new_figure(width + 2 * sheet.MARGIN, head.height + 0.1)
+    head.draw(figure)
+    assert_texts_are_apart_and_on_the_sheet(figure)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    legend = figure.legends[0].get_window_extent(canvas.get_renderer())
+    assert legend.x1 <= figure.bbox.x1 and legend.y0 >= figure.bbox.y0
+
+
+@pytest.mark.parametrize(
+    ("heights", "moved"),
+    [
+        ([0, 1, 2], [0, 10, 20]),
+        ([50, 90, 95], [50, 80, 90]),
+        ([10, 30], [10, 30]),
+        ([99, 99, 99], [70, 80, 90]),
+    ],
+)
+def test_heights_are_moved_apart_and_stay_below_the_top(heights: list[float], moved: list[float]) -> None:
+    assert sheet.moved_apart(heights, 10.0, 90.0) == moved
+
+
+def test_axes_lie_where_inches_say() -> None:
+    figure = sheet.new_figure(8.0, 4.0)
+    box = sheet.axes_at(figure, 1.0, 0.5, 6.0, 2.0).get_window_extent()
+    assert (box.extents / figure.dpi).tolist() == pytest.approx([1.0, 0.5, 7.0, 2.5])
+
+
+def test_events_are_those_of_the_rank_and_step_asked_for() -> None:
+    log = training_log(ranks=2, groups=2)
+    events = chosen(log, "draw", rank=1, step=0)
+    assert {(e.rank, e.step) for e in events} == {(1, 0)}
+    assert chosen(log, "draw") == log.events
+    assert (name_of_steps(events), name_of_steps(log.events)) == ("step 0", "steps 0 to 1")
+
+
+@pytest.mark.parametrize(
+    ("log", "asked", "words"),
+    [
+        (training_log(2, 1), {"rank": 5}, r"draw\(rank=5\).*ranks \[0, 1\] and steps \[0, 1\]"),
+        (training_log(2, 1), {"rank": 0, "step": 9}, r"draw\(rank=0, step=9\).*none of \d+ events"),
+        (EventLog(), {}, r"draw\(\).*Record a step first"),
+    ],
+    ids=["rank", "step", "empty"],
+)
+def test_a_choice_without_events_is_refused_in_one_line(
+    log: EventLog, asked: dict[str, int], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        chosen(log, "draw", **asked)
+    assert "\n" not in str(error.value)

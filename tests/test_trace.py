@@ -1,0 +1,636 @@
+"""`hwfsdp trace`: what is recorded of a script, what is found in a log, what two logs have in common.
+
+Closed forms of `accounting` are the oracle of what real runs moved; logs made by hand are that of what is said about them.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Model, even, frozen, stem, uneven
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hwfsdp import (
+    EventLog,
+    MixedPrecisionPolicy,
+    RankError,
+    UsageError,
+    fully_shard,
+    launch,
+    record,
+)
+from hwfsdp.about import describe_run, read_about
+from hwfsdp.cli import main
+from hwfsdp.events import Event
+from hwfsdp.trace.capture import Capture
+from hwfsdp.trace.comparison import compare
+from hwfsdp.trace.export import PICTURES
+from hwfsdp.trace.findings import Traffic, examine
+from hwfsdp.trace.findings_text import describe
+from hwfsdp.trace.runs import Target, trace_run
+from hwfsdp.trace.steps import Steps, read_steps
+
+# --- Which steps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("1", Steps(2, 2)),
+        ("5", Steps(2, 6)),
+        ("0..0", Steps(0, 0)),
+        ("3..7", Steps(3, 7)),
+        ("4..", Steps(4, None)),
+    ],
+)
+def test_steps_are_a_number_after_the_warm_up_or_a_range(text: str, steps: Steps) -> None:
+    assert read_steps(text) == steps
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "3..2", "..4", "1..x", "1.5", "", "²", "1...3"])
+def test_steps_that_cannot_be_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        read_steps(text)
+    assert repr(text) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def train_plainly(steps: int, *, optimizers: int = 1, evaluate: bool = False) -> None:
+    """Trains a model that is not sharded at all, in this process."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    found = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[:optimizers])]
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        for optimizer in found:
+            optimizer.step()
+        if evaluate:
+            with torch.no_grad():
+                model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("evaluate", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "recorded"),
+    [(Steps(0, 0), 1), (Steps(0, None), 5), (Steps(2, 3), 2), (Steps(4, 9), 1), (Steps(1, None), 4)],
+    ids=str,
+)
+def test_the_steps_that_are_wanted_are_recorded(
+    wanted: Steps, recorded: int, optimizers: int, evaluate: bool
+) -> None:
+    with Capture(wanted).running() as capture:
+        train_plainly(5, optimizers=optimizers, evaluate=evaluate)
+    assert capture.steps == 5
+    assert capture.log is not None
+    assert len(capture.log.select("optimizer")) == recorded * optimizers
+
+
+def test_nothing_is_recorded_of_a_run_that_ends_before() -> None:
+    with Capture(Steps(5, 6)).running() as capture:
+        train_plainly(5)
+    assert capture.log is None
+
+
+def test_between_steps_a_capture_leaves_no_hook_behind() -> None:
+    from torch.nn.modules import module
+
+    hooks = "_global_forward_pre_hooks"
+    with Capture(Steps(1, 1)).running():
+        train_plainly(1)
+        assert len(getattr(module, hooks)) == 1  # the next forward begins the recording
+        train_plainly(1)
+        assert len(getattr(module, hooks)) == 1  # the next one ends it
+        train_plainly(1)
+        assert len(getattr(module, hooks)) == 0
+
+
+# --- A script ----------------------------------------------------------------------------------------------
+
+PREAMBLE = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from hwfsdp import fully_shard
+
+def train(steps=4):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(f"{PREAMBLE}\n{body}")
+    return path
+
+
+def traced(path: Path, *arguments: str, steps: Steps = Steps(1, 2), ranks: int = 2) -> EventLog:
+    return trace_run(Target(path, arguments, steps), ranks, "cpu")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "train()",
+        "from torch.distributed import init_process_group as init\n"
+        "init('gloo', 'env://')\ntrain()\ndist.destroy_process_group()",
+        "if not dist.is_initialized():\n    dist.init_process_group()\ntrain()",
+        "if __name__ == '__main__':\n    train()\n    sys.exit(0)",
+        "from hwfsdp import launch\nlaunch(train, 2)",
+    ],
+    ids=[
+        "no group of its own",
+        "a group as it asks for, destroyed at the end",
+        "a group if there is none",
+        "a main guard and an exit",
+        "launch of its own",
+    ],
+)
+def test_a_script_written_for_torchrun_is_recorded_as_it_is(body: str, tmp_path: Path) -> None:
+    log = traced(script(tmp_path, body))
+    found = examine(log)
+    assert found.ranks == [0, 1] and found.steps == [0, 1]
+    assert found.as_expected and found.ranks_agree
+    assert [strategy.strategy for strategy in found.strategies if strategy.matches] == ["ZeRO-3"]
+
+
+def test_a_script_finds_its_arguments_its_environment_and_its_neighbors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "neighbor.py").write_text("name = 'neighbor'")
+    body = (
+        "import neighbor\n"
+        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE'.split()\n"
+        "print(sys.argv[1:], [os.environ[name] for name in names], neighbor.name)\n"
+        "dist.init_process_group()\ntrain(2)\n"
+    )
+    traced(script(tmp_path, body), "--lr", "3", steps=Steps(0, 0))
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        f"['--lr', '3'] ['{rank}', '{rank}', '2', '2'] neighbor" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "rank", "said"),
+    [
+        (
+            "train(1)\nif int(os.environ['RANK']) == 1:\n    raise ValueError('no more data')",
+            1,
+            "ValueError: no more data",
+        ),
+        ("if int(os.environ['RANK']) == 1:\n    fully_shard(nn.ModuleList())", 1, "UsageError: fully_shard"),
+        ("train(1)\nsys.exit(3 * int(os.environ['RANK']))", 1, "SystemExit: 3"),
+        ("def broken(:\n    pass", 0, "SyntaxError: invalid syntax"),
+    ],
+    ids=["its own error", "an error of ours", "an exit", "no Python"],
+)
+def test_what_a_script_raises_is_said_with_its_rank_and_line(
+    body: str, rank: int, said: str, tmp_path: Path
+) -> None:
+    path = script(tmp_path, body)
+    lines = path.read_text().splitlines()
+    (line,) = [
+        n
+        for n, text in enumerate(lines, 1)
+        if "raise " in text or "ModuleList" in text or "exit(" in text or "(:" in text
+    ]
+    with pytest.raises(RankError) as failure:
+        traced(path)
+    assert said in failure.value.got
+    assert failure.value.got.endswith(f"at {path}:{line}")
+    assert (failure.value.rank, failure.value.__cause__) == (rank, None) or "SyntaxError" in said
+
+
+@pytest.mark.parametrize("problem", ["missing", "folder", "too few steps", "no training"])
+def test_what_cannot_be_traced_is_refused_in_one_line(problem: str, tmp_path: Path) -> None:
+    path = script(tmp_path, "pass" if problem == "no training" else "train(2)")
+    path = {"missing": tmp_path / "x.py", "folder": tmp_path}.get(problem, path)
+    with pytest.raises(UsageError) as refusal:
+        traced(path, steps=Steps(7, 8), ranks=1)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_run_inside_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(UsageError, match="torchrun"):
+        traced(script(tmp_path, "train()"))
+
+
+# --- What real runs moved ----------------------------------------------------------------------------------
+
+
+def sharded(build: Callable[[], Model], **options: Any) -> Model:
+    """The model, each of its blocks a group, and the rest."""
+    model = build()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def grid(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+MODELS: dict[str, Callable[[], Model]] = {
+    "plain": lambda: sharded(even),
+    "uneven": lambda: sharded(uneven),
+    "kept": lambda: sharded(even, reshard_after_forward=False),
+    "bf16": lambda: sharded(even, mp_policy=BF16),
+    "frozen": lambda: sharded(frozen),
+    "smaller": lambda: sharded(uneven, reshard_after_forward=2),
+    "hybrid": lambda: sharded(even, mesh=grid(2, 2)),
+    "replicated": lambda: sharded(stem, mesh=grid(4, 1)),
+}
+MATCHES = {
+    "plain": ["ZeRO-3"],
+    "uneven": ["ZeRO-3"],
+    "kept": ["ZeRO-1", "ZeRO-2"],
+    "bf16": ["ZeRO-3"],
+    "frozen": ["ZeRO-3"],
+    "smaller": [],
+    "hybrid": ["HSDP"],
+    "replicated": ["DDP"],
+}
+
+
+def run_step(model: Model, micro_batches: int = 1) -> EventLog:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with record() as log:
+        for step in range(2):
+            for number in range(micro_batches):
+                output = model(*model.inputs(4, step * micro_batches + number))
+                output.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return log
+
+
+def run_all() -> dict[str, EventLog]:
+    """Every model's log on this rank, and that of one that accumulates."""
+    logs = {name: run_step(build()) for name, build in MODELS.items()}
+    logs["accumulated"] = run_step(MODELS["plain"](), micro_batches=3)
+    return logs
+
+
+@pytest.fixture(scope="module")
+def logs() -> dict[str, EventLog]:
+    """Logs of four ranks, through their files' JSON."""
+    ranks = launch(run_all, 4, timeout=120)
+    return {name: EventLog.merge(each[name] for each in ranks) for name in ranks[0]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_real_run_moved_is_what_the_closed_form_says_and_its_strategy_is_known(
+    name: str, logs: dict[str, EventLog]
+) -> None:
+    found = examine(logs[name])
+    assert found.as_expected, (found.measured, found.expected)
+    assert found.same_every_step and found.ranks_agree
+    assert [each.strategy for each in found.strategies if each.matches] == MATCHES[name]
+    assert "equal" in describe(found, name)
+
+
+def test_accumulation_moves_a_multiple_and_that_is_said(logs: dict[str, EventLog]) -> None:
+    found = examine(logs["accumulated"])
+    assert found.as_expected is False and found.same_every_step
+    assert found.expected is not None
+    for op, moved in found.measured[0].items():
+        assert moved.bytes == 3 * found.expected[op].bytes
+    assert "3 ×" in describe(found, "x")
+
+
+def test_one_rank_moves_nothing_and_is_told_so() -> None:
+    (log,) = launch(run_one, 1, timeout=60)
+    found = examine(log)
+    assert found.as_expected and not found.measured[0]
+    assert "On one rank nothing travels" in describe(found, "x")
+
+
+def run_one() -> EventLog:
+    return run_step(MODELS["plain"]())
+
+
+def test_what_a_log_says_of_its_run_survives_its_file(logs: dict[str, EventLog], tmp_path: Path) -> None:
+    for name, log in logs.items():
+        log.save(tmp_path / f"{name}.json")
+        read = EventLog.load(tmp_path / f"{name}.json")
+        assert read == log
+        assert read_about(read.about) == read_about(log.about) is not None
+    about = read_about(logs["hybrid"].about)
+    assert about is not None
+    assert (about.world_size, about.device, about.torch) == (4, "cpu", torch.__version__)
+    assert {(group.shards, group.replicas) for group in about.groups} == {(2, 2)}
+    assert {group.gathered_again_from for group in read_about(logs["smaller"].about).groups} == {2}  # type: ignore[union-attr]
+    frozen_params = [p.trained for group in read_about(logs["frozen"].about).groups for p in group.params]  # type: ignore[union-attr]
+    assert set(frozen_params) == {True, False}
+
+
+def test_a_recording_without_sharded_modules_says_that() -> None:
+    with record() as log:
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    assert log.about["groups"] == describe_run([nn.Linear(1, 1)])["groups"] == []
+
+
+# --- What is said of logs made by hand -----------------------------------------------------------------------
+
+
+def events_of(rank: int, *rows: tuple[Any, ...]) -> list[Event]:
+    """Events of one rank from rows (op, stream, start, end[, details])."""
+    return [
+        Event(rank, seq, op, stream, start_us=start, dur_us=end - start, **dict(*details))
+        for seq, (op, stream, start, end, *details) in enumerate(rows)
+    ]
+
+
+def by_hand(ranks: int = 2, steps: int = 2) -> EventLog:
+    rows: list[tuple[Any, ...]] = []
+    for step in range(steps):
+        at, here = 100.0 * step, {"step": step}
+        rows += [
+            ("all_gather", "all_gather", at, at + 10, {"owner": "a", "bytes": 64, **here}),
+            ("wait", "compute", at, at + 10, here),
+            ("forward", "compute", at + 10, at + 30, {"owner": "a", "phase": "forward", **here}),
+            ("reduce_scatter", "reduce_scatter", at + 30, at + 50, {"owner": "a", "bytes": 32, **here}),
+            ("all_reduce", "all_reduce", at + 50, at + 51, {"bytes": 4, **here}),
+            ("optimizer", "compute", at + 51, at + 60, here),
+        ]
+    return EventLog([event for rank in range(ranks) for event in events_of(rank, *rows)])
+
+
+def test_of_a_log_that_does_not_say_what_it_is_of_there_is_no_closed_form() -> None:
+    found = examine(by_hand())
+    assert (found.about, found.expected, found.as_expected, found.strategies) == (None, None, None, [])
+    assert found.measured == {
+        step: {"all_gather": Traffic(1, 64), "reduce_scatter": Traffic(1, 32)} for step in (0, 1)
+    }
+    assert found.others == {"all_reduce": Traffic(2, 8)}
+    assert [(t.rank, t.step_us, t.exposed_comm_us) for t in found.by_rank] == [
+        (0, 80.0, 31.0),
+        (1, 80.0, 31.0),
+    ]
+    assert "no closed form" in describe(found, "x")
+
+
+def changed(log: EventLog, change: Callable[[Event], Event | None]) -> EventLog:
+    """The log with its events as `change` makes them, without those it makes None of."""
+    return EventLog([e for event in log.events if (e := change(event)) is not None], log.samples, log.about)
+
+
+def drop(op: str, rank: int, step: int, event: Event) -> Event | None:
+    return None if (event.op, event.rank, event.step) == (op, rank, step) else event
+
+
+def test_a_rank_that_did_less_is_noticed(logs: dict[str, EventLog]) -> None:
+    found = examine(changed(logs["plain"], partial(drop, "reduce_scatter", 3, 1)))
+    assert not found.ranks_agree and found.as_expected
+    assert "Ranks did not move the same" in describe(found, "x")
+
+
+def test_a_step_that_did_less_is_noticed(logs: dict[str, EventLog]) -> None:
+    log = logs["plain"]
+    for rank in range(4):
+        log = changed(log, partial(drop, "reduce_scatter", rank, 1))
+    found = examine(log)
+    assert found.ranks_agree and not found.same_every_step and found.as_expected is False
+    assert not any(each.matches for each in found.strategies)
+    text = describe(found, "x")
+    assert "Steps differ" in text and "what no strategy does" in text
+
+
+# --- Two logs ------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_like_itself_and_like_a_slower_one_with_other_waits_and_more_steps() -> None:
+    log = by_hand()
+    slower = changed(log, lambda e: None if e.op == "wait" else replace(e, dur_us=2 * e.dur_us))
+    for other in (log, slower, by_hand(steps=5)):
+        found = compare(log, other)
+        assert found.same_traffic and found.parting is None
+    assert compare(log, slower).ops["optimizer"][1].us == 2 * compare(log, slower).ops["optimizer"][0].us
+
+
+@pytest.mark.parametrize(
+    ("change", "differing", "number"),
+    [
+        (partial(drop, "reduce_scatter", 1, 1), ["reduce_scatter"], 7),
+        (
+            lambda e: replace(e, bytes=e.bytes + 8) if (e.op, e.rank) == ("all_gather", 0) else e,
+            ["all_gather"],
+            0,
+        ),
+        (
+            lambda e: replace(e, op="broadcast") if (e.op, e.step) == ("all_reduce", 0) else e,
+            ["all_reduce", "broadcast"],
+            3,
+        ),
+        (lambda e: replace(e, owner="b") if (e.op, e.rank) == ("forward", 1) else e, [], 1),
+    ],
+    ids=["one less", "more bytes", "another one", "another owner"],
+)
+def test_two_logs_are_told_apart_where_they_part(change: Any, differing: list[str], number: int) -> None:
+    a = by_hand()
+    found = compare(a, changed(a, change))
+    assert found.differing_ops == differing
+    assert found.same_traffic is not bool(differing)
+    assert found.parting is not None and found.parting.number == number
+    assert found.parting.a != found.parting.b
+
+
+def test_logs_of_different_ranks_are_not_the_same() -> None:
+    found = compare(by_hand(ranks=2), by_hand(ranks=1))
+    assert found.ranks == ([0, 1], [0]) and not found.same_traffic
+
+
+# --- The command -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(logs: dict[str, EventLog], tmp_path: Path) -> Path:
+    logs["plain"].save(tmp_path / "plain.json.gz")
+    return tmp_path / "plain.json.gz"
+
+
+def test_the_command_records_a_script_and_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(tmp_path, "dist.init_process_group()\nprint('hello', *sys.argv[1:])\ntrain(3)")
+    out = tmp_path / "trace.json"
+    given = ["trace", "run", str(path), "--steps", "1..1", "--out", str(out), "--device", "cpu"]
+    assert main([*given, "--json", "--", "--json", "x"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert said.err.count("hello --json x") == 2  # what the script prints does not spoil the JSON
+    assert found["as_expected"] and found["steps"] == [0]
+    assert main(["trace", "show", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+def test_a_run_that_fails_leaves_no_file_and_says_why_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(tmp_path, "raise KeyError('weights')")
+    assert (
+        main(
+            ["trace", "run", str(path), "--ranks", "1", "--out", str(tmp_path / "t.json"), "--device", "cpu"]
+        )
+        == 1
+    )
+    said = capsys.readouterr().err
+    assert f"KeyError: 'weights' at {path}:" in said and said.count("\n") == 1
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_show_says_the_same_in_words_and_in_json(
+    file: Path, logs: dict[str, EventLog], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "show", str(file)]) == 0
+    words = capsys.readouterr().out
+    assert main(["trace", "show", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == SHOWN
+    assert found["expected_per_step"] == found["traffic_by_step"]["0"] | {
+        "all_reduce": {"calls": 0, "bytes": 0}
+    }
+    for moved in found["traffic_by_step"]["1"].values():
+        assert f"{moved['bytes']:,}" in words
+    assert found["summary"] == json.loads(json.dumps(logs["plain"].summary()))
+
+
+SHOWN = {
+    *("file", "world_size", "torch", "device", "parameter_groups", "ranks", "steps", "traffic_by_step"),
+    *("other_traffic", "expected_per_step", "as_expected", "same_every_step", "ranks_agree", "strategies"),
+    *("matching_strategies", "by_rank", "summary", "races"),
+}
+
+
+@pytest.mark.parametrize("other", ["plain", "kept"])
+def test_diff_gives_its_verdict_as_status_in_words_and_in_json(
+    other: str, file: Path, logs: dict[str, EventLog], capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = file.with_name("second.json")
+    logs[other].save(second)
+    same = other == "plain"
+    assert main(["trace", "diff", str(file), str(second)]) == int(not same)
+    assert ("Both did the same" in capsys.readouterr().out) is same
+    assert main(["trace", "diff", str(file), str(second), "--json"]) == int(not same)
+    found = json.loads(capsys.readouterr().out)
+    assert found["same_traffic"] is found["same_order"] is same
+    assert (found["orders_part"] is None) is same
+
+
+def test_a_table_has_every_event_once_with_all_it_says(file: Path, logs: dict[str, EventLog]) -> None:
+    assert main(["trace", "export", str(file), "--to", "csv"]) == 0
+    with (file.parent / "plain.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    for row, event in zip(rows, logs["plain"].events, strict=True):
+        read = {name: row[name] for name in ("op", "stream", "owner", "phase", "dtype")}
+        read |= {
+            name: ast.literal_eval(row[name])
+            for name in ("rank", "seq", "step", "bytes", "start_us", "dur_us")
+        }
+        read |= {name: tuple(map(int, row[name].split())) for name in ("after", "reads", "writes")}
+        assert Event(**read) == event
+
+
+def test_an_export_for_the_viewer_is_the_same_log(file: Path) -> None:
+    assert main(["trace", "export", str(file), "--to", "perfetto"]) == 0
+    assert EventLog.load(file.with_name("plain.json")) == EventLog.load(file)
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_every_picture_is_drawn(picture: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "export", str(file), "--to", "svg", "--picture", picture, "--json"]) == 0
+    target = Path(json.loads(capsys.readouterr().out)["file"])
+    assert target == file.with_name(f"plain.{picture}.svg") and "<svg" in target.read_text()
+
+
+def test_a_picture_may_be_pixels(file: Path) -> None:
+    target = file.with_name("x.png")
+    assert main(["trace", "export", str(file), "--to", "png", "--step", "1", "--out", str(target)]) == 0
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def foreign(content: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(content)
+
+
+def of_another_version(path: Path) -> None:
+    EventLog(by_hand().events, {}, {"groups": [{"fqn": "a"}]}).save(path)
+
+
+@pytest.mark.parametrize("action", [["show"], ["diff"], ["export", "--to", "csv"]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: None,
+        lambda path: path.mkdir(),
+        lambda path: path.write_bytes(b"\x1f\x8b half"),
+        foreign("{}"),
+        foreign('{"traceEvents": [{"ph": "X", "name": "cat", "ts": 1, "dur": 2, "pid": 3, "tid": 4}]}'),
+        foreign('{"traceEvents": []}'),
+        of_another_version,
+    ],
+    ids=[
+        "missing",
+        "a folder",
+        "half a file",
+        "no trace",
+        "of another program",
+        "empty",
+        "of another version",
+    ],
+)
+def test_a_file_that_is_no_trace_of_ours_is_refused_in_one_line_with_status_2(
+    make: Callable[[Path], Any], action: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.json"
+    make(path)
+    files = [str(path)] * (2 if action == ["diff"] else 1)
+    assert main(["trace", action[0], *files, *action[1:]]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["export", "FILE", "--to", "png", "--rank", "9", "--picture", "memory"],
+        ["export", "FILE", "--to", "png", "--step", "9"],
+        ["export", "FILE", "--to", "perfetto", "--out", "FILE"],
+        ["run", "nowhere.py"],
+        ["run", "demo", "--steps", "none"],
+        ["run", "demo", "--out", "/nowhere/at/all.json"],
+    ],
+    ids=" ".join,
+)
+def test_arguments_that_cannot_be_used_are_refused_in_one_line(
+    given: list[str], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *[str(file) if word == "FILE" else word for word in given]]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_parser_is_built_without_torch() -> None:
+    code = "import sys; from hwfsdp import cli; cli.build_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

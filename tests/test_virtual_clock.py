@@ -1,0 +1,191 @@
+"""Virtual time: against a longest path through the graph of what has to be over before what."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwfsdp import events
+from hwfsdp.recording import record
+from hwfsdp.streams import StreamSet
+from hwfsdp.virtual.clock import Clock, VirtualEvent, virtual_streams
+from hwfsdp.virtual.devices import DEVICES
+
+LAUNCH = 10.0
+GPU = replace(DEVICES["h100"], launch_us=LAUNCH)
+HOST = replace(GPU, host=True)
+THREE = ("compute", "all_gather", "reduce_scatter")
+STREAM = st.sampled_from(THREE)
+# A kernel of so many µs on a stream, an event recorded there, a wait there for one of the events, or a view.
+PROGRAMS = st.lists(
+    st.one_of(
+        st.tuples(st.just("kernel"), STREAM, st.integers(1, 200)),
+        st.tuples(st.just("record"), STREAM, st.just(0)),
+        st.tuples(st.just("wait"), STREAM, st.integers(0, 99)),
+        st.tuples(st.just("view"), STREAM, st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+class Virtual:
+    """The package's streams in a clock of their own."""
+
+    def __init__(self, device: Any = GPU) -> None:
+        self.clock = Clock(device)
+        self.streams = virtual_streams(self.clock)
+
+    def stream(self, name: str) -> Any:
+        return getattr(self.streams, name)
+
+    def kernel(self, stream: str, us: float) -> None:
+        with self.stream(stream).run():
+            self.clock.run(us)
+
+
+@dataclass(eq=False)
+class Node:
+    """A kernel, or a point between kernels (0 µs): when it was issued, and what it comes after."""
+
+    us: float = 0.0
+    issued: float = 0.0
+    after: list[Node] = field(default_factory=list)
+
+    def end(self) -> float:
+        return self._end
+
+    @functools.cached_property
+    def _end(self) -> float:
+        return max([self.issued, *(node.end() for node in self.after)]) + self.us
+
+
+def longest_paths(program: list[tuple[str, str, int]]) -> tuple[float, dict[str, float]]:
+    """The host's time, and when the last kernel of each stream ends."""
+    host, last, marks, kernels = 0.0, {name: Node() for name in THREE}, list[Node](), dict[str, Node]()
+    for what, stream, number in program:
+        if what == "kernel":
+            host += LAUNCH
+            last[stream] = kernels[stream] = Node(number, host, [last[stream]])
+        elif what == "view":
+            host += 0.4 * LAUNCH
+        elif what == "record":
+            marks.append(last[stream])
+        elif marks:
+            last[stream] = Node(after=[last[stream], marks[number % len(marks)]])
+    return host, {stream: node.end() for stream, node in kernels.items()}
+
+
+@given(PROGRAMS)
+def test_kernels_run_when_the_longest_path_to_them_is_over(program: list[tuple[str, str, int]]) -> None:
+    virtual, marks, ends = Virtual(), list[VirtualEvent](), dict[str, float]()
+    for what, stream, number in program:
+        if what == "kernel":
+            virtual.kernel(stream, number)
+            ends[stream] = virtual.clock.ends[stream]
+        elif what == "view":
+            virtual.kernel(stream, 0.0)
+        elif what == "record":
+            marks.append(virtual.stream(stream).record())
+        elif marks:
+            virtual.stream(stream).wait(marks[number % len(marks)])
+    host, expected = longest_paths(program)
+    assert virtual.clock.host == pytest.approx(host)
+    assert ends == pytest.approx(expected)
+
+
+def test_the_host_runs_ahead_of_the_streams_until_it_synchronizes() -> None:
+    virtual = Virtual()
+    for _ in range(3):
+        virtual.kernel("compute", 1000.0)
+    assert virtual.clock.host == 3 * LAUNCH
+    assert virtual.clock.ends["compute"] == LAUNCH + 3 * 1000.0
+    virtual.clock.synchronize()
+    assert virtual.clock.host == LAUNCH + 3 * 1000.0
+
+
+def test_short_kernels_wait_for_the_host() -> None:
+    virtual = Virtual()
+    for _ in range(3):
+        virtual.kernel("compute", 1.0)
+    assert virtual.clock.ends["compute"] == 3 * LAUNCH + 1.0
+
+
+def test_streams_overlap_unless_one_waits_for_the_other() -> None:
+    free, ordered = Virtual(), Virtual()
+    for virtual in (free, ordered):
+        virtual.kernel("all_gather", 500.0)
+        gathered = virtual.streams.all_gather.record()
+        virtual.kernel("all_gather", 500.0)
+        if virtual is ordered:
+            virtual.streams.compute.wait(gathered)
+        virtual.kernel("compute", 100.0)
+    assert free.clock.ends["compute"] == 3 * LAUNCH + 100.0
+    assert ordered.clock.ends["compute"] == LAUNCH + 500.0 + 100.0
+    assert ordered.clock.ends["all_gather"] == LAUNCH + 1000.0
+
+
+def test_the_host_waits_for_one_stream_if_asked() -> None:
+    virtual = Virtual()
+    virtual.kernel("all_gather", 500.0)
+    virtual.kernel("compute", 9000.0)
+    virtual.streams.all_gather.synchronize()
+    assert virtual.clock.host == LAUNCH + 500.0
+
+
+def test_blocks_on_streams_nest() -> None:
+    virtual = Virtual()
+    with virtual.streams.copy.run():
+        with virtual.streams.all_gather.run():
+            assert virtual.clock.current == "all_gather"
+        assert virtual.clock.current == "copy"
+    assert virtual.clock.current == "compute"
+
+
+def test_after_a_restart_time_begins_again() -> None:
+    virtual = Virtual()
+    virtual.kernel("all_gather", 500.0)
+    virtual.clock.restart()
+    assert (virtual.clock.host, set(virtual.clock.ends.values())) == (0.0, {0.0})
+
+
+@pytest.mark.parametrize("stream", ["compute", "copy"])
+def test_where_the_host_computes_a_kernel_blocks_it(stream: str) -> None:
+    virtual = Virtual(HOST)
+    for number in range(1, 4):
+        virtual.kernel(stream, 100.0)
+        assert virtual.clock.host == virtual.clock.ends[stream] == number * (LAUNCH + 100.0)
+
+
+@pytest.mark.parametrize("stream", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_where_the_host_computes_collectives_run_beside_it_until_compute_waits(stream: str) -> None:
+    virtual = Virtual(HOST)
+    virtual.kernel(stream, 500.0)
+    assert virtual.clock.host == LAUNCH
+    virtual.kernel("compute", 100.0)
+    assert virtual.clock.host == 2 * LAUNCH + 100.0
+    virtual.streams.compute.wait(virtual.stream(stream).record())
+    assert virtual.clock.host == LAUNCH + 500.0
+
+
+def recorded(run: Callable[[StreamSet, Clock], None]) -> list[tuple[str, float, float]]:
+    virtual = Virtual()
+    with record() as log:
+        run(virtual.streams, virtual.clock)
+    return [(e.op, e.start_us, e.dur_us) for e in log.events]
+
+
+def test_a_recording_of_the_streams_is_in_virtual_time() -> None:
+    def run(streams: StreamSet, clock: Clock) -> None:
+        with streams.all_gather.run():
+            clock.run(500.0)
+        with events.span("forward", "compute"):
+            clock.run(100.0)
+        streams.compute.wait(streams.all_gather.record())
+
+    assert recorded(run) == [("forward", LAUNCH, LAUNCH + 100.0), ("wait", 120.0, 390.0)]

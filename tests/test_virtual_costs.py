@@ -1,0 +1,291 @@
+"""What an operator costs: FLOPs against torch's counter, bytes in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from hwfsdp.compat import DispatchMode, fake_tensors
+from hwfsdp.virtual.costs import Cost, cost_of, extent, tensors_in
+from hwfsdp.virtual.devices import DEVICES
+
+N = 24  # elements of what `vector` gives
+
+
+class Meter(DispatchMode):
+    """Keeps the cost of every operator that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Cost]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if op.namespace == "aten":
+            name = op.name().removeprefix("aten::").partition(".")[0]
+            self.found.append((name, cost_of(op, args, kwargs, out)))
+        return out
+
+
+def costs(run: Callable[[], Any]) -> list[tuple[str, Cost]]:
+    with Meter() as meter:
+        run()
+    return meter.found
+
+
+def cost(run: Callable[[], Any]) -> Cost:
+    """Of the one operator that is called."""
+    ((_, found),) = costs(run)
+    return found
+
+
+def bytes_of(name: str, run: Callable[[], Any]) -> int:
+    """Of all calls of the operator of this name; there is at least one."""
+    found = [c.nbytes for called, c in costs(run) if called == name]
+    assert found
+    return sum(found)
+
+
+def vector(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(N, dtype=dtype)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+# --- FLOPs -------------------------------------------------------------------------------------------------
+
+PRODUCTS: dict[str, Callable[[], Tensor]] = {
+    "mm": lambda: leaf(5, 7) @ leaf(7, 3),
+    "addmm": lambda: torch.addmm(leaf(3), leaf(5, 7), leaf(7, 3)),
+    "linear": lambda: F.linear(leaf(2, 5, 7), leaf(3, 7), leaf(3)),
+    "bmm": lambda: torch.bmm(leaf(4, 5, 7), leaf(4, 7, 3)),
+    "baddbmm": lambda: torch.baddbmm(leaf(4, 5, 3), leaf(4, 5, 7), leaf(4, 7, 3)),
+    "conv1d": lambda: F.conv1d(leaf(2, 3, 9), leaf(5, 3, 4), leaf(5), stride=2),
+    "conv2d": lambda: F.conv2d(leaf(2, 3, 8, 8), leaf(5, 3, 3, 3), padding=1),
+    "conv_transpose2d": lambda: F.conv_transpose2d(leaf(2, 3, 4, 4), leaf(3, 5, 3, 3)),
+    "element-wise": lambda: torch.tanh(leaf(5) * 2 + 1),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_flops_are_those_of_torchs_counter_backward_included(name: str) -> None:
+    def run() -> None:
+        PRODUCTS[name]().sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        run()
+    assert sum(c.flops for _, c in costs(run)) == counter.get_total_flops()
+
+
+SHAPES = [(2, 3, 8, 8, 4), (1, 2, 5, 9, 6)]  # batch, heads, queries, keys, width
+
+
+def attend_on_device(shape: tuple[int, ...], causal: bool) -> None:
+    """The operators of a device, forward and backward, over tensors that have no values."""
+    batch, heads, queries, keys, width = shape
+    q, k, v = (torch.empty(batch, heads, n, width, device="meta") for n in (queries, keys, keys))
+    aten = torch.ops.aten
+    out, lse, cq, ck, mq, mk, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, is_causal=causal
+    )
+    aten._scaled_dot_product_flash_attention_backward(
+        *(torch.empty_like(out), q, k, v, out, lse, cq, ck, mq, mk, 0.0, causal, seed, offset)
+    )
+
+
+def attend_on_host(shape: tuple[int, ...], causal: bool) -> None:
+    batch, heads, queries, keys, width = shape
+    q, k, v = (leaf(batch, heads, n, width) for n in (queries, keys, keys))
+    F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("attend", [attend_on_device, attend_on_host])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_counts_as_torch_does_and_half_if_causal(
+    shape: tuple[int, ...], attend: Callable[[tuple[int, ...], bool], None], causal: bool
+) -> None:
+    with FlopCounterMode(display=False) as counter:
+        attend_on_device(shape, causal)
+    forward, backward = counter.get_flop_counts()["Global"].values()
+    found = [c for name, c in costs(lambda: attend(shape, causal)) if "attention" in name]
+    share = 0.5 if causal else 1.0
+    assert [c.flops for c in found] == [share * forward, share * backward]
+    assert [c.attention for c in found] == [0.0, backward]
+
+
+def test_fake_tensors_cost_what_real_ones_do() -> None:
+    real = costs(lambda: attend_on_host(SHAPES[0], True))
+    with fake_tensors():
+        fake = costs(lambda: attend_on_host(SHAPES[0], True))
+    assert [c for name, c in fake if c.flops] == [c for name, c in real if c.flops]
+
+
+# --- Bytes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_bytes_are_those_read_and_those_written_in_their_dtype(dtype: torch.dtype) -> None:
+    a, b, size = vector(dtype), vector(dtype), N * dtype.itemsize
+    assert cost(lambda: a + b).nbytes == 3 * size
+    assert cost(lambda: a + 1).nbytes == 2 * size
+    assert cost(lambda: a + a).nbytes == 2 * size
+    assert cost(lambda: a.clone()).nbytes == 2 * size
+    assert cost(lambda: a.add_(b)).nbytes == 3 * size
+    assert cost(lambda: a.mul_(2)).nbytes == 2 * size
+    assert cost(lambda: a.copy_(b)).nbytes == 2 * size
+    assert cost(lambda: a.zero_()).nbytes == size
+    assert cost(lambda: a.fill_(2)).nbytes == size
+    assert cost(lambda: torch.zeros_like(a)).nbytes == size
+    assert cost(lambda: a.sum(dtype=dtype)).nbytes == size + dtype.itemsize
+
+
+def test_a_cast_reads_one_dtype_and_writes_another() -> None:
+    a, b = vector(), vector(torch.bfloat16)
+    assert cost(lambda: a.to(torch.bfloat16)).nbytes == N * (4 + 2)
+    assert cost(lambda: a.copy_(b)).nbytes == N * (4 + 2)
+
+
+def test_what_fills_its_out_does_not_read_it() -> None:
+    a, b, out = vector(), vector(), torch.empty(2 * N)
+    assert cost(lambda: torch.cat([a, b], out=out)).nbytes == 2 * 2 * 4 * N
+    half = out[:N]
+    assert cost(lambda: torch.add(a, b, out=half)).nbytes == 3 * 4 * N
+
+
+def test_a_fused_copy_of_many_moves_each_twice_and_zeros_are_written_only() -> None:
+    parts, others = [vector(), vector()], [vector(), vector()]
+    assert cost(lambda: torch._foreach_copy_(parts, others)).nbytes == 4 * 4 * N
+    assert cost(lambda: torch._foreach_zero_(parts)).nbytes == 2 * 4 * N
+    assert cost(lambda: torch._foreach_add_(parts, others)).nbytes == 6 * 4 * N
+    assert cost(lambda: torch._foreach_mul_(parts, 0.5)).nbytes == 4 * 4 * N
+
+
+@pytest.mark.parametrize("view", [Tensor.t, lambda x: x.view(-1), lambda x: x[1:], Tensor.detach])
+def test_views_are_free_for_the_device(view: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(4, 6)
+    assert all(not c.is_kernel and c.nbytes == 0 for _, c in costs(lambda: view(x)))
+
+
+@pytest.mark.parametrize(
+    "reserve",
+    [
+        lambda x: torch.empty(9),
+        lambda x: torch.empty_like(x),
+        lambda x: x.new_empty(9),
+        lambda x: torch.empty_strided((3,), (1,)),
+    ],
+)
+def test_memory_without_values_is_free(reserve: Callable[[Tensor], Tensor]) -> None:
+    x = vector()
+    assert not cost(lambda: reserve(x)).is_kernel
+
+
+def test_a_view_that_is_written_is_no_view() -> None:
+    x = torch.ones(4, 6)
+    assert cost(lambda: x.zero_()).is_kernel
+    assert [c.nbytes for _, c in costs(lambda: x[1:].add_(1)) if c.is_kernel] == [2 * 4 * 18]
+
+
+def test_of_an_expanded_tensor_only_what_is_there_is_read() -> None:
+    row, whole = torch.ones(1, 6), torch.ones(4, 6)
+    assert extent(row.expand(4, 6)) == 4 * 6
+    assert extent(torch.ones(()).expand(5, 0)) == 0
+    assert bytes_of("add", lambda: whole + row.expand(4, 6)) == 4 * (24 + 6 + 24)
+
+
+def test_rows_of_an_embedding_are_read_not_the_table_and_its_gradient_is_as_large() -> None:
+    table, rows = leaf(1000, 6), torch.arange(5)
+    run: Callable[[], Any] = lambda: F.embedding(rows, table).sum().backward()
+    assert bytes_of("embedding", run) == 2 * 4 * 5 * 6
+    assert bytes_of("embedding_dense_backward", run) == 4 + 8 * 5 + 4 * 1000 * 6
+    assert bytes_of("index", lambda: table.detach()[rows]) == 2 * 4 * 5 * 6
+
+
+def adamw(**options: Any) -> Callable[[], Any]:
+    params = [torch.ones(N, requires_grad=True) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(N)
+    optimizer = torch.optim.AdamW(params, **options)
+    optimizer.step()  # makes its state
+    return optimizer.step
+
+
+def test_a_fused_optimizer_reads_four_tensors_per_parameter_and_writes_three() -> None:
+    steps = 2 * 4  # bytes of two counts
+    assert bytes_of("_fused_adamw_", adamw(fused=True)) == 2 * 7 * 4 * N + steps
+
+
+def test_an_optimizer_over_many_moves_what_its_operators_do() -> None:
+    """Moments, decay, root, division, addition of epsilon, and update, each a pass over all parameters."""
+    found = {name: c.nbytes / (2 * 4 * N) for name, c in costs(adamw(foreach=True)) if "foreach" in name}
+    assert {name: found[name] for name in ("_foreach_lerp_", "_foreach_addcmul_")} == dict.fromkeys(
+        ("_foreach_lerp_", "_foreach_addcmul_"), 3.0
+    )
+    assert found["_foreach_sqrt"] == 2.0
+    assert found["_foreach_addcdiv_"] == 4.0
+
+
+def test_a_matrix_product_moves_its_operands_and_its_result() -> None:
+    a, b = torch.ones(5, 7), torch.ones(7, 3)
+    assert cost(lambda: a @ b).nbytes == 4 * (35 + 21 + 15)
+
+
+def test_what_has_no_tensors_costs_nothing() -> None:
+    enter = torch.ops.profiler._record_function_enter_new.default
+    assert not cost_of(enter, ("step",), {}, object()).is_kernel
+
+
+# --- Time --------------------------------------------------------------------------------------------------
+
+DEVICE = replace(
+    DEVICES["h100"],
+    flops={"bfloat16": 1e14, "float32": 1e13},
+    efficiency=0.5,
+    memory_bandwidth=1e12,
+    memory_efficiency=0.5,
+    kernel_us=3.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "us"),
+    [
+        (Cost(1e12, "bfloat16", 0), 1e12 / 5e13 * 1e6),
+        (Cost(1e12, "float32", 0), 1e12 / 5e12 * 1e6),
+        (Cost(1e12, "int8", 0), 1e12 / 5e12 * 1e6),
+        (Cost(0.0, "float32", 10**9), 1e9 / 5e11 * 1e6),
+        (Cost(1e12, "bfloat16", 10**9), 20_000.0),
+        (Cost(1e9, "bfloat16", 10**9), 2_000.0),
+        (Cost(1.0, "float32", 1), 3.0),
+        (Cost(0.0, "", 0, is_kernel=False), 0.0),
+    ],
+)
+def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_bytes_and_no_less_than_the_shortest(
+    found: Cost, us: float
+) -> None:
+    assert found.us(DEVICE) == pytest.approx(us)
+
+
+def test_the_dtype_of_a_product_is_that_of_its_operands() -> None:
+    a, b = torch.ones(5, 7, dtype=torch.bfloat16), torch.ones(7, 3, dtype=torch.bfloat16)
+    assert cost(lambda: a @ b).dtype == "bfloat16"
+    wide = a.float(), b.float()
+    assert cost(lambda: wide[0] @ wide[1]).dtype == "float32"
+
+
+def test_tensors_are_found_in_lists_tuples_and_dicts() -> None:
+    a, b, c = vector(), vector(), vector()
+    assert list(map(id, tensors_in([a, (1, b), {"x": [c], "y": None}]))) == [id(a), id(b), id(c)]

@@ -1,0 +1,113 @@
+"""How long a collective takes: against closed forms over bytes, links and starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwfsdp.virtual.devices import DEVICES
+from hwfsdp.virtual.topology import Span, collective_us, span_of
+
+PLAIN = replace(
+    DEVICES["h100"],
+    link=100e9,
+    network=10e9,
+    link_efficiency=0.5,
+    collective_us=20.0,
+    hop_us=1.0,
+    node_hop_us=7.0,
+)
+RINGS = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("op", RINGS)
+def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link(op: str, ranks: int) -> None:
+    nbytes = 8_000_000
+    us = collective_us(op, nbytes, Span(ranks, 1, ranks), PLAIN)
+    assert us == pytest.approx(20 + (ranks - 1) * 1.0 + (ranks - 1) / ranks * nbytes / 50e9 * 1e6)
+
+
+def test_within_a_node_the_network_is_not_used() -> None:
+    span = Span(8, 1, 8)
+    slow, fast = (replace(PLAIN, network=network, node_hop_us=network) for network in (1.0, 1e12))
+    assert collective_us("all_gather", 1 << 30, span, slow) == collective_us(
+        "all_gather", 1 << 30, span, fast
+    )
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_across_nodes_the_ports_of_all_ranks_of_a_node_share_what_the_node_lacks(
+    nodes: int, per_node: int
+) -> None:
+    nbytes = 1 << 30
+    us = collective_us("reduce_scatter", nbytes, Span(nodes * per_node, nodes, per_node), PLAIN)
+    hops = (nodes * per_node - nodes) * 1.0 + (nodes - 1) * 7.0
+    assert us == pytest.approx(20 + hops + (nodes - 1) / nodes * nbytes / (per_node * 5e9) * 1e6)
+
+
+def test_the_slower_of_link_and_network_decides() -> None:
+    """Where the network is the faster one, the link does."""
+    device = replace(PLAIN, network=1e15)
+    us = collective_us("all_gather", 1 << 30, Span(16, 2, 8), device)
+    assert us == pytest.approx(20 + 14 * 1.0 + 7.0 + 15 / 16 * (1 << 30) / 50e9 * 1e6)
+
+
+@given(
+    per_node=st.integers(1, 8),
+    nodes=st.integers(1, 64),
+    nbytes=st.integers(0, 1 << 40),
+    device=st.sampled_from([*DEVICES.values(), PLAIN]),
+)
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_that_start_once(
+    per_node: int, nodes: int, nbytes: int, device: object
+) -> None:
+    span = Span(per_node * nodes, nodes, per_node)
+    both = collective_us("reduce_scatter", nbytes, span, device) + collective_us(  # type: ignore[arg-type]
+        "all_gather", nbytes, span, device  # type: ignore[arg-type]
+    )
+    if span.ranks > 1:
+        both -= device.collective_us  # type: ignore[attr-defined]
+    assert collective_us("all_reduce", nbytes, span, device) == pytest.approx(both)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", [*RINGS, "all_reduce", "send", "recv"])
+def test_one_rank_has_nobody_to_wait_for(op: str) -> None:
+    assert collective_us(op, 1 << 40, Span(1, 1, 1), PLAIN) == 0.0
+
+
+@pytest.mark.parametrize("op", ["send", "recv"])
+def test_a_message_passes_one_link_or_one_port_whole(op: str) -> None:
+    nbytes = 1 << 20
+    inside, outside = (collective_us(op, nbytes, Span(2, n, 2 // n), PLAIN) for n in (1, 2))
+    assert inside == pytest.approx(20 + 1.0 + nbytes / 50e9 * 1e6)
+    assert outside == pytest.approx(20 + 7.0 + nbytes / 5e9 * 1e6)
+
+
+@given(nbytes=st.integers(0, 1 << 40), more=st.integers(0, 1 << 40), ranks=st.integers(2, 8))
+def test_more_bytes_never_take_less_time(nbytes: int, more: int, ranks: int) -> None:
+    for span in (Span(ranks, 1, ranks), Span(ranks * 3, 3, ranks)):
+        assert collective_us("all_gather", nbytes, span, PLAIN) <= collective_us(
+            "all_gather", nbytes + more, span, PLAIN
+        )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "span"),
+    [
+        (range(8), Span(8, 1, 8)),
+        (range(16), Span(16, 2, 8)),
+        (range(0, 32, 8), Span(4, 4, 1)),
+        ([0, 1, 2, 8], Span(4, 2, 1)),
+        ([5], Span(1, 1, 1)),
+        ([6, 7, 8, 9], Span(4, 2, 2)),
+    ],
+)
+def test_ranks_fill_one_node_after_the_other_and_of_uneven_groups_the_fewest_count(
+    ranks: range | list[int], span: Span
+) -> None:
+    assert span_of(list(ranks), 8) == span
