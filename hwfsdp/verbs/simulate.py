@@ -176,7 +176,7 @@ def _points_of(found: Sequence[Simulation]) -> list[ScalingPoint]:
             s.tokens_per_second_per_gpu or 0.0,
             s.step_seconds,
             s.peak_memory_gib,
-            1.0 - s.log.summary()["overlap_fraction"],
+            1.0 - s.log.summary()["overlap_fraction"] if s.log.collectives() else 0.0,
         )
         for s in found
     ]

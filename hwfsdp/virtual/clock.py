@@ -125,5 +125,5 @@ def virtual_streams(clock: Clock) -> StreamSet:
     return StreamSet(
         lambda name: VirtualStream(name, clock),
         lambda name: VirtualMark(clock.now(name)),
-        lambda: VirtualMark(clock.host),
+        lambda: VirtualMark(clock.now("compute")),  # memory is sampled when the device gets there
     )

@@ -224,7 +224,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         params = sum(prod(p.shape) for group in (about.groups if about else ()) for p in group.params)
         flops = 6.0 * params * measured.tokens + _ATTENTION * world.attention_flops
         mfu = flops / seconds / max(device.flops.values())
-    summary = log.summary()
+    summary, steps = log.summary(), max(1, len(log.select("optimizer")))  # whose mean the summary gives
     usable = _USABLE * device.memory
     return Simulation(
         target=name,
@@ -234,7 +234,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         tokens_per_second_per_gpu=rate,
         step_seconds=seconds,
         mfu=mfu,
-        exposed_comm_fraction=summary["exposed_comm_us"] / 1e6 / seconds,
+        exposed_comm_fraction=steps * summary["exposed_comm_us"] / 1e6 / seconds,
         peak_memory_gib=max(allocator.peak, min(allocator.reserved, usable)) / GIB,
         peak_allocated_gib=allocator.peak / GIB,
         peak_by_kind=allocator.peak_by_kind(),

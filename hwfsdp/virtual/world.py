@@ -108,7 +108,7 @@ class World:
         with ExitStack() as stack:
             init_fake_process_group(0, self.gpus)
             stack.callback(dist.destroy_process_group)
-            stack.enter_context(_clock_kept())
+            stack.enter_context(events.keeping_clock())
             stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
             stack.enter_context(_resizing_seen(self))
             stack.enter_context(_optimizers_seen(self))
@@ -229,14 +229,6 @@ def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         got=f"one that needs the values of a tensor, {_where()}",
         remedy="Virtual tensors have shapes, no values: leave out .item(), float(), nonzero(), and branches on them.",
     )
-
-
-@contextmanager
-def _clock_kept() -> Iterator[None]:
-    """What is recorded after the block is timed by the clock that was there before."""
-    names = ("_clock", "_host_now")  # those that `events.use_clock` sets
-    with mock.patch.multiple(events, **{name: getattr(events, name) for name in names}):
-        yield
 
 
 @contextmanager

@@ -1,0 +1,383 @@
+"""A virtual world, against real ranks: the same step is run on both, and the events have to be the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim import optimizer as optimizers
+
+from hwfsdp import StateError, UsageError, events, fully_shard, launch, record, streams
+from hwfsdp.accounting import GroupSizes, Strategy, gathers_per_step, model_state_bytes, strategy_traffic
+from hwfsdp.compat import DispatchMode
+from hwfsdp.eventlog import EventLog
+from hwfsdp.models.gpt import GPTConfig
+from hwfsdp.models.llama import LlamaConfig
+from hwfsdp.virtual import DEVICES, simulate
+from hwfsdp.models.zoo import build
+from hwfsdp.virtual.programs import Plan, program
+from hwfsdp.virtual.topology import Span, collective_us
+from hwfsdp.virtual.world import World
+from models import ZOO, Model, checkpointed, checkpointed_inside, even, stem
+from oracles import objective, ours, wrap
+
+H100 = DEVICES["h100"]
+Program = Callable[[], Callable[[], Any]]
+
+
+def training(
+    build: Callable[[], Model], how: str = "blocks", batches: int = 1, mesh: Any = None, **options: Any
+) -> Program:
+    """Builds and shards a model; a step of it is so many batches, of which only the last reduces gradients."""
+
+    def build_and_shard() -> Callable[[], None]:
+        torch.manual_seed(0)
+        library = functools.partial(_over, mesh) if mesh else ours
+        model = wrap(build(), library, how, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+        def step() -> None:
+            for number in range(batches):
+                if batches > 1:
+                    model.set_requires_gradient_sync(number == batches - 1)
+                objective(model(*model.inputs(4, seed=number))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return build_and_shard
+
+
+def _over(shape: tuple[int, int], module: nn.Module, **options: Any) -> nn.Module:
+    return fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")), **options)
+
+
+PROGRAMS: dict[str, Program] = {
+    **{name: training(build) for name, build in ZOO.items()},
+    "one group": training(even, "root"),
+    "nested": training(even, "nested"),
+    "without a root": training(even, "rootless"),
+    "never resharded": training(stem, reshard_after_forward=False),
+    "always resharded": training(stem, reshard_after_forward=True),
+    "accumulated": training(stem, batches=3),
+    "in bfloat16": training(
+        stem, policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    ),
+    "checkpointed": training(lambda: checkpointed(False)),
+    "checkpointed inside": training(lambda: checkpointed_inside(False)),
+}
+ON_FOUR: dict[str, Program] = {
+    **{name: PROGRAMS[name] for name in ("uneven", "transformer", "accumulated")},
+    "resharded to 2": training(stem, reshard_after_forward=2),
+}
+HYBRID: dict[str, Program] = {
+    "hybrid": training(stem, mesh=(2, 2)),
+    "hybrid, accumulated": training(stem, batches=2, mesh=(2, 2)),
+}
+
+
+def seen(log: EventLog) -> list[tuple[Any, ...]]:
+    return [(e.op, e.stream, e.owner, e.phase, e.bytes, e.dtype) for e in log.events if e.op != "wait"]
+
+
+def run_real(build: Program) -> list[tuple[Any, ...]]:
+    step = build()
+    step()
+    with record() as log:
+        step()
+    return seen(log)
+
+
+def all_real(builds: dict[str, Program]) -> dict[str, list[tuple[Any, ...]]]:
+    return {name: run_real(build) for name, build in builds.items()}
+
+
+@functools.cache
+def on_ranks(world_size: int) -> dict[str, list[tuple[Any, ...]]]:
+    builds = PROGRAMS if world_size == 2 else {**ON_FOUR, **HYBRID}
+    found: dict[str, list[tuple[Any, ...]]] = launch(all_real, world_size, builds, timeout=100)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_two_virtual_ranks_do_what_two_real_ones_do(name: str) -> None:
+    assert seen(simulate(PROGRAMS[name], 2).log) == on_ranks(2)[name]
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_virtual_ranks_do_what_four_real_ones_do(name: str) -> None:
+    assert seen(simulate(ON_FOUR[name], 4).log) == on_ranks(4)[name]
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrid_sharding_does_on_each_stream_what_it_does_on_real_ranks(name: str) -> None:
+    """Across streams the order differs: without a device, all-reduces wait until somebody waits for them."""
+    virtual, real = seen(simulate(HYBRID[name], 4).log), on_ranks(4)[name]
+    for stream in ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce"):
+        assert [e for e in virtual if e[1] == stream] == [e for e in real if e[1] == stream]
+    assert any(e[1] == "all_reduce" for e in virtual)
+
+
+# --- Bytes in closed form ----------------------------------------------------------------------------------
+
+GPT_SIZES = GPTConfig(dim=48, layers=3, heads=4, seq_len=16, vocab=50)
+LLAMA_SIZES = LlamaConfig(dim=32, layers=3, heads=4, kv_heads=2, hidden=40, seq_len=16, vocab=50)
+PLAIN_HOST = replace(H100, host=True)  # steps without clipping, whose all-reduce is none of FSDP's
+
+
+def groups_of(config: GPTConfig | LlamaConfig, itemsizes: tuple[int, int]) -> list[GroupSizes]:
+    """The blocks, of which the last stays whole, and the rest of the model, which does, too."""
+    with torch.device("meta"):
+        model = build(config)
+    blocks = list(model.blocks.children())  # type: ignore[union-attr]
+    claimed = {p for block in blocks for p in block.parameters()}
+    rest = [tuple(p.shape) for p in model.parameters() if p not in claimed]
+    of_blocks = [
+        GroupSizes([tuple(p.shape) for p in block.parameters()], *itemsizes, block is not blocks[-1])
+        for block in blocks
+    ]
+    return [*of_blocks, GroupSizes(rest, *itemsizes, False)]
+
+
+CONFIGS = {"gpt": GPT_SIZES, "llama": LLAMA_SIZES, "tied": replace(GPT_SIZES, tied=True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bytes_and_counts_of_collectives_are_the_closed_forms(
+    name: str, shards: int | None, dtype: torch.dtype
+) -> None:
+    strategy = Strategy.HSDP if shards else Strategy.ZERO3
+    groups = groups_of(CONFIGS[name], (dtype.itemsize, 4))
+    found = simulate(CONFIGS[name], 6, PLAIN_HOST, shards=shards, param_dtype=dtype).log.summary()
+    traffic = strategy_traffic(groups, strategy, 6, shards)
+    assert found["bytes_by_op"] == {op: nbytes for op, nbytes in traffic.items() if nbytes}
+    counts = {"all_gather": sum(map(gathers_per_step, groups)), "reduce_scatter": len(groups)}
+    assert found["count_by_op"] == counts | ({"all_reduce": len(groups)} if shards else {})
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 5, 512])
+def test_states_have_the_bytes_of_the_closed_form(gpus: int) -> None:
+    shapes = [shape for group in groups_of(GPT_SIZES, (2, 4)) for shape in group.shapes]
+    strategy = Strategy.ZERO3
+    expected = model_state_bytes(shapes, strategy, gpus)
+    found = simulate(GPT_SIZES, gpus, nodes=gpus).log.summary()["peak_bytes_by_kind"]
+    counts_of_steps = 4 * len(shapes)
+    assert found["sharded_param"] == expected.params
+    assert found["sharded_grad"] == expected.grads
+    assert found["optimizer_state"] == expected.optimizer + counts_of_steps
+
+
+def test_the_allocator_counts_the_same_states_as_the_ledger() -> None:
+    found = simulate(GPT_SIZES, 4)
+    peaks = found.log.summary()["peak_bytes_by_kind"]
+    for kind in ("sharded_param", "optimizer_state"):  # there all the time
+        assert found.peak_by_kind[kind] == peaks[kind]
+    assert sum(found.peak_by_kind.values()) == round(found.peak_allocated_gib * (1 << 30))
+
+
+# --- What is left behind -----------------------------------------------------------------------------------
+
+
+def environment() -> list[Any]:
+    return [
+        *(dist.is_initialized(), torch.UntypedStorage.resize_, dict(streams._backends)),
+        ShardingPropagator._propagate_tensor_meta_non_cached,
+        *(list(optimizers._global_optimizer_pre_hooks), list(optimizers._global_optimizer_post_hooks)),
+        *(events._clock, events._host_now, events.active(), torch._C._len_torch_dispatch_stack()),
+        *(torch.empty(0).device, type(torch.empty(0))),
+    ]
+
+
+def fails() -> None:
+    raise KeyError("of the user")
+
+
+def reads_values() -> None:
+    torch.ones(3).sum().item()
+
+
+def returns_a_number() -> int:
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        (PROGRAMS["even"], None),
+        (fails, KeyError),
+        (lambda: fails, KeyError),
+        (lambda: reads_values, UsageError),
+        (returns_a_number, UsageError),
+    ],
+)
+def test_afterwards_everything_is_as_before_after_errors_too(target: Any, error: type[Exception] | None) -> None:
+    before = environment()
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        simulate(target, 2)
+    assert environment() == before
+
+
+def test_a_recording_made_later_is_in_the_time_of_the_host_again() -> None:
+    simulate(GPT_SIZES, 2)
+    weight = nn.Parameter(torch.zeros(10))
+    weight.grad = torch.zeros(10)
+    with record() as log:
+        torch.optim.SGD([weight]).step()
+    assert log.events[0].dur_us > 0
+
+
+def test_nothing_of_a_world_stays_alive() -> None:
+    world = World(2, H100)
+    with world.entered():
+        program(GPT_SIZES, Plan(seq=16), 2).step()
+    gone = weakref.ref(world.allocator)
+    del world
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_world_in_a_world_is_refused() -> None:
+    def nested() -> None:
+        simulate(GPT_SIZES, 2)
+
+    with pytest.raises(StateError, match="without a process group; got one of 4 ranks"):
+        simulate(lambda: nested, 4)
+    assert not dist.is_initialized()
+
+
+# --- Programs of the user ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def world_of(gpus: int) -> Iterator[World]:
+    world = World(gpus, H100)
+    with world.entered():
+        yield world
+
+
+class Products(DispatchMode):
+    """Counts matrix products and attentions that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = op.name().partition("::")[2].partition(".")[0]
+        if name == "mm" or "_attention" in name and not name.endswith("_backward"):
+            self.found["mm" if name == "mm" else "attention"] += 1
+        return op(*args, **(kwargs or {}))
+
+
+BLOCKS, HEAD = 3, 1
+# Products of a block's forward, and those of them that are computed again in the backward. Recomputation ends when
+# all that the backward needs is there, so a block's last product never is.
+COMPUTED_AGAIN = {
+    ("gpt", "none"): (4, 0, 0),
+    ("gpt", "full"): (4, 3, 1),
+    ("gpt", "selective"): (4, 1, 0),  # keeps the first and the third
+    ("llama", "none"): (7, 0, 0),
+    ("llama", "full"): (7, 6, 1),
+    ("llama", "selective"): (7, 3, 0),  # keeps the first, third, fifth and seventh
+}
+
+
+@pytest.mark.parametrize(("name", "how"), COMPUTED_AGAIN)
+def test_checkpointing_computes_again_what_it_does_not_keep(name: str, how: str) -> None:
+    forward, again, attentions = COMPUTED_AGAIN[name, how]
+    with world_of(2):
+        run = program(CONFIGS[name], Plan(seq=16, checkpoint=how), 2)
+        run.step()
+        with Products() as products:
+            run.step()
+    assert products.found["mm"] == 3 * (BLOCKS * forward + HEAD) + BLOCKS * again
+    assert products.found["attention"] == BLOCKS * (1 + attentions)
+
+
+def test_dtensors_are_computed_and_moved_by_their_local_parts() -> None:
+    with world_of(2) as world:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])
+        w = distribute_tensor(torch.ones(6, 5), mesh, [Replicate()])
+        world.restart()
+        with record() as log:
+            y = x @ w
+            whole = y.redistribute(placements=[Replicate()]).to_local()
+            assert whole.shape == (8, 5)
+        assert isinstance(y, DTensor) and y.to_local().shape == (4, 5)
+        assert world.flops == 2 * 4 * 6 * 5
+        assert [(e.op, e.bytes) for e in log.collectives()] == [("all_gather", 4 * 8 * 5)]
+
+
+def test_real_tensors_stay_real_and_may_meet_those_of_the_world() -> None:
+    outside = torch.arange(6.0)
+    with world_of(2) as world:
+        assert (outside * 2).tolist() == [0, 2, 4, 6, 8, 10]
+        assert world.allocator.allocated == 0
+        mixed = torch.ones(6) + outside
+        assert world.allocator.allocated == 24
+        with pytest.raises(UsageError, match="needs the values"):
+            mixed.sum().item()
+    assert outside.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam"])
+def test_torchs_optimizers_step_and_keep_what_they_keep_on_real_parameters(
+    name: str, foreach: bool | None
+) -> None:
+    options = {"lr": 0.1, "foreach": foreach} | ({"momentum": 0.9} if name == "SGD" else {})
+
+    def build_and_shard() -> Callable[[], None]:
+        model = wrap(even(), ours)
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+
+        def step() -> None:
+            objective(model(*model.inputs(4, seed=0))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        return step
+
+    params = [nn.Parameter(p.detach()[: p.shape[0] // 2].clone()) for p in even().parameters()]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    plain = getattr(torch.optim, name)(params, **options)
+    plain.step()
+    tensors = [t for state in plain.state.values() for t in state.values() if isinstance(t, Tensor)]
+    found = simulate(build_and_shard, 2).log.summary()["peak_bytes_by_kind"]
+    assert found["optimizer_state"] == sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def test_a_collective_of_the_users_own_takes_its_time() -> None:
+    tensor_bytes = 4 * (1 << 20)
+
+    def seconds(times: int) -> float:
+        def step() -> None:
+            tensor = torch.ones(1 << 20)
+            for _ in range(times):
+                dist.all_reduce(tensor)
+
+        return simulate(lambda: step, 8).step_seconds
+
+    us = collective_us("all_reduce", tensor_bytes, Span(8, 1, 8), H100)
+    assert 1e6 * (seconds(5) - seconds(2)) == pytest.approx(3 * us, rel=1e-6)
