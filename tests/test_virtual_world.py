@@ -368,16 +368,17 @@ def test_torchs_optimizers_step_and_keep_what_they_keep_on_real_parameters(
     assert found["optimizer_state"] == sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-def test_a_collective_of_the_users_own_takes_its_time() -> None:
-    tensor_bytes = 4 * (1 << 20)
+@pytest.mark.parametrize("host", [False, True])
+def test_a_collective_of_the_users_own_takes_its_time_and_is_seen_to(host: bool) -> None:
+    us = collective_us("all_reduce", 4 * (1 << 20), Span(8, 1, 8), H100)
 
-    def seconds(times: int) -> float:
-        def step() -> None:
-            tensor = torch.ones(1 << 20)
-            for _ in range(times):
-                dist.all_reduce(tensor)
+    def step() -> None:
+        tensor = torch.ones(1 << 20)
+        for _ in range(5):
+            dist.all_reduce(tensor)
 
-        return simulate(lambda: step, 8).step_seconds
-
-    us = collective_us("all_reduce", tensor_bytes, Span(8, 1, 8), H100)
-    assert 1e6 * (seconds(5) - seconds(2)) == pytest.approx(3 * us, rel=1e-6)
+    found = simulate(lambda: step, 8, replace(H100, host=host))
+    first, *others = found.log.collectives()
+    assert [e.dur_us for e in others] == pytest.approx([us + (H100.launch_us if host else 0)] * 4)
+    assert found.step_seconds * 1e6 == pytest.approx(first.end_us + sum(e.dur_us for e in others))
+    assert found.exposed_comm_fraction == pytest.approx(1.0, abs=0.05)

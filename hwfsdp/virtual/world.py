@@ -177,7 +177,23 @@ class Meter(DispatchMode):
             return
         kind = next((kind for start, kind in _KIND_OF_NAME.items() if name.startswith(start)), "all_to_all")
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
-        world.clock.run(collective_us(kind, whole, world.span(group), world.device))
+        with self._stream_of(kind):
+            world.clock.run(collective_us(kind, whole, world.span(group), world.device))
+
+    @contextmanager
+    def _stream_of(self, kind: str) -> Iterator[None]:
+        """A collective that the user calls has a stream of its own, too, which compute waits for."""
+        clock = self.world.clock
+        if clock.current != "compute" or kind not in clock.ends:
+            yield
+            return
+        clock.wait(kind, clock.ends["compute"])
+        clock.current = kind
+        try:
+            yield
+        finally:
+            clock.current = "compute"
+            clock.wait("compute", clock.ends[kind])
 
 
 def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,320 @@
+"""`simulate`: against steps that can be worked out by hand, and against published figures."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hwfsdp import UsageError, fully_shard
+from hwfsdp.models.gpt import GPT, GPTConfig
+from hwfsdp.models.zoo import build
+from hwfsdp.virtual import DEVICES, Device, Simulation, simulate
+from hwfsdp.virtual.allocator import ACTIVATION
+from hwfsdp.virtual.devices import GIB
+from hwfsdp.virtual.fitting import describe_misfit, what_fits
+from hwfsdp.virtual.run import placed
+
+H100 = DEVICES["h100"]
+SMALL = GPTConfig(dim=48, layers=3, heads=4, seq_len=16, vocab=50)
+
+
+def as_json(found: Simulation, *but: str) -> str:
+    return json.dumps({key: value for key, value in found.as_dict().items() if key not in but}, sort_keys=True)
+
+
+# --- By hand -----------------------------------------------------------------------------------------------
+
+WIDTH, ROWS = 64, 100
+STARTS, PRODUCT_US = 50.0, 2 * ROWS * WIDTH * WIDTH / 1e8  # µs of a collective, of a product at 1e14 FLOP/s
+
+
+def ideal(collective_us: float) -> Device:
+    """A device on which nothing takes time but products, and collectives the same whatever they move."""
+    return replace(
+        H100,
+        flops={"float32": 1e14},
+        efficiency=1.0,
+        memory_bandwidth=1e30,
+        link=1e30,
+        launch_us=1e-9,
+        kernel_us=1e-9,
+        dtensor_us=0.0,
+        collective_us=collective_us,
+        hop_us=0.0,
+    )
+
+
+def chain(layers: int, in_blocks: bool, optimizers: int = 1) -> Callable[[], Any]:
+    """A step of linear layers one after the other, in groups of their own or in one."""
+
+    def build_and_shard() -> Callable[[], None]:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        for layer in model if in_blocks else ():
+            fully_shard(layer)
+        fully_shard(model)
+        params = list(model.parameters())
+        steps = [torch.optim.SGD(params[i::optimizers], lr=0.1, foreach=True) for i in range(optimizers)]
+        x = torch.ones(ROWS, WIDTH)
+
+        def step() -> None:
+            model(x).sum().backward()
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    return build_and_shard
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_of_one_group_gathering_and_reducing_are_not_hidden(optimizers: int) -> None:
+    """A forward has a product per layer; a backward two, but for the first layer, whose input needs no gradient."""
+    found = simulate(chain(2, False, optimizers), 4, ideal(STARTS), batch=ROWS, seq=1)
+    us = 2 * STARTS + 5 * PRODUCT_US
+    assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
+    assert found.exposed_comm_fraction == pytest.approx(2 * STARTS / us, rel=1e-6)
+    assert found.tokens_per_second_per_gpu == pytest.approx(ROWS / us * 1e6, rel=1e-6)
+    assert found.mfu == pytest.approx(6 * 2 * WIDTH**2 * ROWS / (us * 1e-6) / 1e14, rel=1e-6)
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_of_several_groups_what_has_nothing_to_hide_behind_is_exposed(layers: int) -> None:
+    """The first gather of the forward, that of the backward, and the last reduction; the others hide behind products."""
+    found = simulate(chain(layers, True), 4, ideal(0.5 * PRODUCT_US), batch=ROWS, seq=1)
+    us = (3 * layers - 1 + 3 * 0.5) * PRODUCT_US
+    assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
+    assert found.exposed_comm_fraction == pytest.approx(3 * 0.5 * PRODUCT_US / us, rel=1e-6)
+
+
+def test_model_flops_are_six_per_parameter_and_token_and_twelve_for_attention() -> None:
+    found = simulate(SMALL, 2, batch=3)
+    tokens = 3 * SMALL.seq_len
+    params = sum(p.numel() for p in build(SMALL).parameters())
+    per_token = 6 * params + 12 * SMALL.layers * SMALL.dim * SMALL.seq_len
+    assert found.mfu is not None
+    assert found.mfu * found.step_seconds * 989.4e12 == pytest.approx(tokens * per_token)
+
+
+def test_recomputing_does_not_count_as_model_flops() -> None:
+    none, full = (simulate(SMALL, 2, checkpoint=how) for how in ("none", "full"))
+    assert none.mfu is not None and full.mfu is not None
+    assert none.mfu * none.step_seconds == pytest.approx(full.mfu * full.step_seconds)
+    assert full.step_seconds > none.step_seconds
+    assert full.peak_by_kind[ACTIVATION] < none.peak_by_kind[ACTIVATION]
+
+
+def test_tokens_per_second_are_those_of_the_batch() -> None:
+    found = simulate(SMALL, 2, batch=3)
+    assert found.tokens_per_second_per_gpu == pytest.approx(3 * SMALL.seq_len / found.step_seconds)
+
+
+def test_a_step_that_does_not_say_how_many_tokens_it_has_has_no_rate() -> None:
+    found = simulate(chain(2, True), 2)
+    assert (found.tokens_per_second_per_gpu, found.mfu) == (None, None)
+    assert found.step_seconds > 0
+
+
+# --- What is simulated -------------------------------------------------------------------------------------
+
+
+def test_twice_the_same_gives_the_same_to_the_last_digit() -> None:
+    first, second = (simulate("gpt-tiny", 4, batch=2) for _ in range(2))
+    assert as_json(first) == as_json(second)
+    assert first.log.events == second.log.events
+
+
+def on_meta() -> GPT:
+    with torch.device("meta"):
+        return GPT(replace(SMALL, tied=True))
+
+
+MODEL = GPT(replace(SMALL, tied=True))
+WAYS: dict[str, Any] = {
+    "a model": MODEL,
+    "a model on meta": on_meta(),
+    "a function": lambda: GPT(replace(SMALL, tied=True)),
+    "a function that builds on meta": on_meta,
+    "a function that returns a model of before": lambda: MODEL,
+}
+
+
+@functools.cache
+def of_sizes() -> Simulation:
+    return simulate(replace(SMALL, tied=True), 4, batch=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_may_be_given_in_any_way_and_stays_as_it_was(way: str) -> None:
+    before = [(name, p, p.detach().clone()) for name, p in MODEL.named_parameters()]
+    found = simulate(WAYS[way], 4, batch=2, seq=SMALL.seq_len)
+    assert as_json(found, "target") == as_json(of_sizes(), "target")
+    for (name, param, value), (name_now, now) in zip(before, MODEL.named_parameters(), strict=True):
+        assert name == name_now and param is now
+        assert torch.equal(value, now)
+
+
+def test_a_model_that_is_whole_while_it_is_built_reserves_nothing_for_that() -> None:
+    config = replace(SMALL, vocab=1 << 20)  # 384 MiB of embedding and head
+    found = simulate(lambda: GPT(config), 64, batch=1, seq=1)
+    assert found.peak_memory_gib * GIB < 4 * sum(p.numel() for p in build_on_meta(config).parameters())
+
+
+def build_on_meta(config: GPTConfig) -> nn.Module:
+    with torch.device("meta"):
+        return build(config)
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    tied, apart = (simulate(replace(SMALL, tied=tied), 2).peak_by_kind for tied in (True, False))
+    assert apart["sharded_param"] - tied["sharded_param"] == 4 * SMALL.vocab * SMALL.dim // 2
+
+
+@pytest.mark.parametrize(
+    ("reshard", "gathers"), [(None, 2 * 2 + 2), (True, 2 * 3 + 1), (False, 3 + 1), (2, 2 * 3 + 1)]
+)
+def test_resharding_is_for_the_blocks_and_by_default_not_for_the_last(
+    reshard: bool | int | None, gathers: int
+) -> None:
+    found = simulate(SMALL, 4, reshard_after_forward=reshard)
+    assert found.log.summary()["count_by_op"]["all_gather"] == gathers
+
+
+def test_classes_may_be_named_to_be_sharded() -> None:
+    found = simulate(SMALL, 4, wrap=("Attention", "Block"))
+    assert found.log.summary()["count_by_op"]["reduce_scatter"] == 2 * 3 + 1
+
+
+def test_hybrid_sharding_shards_within_a_node() -> None:
+    hybrid, by_hand = simulate(SMALL, 16, hsdp=True), simulate(SMALL, 16, shards=8)
+    assert as_json(hybrid) == as_json(by_hand)
+    # Nine parameters make nine norms; their all-reduce is that of clipping.
+    assert hybrid.log.summary()["count_by_op"]["all_reduce"] >= 4
+
+
+def test_more_nodes_for_the_same_ranks_take_longer() -> None:
+    one, four = (simulate("gpt-tiny", 8, nodes=nodes) for nodes in (1, 4))
+    assert (one.device.per_node, four.device.per_node) == (8, 2)
+    assert four.step_seconds > one.step_seconds
+
+
+def test_where_the_host_computes_parameters_are_gathered_in_float32() -> None:
+    assert simulate(SMALL, 2, replace(H100, host=True)).plan.param_dtype is torch.float32
+    assert simulate(SMALL, 2).plan.param_dtype is torch.bfloat16
+
+
+# --- What cannot be simulated ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 12}, "expected GPUs that fill their nodes; got 12 GPUs, 4 more than 8"),
+        ({"gpus": 8, "nodes": 3}, "expected GPUs that 3 nodes divide; got 8 GPUs"),
+        ({"gpus": 2, "nodes": 3}, "expected GPUs that 3 nodes divide; got 2 GPUs"),
+        ({"gpus": 0}, "got 0 GPUs"),
+        ({"batch": 0}, "a batch and a length of at least 1"),
+        ({"checkpoint": "some"}, "none, selective, full; got .*'some'"),
+        ({"shards": 3}, "divides the 8 GPUs; got 3. Choose among 1, 2, 4, 8"),
+        ({"blocks": 3}, "settings among batch, .*; got blocks"),
+        ({"device": "h101"}, "expected one of a100-40gb, .*, this-machine; got 'h101'"),
+        ({"step_or_model": "gpt-5"}, "model 'gpt-5': expected one of gpt-tiny"),
+        ({"step_or_model": lambda: 3}, "a model, or a step to be called; got one that returns int"),
+        ({"wrap": ("Blok",)}, "a class of a module in the model: .*; got 'Blok'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        simulate(**{"step_or_model": SMALL, **options})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "per_node"), [(1, None, 1), (3, None, 3), (8, None, 8), (24, None, 8), (12, 3, 4), (32, 2, 16)]
+)
+def test_gpus_fill_their_nodes(gpus: int, nodes: int | None, per_node: int) -> None:
+    assert placed(H100, gpus, nodes).per_node == per_node
+
+
+# --- What fits ---------------------------------------------------------------------------------------------
+
+
+def of_memory(nbytes: float) -> Device:
+    return replace(H100, memory=nbytes)
+
+
+def tried_on(device: Device) -> Callable[[int, int, str], Simulation]:
+    return lambda gpus, batch, how: simulate("gpt-tiny", gpus, device, batch=batch, checkpoint=how)
+
+
+def test_a_model_fits_if_what_is_alive_is_within_the_memory() -> None:
+    need = simulate("gpt-tiny", 2).peak_allocated_gib * GIB / 0.99
+    assert simulate("gpt-tiny", 2, of_memory(need * 1.001)).fits
+    assert not simulate("gpt-tiny", 2, of_memory(need * 0.999)).fits
+
+
+@pytest.mark.parametrize(
+    ("batch", "share"), [(8, 0.6), (1, 0.93), (4, 0.28)], ids=["fewer rows", "recomputing", "more GPUs"]
+)
+def test_what_is_said_to_fit_does(batch: int, share: float) -> None:
+    need = simulate("gpt-tiny", 2, batch=batch).peak_allocated_gib
+    device = of_memory(share * need * GIB)
+    found = simulate("gpt-tiny", 2, device, batch=batch)
+    fits = what_fits(found, tried_on(device), 1 << 10)
+    assert not found.fits and fits is not None
+    again = simulate("gpt-tiny", fits.gpus, device, batch=fits.plan.batch, checkpoint=fits.plan.checkpoint)
+    assert again.fits
+    said = describe_misfit(found, tried_on(device))
+    assert f"--gpus {fits.gpus} --batch {fits.plan.batch} --checkpoint {fits.plan.checkpoint}" in said
+
+
+def test_if_one_row_and_one_block_are_too_large_nothing_is_said_to_fit() -> None:
+    device = of_memory(1 << 20)
+    found = simulate("gpt-tiny", 2, device)
+    assert what_fits(found, tried_on(device), 1 << 10) is None
+    assert "no number of GPUs is enough" in describe_misfit(found, tried_on(device))
+
+
+# --- Published figures -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """Measured by others: tokens per second and GPU, and GiB of memory, if they say."""
+
+    model: str
+    gpus: int
+    device: str
+    batch: int
+    seq: int
+    checkpoint: str
+    rate: float
+    gib: float | None = None
+
+
+PUBLISHED = {
+    # torchtitan, docs/performance.md: Llama 3.1 8B
+    "llama3-8b on 128": Row("llama3-8b", 128, "h100-96gb", 2, 8192, "selective", 5605, 67.0),
+    # llm-foundry, scripts/train/benchmarking
+    "llama2-13b on 64": Row("llama2-13b", 64, "a100-80gb", 2, 4096, "none", 2162),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_predictions_are_within_15_percent_of_published_figures(name: str) -> None:
+    row = PUBLISHED[name]
+    found = simulate(
+        row.model, row.gpus, row.device, batch=row.batch, seq=row.seq, checkpoint=row.checkpoint
+    )
+    assert found.fits
+    assert found.tokens_per_second_per_gpu == pytest.approx(row.rate, rel=0.15)
+    if row.gib is not None:
+        assert found.peak_memory_gib == pytest.approx(row.gib, rel=0.15)
