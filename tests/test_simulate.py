@@ -6,12 +6,11 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hwfsdp import UsageError, fully_shard
 from hwfsdp.models.gpt import GPT, GPTConfig
@@ -88,11 +87,14 @@ def test_of_one_group_gathering_and_reducing_are_not_hidden(optimizers: int) -> 
 
 @pytest.mark.parametrize("layers", [3, 5])
 def test_of_several_groups_what_has_nothing_to_hide_behind_is_exposed(layers: int) -> None:
-    """The first gather of the forward, that of the backward, and the last reduction; the others hide behind products."""
+    """The first gather and the last reduction; the others hide behind products.
+
+    That of the backward's first group hides, too: the host is ahead, and asks for it while the forward still runs.
+    """
     found = simulate(chain(layers, True), 4, ideal(0.5 * PRODUCT_US), batch=ROWS, seq=1)
-    us = (3 * layers - 1 + 3 * 0.5) * PRODUCT_US
+    us = (3 * layers - 1 + 2 * 0.5) * PRODUCT_US
     assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
-    assert found.exposed_comm_fraction == pytest.approx(3 * 0.5 * PRODUCT_US / us, rel=1e-6)
+    assert found.exposed_comm_fraction == pytest.approx(2 * 0.5 * PRODUCT_US / us, rel=1e-6)
 
 
 def test_model_flops_are_six_per_parameter_and_token_and_twelve_for_attention() -> None:
@@ -163,14 +165,9 @@ def test_a_model_may_be_given_in_any_way_and_stays_as_it_was(way: str) -> None:
 
 
 def test_a_model_that_is_whole_while_it_is_built_reserves_nothing_for_that() -> None:
-    config = replace(SMALL, vocab=1 << 20)  # 384 MiB of embedding and head
-    found = simulate(lambda: GPT(config), 64, batch=1, seq=1)
-    assert found.peak_memory_gib * GIB < 4 * sum(p.numel() for p in build_on_meta(config).parameters())
-
-
-def build_on_meta(config: GPTConfig) -> nn.Module:
-    with torch.device("meta"):
-        return build(config)
+    config = replace(SMALL, vocab=1 << 18)
+    on_meta, whole = (simulate(target, 64, seq=SMALL.seq_len) for target in (config, lambda: GPT(config)))
+    assert whole.peak_memory_gib == on_meta.peak_memory_gib
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -196,12 +193,13 @@ def test_classes_may_be_named_to_be_sharded() -> None:
 def test_hybrid_sharding_shards_within_a_node() -> None:
     hybrid, by_hand = simulate(SMALL, 16, hsdp=True), simulate(SMALL, 16, shards=8)
     assert as_json(hybrid) == as_json(by_hand)
-    # Nine parameters make nine norms; their all-reduce is that of clipping.
-    assert hybrid.log.summary()["count_by_op"]["all_reduce"] >= 4
+    groups, norm = 3 + 1, 1
+    assert hybrid.log.summary()["count_by_op"]["all_reduce"] >= groups + norm
 
 
 def test_more_nodes_for_the_same_ranks_take_longer() -> None:
-    one, four = (simulate("gpt-tiny", 8, nodes=nodes) for nodes in (1, 4))
+    slow = replace(H100, network=1e8)
+    one, four = (simulate(SMALL, 8, slow, nodes=nodes) for nodes in (1, 4))
     assert (one.device.per_node, four.device.per_node) == (8, 2)
     assert four.step_seconds > one.step_seconds
 

@@ -1,13 +1,13 @@
 """This machine as a device: its ranks are processes, its links are memory.
 
 What a data sheet says of a GPU is measured here, on as many ranks as will be simulated, at once, because they share the
-machine: matrix products and element-wise operators of the sizes that models for a CPU have, what the host takes for an
-operator on next to nothing and for DTensor's dispatch, and how long gathers of two sizes take. A few seconds, and as good
-as the machine is quiet.
+machine: what a model for a CPU consists of, forward and backward, first its matrix products and then all the rest; what
+the host takes for an operator on next to nothing and for DTensor's dispatch; how long gathers of two sizes take. A few
+seconds, and as good as the machine is quiet.
 
-Note [One bandwidth]
-    On a CPU an element-wise operator is seldom limited by memory: GELU and softmax compute, and small tensors stay in
-    caches. The bandwidth that is kept is what a mixture of such operators reaches, bytes as `costs` counts them.
+Note [Rates of what is counted]
+    A rate is what `costs` counts, divided by the time it took. So whatever the counting leaves out on a CPU (GELU computes,
+    small tensors stay in caches, a transposed product is slower) is in the rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,58 +24,91 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp.collectives import DefaultAllGather
+from hwfsdp.compat import DispatchMode
 from hwfsdp.ranks import launch
 from hwfsdp.train import TrainConfig, train
+from hwfsdp.virtual.costs import Cost, cost_of
 from hwfsdp.virtual.devices import THIS_MACHINE, Device
 from hwfsdp.virtual.run import simulate
 
 _ROUNDS = 9
 _SMALL, _LARGE = 1 << 12, 1 << 22  # elements of a gather
-_ROWS, _WIDTH = 1024, 256  # of activations
+_BATCH, _LENGTH, _HEADS, _WIDTH = 8, 128, 4, 128  # of the model that the workbench trains
+
+
+class Rate(NamedTuple):
+    """Something that was run: FLOPs, bytes and operators as `costs` counts them, and seconds."""
+
+    flops: float
+    nbytes: float
+    operators: int
+    seconds: float
 
 
 class Measured(NamedTuple):
-    """Of one rank, in seconds: matrix products, element-wise operators, a small operator, the same on a DTensor, and gathers."""
+    """Of one rank. In seconds: an operator on next to nothing, the same on a DTensor, gathers of two sizes."""
 
-    products: float
-    elementwise: float
+    products: Rate
+    elementwise: Rate
     operator: float
     dtensor: float
     small_gather: float
     large_gather: float
 
 
-_PRODUCT_FLOPS = (
-    2 * 3 * 2 * _ROWS * _WIDTH * 4 * _WIDTH
-)  # of a layer to four times the width and back: both, thrice
-_ELEMENTWISE_BYTES = 4 * _ROWS * 4 * _WIDTH * (3 + 2 + 3 + 2 + 3)
+class _Counter(DispatchMode):
+    """Adds up what operators cost."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.costs: list[Cost] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        self.costs.append(cost_of(op, args, kwargs or {}, out))
+        return out
+
+
+def _products() -> None:
+    """The matrix products of a block, forward and backward."""
+    x = torch.ones(_BATCH, _LENGTH, _WIDTH, requires_grad=True)
+    w = [torch.ones(n * _WIDTH, _WIDTH, requires_grad=True) for n in (3, 1, 4, 4)]
+    q, k, v = (t.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for t in F.linear(x, w[0]).chunk(3, -1))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    y = F.linear(F.linear(F.linear(y, w[1]), w[2]), w[3].t())
+    y.backward(torch.ones_like(y))
+
+
+def _elementwise() -> None:
+    """What is between them, forward and backward, at the widths that it has there."""
+    x = torch.ones(_BATCH, _LENGTH, _WIDTH, requires_grad=True)
+    scale = torch.ones(_WIDTH, requires_grad=True)
+    wide = torch.ones(_BATCH, _LENGTH, 4 * _WIDTH, requires_grad=True)
+    y = F.layer_norm(x + F.layer_norm(x, (_WIDTH,), scale), (_WIDTH,), scale)
+    z = torch.log_softmax(F.gelu(wide), -1)
+    torch.autograd.backward([y, z], [torch.ones_like(y), torch.ones_like(z)])
 
 
 def measure_rank() -> Measured:
     """On every rank of a process group at once."""
-    x, up, down = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, 4 * _WIDTH), torch.randn(4 * _WIDTH, _WIDTH)
-    wide, tiny = torch.randn(_ROWS, 4 * _WIDTH), torch.ones(8)
+    tiny = torch.ones(8)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = DTensor.from_local(tiny.clone(), mesh, [Shard(0)], run_check=False)
-
-    def products() -> None:
-        for _ in range(3):
-            wide @ down, x @ up
-
-    def elementwise() -> None:
-        y = wide + wide
-        y = F.gelu(y)
-        y = y * wide
-        y = torch.softmax(y, -1)
-        y + wide
-
     return Measured(
-        _seconds(products),
-        _seconds(elementwise),
+        _rate(_products),
+        _rate(_elementwise),
         _seconds(lambda: tiny.add_(1.0), repeat=500),
         _seconds(lambda: sharded.add_(1.0), repeat=100),
         *(_gather_seconds(numel) for numel in (_SMALL, _LARGE)),
     )
+
+
+def _rate(run: Callable[[], None]) -> Rate:
+    with _Counter() as counter:
+        run()
+    costs = [cost for cost in counter.costs if cost.is_kernel]
+    flops, nbytes = sum(c.flops for c in costs), sum(c.nbytes for c in costs)
+    return Rate(flops, nbytes, len(costs), _seconds(run, repeat=5))
 
 
 def _seconds(run: Callable[[], object], repeat: int = 1) -> float:
@@ -100,16 +133,17 @@ def _gather_seconds(numel: int) -> float:
 def calibrate(ranks: int = 2) -> Device:
     """Measures this machine with so many ranks on it; takes some seconds."""
     found = launch(measure_rank, ranks)
-    slowest = Measured(*(max(times) for times in zip(*found, strict=True)))
+    slowest = Measured(*(max(of_ranks, key=_time) for of_ranks in zip(*found, strict=True)))
+    host = slowest.operator
     share = (ranks - 1) / ranks if ranks > 1 else 1.0
     moved = share * 4 * (_LARGE - _SMALL)
     link = moved / max(slowest.large_gather - slowest.small_gather, 1e-9)
-    rate = _PRODUCT_FLOPS / slowest.products
+    rate = slowest.products.flops / _beyond(slowest.products, host)
     return Device(
         name=THIS_MACHINE,
         flops={"float32": rate, "bfloat16": rate, "float16": rate, "float64": rate / 2},
         memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks,
-        memory_bandwidth=_ELEMENTWISE_BYTES / slowest.elementwise,
+        memory_bandwidth=slowest.elementwise.nbytes / _beyond(slowest.elementwise, host),
         link=link,
         network=link,
         per_node=ranks,
@@ -118,14 +152,23 @@ def calibrate(ranks: int = 2) -> Device:
         source="a short benchmark on this machine",
         memory_efficiency=1.0,
         link_efficiency=1.0,
-        launch_us=0.5e6 * slowest.operator,
-        kernel_us=0.5e6 * slowest.operator,
-        dtensor_us=max(0.0, 1e6 * (slowest.dtensor - slowest.operator)) or 1e-3,
+        launch_us=0.5e6 * host,
+        kernel_us=0.5e6 * host,
+        dtensor_us=max(0.0, 1e6 * (slowest.dtensor - host)) or 1e-3,
         collective_us=1e6 * slowest.small_gather,
         hop_us=1e-3,
         node_hop_us=1e-3,
         host=True,
     )
+
+
+def _time(measured: Rate | float) -> float:
+    return measured.seconds if isinstance(measured, Rate) else measured
+
+
+def _beyond(rate: Rate, host: float) -> float:
+    """Seconds that are not the host's launching."""
+    return max(rate.seconds - rate.operators * host, 0.1 * rate.seconds)
 
 
 class Prediction(NamedTuple):

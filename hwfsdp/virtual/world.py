@@ -109,6 +109,7 @@ class World:
             init_fake_process_group(0, self.gpus)
             stack.callback(dist.destroy_process_group)
             stack.enter_context(events.keeping_clock())
+            virtual_streams(self.clock)  # their clock counts, whether or not anything is sharded
             stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
             stack.enter_context(_resizing_seen(self))
             stack.enter_context(_optimizers_seen(self))

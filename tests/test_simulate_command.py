@@ -1,0 +1,332 @@
+"""`hwfsdp simulate`: what it prints, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hwfsdp import EventLog, cli
+from hwfsdp.virtual import DEVICES
+from hwfsdp.virtual.devices import GIB, THIS_MACHINE, calibration_file, save_calibration
+
+TINY = ("--model", "gpt-tiny", "--gpus", "2")
+PNG = b"\x89PNG"
+
+MINE = """
+    import torch
+    from torch import nn
+    from hwfsdp import fully_shard
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 24), nn.Linear(24, 8)
+        def forward(self, x):
+            return x + self.outer(self.inner(x))
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+            self.layers = nn.ModuleList([Layer(), Layer()])
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    def sharded():
+        model = nn.Sequential(Layer(), Layer())
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    def trains():
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        def step():
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        return step
+
+    def reads():
+        model = sharded()
+        def step():
+            loss = model(torch.ones(4, 8)).sum()
+            print(loss.item())
+        return step
+
+    def branches():
+        model = sharded()
+        def step():
+            if model(torch.ones(4, 8)).sum() > 0:
+                raise RuntimeError
+        return step
+
+    def fails():
+        raise KeyError("no weights")
+"""
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def found(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Said]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Runs the command in an empty directory with a module of the user's, on a machine that nobody has measured."""
+    (tmp_path / "mine_to_simulate.py").write_text(textwrap.dedent(MINE))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def simulate(*args: str) -> Said:
+        try:
+            status = cli.main(["simulate", *args])
+        except SystemExit as stopped:  # argparse
+            status = stopped.code  # type: ignore[assignment]
+        return Said(status, *capsys.readouterr())
+
+    yield simulate
+    sys.modules.pop("mine_to_simulate", None)
+
+
+def measured(**changes: Any) -> None:
+    """This machine, as if it had been measured: an H100, but for the changes."""
+    save_calibration(replace(DEVICES["h100"], name=THIS_MACHINE, **changes))
+
+
+def assert_refused(said: Said, *parts: str) -> None:
+    assert (said.status, said.out) == (2, "")
+    assert said.err.startswith("hwfsdp: ") and said.err.count("\n") == 1
+    for part in parts:
+        assert part in said.err
+
+
+# --- What it prints ----------------------------------------------------------------------------------------
+
+
+def test_json_has_the_keys_that_others_read(run: Run) -> None:
+    said = run(*TINY, "--json")
+    assert (said.status, said.err) == (0, "")
+    for key in ("tokens_per_second_per_gpu", "step_seconds", "mfu", "exposed_comm_fraction"):
+        assert said.found[key] > 0
+    assert said.found["fits"] is True
+    assert sum(said.found["peak_by_kind"].values()) == said.found["peak_allocated_gib"] * GIB
+    assert said.found["peak_memory_gib"] >= said.found["peak_allocated_gib"]
+    assert (said.found["target"], said.found["gpus"], said.found["nodes"]) == ("gpt-tiny", 2, 1)
+    assert said.found["plan"]["param_dtype"] == "bfloat16"
+    assert said.found["device"]["name"] == "h100"
+
+
+def test_the_text_says_the_same_and_what_the_model_leaves_out(run: Run) -> None:
+    text, found = run(*TINY).out, run(*TINY, "--json").found
+    assert "gpt-tiny on 2 × h100; per GPU 1 × 128 tokens, checkpointing: none" in text
+    assert f"{found['step_seconds']:.4g} s" in text
+    assert f"{found['tokens_per_second_per_gpu']:,.0f}" in text
+    for op, count in found["summary"]["count_by_op"].items():
+        assert re.search(rf"^{op} +{count} in a step", text, re.MULTILINE)
+    assert "Predicted, not measured" in text and "fitted on" in text
+    assert found["limits"] in text
+
+
+def test_flags_reach_the_plan(run: Run) -> None:
+    flags = "--batch 3 --seq 32 --checkpoint full --reshard-after-forward 2 --wrap Block,Attention --dtype float16"
+    found = run(*TINY[:2], "--gpus", "4", "--nodes", "2", "--device", "a100-40gb", *flags.split(), "--json").found
+    plan = {"batch": 3, "seq": 32, "checkpoint": "full", "reshard_after_forward": 2, "shards": None}
+    assert found["plan"] == plan | {"wrap": ["Block", "Attention"], "param_dtype": "float16"}
+    assert (found["gpus"], found["nodes"], found["device"]["name"]) == (4, 2, "a100-40gb")
+
+
+@pytest.mark.parametrize(("word", "value", "gathers"), [("yes", True, 9), ("no", False, 5)])
+def test_resharding_is_said_with_a_word(run: Run, word: str, value: bool, gathers: int) -> None:
+    found = run(*TINY, "--reshard-after-forward", word, "--json").found
+    assert found["plan"]["reshard_after_forward"] is value
+    assert found["summary"]["count_by_op"]["all_gather"] == gathers
+
+
+def test_hybrid_sharding_replicates_across_nodes(run: Run) -> None:
+    found = run("--model", "gpt-tiny", "--gpus", "4", "--nodes", "2", "--hsdp", "--json").found
+    assert found["plan"]["shards"] == 2
+    assert found["summary"]["bytes_by_op"]["all_reduce"] > found["summary"]["bytes_by_op"]["all_gather"] // 4
+
+
+def test_a_sweep_doubles_the_gpus(run: Run) -> None:
+    args = ("--model", "gpt-tiny", "--sweep", "gpus=2..9")
+    found = run(*args, "--json").found
+    assert [(one["gpus"], one["fits"]) for one in found] == [(2, True), (4, True), (8, True)]
+    lines = run(*args).out.splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [(row[0], row[-1]) for row in rows] == [("2", "yes"), ("4", "yes"), ("8", "yes")]
+    assert [float(row[2].replace(",", "")) for row in rows] == pytest.approx(
+        [one["tokens_per_second_per_gpu"] for one in found], abs=0.5
+    )
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_loads_back(run: Run, tmp_path: Path, name: str) -> None:
+    found = run(*TINY, "--trace", name, "--json").found
+    log = EventLog.load(tmp_path / name)
+    summary = log.summary()
+    assert summary["count_by_op"] == found["summary"]["count_by_op"]
+    assert summary["bytes_by_op"] == found["summary"]["bytes_by_op"]
+    assert summary["step_us"] == pytest.approx(found["summary"]["step_us"])
+
+
+@pytest.mark.parametrize("args", [TINY, ("--model", "gpt-tiny", "--sweep", "gpus=2..4")])
+def test_a_picture_is_drawn(run: Run, tmp_path: Path, args: tuple[str, ...]) -> None:
+    assert run(*args, "--png", "picture.png").status == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
+
+
+# --- Programs of the user ----------------------------------------------------------------------------------
+
+
+def test_a_function_may_return_a_model(run: Run) -> None:
+    said = run("--model", "mine_to_simulate:Words", "--seq", "4", "--batch", "2", "--json")
+    assert (said.status, said.found["target"]) == (0, "mine_to_simulate:Words")
+    assert said.found["tokens_per_second_per_gpu"] == pytest.approx(8 / said.found["step_seconds"])
+    assert said.found["summary"]["count_by_op"]["reduce_scatter"] == 3
+
+
+@pytest.mark.parametrize("seq", [(), ("--seq", "3", "--batch", "2")])
+def test_a_function_may_return_a_step_whose_tokens_are_those_said(run: Run, seq: tuple[str, ...]) -> None:
+    said = run("--model", "mine_to_simulate:trains", *seq, "--json")
+    assert said.status == 0
+    rate = 6 / said.found["step_seconds"] if seq else None
+    assert said.found["tokens_per_second_per_gpu"] == (pytest.approx(rate) if seq else None)
+    assert ("unknown" in run("--model", "mine_to_simulate:trains", *seq).out) == (not seq)
+
+
+@pytest.mark.parametrize(
+    ("function", "operator", "line"),
+    [
+        ("reads", "_local_scalar_dense", "print(loss.item())"),
+        ("branches", "_local_scalar_dense", "if model(torch.ones(4, 8)).sum() > 0:"),
+    ],
+)
+def test_a_step_that_needs_values_is_told_where(run: Run, function: str, operator: str, line: str) -> None:
+    said = run("--model", f"mine_to_simulate:{function}")
+    number = 1 + [text.strip() for text in textwrap.dedent(MINE).splitlines()].index(line)
+    assert_refused(said, operator, "mine_to_simulate.py", str(number), ".item()")
+
+
+# --- What it refuses ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("--model", "gpt-5"), ("gpt-5", "llama3-8b", "module:function")),
+        (("--model", "mine_to_simulate:nothing"), ("nothing", "trains")),
+        (("--model", "mine_to_simulate:fails"), ("KeyError", "no weights", "mine_to_simulate.py")),
+        (("--model", "no_such_module:f"), ("no_such_module",)),
+        (("--device", "h101"), ("h101", "h100", THIS_MACHINE)),
+        (("--gpus", "12"), ("12 GPUs, 4 more than 8", "Take 8 or 16")),
+        (("--gpus", "8", "--nodes", "3"), ("3 nodes divide", "8 GPUs")),
+        ((*TINY, "--wrap", "Blok"), ("Blok", "Block")),
+        ((*TINY, "--trace", "nowhere/trace.json"), ("nowhere/trace.json",)),
+        ((*TINY, "--device", THIS_MACHINE), ("this-machine.json", "got none", "hwfsdp doctor --calibrate")),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_one_line(
+    run: Run, args: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    assert_refused(run(*args), *parts)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("--gpus", "0"), "1 or more"),
+        (("--batch", "two"), "whole number"),
+        (("--sweep", "8..16"), "gpus=A..B"),
+        (("--sweep", "gpus=16..8"), "gpus=A..B"),
+        (("--checkpoint", "some"), "selective"),
+        (("--reshard-after-forward", "maybe"), "whole number"),
+        (("--dtype", "int8"), "bfloat16"),
+    ],
+)
+def test_unusable_arguments_are_refused_before_anything_runs(
+    run: Run, args: tuple[str, ...], part: str
+) -> None:
+    said = run(*args)
+    assert (said.status, said.out) == (2, "")
+    assert part in said.err
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"name": 1}', json.dumps({"memory": "much"}), "\x00", None]
+)
+def test_a_broken_measurement_is_said_to_be_one(run: Run, text: str | None) -> None:
+    measured()
+    if text is None:
+        found = json.loads(calibration_file().read_text())
+        text = json.dumps(found | {"memory": -1})
+    calibration_file().write_text(text)
+    assert_refused(
+        run(*TINY, "--device", THIS_MACHINE), "this-machine.json", "Run again: hwfsdp doctor --calibrate"
+    )
+
+
+def test_a_measured_machine_is_a_device(run: Run) -> None:
+    measured()
+    own, h100 = (run(*TINY, "--device", name, "--json").found for name in (THIS_MACHINE, "h100"))
+    assert own["device"]["name"] == THIS_MACHINE
+    assert own["step_seconds"] == h100["step_seconds"]
+
+
+# --- What does not fit -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "share"), [("4", 0.6), ("1", 0.8)], ids=["fewer rows", "more GPUs"])
+def test_what_does_not_fit_ends_with_1_and_what_is_said_to_fit_does(run: Run, batch: str, share: float) -> None:
+    args = ("--model", "gpt-tiny", "--batch", batch, "--gpus", "2")
+    need = run(*args, "--json").found["peak_allocated_gib"]
+    measured(memory=share * need * GIB)
+    own = ("--model", "gpt-tiny", "--device", THIS_MACHINE, "--json")
+    said = run(*own, "--gpus", "2", "--batch", batch)
+    assert (said.status, said.found["fits"]) == (1, False)
+    assert said.err.count("\n") == 1
+    advice = re.search(r"so would fit: (.*)$", said.err)
+    assert advice
+    again = run(*own, *advice[1].split())
+    assert (again.status, again.found["fits"], again.err) == (0, True, "")
+
+
+def test_the_text_of_what_does_not_fit_says_so(run: Run) -> None:
+    measured(memory=1 << 20)
+    said = run(*TINY, "--device", THIS_MACHINE)
+    assert said.status == 1
+    assert "does NOT fit" in said.out
+    assert "no number of GPUs is enough" in said.err
+
+
+def test_a_sweep_holds_if_any_of_it_fits(run: Run) -> None:
+    sweep = ("--model", "gpt-tiny", "--sweep", "gpus=1..2", "--json")
+    needs = [one["peak_allocated_gib"] for one in run(*sweep).found]
+    statuses = []
+    for memory in (sum(needs) / 2, min(needs) / 2):
+        measured(memory=memory * GIB)
+        said = run(*sweep, "--device", THIS_MACHINE)
+        statuses.append((said.status, [one["fits"] for one in said.found]))
+    assert statuses == [(0, [needs[0] < needs[1], needs[0] >= needs[1]]), (1, [False, False])]
