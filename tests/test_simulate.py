@@ -26,7 +26,9 @@ SMALL = GPTConfig(dim=48, layers=3, heads=4, seq_len=16, vocab=50)
 
 
 def as_json(found: Simulation, *but: str) -> str:
-    return json.dumps({key: value for key, value in found.as_dict().items() if key not in but}, sort_keys=True)
+    return json.dumps(
+        {key: value for key, value in found.as_dict().items() if key not in but}, sort_keys=True
+    )
 
 
 # --- By hand -----------------------------------------------------------------------------------------------
@@ -236,7 +238,8 @@ def test_what_cannot_be_simulated_is_said_in_one_line(options: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nodes", "per_node"), [(1, None, 1), (3, None, 3), (8, None, 8), (24, None, 8), (12, 3, 4), (32, 2, 16)]
+    ("gpus", "nodes", "per_node"),
+    [(1, None, 1), (3, None, 3), (8, None, 8), (24, None, 8), (12, 3, 4), (32, 2, 16)],
 )
 def test_gpus_fill_their_nodes(gpus: int, nodes: int | None, per_node: int) -> None:
     assert placed(H100, gpus, nodes).per_node == per_node
@@ -309,9 +312,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_predictions_are_within_15_percent_of_published_figures(name: str) -> None:
     row = PUBLISHED[name]
-    found = simulate(
-        row.model, row.gpus, row.device, batch=row.batch, seq=row.seq, checkpoint=row.checkpoint
-    )
+    found = simulate(row.model, row.gpus, row.device, batch=row.batch, seq=row.seq, checkpoint=row.checkpoint)
     assert found.fits
     assert found.tokens_per_second_per_gpu == pytest.approx(row.rate, rel=0.15)
     if row.gib is not None:

@@ -90,9 +90,7 @@ Run = Callable[..., Said]
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Runs the command in an empty directory with a module of the user's, on a machine that nobody has measured."""
     (tmp_path / "mine_to_simulate.py").write_text(textwrap.dedent(MINE))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -151,7 +149,9 @@ def test_the_text_says_the_same_and_what_the_model_leaves_out(run: Run) -> None:
 
 def test_flags_reach_the_plan(run: Run) -> None:
     flags = "--batch 3 --seq 32 --checkpoint full --reshard-after-forward 2 --wrap Block,Attention --dtype float16"
-    found = run(*TINY[:2], "--gpus", "4", "--nodes", "2", "--device", "a100-40gb", *flags.split(), "--json").found
+    found = run(
+        *TINY[:2], "--gpus", "4", "--nodes", "2", "--device", "a100-40gb", *flags.split(), "--json"
+    ).found
     plan = {"batch": 3, "seq": 32, "checkpoint": "full", "reshard_after_forward": 2, "shards": None}
     assert found["plan"] == plan | {"wrap": ["Block", "Attention"], "param_dtype": "float16"}
     assert (found["gpus"], found["nodes"], found["device"]["name"]) == (4, 2, "a100-40gb")
@@ -242,6 +242,7 @@ def test_a_step_that_needs_values_is_told_where(run: Run, function: str, operato
         (("--model", "no_such_module:f"), ("no_such_module",)),
         (("--device", "h101"), ("h101", "h100", THIS_MACHINE)),
         (("--gpus", "12"), ("12 GPUs, 4 more than 8", "Take 8 or 16")),
+        ((*TINY[:2], "--sweep", "gpus=2..4", "--nodes", "2"), ("--nodes 2", "one by one")),
         (("--gpus", "8", "--nodes", "3"), ("3 nodes divide", "8 GPUs")),
         ((*TINY, "--wrap", "Blok"), ("Blok", "Block")),
         ((*TINY, "--trace", "nowhere/trace.json"), ("nowhere/trace.json",)),
@@ -299,7 +300,9 @@ def test_a_measured_machine_is_a_device(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("batch", "share"), [("4", 0.6), ("1", 0.8)], ids=["fewer rows", "more GPUs"])
-def test_what_does_not_fit_ends_with_1_and_what_is_said_to_fit_does(run: Run, batch: str, share: float) -> None:
+def test_what_does_not_fit_ends_with_1_and_what_is_said_to_fit_does(
+    run: Run, batch: str, share: float
+) -> None:
     args = ("--model", "gpt-tiny", "--batch", batch, "--gpus", "2")
     need = run(*args, "--json").found["peak_allocated_gib"]
     measured(memory=share * need * GIB)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,13 @@ PROGRAMS = st.lists(
     ),
     max_size=40,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clock_kept() -> Iterator[None]:
+    """What other tests record is in the time of the host."""
+    with events.keeping_clock():
+        yield
 
 
 class Virtual:

@@ -12,7 +12,11 @@ from hwfsdp.virtual.pools import Block, Pools, rounded
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = st.one_of(
-    st.integers(1, 4 * KIB), st.integers(1, 3 * MIB), st.integers(MIB, 40 * MIB), st.just(MIB), st.just(10 * MIB)
+    st.integers(1, 4 * KIB),
+    st.integers(1, 3 * MIB),
+    st.integers(MIB, 40 * MIB),
+    st.just(MIB),
+    st.just(10 * MIB),
 )
 STREAMS = ("compute", "all_gather", "reduce_scatter")
 # An allocation of so many bytes on a stream, or the release of one of those alive.

@@ -29,6 +29,7 @@ from hwfsdp.models.gpt import GPTConfig
 from hwfsdp.models.llama import LlamaConfig
 from hwfsdp.virtual import DEVICES, simulate
 from hwfsdp.models.zoo import build
+from hwfsdp.virtual.costs import Cost
 from hwfsdp.virtual.programs import Plan, program
 from hwfsdp.virtual.topology import Span, collective_us
 from hwfsdp.virtual.world import World
@@ -75,9 +76,7 @@ PROGRAMS: dict[str, Program] = {
     "never resharded": training(stem, reshard_after_forward=False),
     "always resharded": training(stem, reshard_after_forward=True),
     "accumulated": training(stem, batches=3),
-    "in bfloat16": training(
-        stem, policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    ),
+    "in bfloat16": training(stem, policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
     "checkpointed": training(lambda: checkpointed(False)),
     "checkpointed inside": training(lambda: checkpointed_inside(False)),
 }
@@ -227,7 +226,9 @@ def returns_a_number() -> int:
         (returns_a_number, UsageError),
     ],
 )
-def test_afterwards_everything_is_as_before_after_errors_too(target: Any, error: type[Exception] | None) -> None:
+def test_afterwards_everything_is_as_before_after_errors_too(
+    target: Any, error: type[Exception] | None
+) -> None:
     before = environment()
     with pytest.raises(error) if error else contextlib.nullcontext():
         simulate(target, 2)
@@ -235,11 +236,13 @@ def test_afterwards_everything_is_as_before_after_errors_too(target: Any, error:
 
 
 def test_a_recording_made_later_is_in_the_time_of_the_host_again() -> None:
-    simulate(GPT_SIZES, 2)
     weight = nn.Parameter(torch.zeros(10))
     weight.grad = torch.zeros(10)
-    with record() as log:
-        torch.optim.SGD([weight]).step()
+    with events.keeping_clock():
+        events.use_clock(lambda stream: events.HostMark())
+        simulate(GPT_SIZES, 2)
+        with record() as log:
+            torch.optim.SGD([weight]).step()
     assert log.events[0].dur_us > 0
 
 
@@ -368,6 +371,27 @@ def test_torchs_optimizers_step_and_keep_what_they_keep_on_real_parameters(
     assert found["optimizer_state"] == sum(t.untyped_storage().nbytes() for t in tensors)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps its number of steps in a tensor, and reads it."""
+
+    def step(self, closure: Any = None) -> None:
+        (state,) = (self.state[param] for param in self.param_groups[0]["params"][:1])
+        state["step"] = state.get("step", torch.zeros(())) + 1
+        self.read = state["step"].item()
+
+
+def test_an_optimizer_reads_how_many_steps_it_has_done() -> None:
+    with world_of(2):
+        weight = nn.Parameter(torch.ones(4))
+        first, second = Counting([weight], lr=0.1), Counting([weight], lr=0.1)
+        for _ in range(3):
+            first.step()
+        second.step()
+        assert (first.read, second.read) == (3, 1)
+        with pytest.raises(UsageError, match="needs the values"):
+            first.state[weight]["step"].item()
+
+
 @pytest.mark.parametrize("host", [False, True])
 def test_a_collective_of_the_users_own_takes_its_time_and_is_seen_to(host: bool) -> None:
     us = collective_us("all_reduce", 4 * (1 << 20), Span(8, 1, 8), H100)
@@ -382,3 +406,19 @@ def test_a_collective_of_the_users_own_takes_its_time_and_is_seen_to(host: bool)
     assert [e.dur_us for e in others] == pytest.approx([us + (H100.launch_us if host else 0)] * 4)
     assert found.step_seconds * 1e6 == pytest.approx(first.end_us + sum(e.dur_us for e in others))
     assert found.exposed_comm_fraction == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and_compute_waits() -> None:
+    fill_us = Cost(0.0, "", 1 << 30).us(H100)
+    reduce_us = collective_us("all_reduce", 40, Span(8, 1, 8), H100)
+
+    def step() -> None:
+        large = torch.ones(1 << 28)
+        dist.all_reduce(large[:10])
+        large.zero_()
+
+    found = simulate(lambda: step, 8)
+    (event,) = found.log.collectives()
+    assert event.start_us == pytest.approx(H100.launch_us + fill_us)
+    assert event.dur_us == pytest.approx(reduce_us)
+    assert found.step_seconds * 1e6 == pytest.approx(event.end_us + fill_us)

@@ -130,7 +130,7 @@ def _once(args: argparse.Namespace, gpus: int, batch: int, checkpoint: str) -> S
         settings["param_dtype"] = getattr(torch, args.dtype)
     settings["reshard_after_forward"] = args.reshard_after_forward
     target = find_function(args.model) if ":" in args.model else args.model
-    nodes = args.nodes if gpus == args.gpus and not args.sweep else None
+    nodes = args.nodes if gpus == args.gpus else None
     found = simulate(target, gpus, args.device, nodes=nodes, hsdp=args.hsdp, **settings)
     return replace(found, target=args.model)
 
@@ -146,8 +146,16 @@ def _explain_misfit(args: argparse.Namespace, found: Simulation) -> None:
 
 def _sweep(args: argparse.Namespace) -> int:
     from hwfsdp.virtual.report import as_json, sweep_report
+    from hwfsdp.errors import UsageError
     from hwfsdp.virtual.run import LIMITS
 
+    if args.nodes is not None:
+        raise UsageError(
+            "simulate --sweep",
+            expected="numbers of GPUs alone, on as few nodes as hold them",
+            got=f"--nodes {args.nodes}",
+            remedy="Leave out --nodes, or simulate them one by one.",
+        )
     found = []
     for gpus in args.sweep:
         found.append(_once(args, gpus, args.batch, args.checkpoint))

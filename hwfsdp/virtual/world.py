@@ -189,6 +189,9 @@ class Meter(DispatchMode):
             yield
             return
         clock.wait(kind, clock.ends["compute"])
+        recorder = events.active()
+        if recorder and recorder.drafts and recorder.drafts[-1].op == kind:
+            recorder.drafts[-1].begin = recorder.mark(kind)  # not when the host came to it
         clock.current = kind
         try:
             yield
