@@ -111,7 +111,7 @@ def test_the_small_panels_show_time_memory_and_exposed_communication() -> None:
     assert drawn == {
         "seconds per step": [p.step_seconds for p in points],
         "GiB per GPU": [p.memory_gib for p in points],
-        "exposed communication, %": [pytest.approx(100 * p.exposed_fraction) for p in points],
+        "exposed communication, % of the step": [pytest.approx(100 * p.exposed_fraction) for p in points],
     }
 
 

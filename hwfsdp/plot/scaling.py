@@ -2,8 +2,8 @@
 
 The large panel is what one pays for: tokens per second and GPU. The dashed line is ideal, every GPU as fast as at the
 smallest number; the percentages below the points are the share of it that is reached. The three small panels say why:
-the step's time, the memory of a GPU, and the share of communication that nothing hides. Measurements, where there are
-any, are diamonds. What a model of the hardware leaves out belongs under its picture: the caption.
+the step's time, the memory of a GPU, and the share of the step in which communication is not hidden. Measurements,
+where there are any, are diamonds. What a model of the hardware leaves out belongs under its picture: the caption.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Point(Protocol):
 
     Attributes:
         gpus: their number. tokens_per_second_per_gpu, step_seconds: of a training step.
-        memory_gib: peak of one GPU. exposed_fraction: share of communication time that no compute hid, 0.0 to 1.0.
+        memory_gib: peak of one GPU.
+        exposed_fraction: share of the step in which nothing but communication runs, 0.0 to 1.0.
     """
 
     @property
@@ -111,7 +112,7 @@ def _draw_panels(figure: Figure, bottom: float, points: Sequence[Point], device:
     panels: tuple[tuple[str, Callable[[Point], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
         (f"GiB per {device}", lambda p: p.memory_gib),
-        ("exposed communication, %", lambda p: 100.0 * p.exposed_fraction),
+        ("exposed communication, % of the step", lambda p: 100.0 * p.exposed_fraction),
     )
     for row, (name, value) in enumerate(panels):
         y = bottom + (2 - row) * (height + _ROW_GAP)

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,19 @@ def add_simulate(verbs: Any) -> None:
         epilog="Exit status 1 if the model does not fit into the memory of the GPUs.",
     )
     simulate.set_defaults(run=_simulate)
+    _add_what(simulate)
+    _add_how(simulate)
+    simulate.add_argument("--sweep", type=_range, metavar="gpus=A..B", help="simulate A, 2A, 4A … B GPUs")
+    simulate.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the event log (.json or .json.gz)"
+    )
+    simulate.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the streams, or the curve of a sweep"
+    )
+    simulate.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_what(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument(
         "--model",
         default="llama3-8b",
@@ -41,6 +55,9 @@ def add_simulate(verbs: Any) -> None:
     simulate.add_argument(
         "--seq", type=_count, metavar="S", help="tokens per sequence (default: the model's)"
     )
+
+
+def _add_how(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument(
         "--checkpoint", choices=_CHECKPOINTS, default="none", help="what is recomputed (default none)"
     )
@@ -61,14 +78,6 @@ def add_simulate(verbs: Any) -> None:
     simulate.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="to compute in (default bfloat16)"
     )
-    simulate.add_argument("--sweep", type=_range, metavar="gpus=A..B", help="simulate A, 2A, 4A … B GPUs")
-    simulate.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the event log (.json or .json.gz)"
-    )
-    simulate.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the streams, or the curve of a sweep"
-    )
-    simulate.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _count(text: str) -> int:
@@ -131,7 +140,8 @@ def _once(args: argparse.Namespace, gpus: int, batch: int, checkpoint: str) -> S
     settings["reshard_after_forward"] = args.reshard_after_forward
     target = find_function(args.model) if ":" in args.model else args.model
     nodes = args.nodes if gpus == args.gpus else None
-    found = simulate(target, gpus, args.device, nodes=nodes, hsdp=args.hsdp, **settings)
+    with redirect_stdout(sys.stderr):  # what a step of the user prints
+        found = simulate(target, gpus, args.device, nodes=nodes, hsdp=args.hsdp, **settings)
     return replace(found, target=args.model)
 
 
@@ -184,7 +194,7 @@ def _points_of(found: Sequence[Simulation]) -> list[ScalingPoint]:
             s.tokens_per_second_per_gpu or 0.0,
             s.step_seconds,
             s.peak_memory_gib,
-            1.0 - s.log.summary()["overlap_fraction"] if s.log.collectives() else 0.0,
+            s.exposed_comm_fraction,
         )
         for s in found
     ]
