@@ -37,6 +37,7 @@ a book, in this order; each imports only from those before it.
     V    Instruments
          accounting    what a step costs, before it is run: bytes in closed form
          layout        placements of a DTensor and the part that a rank holds, strided and uneven ones too
+         fields        values that a file says, checked before use
          about         what a log says of the run it is of
          lifetimes     when each parameter group was sharded, gathered, whole, freed
          clocks        whose time a log is in, and one axis for several

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hwfsdp.accounting import GroupSizes
+from hwfsdp.fields import MOST_RANKS, flag, many, named, text, whole
 from hwfsdp.group import ParamGroup
 from hwfsdp.hooks import state_of
 from hwfsdp.param import FSDPParam
@@ -139,12 +140,48 @@ def read_about(about: Mapping[str, Any]) -> About | None:
     """`EventLog.about` as records; None if it is empty, as for logs made by hand.
 
     Raises:
-        KeyError, TypeError, ValueError: it was not written by `describe_run`.
+        KeyError, TypeError, ValueError: it was not written by `describe_run`; the field is named.
     """
     if "groups" not in about:
         return None
-    groups = []
-    for group in about["groups"]:
-        params = tuple(ParamAbout(**{**p, "shape": tuple(map(int, p["shape"]))}) for p in group["params"])
-        groups.append(GroupAbout(**{**group, "params": params}))
-    return About(int(about["world_size"]), str(about["torch"]), str(about["device"]), tuple(groups))
+    groups = tuple(
+        _read_group(f"groups[{i}]", group) for i, group in enumerate(many("groups", about["groups"]))
+    )
+    world_size = whole("world_size", about["world_size"], 1, MOST_RANKS)
+    return About(world_size, text("torch", about["torch"]), text("device", about["device"]), groups)
+
+
+def _read_group(where: str, group: Any) -> GroupAbout:
+    group = named(where, group)
+    params = [
+        _read_param(f"{where}.params[{i}]", p) for i, p in enumerate(many(f"{where}.params", group["params"]))
+    ]
+    return GroupAbout(
+        text(f"{where}.fqn", group["fqn"]),
+        whole(f"{where}.shards", group["shards"], 1, MOST_RANKS),
+        whole(f"{where}.replicas", group["replicas"], 1, MOST_RANKS),
+        whole(f"{where}.gathered_again_from", group["gathered_again_from"], 0, MOST_RANKS),
+        tuple(params),
+    )
+
+
+def _read_param(where: str, param: Any) -> ParamAbout:
+    param = named(where, param)
+    shape = tuple(
+        whole(f"{where}.shape[{i}]", n) for i, n in enumerate(many(f"{where}.shape", param["shape"]))
+    )
+    if not shape:
+        raise ValueError(f"{where}.shape is [], but a parameter that is cut has a dimension")
+    return ParamAbout(
+        text(f"{where}.fqn", param["fqn"]),
+        shape,
+        text(f"{where}.dtype", param["dtype"]),
+        text(f"{where}.gather_dtype", param["gather_dtype"]),
+        whole(f"{where}.gather_itemsize", param["gather_itemsize"], 1, _MOST_ITEMSIZE),
+        text(f"{where}.reduce_dtype", param["reduce_dtype"]),
+        whole(f"{where}.reduce_itemsize", param["reduce_itemsize"], 1, _MOST_ITEMSIZE),
+        flag(f"{where}.trained", param["trained"]),
+    )
+
+
+_MOST_ITEMSIZE = 64  # bytes; complex128, the largest, has 16

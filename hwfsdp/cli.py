@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwfsdp import __version__
-from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, UsageError
+from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
 from hwfsdp.server import start_server
 from hwfsdp.verbs.doctor import add_doctor
 from hwfsdp.verbs.explain import add_explain
@@ -56,12 +56,11 @@ def _fail(error: FSDPError, status: int) -> int:
     cause = error.__cause__
     if isinstance(cause, UsageError):  # a rank found an argument unusable: say that, not where
         error, status = cause, 2
-    first, *rest = str(error).splitlines()
-    if getattr(error, "traceback", "") and not os.environ.get("HWFSDP_TRACEBACK"):
-        first = f"{first.removesuffix(TRACEBACK_BELOW)}(HWFSDP_TRACEBACK=1 shows its traceback.)"
-        table: str = getattr(error, "table", "")
-        rest = ["", *table.splitlines()] if table else []
-    print("\n".join([f"hwfsdp: {first}", *rest]), file=sys.stderr)
+    text = str(error)
+    if isinstance(error, RankError) and error.traceback and not os.environ.get("HWFSDP_TRACEBACK"):
+        said = f"{error.headline.removesuffix(TRACEBACK_BELOW)}(HWFSDP_TRACEBACK=1 shows its traceback.)"
+        text = f"{error.table}\n\n{said}" if error.table else said
+    print(f"hwfsdp: {text}", file=sys.stderr)
     return status
 
 

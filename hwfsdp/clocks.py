@@ -14,6 +14,7 @@ Note [Round trips]
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp.events import HostMark
+from hwfsdp.fields import MOST_RANKS, many, named, shown, text, time_us, whole
 
 ROUND_TRIPS = 32
 
@@ -38,6 +40,22 @@ class RankClock(NamedTuple):
 
     origin_us: float
     machine: str
+
+
+def read_clocks(about: Mapping[str, Any]) -> dict[int, RankClock]:
+    """The clocks that `EventLog.about` has, by rank; none in logs made by hand. Raises ValueError if they are no clocks."""
+    found = {}
+    for key, clock in named("clocks", about.get("clocks", {})).items():
+        where = f"clocks[{shown(key)}]"
+        parts = many(where, clock)
+        if not re.fullmatch(_NUMBER, str(key)) or len(parts) != 2:
+            raise ValueError(f"{where} is {shown(clock)}, not [µs, machine] by the number of a rank")
+        rank = whole(where, int(key), 0, MOST_RANKS - 1)
+        found[rank] = RankClock(float(time_us(f"{where}[0]", parts[0])), text(f"{where}[1]", parts[1]))
+    return found
+
+
+_NUMBER = r"[0-9]{1,8}"
 
 
 def this_machine() -> str:

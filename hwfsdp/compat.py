@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.15. Everything else in this package uses documented A
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -420,3 +421,21 @@ def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) 
 def functional_operators() -> list[Any]:
     """The namespaces of the operators behind functional collectives, which have no public door to watch."""
     return [torch.ops._c10d_functional, torch.ops._c10d_functional_autograd]
+
+
+@functools.cache
+def is_composite(op: Any) -> bool:
+    """Whether an operator is made of others for all devices, which is where it should be looked at."""
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def exchange(a: Tensor, b: Tensor) -> None:
+    """What `torch.utils.swap_tensors` does, which refuses fake tensors: those that made them hold weak references."""
+    names: list[str] = getattr(copyreg, "_slotnames")(type(a))  # noqa: B009  (as torch does)
+    held = [(name, getattr(a, name), getattr(b, name)) for name in names]
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    for name, of_a, of_b in held:
+        setattr(a, name, of_b)
+        setattr(b, name, of_a)
+    torch._C._swap_tensor_impl(a, b)

@@ -77,12 +77,16 @@ class _Parting(NamedTuple):
 
     @property
     def kinds(self) -> dict[tuple[object, ...], list[int]]:
-        """Ranks by what they called; what most called comes first."""
+        """Ranks by what they called; what most called comes first, of as many what is FSDP's."""
         found: dict[tuple[object, ...], list[int]] = {}
         for rank, call in self.calls.items():
             if call is not None:
                 found.setdefault(_kind(call), []).append(rank)
-        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        return dict(sorted(found.items(), key=lambda item: (-len(item[1]), self._is_users(item[1][0]))))
+
+    def _is_users(self, rank: int) -> bool:
+        call = self.calls[rank]
+        return call is not None and call.own_number == 0
 
     @property
     def missing(self) -> list[int]:
@@ -119,11 +123,11 @@ def describe_divergence(reports: Sequence[Report]) -> str:
 
 
 def _comparable(reports: Sequence[Report]) -> list[Report]:
-    """Without the user's own collectives in groups where some ranks recorded them and others did not."""
+    """Without the user's own collectives in groups where some ranks noted them and others could not: who does not record."""
     recorded: dict[str, set[bool]] = {}
     for report in reports:
         for group in {call.group for call in report.calls or ()}:
-            found = any(call.own_number == 0 for call in report.calls or () if call.group == group)
+            found = any(call.sees_users for call in report.calls or () if call.group == group)
             recorded.setdefault(group, set()).add(found)
     one_sided = {group for group, answers in recorded.items() if len(answers) > 1}
 
@@ -241,9 +245,16 @@ def _called(parting: _Parting, rank: int, apart: bool) -> str:
     """What a rank called there; with its size where others called the same one in other sizes."""
     call = parting.calls[rank]
     assert call is not None
-    text = f"{call.op} of {call.owner!r}" if call.owner else f"{call.op}"
+    text = _what(call)
     names = {(kind[0], kind[1]) for kind in parting.kinds}
     return f"{text} ({call.nbytes:,} bytes of {call.dtype})" if apart and len(names) == 1 else text
+
+
+def _what(call: Call) -> str:
+    """Such as "all_gather of 'blocks.0'"; of the user's own, "all_reduce (yours)"."""
+    if call.own_number == 0:
+        return f"{call.op} (yours)"
+    return f"{call.op} of {call.owner!r}" if call.owner else call.op
 
 
 def _doing(report: Report, many: bool) -> str:
@@ -252,8 +263,7 @@ def _doing(report: Report, many: bool) -> str:
     if report.left:
         return f"{name} {report.left}" + (f" in {report.place}" if report.place else "")
     if inside is not None:
-        what = f"{inside.op} of {inside.owner!r}" if inside.owner else inside.op
-        return f"{name} waits in {what}, collective {inside.number} of {_group_named(inside.group)}"
+        return f"{name} waits in {_what(inside)}, collective {inside.number} of {_group_named(inside.group)}"
     if report.calls is None:
         return f"{name} says nothing"
     return f"{name} is in {report.place}" if report.place else ""
@@ -261,8 +271,7 @@ def _doing(report: Report, many: bool) -> str:
 
 def _sentence_of_wait(parting: _Parting, by_rank: dict[int, Report]) -> str:
     some = next(call for call in parting.calls.values() if call is not None)
-    what = f"{some.op} of {some.owner!r}" if some.owner else some.op
-    where = f"{what}, collective {some.number} of {_group_named(some.group)}"
+    where = f"{_what(some)}, collective {some.number} of {_group_named(some.group)}"
     left = [by_rank[rank] for rank in parting.calls if by_rank[rank].left]
     silent = [rank for rank in members_of(parting.group) if rank in by_rank and rank not in parting.calls]
     waiting = [rank for rank, call in parting.calls.items() if call and _waits_in(by_rank[rank]) == call]
@@ -362,7 +371,14 @@ def _described(row: _Row, is_parting: bool) -> tuple[str, ...]:
     call = row.call
     owner = call.owner if len(call.owner) <= _LONGEST_OWNER else f"…{call.owner[1 - _LONGEST_OWNER:]}"
     number = str(row.number) if row.is_first else ""
-    return (">" if is_parting else "", number, call.op, owner or "(user's)", call.dtype, f"{call.nbytes:,} B")
+    return (
+        ">" if is_parting else "",
+        number,
+        call.op,
+        owner or ("(yours)" if call.own_number == 0 else ""),
+        call.dtype,
+        f"{call.nbytes:,} B",
+    )
 
 
 def _aligned(cells: tuple[str, ...], widths: Sequence[int]) -> str:

@@ -7,7 +7,15 @@ was got, and what to do. Each also derives from the built-in exception that a ca
 
 from __future__ import annotations
 
+import re
 from typing import Any, Self
+
+_PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # where in its own source a backend raised, as gloo says it
+
+
+def in_one_line(message: str) -> str:
+    """What a backend or a user's exception says, without line breaks and without places in the backend's source."""
+    return _PLACE_IN_C.sub("", " ".join(message.split()))
 
 
 class FSDPError(Exception):
@@ -62,7 +70,7 @@ class CollectiveError(FSDPError, RuntimeError):
         super().__init__(
             f"{collective} of parameter group {owner!r} on rank {rank}",
             expected="every rank to run the same collectives in the same order",
-            got=" ".join(str(cause).split()) or type(cause).__name__,
+            got=in_one_line(str(cause)) or type(cause).__name__,
             remedy="Look at the first rank that failed; where none did, ranks ran different modules.",
         )
 
@@ -98,7 +106,10 @@ class RankError(FSDPError, RuntimeError):
         rank: the first rank that failed.
         traceback: that rank's traceback, or where each rank stood when time ran out.
         reason: "raised", "died" or "late".
-        table: what all ranks called last, side by side (`divergence`); "" if that does not matter.
+        table: where ranks part, in a sentence, and what all of them called last, side by side (`divergence`); "" if that
+            does not matter.
+
+    As text it begins with the sentence of the table: the first rank that failed is not always the one at fault.
     """
 
     table: str = ""
@@ -108,5 +119,19 @@ class RankError(FSDPError, RuntimeError):
         super().__init__(f"rank {rank}", expected="every rank to return", got=got, remedy=remedy)
 
     def __str__(self) -> str:
-        table = f"\n{self.table}\n" if self.table else ""
-        return f"{super().__str__()}\n{table}{self.traceback}".rstrip()
+        table = f"{self.table}\n\n" if self.table else ""
+        return f"{table}{self.headline}\n{self.traceback}".rstrip()
+
+    @property
+    def headline(self) -> str:
+        """One line: how that rank failed, and what to do."""
+        verb = " raised" if self.reason == "raised" and self.traceback else ":"
+        got = in_one_line(self.got)
+        if self.reason == "late" and self.table:
+            got = got.partition(" (")[0]  # the table says better who waits for whom
+        if got.startswith(
+            "CollectiveError: "
+        ):  # of its own three answers, those that say what failed, and how
+            what, _, why = got.partition(": expected ")
+            got = what if self.table or not why else f"{what}: {why.partition('; got ')[2]}"
+        return f"rank {self.rank}{verb} {got.removesuffix('.')}. {self.remedy}"

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hwfsdp.clocks import RankClock, shifts_to_one_axis
+from hwfsdp.about import read_about
+from hwfsdp.clocks import RankClock, read_clocks, shifts_to_one_axis
 from hwfsdp.errors import UsageError
 from hwfsdp.events import COLLECTIVES, COMPUTE_OPS, Event, Sample
+from hwfsdp.fields import printable
 from hwfsdp.order import Order, orders
 from hwfsdp.perfetto import from_trace, to_trace
 
@@ -61,8 +63,7 @@ class EventLog:
     @property
     def clocks(self) -> dict[int, RankClock]:
         """What the times of each rank count from; ranks of logs made by hand are missing."""
-        found = self.about.get("clocks", {})
-        return {int(rank): RankClock(float(us), str(machine)) for rank, (us, machine) in found.items()}
+        return read_clocks(self.about)
 
     @property
     def ranks(self) -> list[int]:
@@ -90,7 +91,8 @@ class EventLog:
         """The run in numbers; with several ranks, the mean of times and the maximum of bytes alive.
 
         Returns:
-            step_us: from the first event to the last, per optimizer step (per recording if there was none).
+            step_us: from the end of one optimizer step to that of the next, on average; the first step begins with the
+                log, or with the rank's first event where no clock is known. Without optimizer steps, from the first event to the last.
             bytes_by_op, count_by_op: of the collectives of one rank, summed over the recording.
             exposed_comm_us: time per step in which a collective ran and this rank computed nothing.
             overlap_fraction: share of the collectives' time that compute hid; 0.0 if nothing was communicated.
@@ -99,10 +101,10 @@ class EventLog:
             by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction and peak_bytes_by_kind.
             skew_us: by how much the last rank begins a collective later than the first, on average; skew_max_us: at most.
                 0.0 for one rank, None if the ranks' clocks were not put on one axis (`clocks`).
-            slowest_rank: the one that is last most of the time; None where there is no skew.
+            slowest_rank: the one that is the last by the most, over all collectives; None where there is no skew.
         """
         ranks = self.ranks
-        times = [_rank_times(self.of_rank(rank).events) for rank in ranks]
+        times = [_rank_times(self.of_rank(rank)) for rank in ranks]
         first = self.of_rank(ranks[0]).collectives() if ranks else []
         communicated, exposed = sum(t.comm for t in times), sum(t.exposed for t in times)
         peaks = self.peak_bytes_by_kind()
@@ -138,10 +140,12 @@ class EventLog:
             seen[place] += 1
         compared = [of_ranks for of_ranks in begins.values() if len(of_ranks) > 1]
         skews = [max(of_ranks.values()) - min(of_ranks.values()) for of_ranks in compared]
-        last = Counter(
-            max(sorted(r), key=r.__getitem__) for r, skew in zip(compared, skews, strict=True) if skew
-        )
-        slowest = min(last, key=lambda rank: (-last[rank], rank), default=None)
+        late: dict[int, float] = {}
+        for of_ranks, skew in zip(compared, skews, strict=True):
+            if skew:
+                last = max(sorted(of_ranks), key=of_ranks.__getitem__)
+                late[last] = late.get(last, 0.0) + skew
+        slowest = min(late, key=lambda rank: (-late[rank], rank), default=None)
         return _Skew(_mean(skews), max(skews, default=0.0), slowest)
 
     def peak_bytes_by_kind(self) -> dict[str, int]:
@@ -174,15 +178,18 @@ class EventLog:
 
     @classmethod
     def load(cls, path: str | Path) -> EventLog:
-        """Reads what `save` wrote. Raises UsageError, in one line, for anything else."""
+        """Reads what `save` wrote. Raises UsageError, in one line that names the field, for anything else."""
         try:
             data = Path(path).read_bytes()
             text = gzip.decompress(data) if data.startswith(_GZIP) else data
-            return cls(*from_trace(json.loads(text, parse_constant=_refuse)))
+            log = cls(*from_trace(json.loads(text, parse_constant=_refuse)))
+            read_about(log.about)
+            read_clocks(log.about)
+            return log
         except _UNREADABLE as error:
             raise UsageError(
-                f"EventLog.load({str(path)!r})",
-                expected="a trace written by EventLog.save",
+                f"trace {str(path)!r}",
+                expected="a file that hwfsdp has recorded",
                 got=_said(error),
                 remedy="Check the path; traces of other programs cannot be read back.",
             ) from None
@@ -198,7 +205,10 @@ _UNREADABLE = (
 def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    said = printable(" ".join(str(error).split()))
+    if isinstance(error, KeyError):
+        return f"no {said}"
+    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
 def _refuse(constant: str) -> None:
@@ -220,7 +230,7 @@ class _Skew(NamedTuple):
 
 @dataclass(frozen=True)
 class _Times:
-    """µs of one rank: from first to last event, of communication, of communication that was not hidden."""
+    """µs of one rank: of all its steps, of communication, of communication that was not hidden."""
 
     total: float
     comm: float
@@ -228,15 +238,18 @@ class _Times:
     steps: int
 
 
-def _rank_times(events: Sequence[Event]) -> _Times:
+def _rank_times(log: EventLog) -> _Times:
+    events = log.events
     if not events:
         return _Times(0.0, 0.0, 0.0, 1)
-    total = max(e.end_us for e in events) - min(e.start_us for e in events)
+    optimizers = log.select("optimizer")
+    first = 0.0 if optimizers and log.clocks else min(e.start_us for e in events)
+    total = max(e.end_us for e in optimizers or events) - first
     comm = union((e.start_us, e.end_us) for e in events if e.op in COLLECTIVES)
     waits = union((e.start_us, e.end_us) for e in events if e.op == "wait" and e.stream == "compute")
     busy = union((e.start_us, e.end_us) for e in events if e.op in COMPUTE_OPS and e.stream == "compute")
     exposed = length(comm) - length(intersect(comm, subtract(busy, waits)))
-    steps = max(1, sum(e.op == "optimizer" for e in events))
+    steps = max(1, len({e.step for e in optimizers}))
     return _Times(total, length(comm), exposed, steps)
 
 

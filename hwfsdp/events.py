@@ -28,6 +28,11 @@ Note [Clocks]
     A mark may be a promise. What a device has reached is asked when the recording is over, so that recording
     never makes the host wait.
 
+Note [Steps of several optimizers]
+    A step is a round: every optimizer steps in it once, and it is over when the last one has. Which one that is shows
+    when the next round begins, with an optimizer that has stepped in this one already. So steps are counted when the
+    recording is over. This holds for two optimizers beside each other and for one per parameter, run in the backward.
+
 Note [When asynchronous work begins]
     gloo says when a work ended, not when it began. Works of one stream run in the order of issue, so a work
     begins when it is issued or when its predecessor ends, whichever is later.
@@ -36,6 +41,7 @@ Note [When asynchronous work begins]
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextlib import AbstractContextManager
@@ -62,7 +68,8 @@ class Event:
     Attributes:
         rank: the rank; seq: place in the rank's order of issue.
         op: one of `OPS`; stream: one of `STREAMS`; owner: fqn of the parameter group, "" if unknown.
-        phase: "forward", "backward", "optimizer" or ""; step: optimizer steps finished before.
+        phase: "forward", "backward", "optimizer" or ""; step: how many were finished before (Note [Steps of several
+            optimizers]), in the run if the recording was told, else in the recording.
         dtype: of the tensor moved, "" if none.
         bytes: of the whole tensor (output of an all-gather, input of a reduce-scatter; else the tensor). Of an alloc
             or a free, by how much a storage was resized; 0 for a flat buffer that was let go, which has no owner either.
@@ -130,7 +137,6 @@ class Draft:
             "stream",
             "owner",
             "phase",
-            "step",
             "dtype",
             "bytes",
             "after",
@@ -142,7 +148,7 @@ class Draft:
 
     def __init__(self, recorder: Recorder, op: str, stream: str) -> None:
         self.recorder, self.seq, self.op, self.stream = recorder, len(recorder.drafts), op, stream
-        self.owner, self.phase, self.step = recorder.owner, recorder.phase, recorder.step
+        self.owner, self.phase = recorder.owner, recorder.phase
         self.dtype, self.bytes = "", 0
         self.after: tuple[int, ...] = ()
         self.reads: tuple[int, ...] = ()
@@ -156,7 +162,7 @@ class Draft:
     @property
     def event(self) -> Event:
         """What is known of it by now."""
-        return self.timed(0.0, 0.0)
+        return self.timed(0, 0.0, 0.0)
 
     def close(self, mark: Mark | None = None) -> None:
         """Ends it at `mark`, or where its stream is now. An event that has ended stays as it is."""
@@ -165,10 +171,10 @@ class Draft:
             if not self.follows_stream:
                 self.recorder.last_seq[self.stream] = self.seq
 
-    def timed(self, start_us: float, dur_us: float) -> Event:
-        """The event with these times."""
+    def timed(self, step: int, start_us: float, dur_us: float) -> Event:
+        """The event with this step and these times."""
         return Event(
-            *(self.recorder.rank, self.seq, self.op, self.stream, self.owner, self.phase, self.step),
+            *(self.recorder.rank, self.seq, self.op, self.stream, self.owner, self.phase, step),
             *(self.dtype, self.bytes, start_us, dur_us, self.after, self.reads, self.writes),
         )
 
@@ -194,7 +200,7 @@ class Recorder:
             parameters, and the numbers of the memory of these.
         buffers: knows which flat buffers are still there.
         last_seq: by stream, the last event there. waits: by stream, the last seq of each that it waited for.
-        origin: when the recording began.
+        origin: when the recording began. first_step: number of the step that it began in.
         in_flight: works that whoever called them will wait for. results: of functional collectives, by number of their
             memory, that nobody has waited for.
     """
@@ -202,7 +208,7 @@ class Recorder:
     rank: int
     drafts: list[Draft] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    step: int = 0
+    first_step: int = 0
     owner: str = ""
     phase: str = ""
     stream: str = ""
@@ -223,6 +229,9 @@ class Recorder:
     in_flight: WeakKeyDictionary[Any, Draft] = field(default_factory=WeakKeyDictionary)
     results: dict[int, Draft] = field(default_factory=dict)
     _resizing: str = ""
+    _round: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
+    _round_over: int = 0
+    _step_ends: list[int] = field(default_factory=list)
 
     def mark(self, stream: str) -> Mark:
         return (self.clock or _clock)(stream)
@@ -315,21 +324,33 @@ class Recorder:
         if self.sample_memory:
             self.samples.append(Sample(_host_now().us(), self.sample_memory()))
 
+    def stepped(self, optimizer: Any, draft: Draft) -> None:
+        """An optimizer has stepped; `draft` is its event (Note [Steps of several optimizers])."""
+        if optimizer in self._round:
+            self._step_ends.append(self._round_over)
+            self._round.clear()
+        self._round[optimizer] = None
+        self._round_over = len(self.drafts)
+
     def finish(self) -> tuple[list[Event], list[Sample]]:
-        """The drafts as events, with times from the origin of the recording."""
+        """The drafts as events, with times from the origin of the recording; without optimizer steps that raised."""
         if self._resizing:
             self.sample()
+        step_ends = [*self._step_ends, *([self._round_over] if self._round else [])]
         origin = self.origin.us()
         ends: dict[str, float] = {}
         events = []
         for draft in self.drafts:
+            if draft.op == "optimizer" and draft.end is None:
+                continue
             start, stream = draft.begin.us() - origin, draft.stream
             if draft.follows_stream:  # Note [When asynchronous work begins]
                 start = max(start, ends.get(stream, start))
             end = max(start, draft.end.us() - origin) if draft.end else start
             if draft.follows_stream:
                 ends[stream] = end
-            events.append(draft.timed(start, end - start))
+            step = self.first_step + bisect_right(step_ends, draft.seq)
+            events.append(draft.timed(step, start, end - start))
         samples = [replace(s, us=s.us - origin) for s in self.samples]
         return events, samples
 

@@ -41,7 +41,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from hwfsdp import compat
+from hwfsdp import compat, events
 
 SLOTS, SLOT = 96, 160  # notes, and bytes of each
 SIZE = SLOTS * SLOT  # bytes
@@ -73,6 +73,7 @@ class Call(NamedTuple):
         group: the process group, as all its ranks call it (`members_of`).
         op, dtype: such as "all_gather", "float32". nbytes: of the whole tensor, as in `events`.
         owner: fqn of the parameter group, "" for the user's own collectives.
+        sees_users: a recording was active, so the user's own were noted, too.
     """
 
     serial: int
@@ -84,6 +85,7 @@ class Call(NamedTuple):
     nbytes: int
     owner: str
     state: State
+    sees_users: bool = False
 
 
 class Waitable(Protocol):
@@ -194,7 +196,9 @@ class _Ring:
             track.called_by_user += 1
             owner, own_number = "", 0
         self.serial = serial = self.serial + 1
-        text = f"w{serial} {track.called} {own_number} {track.label} {op} {dtype} {nbytes} {owner}"
+        sees_users = int(events.active() is not None)
+        numbers = f"{serial} {track.called} {own_number} {sees_users}"
+        text = f"w{numbers} {track.label} {op} {dtype} {nbytes} {owner}"
         at = serial % SLOTS * SLOT
         self.memory[at : at + SLOT] = text.encode()[:SLOT].ljust(SLOT, b"\0")
         return Note(self, serial)
@@ -245,11 +249,11 @@ def _parse(note: bytes) -> Call:
     text = note[1:].decode(errors="replace")
     if not note or not text.isprintable():
         raise ValueError("no note")
-    serial, number, own_number, group, op, dtype, nbytes, owner = text.split(" ", 7)
+    serial, number, own_number, sees_users, group, op, dtype, nbytes, owner = text.split(" ", 8)
     members_of(group)
-    return Call(
-        int(serial), int(number), int(own_number), group, op, dtype, int(nbytes), owner, State(note[0])
-    )
+    numbers = int(serial), int(number), int(own_number)
+    state, seen = State(note[0]), bool(int(sees_users))
+    return Call(*numbers, group, op, dtype, int(nbytes), owner, state, seen)
 
 
 def _as_text(ranks: list[int]) -> str:

@@ -18,13 +18,13 @@ Note [Times on a grid]
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import floor, inf
 from typing import Any, NamedTuple
 
 from hwfsdp.events import OPS, STREAMS, Event, Sample
+from hwfsdp.fields import MOST, MOST_RANKS, many, named, text, time_us, whole
 from hwfsdp.lifetimes import find_lifetimes
 
 TraceEvent = dict[str, Any]
@@ -48,15 +48,27 @@ def to_trace(
 
 
 def from_trace(trace: dict[str, Any]) -> Contents:
-    """Inverse of `to_trace`. Raises KeyError, TypeError or ValueError for a trace that this module did not write."""
-    events = [_event(entry["args"]) for entry in trace["traceEvents"] if entry["ph"] == "X"]
+    """Inverse of `to_trace`.
+
+    Raises:
+        KeyError, TypeError, ValueError: this module did not write that; entry and field are named where there are some.
+    """
+    entries = trace["traceEvents"]
+    events = [
+        _event(f"traceEvents[{i}].args", entry["args"])
+        for i, entry in enumerate(entries)
+        if entry["ph"] == "X"
+    ]
     if len({(e.rank, e.seq) for e in events}) < len(events):
         raise ValueError("two events of one rank have the same number")
     samples: dict[int, dict[float, dict[str, int]]] = {}
-    for entry in trace["traceEvents"]:
+    for i, entry in enumerate(entries):
         if entry["ph"] == "C":
-            at = samples.setdefault(entry["pid"] - 1, {}).setdefault(entry["ts"], {})
-            at[entry["name"].removeprefix("memory: ")] = entry["args"]["bytes"]
+            where = f"traceEvents[{i}]"
+            rank = whole(f"{where}.pid", entry["pid"], 1, MOST_RANKS) - 1
+            at = samples.setdefault(rank, {}).setdefault(time_us(f"{where}.ts", entry["ts"]), {})
+            kind = text(f"{where}.name", entry["name"]).removeprefix("memory: ")
+            at[kind] = whole(f"{where}.args.bytes", entry["args"]["bytes"])
     by_rank = {rank: [Sample(us, kinds) for us, kinds in found.items()] for rank, found in samples.items()}
     about = trace.get("otherData", {}).get("hwfsdp", {})
     if not isinstance(about, dict):
@@ -64,23 +76,26 @@ def from_trace(trace: dict[str, Any]) -> Contents:
     return Contents(sorted(events, key=lambda e: (e.rank, e.seq)), by_rank, about)
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("rank", "seq", "step", "bytes"), int),
-    **dict.fromkeys(("op", "stream", "owner", "phase", "dtype"), str),
-    **dict.fromkeys(("start_us", "dur_us"), (int, float)),
-    **dict.fromkeys(("after", "reads", "writes"), (list, tuple)),
-}
-
-
-def _event(args: dict[str, Any]) -> Event:
-    for name, kind in _TYPES.items():
-        if not isinstance(args[name], kind):
-            raise TypeError(f"{name} is {args[name]!r}")
-    lists = {name: tuple(map(operator.index, args[name])) for name in ("after", "reads", "writes")}
+def _event(where: str, args: Any) -> Event:
+    found = dict(named(where, args))
+    for name, least, most in _WHOLE:
+        whole(f"{where}.{name}", found[name], least, most)
+    for name in ("op", "stream", "owner", "phase", "dtype"):
+        text(f"{where}.{name}", found[name])
+    time_us(f"{where}.start_us", found["start_us"])
+    time_us(f"{where}.dur_us", found["dur_us"], least=0)
+    for name, least in (("after", -MOST), ("reads", 0), ("writes", 0)):
+        found[name] = tuple(
+            whole(f"{where}.{name}[{i}]", n, least)
+            for i, n in enumerate(many(f"{where}.{name}", found[name]))
+        )
     for name, known in (("stream", STREAMS), ("op", OPS)):
-        if args[name] not in known:
-            raise ValueError(f"no {name} is called {args[name]!r}")
-    return Event(**{**args, **lists})
+        if found[name] not in known:
+            raise ValueError(f"{where}: no {name} is called {found[name]!r}")
+    return Event(**found)
+
+
+_WHOLE = (("rank", 0, MOST_RANKS - 1), ("seq", 0, MOST), ("step", 0, MOST), ("bytes", 0, MOST))
 
 
 def _tid(stream: str) -> int:

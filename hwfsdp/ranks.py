@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from hwfsdp import history
 from hwfsdp.divergence import Report, describe_divergence, place_in
-from hwfsdp.errors import TRACEBACK_BELOW, RankError, UsageError
+from hwfsdp.errors import TRACEBACK_BELOW, RankError, UsageError, in_one_line
 from hwfsdp.messages import Inbox
 from hwfsdp.server import start_server
 from hwfsdp.worker import (
@@ -406,9 +406,14 @@ def _describe_divergence(ranks: list[_Rank], stands: Mapping[int, _Stand]) -> st
         if rank.finished:
             left = "has returned"
         elif rank.failure is not None and not _is_consequence(rank.failure):
-            left = f"{'raised' if stack else 'is gone:'} {' '.join(rank.failure.got.split())[:_LONGEST_GOT]}"
+            left = f"{'raised' if stack else 'is gone:'} {_shortened(rank.failure.got)}"
         reports.append(Report(number, calls, left, place_in(stack)))
     return describe_divergence(reports)
+
+
+def _shortened(got: str) -> str:
+    text = in_one_line(got)
+    return text if len(text) <= _LONGEST_GOT else f"{text[: _LONGEST_GOT - 1].rstrip()}…"
 
 
 def _end(ranks: list[_Rank]) -> None:

@@ -6,12 +6,13 @@
 
 What each instrument sees, and why none of them is inside the code it watches: see `events`.
 
-Seen are the collectives of `torch.distributed` by whatever name Python calls them, object collectives as the collectives
-that they are made of, batches of sends and receives as their parts; functional collectives, which DTensors use; waiting
+Seen are the collectives of `torch.distributed`, called as attributes of that module or of `distributed_c10d`, object
+collectives as the collectives that they are made of, batches of sends and receives as their parts; functional collectives, which DTensors use; waiting
 for a work; every resizing of a storage; flat buffers as they are let go; forwards and backwards of sharded modules, those
 that checkpointing repeats too; steps of optimizers.
 
-Not seen is what does not pass through these doors. Collectives that C++ calls: DDP's, backwards of functional
+Not seen is what does not pass through these doors. Names that hold a function since before the recording, as after
+`from torch.distributed import all_reduce`; neither do these come into the `history`. Collectives that C++ calls: DDP's, backwards of functional
 collectives, those inside a compiled graph. Collectives called on a process group itself, such as the messages of
 checkpoints. Within torch's coalescing manager a collective is seen when it is named, not when all are run. Waiting by
 other means than `Work.wait`: polling, futures, a host that waits for a device. Memory that is allocated as a new tensor,
@@ -90,6 +91,7 @@ _WATCHED = {
     "gather": _Collective("gather", "tensor", "gather_list", "tensor"),
     "scatter": _Collective("scatter", "scatter_list", "tensor", "tensor"),
     "barrier": _Collective("barrier", "", "", ""),
+    "monitored_barrier": _Collective("barrier", "", "", ""),
     "send": _Collective("send", "tensor", "", "tensor"),
     "isend": _Collective("send", "tensor", "", "tensor"),
     "recv": _Collective("recv", "", "tensor", "tensor"),
@@ -99,12 +101,13 @@ _IN_BATCHES = ("isend", "irecv")
 
 
 @contextmanager
-def record(rank: int | None = None, ledger: Ledger | None = None) -> Iterator[EventLog]:
+def record(rank: int | None = None, ledger: Ledger | None = None, first_step: int = 0) -> Iterator[EventLog]:
     """Records this process until the block ends; the log it yields is filled then.
 
     Args:
         rank: the rank to write into the events; by default that of the process group, 0 without one.
         ledger: what watches memory; by default a new one.
+        first_step: number of the first step, for the log to count as the run does.
 
     Raises:
         StateError: a recording is active already.
@@ -120,6 +123,7 @@ def record(rank: int | None = None, ledger: Ledger | None = None) -> Iterator[Ev
         rank = dist.get_rank() if dist.is_initialized() else 0
     ledger, log = ledger or Ledger(), EventLog()
     recorder = _recorder(rank, ledger)
+    recorder.first_step = first_step
     with ExitStack() as instruments:
         instruments.enter_context(_watch_collectives())
         instruments.enter_context(watch_operators(recorder))
@@ -348,7 +352,7 @@ def _watch_storages(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _watch_optimizers(recorder: Recorder, ledger: Ledger) -> Iterator[None]:
-    running: list[Draft] = []
+    running: dict[int, Draft] = {}  # by optimizer; a step that raised has left its own there
     seen: dict[int, list[int]] = {}  # by optimizer, ids of what its state held
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -357,10 +361,9 @@ def _watch_optimizers(recorder: Recorder, ledger: Ledger) -> Iterator[None]:
             _backdate_state(optimizer, recorder, ledger)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
-        draft = recorder.begin(
+        running[id(optimizer)] = recorder.begin(
             "optimizer", "compute", phase="optimizer", owner="", reads=grads, writes=params
         )
-        running.append(draft)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = [id(value) for state in optimizer.state.values() for value in state.values()]
@@ -368,8 +371,10 @@ def _watch_optimizers(recorder: Recorder, ledger: Ledger) -> Iterator[None]:
             seen[id(optimizer)] = held
             ledger.visit_state(optimizer.state.values())
         recorder.sample()
-        running.pop().close()
-        recorder.step += 1
+        if id(optimizer) in running:  # the recording may be younger than the step
+            draft = running.pop(id(optimizer))
+            draft.close()
+            recorder.stepped(optimizer, draft)
 
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:

@@ -187,9 +187,20 @@ def test_a_table_is_aligned_and_fits_at_any_number_of_ranks(world_size: int, nam
 def test_the_users_collectives_are_left_out_where_only_some_ranks_recorded_them() -> None:
     both = calls("a", "b", group="0:0-1/1")
     user = Call(1, 1, 0, "0:0-1/1", "all_reduce", "float32", 4, "", State.DONE)
+    user = user._replace(sees_users=True)
     shifted = [user] + [c._replace(serial=c.serial + 1, number=c.number + 1) for c in both]
     assert "called alike" in sentence([Report(0, both), Report(1, shifted)])
     assert "called alike" in sentence([Report(0, shifted), Report(1, shifted)])
+
+
+def test_a_collective_of_the_users_that_one_rank_calls_more_is_named_where_all_ranks_record() -> None:
+    recorded = [c._replace(sees_users=True) for c in calls("a", "b", "c", group="0:0-1/1")]
+    own = Call(2, 2, 0, "0:0-1/1", "all_reduce", "float32", 4, "", State.WAIT, sees_users=True)
+    text = describe_divergence([Report(0, [recorded[0], own]), Report(1, recorded[:2])])
+    assert text.startswith(
+        "rank 0 called all_reduce (yours) where rank 1 called all_gather of 'b': collective 2 "
+    )
+    assert any("(yours)" in line for line in marked(text))
 
 
 def test_a_place_is_the_innermost_line_of_the_user() -> None:
@@ -213,8 +224,10 @@ def test_the_command_prints_the_first_line_and_the_table_but_no_traceback(
     error.table = "a sentence.\n\n> a table"
     assert cli._fail(error, 1) == 1
     err = capsys.readouterr().err
-    assert err.splitlines()[0].endswith("(HWFSDP_TRACEBACK=1 shows its traceback.)")
-    assert err.splitlines()[1:] == ["", "a sentence.", "", "> a table"]
+    assert err.splitlines() == [
+        *("hwfsdp: a sentence.", "", "> a table", ""),
+        "rank 1 raised KeyError: 'x'. (HWFSDP_TRACEBACK=1 shows its traceback.)",
+    ]
     monkeypatch.setenv("HWFSDP_TRACEBACK", "1")
     cli._fail(error, 1)
     assert [*capsys.readouterr().err.splitlines()][-2:] == ["Traceback", "  of rank 1"]

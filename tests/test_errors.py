@@ -63,9 +63,45 @@ def test_what_a_backend_says_becomes_one_line_that_is_never_empty(message: str, 
 def test_a_failed_rank_is_named_in_the_first_line_and_its_traceback_follows() -> None:
     error = RankError(2, "ValueError: no", "Traceback of rank 2\n  at a line\n", "See below.")
     first, *rest = str(error).splitlines()
-    assert first == "rank 2: expected every rank to return; got ValueError: no. See below."
+    assert first == "rank 2 raised ValueError: no. See below."
     assert rest == ["Traceback of rank 2", "  at a line"]
     assert (error.rank, error.traceback) == (2, "Traceback of rank 2\n  at a line\n")
+
+
+NESTED = CollectiveError("all_gather", "a", 0, RuntimeError("[/far/away.cc:78] Timed out")).args[0]
+
+
+@pytest.mark.parametrize(
+    ("got", "reason", "alone", "below"),
+    [
+        (
+            f"CollectiveError: {NESTED}",
+            "raised",
+            "rank 1 raised CollectiveError: all_gather of parameter group 'a' on rank 0: Timed out. Look at",
+            "rank 1 raised CollectiveError: all_gather of parameter group 'a' on rank 0. R.",
+        ),
+        (
+            "no return within 3 s (rank 0 waiting)",
+            "late",
+            "rank 1: no return within 3 s (rank 0 waiting). R.",
+            "rank 1: no return within 3 s. R.",
+        ),
+        (
+            "RuntimeError: [/far/away.cc:78] Timed\nout",
+            "raised",
+            "rank 1 raised RuntimeError: Timed out. R.",
+            "rank 1 raised RuntimeError: Timed out. R.",
+        ),
+    ],
+    ids=["nested", "late", "a backend's"],
+)
+def test_a_failed_rank_is_named_below_the_table_and_says_less_there(
+    got: str, reason: str, alone: str, below: str
+) -> None:
+    error = RankError(1, got, "T", "R.", reason)
+    assert str(error).startswith(alone)
+    error.table = "a sentence.\n\n> a table"
+    assert str(error) == f"a sentence.\n\n> a table\n\n{below}\nT"
 
 
 def test_a_failed_rank_without_traceback_takes_one_line() -> None:

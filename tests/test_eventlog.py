@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hwfsdp import UsageError
 from hwfsdp.clocks import RankClock
 from hwfsdp.eventlog import EventLog, Interval, clocks_about, intersect, length, subtract, union
 from hwfsdp.events import OPS, STREAMS, Event, Sample
+from hwfsdp.perfetto import to_trace
 
 
 def events_of(rank: int, *rows: tuple[Any, ...]) -> list[Event]:
@@ -184,7 +187,11 @@ def test_communication_is_exposed_where_compute_does_nothing(
 
 
 def test_times_are_per_optimizer_step_and_bytes_are_not() -> None:
-    twice = [*STEP, *((op, stream, a + 50, b + 50, *rest) for op, stream, a, b, *rest in STEP)]
+    again = {"step": 1}
+    twice = [
+        *STEP,
+        *((op, s, a + 50, b + 50, {**(rest[0] if rest else {}), **again}) for op, s, a, b, *rest in STEP),
+    ]
     once, both = EventLog(events_of(0, *STEP)).summary(), EventLog(events_of(0, *twice)).summary()
     for times in ("step_us", "exposed_comm_us", "overlap_fraction"):
         assert both[times] == pytest.approx(once[times])
@@ -221,6 +228,20 @@ def test_several_ranks_give_the_mean_of_times_the_maximum_of_memory_and_the_byte
     }
 
 
+def test_ranks_in_lockstep_have_equal_steps_though_one_begins_late_and_one_goes_on_afterwards() -> None:
+    def rank_log(rank: int, *rows: tuple[Any, ...]) -> EventLog:
+        clock = RankClock(1000.0 + 40 * rank, "here")
+        return EventLog(events_of(rank, *rows), about=clocks_about({rank: clock}))
+
+    steps = [("optimizer", "compute", at, at + 10, {"step": n}) for n, at in enumerate((90, 190))]
+    early = rank_log(
+        0, ("forward", "compute", 0, 90), *steps, ("all_reduce", "compute", 200, 280, {"step": 2})
+    )
+    late = rank_log(1, *((op, s, a - 40, b - 40, d) for op, s, a, b, d in steps))
+    by_rank = EventLog.merge([early, late]).summary()["by_rank"]
+    assert [by_rank[rank]["step_us"] for rank in (0, 1)] == [100, 100]
+
+
 def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
     return events_of(rank, *(("all_gather", "all_gather", t, t + 1, {"owner": owner}) for t in begins))
 
@@ -228,6 +249,11 @@ def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
 def test_skew_is_how_far_ranks_come_apart_at_the_same_collective_and_names_who_is_late() -> None:
     summary = EventLog([*gathers(0, 0, 10, 20), *gathers(1, 3, 10, 29), *gathers(2, 1, 4, 20)]).summary()
     assert (summary["skew_us"], summary["skew_max_us"]) == ((3 + 6 + 9) / 3, 9)
+    assert summary["slowest_rank"] == 1
+
+
+def test_the_slowest_rank_is_late_by_the_most_not_the_most_often() -> None:
+    summary = EventLog([*gathers(0, 1, 11, 21, 30), *gathers(1, 0, 10, 20, 90)]).summary()
     assert summary["slowest_rank"] == 1
 
 
@@ -471,6 +497,100 @@ def test_a_file_that_is_no_log_is_refused_in_one_line_that_names_it(content: str
         EventLog.load(path)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+ABOUT: dict[str, Any] = {
+    "world_size": 2,
+    "torch": "2.13",
+    "device": "cpu",
+    "clocks": {"0": [1.5, "here"]},
+    "groups": [
+        {
+            "fqn": "",
+            "shards": 2,
+            "replicas": 1,
+            "gathered_again_from": 0,
+            "params": [
+                {
+                    **{"fqn": "weight", "shape": [3, 2], "dtype": "float32", "trained": True},
+                    **{"gather_dtype": "float32", "gather_itemsize": 4},
+                    **{"reduce_dtype": "float32", "reduce_itemsize": 4},
+                }
+            ],
+        }
+    ],
+}
+
+
+def forged(place: str, field: str, value: Any) -> str:
+    """The trace of one event and one sample, with one value replaced; a string in @ is written as it is."""
+    log = EventLog([Event(0, 0, "forward", "compute")], {0: [Sample(0, {"x": 1})]}, ABOUT)
+    trace = json.loads(json.dumps(to_trace(log.events, log.samples, log.about)))
+    counter = next(e for e in trace["traceEvents"] if e["ph"] == "C")
+    about = trace["otherData"]["hwfsdp"]
+    places = {
+        "event": next(e for e in trace["traceEvents"] if e["ph"] == "X")["args"],
+        "sample": counter,
+        "sample's args": counter["args"],
+        "about": about,
+        "group": about["groups"][0],
+        "param": about["groups"][0]["params"][0],
+    }
+    places[place][field] = value
+    return re.sub('"@(.*?)@"', r"\1", json.dumps(trace))
+
+
+FORGED = [
+    *(("event", "dur_us", value) for value in ("@1e999@", -5.0, "long", True, 10**400)),
+    *(("event", "start_us", value) for value in ("@-1e999@", 10**400, 1e300)),
+    *(("event", "bytes", value) for value in (10**400, -5, 1.5, True)),
+    *(("event", "rank", value) for value in (-1, 10**18, True, 0.0)),
+    *(("event", field, -1) for field in ("seq", "step")),
+    *(("event", "after", value) for value in ([True], 7, [1.0], ["first"], [10**30])),
+    *(("event", field, [-1]) for field in ("reads", "writes")),
+    *(("event", field, 3) for field in ("op", "stream", "owner", "phase", "dtype")),
+    *(("sample", "pid", value) for value in (1.5, None, 0, True)),
+    *(("sample", "ts", value) for value in ("x", "@1e999@", None)),
+    *(("sample's args", "bytes", value) for value in ("many", -1e300, -1, None, 10**400)),
+    *(("about", "clocks", value) for value in (7, {"0": [1]}, {"zero": [1, "m"]}, {"-1": [1, "m"]}, [])),
+    *(("about", "clocks", {"0": value}) for value in (["soon", "m"], [1, 2], ["@1e999@", "m"])),
+    *(("about", "world_size", value) for value in (-5, 0, "2", 2.0, 10**30)),
+    *(("about", field, None) for field in ("torch", "device")),
+    *(("about", "groups", value) for value in (7, None, [3])),
+    *(("group", "fqn", value) for value in (["a"], None)),
+    *(("group", "shards", value) for value in (0, 10**30, "2")),
+    *(("group", "replicas", value) for value in (0, -1)),
+    *(("group", "gathered_again_from", value) for value in (-1, True)),
+    ("group", "params", {}),
+    *(("param", "shape", value) for value in ([], [-3], [1.5], 3, [10**30])),
+    *(
+        ("param", field, value)
+        for field in ("gather_itemsize", "reduce_itemsize")
+        for value in (0, -4, 10**9)
+    ),
+    *(("param", field, 1) for field in ("fqn", "dtype", "gather_dtype", "reduce_dtype", "trained")),
+]
+
+
+def test_the_file_that_is_forged_is_one_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(forged("event", "bytes", 5))
+    loaded = EventLog.load(path)
+    assert loaded == EventLog([replace(loaded.events[0], bytes=5)], {0: [Sample(0, {"x": 1})]}, ABOUT)
+    assert loaded.clocks == {0: RankClock(1.5, "here")}
+
+
+@pytest.mark.parametrize(("place", "field", "value"), FORGED, ids=lambda value: str(value)[:20])
+def test_a_value_that_no_recording_writes_is_refused_in_one_line_that_names_its_field(
+    place: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(forged(place, field, value))
+    with pytest.raises(UsageError) as refusal:
+        EventLog.load(path)
+    said = str(refusal.value)
+    assert said.startswith(f"trace {str(path)!r}: ")
+    assert field in said and said.isprintable() and len(said) < 300 + len(str(path))
 
 
 @pytest.mark.parametrize("problem", ["missing", "folder", "binary", "damaged"])

@@ -61,8 +61,15 @@ def issue(work: Any) -> Callable[[bool], Any]:
 def test_a_note_says_what_was_called_by_whom_and_in_which_group(ring: Any) -> None:
     begin(3)
     assert [tuple(call) for call in ring()] == [
-        (1, 1, 1, "0:0-1/1", "all_gather", "bfloat16", 4096, "blocks.3", State.WAIT)
+        (1, 1, 1, "0:0-1/1", "all_gather", "bfloat16", 4096, "blocks.3", State.WAIT, False)
     ]
+
+
+def test_a_note_says_whether_the_users_collectives_would_be_noted_too(ring: Any) -> None:
+    begin(1)
+    with record():
+        begin(2)
+    assert [call.sees_users for call in ring()] == [False, True]
 
 
 def test_given_more_calls_than_slots_the_last_ones_are_kept_in_order(ring: Any) -> None:
@@ -127,7 +134,7 @@ def test_whatever_lies_in_the_memory_reading_it_does_not_fail(memory: bytes) -> 
 
 @given(st.integers(0, SLOT - 1), st.binary(min_size=1, max_size=8))
 def test_a_damaged_note_is_left_out_or_read_and_its_neighbors_stay(at: int, damage: bytes) -> None:
-    notes = [f"d{n} {n} {n} 0:0-1/1 all_gather float32 8 b.{n}".encode().ljust(SLOT, b"\0") for n in (1, 2)]
+    notes = [f"d{n} {n} {n} 0 0:0-1/1 all_gather float32 8 b.{n}".encode().ljust(SLOT, b"\0") for n in (1, 2)]
     damaged = (notes[0][:at] + damage)[:SLOT].ljust(SLOT, b"\0")
     assert any(call.owner == "b.2" for call in history.read(damaged + notes[1]))
 

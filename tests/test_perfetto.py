@@ -67,7 +67,7 @@ def test_the_file_is_one_object_with_the_events_and_the_unit(tmp_path: Path) -> 
 
 
 def test_a_name_that_ends_in_gz_gives_a_compressed_file_and_both_read_alike(tmp_path: Path) -> None:
-    log = EventLog(LOG, SAMPLES, {"groups": []})
+    log = EventLog(LOG, SAMPLES, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []})
     for name in ("trace.json", "trace.json.gz"):
         log.save(tmp_path / name)
         assert EventLog.load(tmp_path / name) == log

@@ -434,7 +434,7 @@ def test_the_rank_asked_for_is_drawn() -> None:
     log = EventLog.merge([UP_AND_DOWN, sampled({"sharded_grad": 512}, rank=3)])
     figure = plot_memory(log, rank=3)
     assert list(areas(figure)) == ["sharded_grad"]
-    assert figure.texts[0].get_text() == "Memory of rank 3: at most 512 B at once"
+    assert figure.texts[0].get_text() == "Memory of rank 3 without activations: at most 512 B at once"
 
 
 @pytest.mark.parametrize(

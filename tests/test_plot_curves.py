@@ -51,7 +51,7 @@ def test_of_several_measurements_the_farthest_is_said() -> None:
     exact = {n: sum(model_state_bytes(SHAPES, Strategy.ZERO3, n)) for n in (2, 4, 8)}
     measured = [MeasuredState(Strategy.ZERO3, n, exact[n] + more) for n, more in ((2, -3), (4, 7), (8, 1))]
     text = plot_model_states(SHAPES, SIZES, measured=measured).texts[1].get_text()
-    assert "3 measured, up to 7 B above the closed form" in text
+    assert "filled markers: 3 measured, up to 7 B above the closed form" in text
 
 
 def test_strategies_differ_by_color_and_by_marker() -> None:

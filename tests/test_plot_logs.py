@@ -230,6 +230,29 @@ def test_bytes_are_those_of_one_step_of_one_rank() -> None:
     assert traffic_of(forward_only, 0) == {"all_gather": 64}
 
 
+@pytest.mark.parametrize(
+    "more", [{"owner": "", "bytes": 7}, {"step": 2, "bytes": 7}], ids=["nobody's", "later"]
+)
+def test_bytes_of_nobodys_collectives_and_of_steps_that_did_not_end_are_in_no_bar(
+    more: dict[str, Any],
+) -> None:
+    log = moving(CLOSED)
+    extra = [event(100 + rank, "all_gather", "all_gather", 1e5, 2e5, rank=rank, **more) for rank in (0, 1)]
+    assert traffic_of(EventLog([*log.events, *extra]), 0) == traffic_of(log, 0)
+    assert traffic_of(EventLog(extra[:1]), 0) == {"all_gather": 7}
+
+
+def test_several_optimizers_of_one_step_do_not_halve_its_bytes() -> None:
+    log = moving(CLOSED)
+    again = [replace(e, seq=100 + e.seq) for e in log.events if e.op == "optimizer"]
+    assert traffic_of(EventLog([*log.events, *again]), 0) == CLOSED
+
+
+def test_what_was_moved_several_times_over_is_said_as_a_multiple() -> None:
+    thrice = {op: 3 * n for op, n in CLOSED.items() if n}
+    assert [w for w in words(plot_traffic(moving(thrice), {"closed form": CLOSED})) if "3 × closed form" in w]
+
+
 def words(figure: Figure) -> list[str]:
     return [t.get_text() for t in figure.axes[0].texts]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -84,6 +86,8 @@ def test_events_are_those_of_the_rank_and_step_asked_for() -> None:
     assert {(e.rank, e.step) for e in events} == {(1, 0)}
     assert chosen(log, "draw") == log.events
     assert (name_of_steps(events), name_of_steps(log.events)) == ("step 0", "steps 0 to 1")
+    after = replace(log.select("all_gather")[-1], step=2)
+    assert name_of_steps([*log.events, after]) == "steps 0 to 1" and name_of_steps([after]) == "step 2"
 
 
 @pytest.mark.parametrize(

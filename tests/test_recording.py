@@ -171,6 +171,7 @@ RARE: dict[str, Callable[[], Any]] = {
     "gather": lambda: dist.gather(torch.ones(N), on_first(parts(N)), 0),
     "scatter": lambda: dist.scatter(torch.ones(N), on_first(parts(N)), 0),
     "barrier": lambda: dist.barrier(),
+    "monitored_barrier": lambda: dist.monitored_barrier(),
 }
 
 
@@ -191,7 +192,8 @@ def called_rarely() -> list[dict[str, EventLog]]:
 def test_collectives_that_training_seldom_calls_are_seen_alike_by_all_ranks(name: str) -> None:
     for found in called_rarely():
         (event,) = found[name].collectives()
-        assert (event.op, event.bytes) == (name, 0 if name == "barrier" else 4 * N)
+        op = name.removeprefix("monitored_")
+        assert (event.op, event.bytes) == (op, 0 if op == "barrier" else 4 * N)
 
 
 def test_object_collectives_are_seen_as_what_they_are_made_of() -> None:
@@ -540,6 +542,47 @@ def test_an_optimizer_step_is_a_span_and_counts() -> None:
         ("optimizer", "optimizer", "", 0),
         ("optimizer", "optimizer", "", 1),
     ]
+
+
+def optimizers(n: int) -> list[torch.optim.Optimizer]:
+    found = []
+    for _ in range(n):
+        weight = nn.Parameter(torch.zeros(10))
+        weight.grad = torch.zeros(10)
+        found.append(torch.optim.SGD([weight]))
+    return found
+
+
+@pytest.mark.parametrize("beside", [1, 2, 3])
+def test_a_step_is_over_when_every_optimizer_has_stepped_and_counts_from_the_first_that_is_given(
+    beside: int,
+) -> None:
+    found = optimizers(beside)
+    with record(first_step=7) as log:
+        for _ in range(3):
+            torch.zeros(1).untyped_storage().resize_(0)
+            for optimizer in found:
+                optimizer.step()
+        torch.zeros(1).untyped_storage().resize_(0)
+    assert [e.step for e in log.select("optimizer")] == [7] * beside + [8] * beside + [9] * beside
+    assert [e.step for e in log.select("free")] == [7, 8, 9, 10]
+    assert EventLog(log.events).summary()["step_us"] * 3 == pytest.approx(
+        log.select("optimizer")[-1].end_us - log.events[0].start_us
+    )
+
+
+def test_an_optimizer_step_that_raises_is_no_step_and_the_next_one_is() -> None:
+    (optimizer,) = optimizers(1)
+
+    def refuse() -> float:
+        raise ValueError("no")
+
+    with record() as log:
+        with pytest.raises(ValueError, match="no"):
+            optimizer.step(refuse)
+        torch.zeros(1).untyped_storage().resize_(0)
+        optimizer.step()
+    assert [(e.op, e.step) for e in log.events] == [("free", 0), ("optimizer", 0)]
 
 
 def test_after_a_recording_optimizers_are_watched_no_more() -> None:

@@ -18,7 +18,7 @@ from hwfsdp.models.zoo import build
 from hwfsdp.virtual import DEVICES, Device, Simulation, simulate
 from hwfsdp.virtual.allocator import ACTIVATION
 from hwfsdp.virtual.devices import GIB
-from hwfsdp.virtual.fitting import describe_misfit, what_fits
+from hwfsdp.virtual.fitting import Choice, describe_misfit, find_fitting
 from hwfsdp.virtual.run import placed
 
 H100 = DEVICES["h100"]
@@ -217,12 +217,16 @@ def test_where_the_host_computes_parameters_are_gathered_in_float32() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpus": 12}, "expected GPUs that fill their nodes; got 12 GPUs, 4 more than 8"),
-        ({"gpus": 8, "nodes": 3}, "expected GPUs that 3 nodes divide; got 8 GPUs"),
-        ({"gpus": 2, "nodes": 3}, "expected GPUs that 3 nodes divide; got 2 GPUs"),
+        ({"gpus": 12}, "expected nodes that are full, of 8 GPUs; got 12 GPUs, 4 more than 8"),
+        ({"gpus": 8, "nodes": 3}, "the same number of GPUs in each node, 1 to 8; got 8 GPUs on 3 nodes"),
+        ({"gpus": 2, "nodes": 3}, "1 to 8; got 2 GPUs on 3 nodes"),
         ({"gpus": 0}, "got 0 GPUs"),
-        ({"batch": 0}, "a batch and a length of at least 1"),
-        ({"checkpoint": "some"}, "none, selective, full; got .*'some'"),
+        ({"batch": 0}, "a batch and a length of 1 or more"),
+        ({"batch": 2.5}, "got batch 2.5"),
+        ({"gpus": 8.0}, "gpus=8.0"),
+        ({"gpus": 16, "nodes": 1}, "got 16 GPUs on 1 nodes"),
+        ({"hsdp": True, "shards": 2}, "of hsdp and shards one"),
+        ({"checkpoint": "some"}, "none, selective, full, a float dtype; got .*'some'"),
         ({"shards": 3}, "divides the 8 GPUs; got 3. Choose among 1, 2, 4, 8"),
         ({"blocks": 3}, "settings among batch, .*; got blocks"),
         ({"device": "h101"}, "expected one of a100-40gb, .*, this-machine; got 'h101'"),
@@ -239,7 +243,7 @@ def test_what_cannot_be_simulated_is_said_in_one_line(options: dict[str, Any], m
 
 @pytest.mark.parametrize(
     ("gpus", "nodes", "per_node"),
-    [(1, None, 1), (3, None, 3), (8, None, 8), (24, None, 8), (12, 3, 4), (32, 2, 16)],
+    [(1, None, 1), (3, None, 3), (8, None, 8), (24, None, 8), (12, 3, 4), (32, 16, 2)],
 )
 def test_gpus_fill_their_nodes(gpus: int, nodes: int | None, per_node: int) -> None:
     assert placed(H100, gpus, nodes).per_node == per_node
@@ -252,8 +256,12 @@ def of_memory(nbytes: float) -> Device:
     return replace(H100, memory=nbytes)
 
 
-def tried_on(device: Device) -> Callable[[int, int, str], Simulation]:
-    return lambda gpus, batch, how: simulate("gpt-tiny", gpus, device, batch=batch, checkpoint=how)
+def tried_on(device: Device) -> Callable[[Choice], Simulation]:
+    def tried(choice: Choice) -> Simulation:
+        settings = {"batch": choice.batch, "checkpoint": choice.checkpoint}
+        return simulate("gpt-tiny", choice.gpus, device, hsdp=choice.hsdp, **settings)
+
+    return tried
 
 
 def test_a_model_fits_if_what_is_alive_is_within_the_memory() -> None:
@@ -269,19 +277,40 @@ def test_what_is_said_to_fit_does(batch: int, share: float) -> None:
     need = simulate("gpt-tiny", 2, batch=batch).peak_allocated_gib
     device = of_memory(share * need * GIB)
     found = simulate("gpt-tiny", 2, device, batch=batch)
-    fits = what_fits(found, tried_on(device), 1 << 10)
-    assert not found.fits and fits is not None
-    again = simulate("gpt-tiny", fits.gpus, device, batch=fits.plan.batch, checkpoint=fits.plan.checkpoint)
-    assert again.fits
-    said = describe_misfit(found, tried_on(device))
-    assert f"--gpus {fits.gpus} --batch {fits.plan.batch} --checkpoint {fits.plan.checkpoint}" in said
+    chosen = Choice(2, batch, "none")
+    choice, fits = find_fitting(found, chosen, tried_on(device))
+    assert not found.fits and fits.fits and tried_on(device)(choice).fits
+    assert f"{choice.flags} would fit" in describe_misfit(found, chosen, tried_on(device))
+
+
+def test_under_hybrid_sharding_sharding_over_all_gpus_is_said_to_fit_and_does() -> None:
+    roomy = replace(DEVICES["h100"], per_node=2)
+    whole, hybrid = (simulate("gpt-tiny", 8, roomy, hsdp=h, checkpoint="full") for h in (False, True))
+    between = (whole.peak_allocated_gib + hybrid.peak_allocated_gib) / 2
+    device = replace(of_memory(between * GIB), per_node=2)
+    found = simulate("gpt-tiny", 8, device, hsdp=True, checkpoint="full")
+    choice, fits = find_fitting(found, Choice(8, 1, "full", hsdp=True), tried_on(device))
+    assert not found.fits and fits.fits and choice == Choice(8, 1, "full")
+
+
+def test_of_a_step_of_the_users_only_the_gpus_are_changed() -> None:
+    device = of_memory(1 << 26)
+    found = simulate("gpt-tiny", 2, device, batch=8)
+    tried: list[Choice] = []
+
+    def remember(choice: Choice) -> Simulation:
+        tried.append(choice)
+        return found
+
+    find_fitting(found, Choice(2, None, None), remember)
+    assert all(choice.batch is None and choice.checkpoint is None for choice in tried)
 
 
 def test_if_one_row_and_one_block_are_too_large_nothing_is_said_to_fit() -> None:
     device = of_memory(1 << 20)
     found = simulate("gpt-tiny", 2, device)
-    assert what_fits(found, tried_on(device), 1 << 10) is None
-    assert "no number of GPUs is enough" in describe_misfit(found, tried_on(device))
+    assert find_fitting(found, Choice(2, 1, "none"), tried_on(device)) is None
+    assert "nor would" in describe_misfit(found, Choice(2, 1, "none"), tried_on(device))
 
 
 # --- Published figures -------------------------------------------------------------------------------------

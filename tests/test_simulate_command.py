@@ -71,6 +71,18 @@ MINE = """
                 raise RuntimeError
         return step
 
+    def formats():
+        model = sharded()
+        def step():
+            print(f"{model(torch.ones(4, 8)).sum():.3f}")
+        return step
+
+    def misfits():
+        model = sharded()
+        def step():
+            model(torch.ones(4, 9))
+        return step
+
     def fails():
         raise KeyError("no weights")
 """
@@ -208,6 +220,18 @@ def test_a_function_may_return_a_model(run: Run) -> None:
     assert said.found["summary"]["count_by_op"]["reduce_scatter"] == 3
 
 
+@pytest.mark.parametrize(
+    ("function", "kind", "place"),
+    [("formats", "TypeError", "in step"), ("misfits", "RuntimeError", "in forward")],
+)
+def test_a_step_that_raises_is_one_line_that_says_where(
+    run: Run, function: str, kind: str, place: str
+) -> None:
+    said = run("--model", f"mine_to_simulate:{function}")
+    assert_refused(said, kind)
+    assert re.search(rf"mine_to_simulate\.py:\d+, {place}", said.err)
+
+
 @pytest.mark.parametrize("seq", [(), ("--seq", "3", "--batch", "2")])
 def test_a_function_may_return_a_step_whose_tokens_are_those_said(run: Run, seq: tuple[str, ...]) -> None:
     said = run("--model", "mine_to_simulate:trains", *seq, "--json")
@@ -243,7 +267,7 @@ def test_a_step_that_needs_values_is_told_where(run: Run, function: str, operato
         (("--device", "h101"), ("h101", "h100", THIS_MACHINE)),
         (("--gpus", "12"), ("12 GPUs, 4 more than 8", "Take 8 or 16")),
         ((*TINY[:2], "--sweep", "gpus=2..4", "--nodes", "2"), ("--nodes 2", "one by one")),
-        (("--gpus", "8", "--nodes", "3"), ("3 nodes divide", "8 GPUs")),
+        (("--gpus", "8", "--nodes", "3"), ("8 GPUs on 3 nodes", "8 GPUs")),
         ((*TINY, "--wrap", "Blok"), ("Blok", "Block")),
         ((*TINY, "--trace", "nowhere/trace.json"), ("nowhere/trace.json",)),
         ((*TINY, "--device", THIS_MACHINE), ("this-machine.json", "got none", "hwfsdp doctor --calibrate")),
@@ -258,7 +282,8 @@ def test_what_cannot_be_simulated_is_said_in_one_line(
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        (("--gpus", "0"), "1 or more"),
+        (("--gpus", "0"), "1 to 65536"),
+        (("--gpus", "65537"), "1 to 65536"),
         (("--batch", "two"), "whole number"),
         (("--sweep", "8..16"), "gpus=A..B"),
         (("--sweep", "gpus=16..8"), "gpus=A..B"),
@@ -310,7 +335,7 @@ def test_what_does_not_fit_ends_with_1_and_what_is_said_to_fit_does(
     said = run(*own, "--gpus", "2", "--batch", batch)
     assert (said.status, said.found["fits"]) == (1, False)
     assert said.err.count("\n") == 1
-    advice = re.search(r"so would fit: (.*)$", said.err)
+    advice = re.search(r"; (--gpus .*) would fit, with", said.err)
     assert advice
     again = run(*own, *advice[1].split())
     assert (again.status, again.found["fits"], again.err) == (0, True, "")
@@ -321,7 +346,7 @@ def test_the_text_of_what_does_not_fit_says_so(run: Run) -> None:
     said = run(*TINY, "--device", THIS_MACHINE)
     assert said.status == 1
     assert "does NOT fit" in said.out
-    assert "no number of GPUs is enough" in said.err
+    assert "nor would 8192 GPUs do" in said.err
 
 
 def test_a_sweep_holds_if_any_of_it_fits(run: Run) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from models import Model, even, frozen, stem, uneven
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,11 +35,12 @@ from hwfsdp import (
 )
 from hwfsdp.about import describe_run, read_about
 from hwfsdp.cli import main
-from hwfsdp.events import Event
+from hwfsdp.events import Event, Sample
+from hwfsdp.trace import comparison_text, runs
 from hwfsdp.trace.capture import Capture
 from hwfsdp.trace.comparison import compare
-from hwfsdp.trace.export import PICTURES
-from hwfsdp.trace.findings import Traffic, examine
+from hwfsdp.trace.export import PICTURES, View, draw
+from hwfsdp.trace.findings import Multiple, Traffic, examine
 from hwfsdp.trace.findings_text import describe
 from hwfsdp.trace.runs import Target, trace_run
 from hwfsdp.trace.steps import Steps, read_steps
@@ -93,7 +96,8 @@ def test_the_steps_that_are_wanted_are_recorded(
         train_plainly(5, optimizers=optimizers, evaluate=evaluate)
     assert capture.steps == 5
     assert capture.log is not None
-    assert len(capture.log.select("optimizer")) == recorded * optimizers
+    steps = range(wanted.first, wanted.first + recorded)
+    assert [e.step for e in capture.log.select("optimizer")] == [s for s in steps for _ in range(optimizers)]
 
 
 def test_nothing_is_recorded_of_a_run_that_ends_before() -> None:
@@ -169,7 +173,7 @@ def traced(path: Path, *arguments: str, steps: Steps = Steps(1, 2), ranks: int =
 def test_a_script_written_for_torchrun_is_recorded_as_it_is(body: str, tmp_path: Path) -> None:
     log = traced(script(tmp_path, body))
     found = examine(log)
-    assert found.ranks == [0, 1] and found.steps == [0, 1]
+    assert found.ranks == [0, 1] and found.steps == [1, 2]
     assert found.as_expected and found.ranks_agree
     assert [strategy.strategy for strategy in found.strategies if strategy.matches] == ["ZeRO-3"]
 
@@ -318,6 +322,28 @@ def test_accumulation_moves_a_multiple_and_that_is_said(logs: dict[str, EventLog
     for op, moved in found.measured[0].items():
         assert moved.bytes == 3 * found.expected[op].bytes
     assert "3 ×" in describe(found, "x")
+    assert "It moves what ZeRO-3 does, all_gather 3 times, reduce_scatter 3 times: " in describe(found, "x")
+
+
+def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: dict[str, EventLog]) -> None:
+    hybrid = logs["hybrid"]
+    events = [e for e in hybrid.events for _ in range(3 if e.op == "all_gather" else 1)]
+    found = examine(EventLog(events, hybrid.samples, hybrid.about))
+    assert found.multiple == Multiple(["HSDP"], {"all_gather": 3, "all_reduce": 1, "reduce_scatter": 1})
+    assert "It moves what HSDP does, all_gather 3 times: " in describe(found, "x")
+    assert examine(hybrid).multiple is None
+    uneven = [e for e in events if e.op != "all_gather" or e.seq % 2]
+    assert examine(EventLog(uneven, hybrid.samples, hybrid.about)).multiple is None
+
+
+@pytest.mark.parametrize(("last", "said"), [(4, "of steps 1..4, 1..3 are recorded"), (3, "")])
+def test_a_script_that_ends_before_the_steps_that_were_asked_for_is_told_of(
+    last: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = traced(script(tmp_path, "train(4)"), steps=Steps(1, last), ranks=1)
+    err = capsys.readouterr().err
+    assert (said in err) and bool(said) == bool(err)
+    assert sorted({e.step for e in log.select("optimizer")}) == [1, 2, 3]
 
 
 def test_one_rank_moves_nothing_and_is_told_so() -> None:
@@ -481,7 +507,7 @@ def test_the_command_records_a_script_and_shows_it(
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert said.err.count("hello --json x") == 2  # what the script prints does not spoil the JSON
-    assert found["as_expected"] and found["steps"] == [0]
+    assert found["as_expected"] and found["steps"] == [1]
     assert main(["trace", "show", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
 
@@ -520,7 +546,7 @@ def test_show_says_the_same_in_words_and_in_json(
 SHOWN = {
     *("file", "world_size", "torch", "device", "parameter_groups", "ranks", "steps", "traffic_by_step"),
     *("other_traffic", "expected_per_step", "as_expected", "same_every_step", "ranks_agree", "strategies"),
-    *("matching_strategies", "by_rank", "summary", "races"),
+    *("matching_strategies", "multiple", "by_rank", "summary", "races", "accesses"),
 }
 
 
@@ -629,6 +655,129 @@ def test_arguments_that_cannot_be_used_are_refused_in_one_line(
 ) -> None:
     assert main(["trace", *[str(file) if word == "FILE" else word for word in given]]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "-1", "soon", "1e3", "inf", ""])
+def test_a_time_limit_that_is_none_is_refused_in_one_line(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["trace", "run", "demo", "--timeout", text])
+    assert end.value.code == 2 and "seconds, more than 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_gpus_that_are_not_there_are_refused_before_any_rank_starts(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(runs, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
+    path, out = script(tmp_path, "train()"), tmp_path / "t.json"
+    assert main(["trace", "run", str(path), "--device", "cuda", "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "--device cuda" in said and "a GPU for each of 2 ranks" in said and said.count("\n") == 1
+    assert not out.exists()
+
+
+def test_while_a_script_runs_its_trace_is_not_there_so_that_no_end_leaves_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "t.json", []
+
+    def run_nothing(*args: Any, **kwargs: Any) -> EventLog:
+        seen.append(out.exists())
+        return by_hand()
+
+    monkeypatch.setattr(runs, "trace_run", run_nothing)
+    assert main(["trace", "run", "demo", "--out", str(out)]) == 0
+    assert seen == [False] and EventLog.load(out) == by_hand()
+
+
+def test_a_trace_that_was_there_stays_if_the_next_run_fails(tmp_path: Path) -> None:
+    out = tmp_path / "t.json"
+    out.write_text("old")
+    assert main(["trace", "run", "nowhere.py", "--out", str(out)]) == 2
+    assert out.read_text() == "old"
+
+
+LIMITED = """
+from hwfsdp.compat import timeout_of
+assert timeout_of(dist.group.WORLD) == 7.5
+dist.init_process_group('gloo')
+assert timeout_of(dist.group.WORLD) == 7.5
+train()
+"""
+
+
+def test_a_time_limit_holds_for_the_group_of_the_ranks_and_for_the_one_that_the_script_makes(
+    tmp_path: Path,
+) -> None:
+    target = Target(script(tmp_path, LIMITED), (), Steps(1, 2))
+    assert trace_run(target, 2, "cpu", timeout=7.5).ranks == [0, 1]
+
+
+UNSEEN = """
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_of_ranks_that_train_without_anything_seen_no_absence_of_races_is_claimed(tmp_path: Path) -> None:
+    found = examine(traced(script(tmp_path, UNSEEN)))
+    said = describe(found, "t.json")
+    assert found.groups_unseen and found.races is None
+    assert "It trained on 2 ranks. Collectives that C++ calls, as DistributedDataParallel does," in said
+    assert "nothing was seen" in said and "Whether there are races is not known" in said
+    assert "No races" not in said and "0%" not in said and "begins a collective" not in said
+
+
+def test_that_there_are_no_races_is_said_of_so_many_accesses(logs: dict[str, EventLog]) -> None:
+    found = examine(logs["plain"])
+    assert found.races == [] and not found.groups_unseen
+    accesses = sum(len(e.reads) + len(e.writes) for e in logs["plain"].events)
+    assert f"No races among {accesses:,} recorded accesses" in describe(found, "x")
+
+
+def test_names_from_a_file_are_shown_printable() -> None:
+    owner, kind = "\x1b[31mred\nline", "\x1b]0;title\x07"
+    log = by_hand()
+    log.events = [replace(e, owner=owner, writes=(1,)) for e in log.events if e.op != "wait"]
+    log.samples = {0: [Sample(0.0, {kind: 5})]}
+    other = changed(log, lambda e: None if e.seq == 0 else e)
+    found = describe(examine(log), "x"), comparison_text.describe(compare(log, other), ("a", "b"))
+    for text in found:
+        assert all(line.isprintable() for line in text.split("\n"))
+        assert r"\x1b" in text
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
+    picture: str, logs: dict[str, EventLog]
+) -> None:
+    log = logs["plain"]
+    step = max(e.step for e in log.select("optimizer"))
+    here = (2, step)
+    other = changed(log, lambda e: e if (e.rank, e.step) == here else replace(e, bytes=2 * e.bytes))
+    other.events = [e for e in other.events if (e.rank, e.step) == here or e.op != "forward"]
+    other.samples = {r: found if r == 2 else [] for r, found in log.samples.items()}
+    drawn = [content_of(draw(each, View(picture, 2, step))) for each in (log, other)]
+    assert drawn[0] == drawn[1]
+    assert content_of(draw(log, View(picture))) != drawn[0]
+    if picture != "traffic":  # which is the same in every step
+        assert content_of(draw(log, View(picture, 2))) != drawn[0]
+    for view in (View(picture, 99), View(picture, None, 99), View(picture, 2, 99)):
+        with pytest.raises(UsageError):
+            draw(log, view)
+
+
+def content_of(figure: Figure) -> bytes:
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return bytes(canvas.buffer_rgba())
 
 
 def test_the_parser_is_built_without_torch() -> None:

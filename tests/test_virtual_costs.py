@@ -123,7 +123,7 @@ def test_attention_counts_as_torch_does_and_half_if_causal(
     found = [c for name, c in costs(lambda: attend(shape, causal)) if "attention" in name]
     share = 0.5 if causal else 1.0
     assert [c.flops for c in found] == [share * forward, share * backward]
-    assert [c.attention for c in found] == [0.0, backward]
+    assert [c.unmasked for c in found] == [0.0, backward]
 
 
 def test_fake_tensors_cost_what_real_ones_do() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -422,3 +423,61 @@ def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and
     assert event.start_us == pytest.approx(H100.launch_us + fill_us)
     assert event.dur_us == pytest.approx(reduce_us)
     assert found.step_seconds * 1e6 == pytest.approx(event.end_us + fill_us)
+
+
+def time_of(function: Callable[[], Any]) -> tuple[float, float, int]:
+    """µs, FLOPs and peak bytes of what a function does in a world of its own."""
+    with world_of(8) as world:
+        world.allocator.reset_peak()
+        function()
+        world.clock.synchronize()
+        return world.clock.host, world.flops, world.allocator.peak
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_dropout_costs_what_it_costs_without(causal: bool) -> None:
+    def attend(dropout: float) -> None:
+        q = torch.empty(2, 4, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
+        F.scaled_dot_product_attention(q, q, q, None, dropout, causal).sum().backward()
+
+    assert time_of(lambda: attend(0.1)) == time_of(lambda: attend(0.0))
+
+
+def test_dropout_is_one_kernel_each_way_and_keeps_a_mask_of_bytes() -> None:
+    numel = 1 << 20
+    with world_of(8) as world:
+        x = torch.empty(numel, requires_grad=True)
+        y = F.dropout(x, 0.1)
+        assert world.allocator.allocated == numel * (4 + 4 + 1)
+        world.restart()
+        y.backward(torch.empty_like(y))
+        world.clock.synchronize()
+        assert (
+            world.clock.host
+            < 2.5 * world.device.launch_us + 9 * numel / world.device.memory_bandwidth / 0.85 * 1e6
+        )
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_products_cost_the_same_without_gradients(mode: Callable[[], Any]) -> None:
+    def forward() -> None:
+        with mode():
+            nn.Linear(256, 512)(torch.empty(128, 256))
+
+    assert time_of(forward)[1] == 2 * 128 * 256 * 512
+
+
+def test_recurrent_layers_have_flops() -> None:
+    def forward() -> None:
+        nn.LSTM(64, 64, batch_first=True)(torch.empty(4, 10, 64))
+
+    assert time_of(forward)[1] == 2 * 4 * 10 * 64 * 4 * 64 * 2  # four gates, of the input and of the state
+
+
+def test_a_model_can_be_cast_in_a_virtual_world() -> None:
+    with world_of(8):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+        weight = model[0].weight
+        model(torch.empty(2, 8, dtype=torch.bfloat16)).sum().backward()
+        assert isinstance(weight, nn.Parameter) and weight.dtype == torch.bfloat16
+        assert weight.grad is not None and weight.grad.dtype == torch.bfloat16

@@ -30,6 +30,7 @@ def chosen(log: EventLog, subject: str, *, rank: int | None = None, step: int | 
 
 
 def name_of_steps(events: list[Event]) -> str:
-    """For a title: "step 1", "steps 0 to 3"."""
-    first, last = min(e.step for e in events), max(e.step for e in events)
+    """For a title: "step 1", "steps 0 to 3"; what follows the last step that an optimizer ended counts for none."""
+    steps = {e.step for e in events if e.op == "optimizer"} or {e.step for e in events}
+    first, last = min(steps), max(steps)
     return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,8 +1,8 @@
 """Bytes alive on one rank over time, one area per kind: what a step holds, and when it holds most.
 
 The kinds that come and go are stacked on those that stay, except that unsharded parameters lie at the very
-bottom: the closed form of their peak (`accounting.peak_unsharded_bytes`) is a height from zero, and a line at
-that height must touch them and nothing else. Any other expectation is a height of the whole stack.
+bottom: the closed form of their peak (`accounting.peak_unsharded_bytes`) is a height from zero, and their area must
+reach a line at that height and not pass it. What lies on them may. Any other expectation is a height of the whole stack.
 
 Areas have steps, not slopes: a sample holds until the next one. Samples are taken where the recorder looks
 (collectives, resized storages, optimizer steps), so what dies of its own shows in the sample after its death.
@@ -86,7 +86,9 @@ def plot_memory(log: EventLog, *, rank: int = 0, expected: Mapping[str, int] | N
     _draw_peak(axes, stack)
     for line in lines:
         _draw_line(axes, line)
-    title = f"Memory of rank {rank}: at most {style.format_bytes(stack.peak_bytes)} at once"
+    title = (
+        f"Memory of rank {rank} without activations: at most {style.format_bytes(stack.peak_bytes)} at once"
+    )
     figure.text(place[0], 1.0 - 0.3 / _HEIGHT, title, fontsize=style.TITLE_SIZE, weight="bold")
     _draw_legend(figure, axes, left / width)
     return figure

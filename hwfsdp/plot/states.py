@@ -75,7 +75,9 @@ def plot_model_states(
     elements = sum(math.prod(shape) for shape in shapes)
     text = f"{_count(elements)} parameters, {sum(per_element)} bytes each ({_states(per_element)})"
     if measured:
-        text += f"; black: {len(measured)} measured, {_agreement(shapes, measured, shards, per_element)}"
+        text += (
+            f"; filled markers: {len(measured)} measured, {_agreement(shapes, measured, shards, per_element)}"
+        )
     head = sheet.head("Model states of a rank", text, (), _WIDTH + names - _LEFT)
     figure = sheet.new_figure(_WIDTH + names, head.height + _HEIGHT + _BOTTOM)
     axes = sheet.axes_at(figure, _LEFT, _BOTTOM, _WIDTH - _LEFT, _HEIGHT)

@@ -19,6 +19,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import Event
 from hwfsdp.plot import sheet, style
+from hwfsdp.plot.choice import name_of_steps
 from hwfsdp.plot.lanes import (
     ROW_INCHES,
     arrows_left_out,
@@ -109,10 +110,9 @@ def _draw_step_ends(axes: Axes, events: Sequence[Event], named: bool) -> None:
 
 
 def _title(events: Sequence[Event]) -> str:
-    ranks, steps = {e.rank for e in events}, sorted({e.step for e in events})
+    ranks = {e.rank for e in events}
     who = f"rank {min(ranks)}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    return f"Streams of {who}, {when}"
+    return f"Streams of {who}, {name_of_steps(list(events))}"
 
 
 def _subtitle(events: Sequence[Event]) -> str:

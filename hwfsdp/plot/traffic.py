@@ -33,14 +33,17 @@ class _Bar(NamedTuple):
 
 
 def traffic_of(log: EventLog, rank: int) -> dict[str, float]:
-    """Bytes by collective of one optimizer step of a rank; of the recording if it has no optimizer step."""
+    """Bytes by collective of one optimizer step of a rank; of the recording if it has no optimizer step.
+
+    Of parameter groups only, if any moved something: what a script sends besides is in no closed form.
+    """
     events = log.select(rank=rank)
-    steps = max(1, sum(e.op == "optimizer" for e in events))
+    steps = {e.step for e in events if e.op == "optimizer"}
+    moving = [e for e in events if e.op in COLLECTIVES and (not steps or e.step in steps)]
     totals: dict[str, float] = {}
-    for event in events:
-        if event.op in COLLECTIVES:
-            totals[event.op] = totals.get(event.op, 0) + event.bytes
-    return {op: total / steps for op, total in totals.items()}
+    for event in [e for e in moving if e.owner] or moving:
+        totals[event.op] = totals.get(event.op, 0) + event.bytes
+    return {op: total / max(1, len(steps)) for op, total in totals.items()}
 
 
 def plot_traffic(log: EventLog, expected: Mapping[str, Mapping[str, int]]) -> Figure:
@@ -94,7 +97,10 @@ def _bars(
 def _words(nbytes: float, op: str, expected: Mapping[str, Mapping[str, int]]) -> str:
     text = style.format_bytes(round(nbytes))
     for name, traffic in expected.items():
-        more = nbytes - traffic.get(op, 0)
+        closed = traffic.get(op, 0)
+        more = nbytes - closed
+        if more > 0 and closed and nbytes % closed == 0:
+            return f"{text}: {nbytes / closed:.3g} × {name}"
         if more:
             return f"{text}: {abs(more):,.0f} B {'more' if more > 0 else 'less'} than {name}"
         return f"{text}: equal to {name}"

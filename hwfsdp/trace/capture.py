@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Capture:
         handle = register_module_forward_pre_hook(before)
 
     def _begin(self) -> None:
-        self.log = self._recording.enter_context(record())
+        self.log = self._recording.enter_context(record(first_step=self.steps))
 
 
 # --- A script ----------------------------------------------------------------------------------------------
@@ -94,18 +95,19 @@ _ENVIRONMENT = {  # what torchrun sets beside the numbers of ranks; its id makes
 }
 
 
-def run_script(script: Path, arguments: list[str], rendezvous: Path) -> None:
+def run_script(script: Path, arguments: list[str], rendezvous: Path, seconds: float | None = None) -> None:
     """Runs a script to its end, on a rank whose process group is initialized already.
 
     Args:
         rendezvous: a folder that all ranks share, for the process group that the script may want to make itself.
+        seconds: for each collective of that; None: as the script says.
 
     Whatever the script raises is raised; its exit with status 0 is an end like any other.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent.resolve()))
     os.environ.update(_ENVIRONMENT, LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], ROLE_RANK=os.environ["RANK"])
-    with _group_of_its_own(rendezvous):
+    with _group_of_its_own(rendezvous, seconds):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
@@ -114,10 +116,11 @@ def run_script(script: Path, arguments: list[str], rendezvous: Path) -> None:
 
 
 @contextmanager
-def _group_of_its_own(rendezvous: Path) -> Iterator[None]:
+def _group_of_its_own(rendezvous: Path, seconds: float | None = None) -> Iterator[None]:
     """In the block, `init_process_group` makes the group that it is asked for in place of the one that is there.
 
-    There is no port to meet at, so ranks meet in a file; everything else is as the script says.
+    There is no port to meet at, so ranks meet in a file; everything else is as the script says, but for the time that
+    collectives get, where somebody else said that.
     """
     original, made = dist.init_process_group, 0
 
@@ -130,7 +133,8 @@ def _group_of_its_own(rendezvous: Path) -> Iterator[None]:
         asked.pop("store", None)
         where = {"init_method": f"file://{rendezvous.absolute()}/{made}"}
         number = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        original(**{**asked, **where, **number})
+        limit = {} if seconds is None else {"timeout": timedelta(seconds=seconds)}
+        original(**{**asked, **where, **number, **limit})
 
     with ExitStack() as patches:
         for module in (dist, distributed_c10d):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from hwfsdp.about import read_about
 from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.trace import comparison_text, findings_text
@@ -16,17 +14,24 @@ from hwfsdp.trace.export import FORMATS, View, export
 from hwfsdp.trace.findings import examine
 
 
-def run(
-    target: str, arguments: list[str], ranks: int, device: str | None, steps: str, out: Path, as_json: bool
-) -> int:
+class Processes(NamedTuple):
+    """What to run on: ranks, "cpu", "cuda" or None, seconds for a collective (see `runs.trace_run`)."""
+
+    ranks: int
+    device: str | None = None
+    timeout: float | None = None
+
+
+def run(target: str, arguments: list[str], on: Processes, steps: str, out: Path, as_json: bool) -> int:
     """Records a run into `out` and shows what it finds there; 0 if no race is in it."""
     from hwfsdp.trace.runs import DEMO, Target, trace_run
     from hwfsdp.trace.steps import Steps, read_steps
 
     wanted = read_steps(steps) if steps else Steps()
     script = None if target == DEMO else Path(target)
-    with _checked(out):
-        log = trace_run(Target(script, tuple(arguments), wanted), ranks, device, own_output=not as_json)
+    _check_writable(out)
+    asked = Target(script, tuple(arguments), wanted)
+    log = trace_run(asked, on.ranks, on.device, own_output=not as_json, timeout=on.timeout)
     log.save(out)
     findings = examine(log)
     if as_json:
@@ -38,18 +43,13 @@ def run(
     return 1 if findings.races else 0
 
 
-@contextmanager
-def _checked(out: Path) -> Iterator[None]:
-    """Complains now if the file cannot be written; leaves no empty one behind if what comes before it fails."""
+def _check_writable(out: Path) -> None:
+    """Complains now if the file cannot be written; leaves no empty one behind, whatever ends the run."""
     is_new = not out.exists()
     with out.open("ab"):
         pass
-    try:
-        yield
-    except BaseException:
-        if is_new:
-            out.unlink()
-        raise
+    if is_new:
+        out.unlink()
 
 
 def show(file: Path, as_json: bool) -> int:
@@ -102,13 +102,4 @@ def load(file: Path) -> EventLog:
             got="none",
             remedy="Record a step: hwfsdp trace run demo.",
         )
-    try:
-        read_about(log.about)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"trace {str(file)!r}",
-            expected="what a recording says of its parameter groups in otherData",
-            got=f"{type(error).__name__}: {' '.join(str(error).split())}",
-            remedy="Record it again: the file was changed, or is of another version.",
-        ) from None
     return log

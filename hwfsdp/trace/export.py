@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import Event
 from hwfsdp.trace.findings import examine
@@ -21,10 +22,13 @@ _DPI = 150
 
 
 class View(NamedTuple):
-    """What a picture shows. `picture`: one of `PICTURES`; rank, step: of the events, None for all where it can."""
+    """What a picture shows. `picture`: one of `PICTURES`; rank, step: of the events.
+
+    None: all of them; of memory and lifetimes, which are of one rank, the first.
+    """
 
     picture: str = "timeline"
-    rank: int = 0
+    rank: int | None = None
     step: int | None = None
 
 
@@ -66,7 +70,23 @@ def draw(log: EventLog, view: View) -> Figure:
         "overlap": _overlap,
         "traffic": _traffic,
     }
-    return drawing[view.picture](log, view)
+    _check(log, view)
+    of_one_rank = view.picture in ("memory", "lifetimes")
+    rank = min(log.ranks) if of_one_rank and view.rank is None else view.rank
+    return drawing[view.picture](log if rank is None else log.of_rank(rank), view._replace(rank=rank))
+
+
+def _check(log: EventLog, view: View) -> None:
+    if any(view.rank in (None, e.rank) and view.step in (None, e.step) for e in log.events):
+        return
+    ranks, steps = sorted({e.rank for e in log.events}), sorted({e.step for e in log.events})
+    asked = (f"--{name} {n}" for name, n in (("rank", view.rank), ("step", view.step)) if n is not None)
+    raise UsageError(
+        " ".join(asked) or "export",
+        expected="a rank and a step that the trace has events of",
+        got="none",
+        remedy=f"It has ranks {ranks} and steps {steps}." if log.events else "Record a step first.",
+    )
 
 
 def _timeline(log: EventLog, view: View) -> Figure:
@@ -78,13 +98,24 @@ def _timeline(log: EventLog, view: View) -> Figure:
 def _memory(log: EventLog, view: View) -> Figure:
     from hwfsdp.plot.memory import plot_memory
 
-    return plot_memory(log, rank=view.rank)
+    return plot_memory(log if view.step is None else _during(log, view.step), rank=view.rank or 0)
+
+
+def _during(log: EventLog, step: int) -> EventLog:
+    """One rank's part of a step; with what was alive when that began, as a sample holds until the next."""
+    events = log.select(step=step)
+    begin, end = min(e.start_us for e in events), max(e.end_us for e in events)
+    samples = {}
+    for rank, found in log.samples.items():
+        before = [replace(s, us=begin) for s in found if s.us <= begin][-1:]
+        samples[rank] = before + [s for s in found if begin < s.us <= end]
+    return EventLog(events, samples, log.about)
 
 
 def _lifetimes(log: EventLog, view: View) -> Figure:
     from hwfsdp.plot.lifetimes import plot_lifetimes
 
-    return plot_lifetimes(log, rank=view.rank, step=view.step)
+    return plot_lifetimes(log, rank=view.rank or 0, step=view.step)
 
 
 def _overlap(log: EventLog, view: View) -> Figure:
@@ -96,6 +127,8 @@ def _overlap(log: EventLog, view: View) -> Figure:
 def _traffic(log: EventLog, view: View) -> Figure:
     from hwfsdp.plot.traffic import plot_traffic
 
+    if view.step is not None:
+        log = EventLog(log.select(step=view.step), {}, log.about)
     found = examine(log)
     closed = {each.strategy: each.bytes_by_op for each in found.strategies if each.matches}
     if not closed and found.expected is not None:

@@ -41,13 +41,20 @@ class StrategyTraffic(NamedTuple):
     matches: bool
 
 
+class Multiple(NamedTuple):
+    """Every step moved the bytes of these strategies, those of some collectives several times. `times`: how often, by op."""
+
+    strategies: list[str]
+    times: dict[str, int]
+
+
 class RankTimes(NamedTuple):
-    """Of one rank, per step, in µs; `overlap` is the share of the collectives' time that compute hid."""
+    """Of one rank, per step, in µs; `overlap` is the share of the collectives' time that compute hid, None without any."""
 
     rank: int
     step_us: float
     exposed_comm_us: float
-    overlap: float
+    overlap: float | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ class Findings:
         expected: closed form of one step; None where nothing is known of the groups.
         strategies: what they would move; empty where nothing is known of the groups.
         by_rank: times. summary: `EventLog.summary`.
-        races: accesses whose order the log does not prove, in words; None if no event says what memory it touches.
+        races: accesses whose order the log does not prove, in words; None if no event says what memory it touches, or if
+            nothing was seen of what moved. accesses: how many were looked at.
     """
 
     about: About | None
@@ -76,6 +84,13 @@ class Findings:
     by_rank: list[RankTimes]
     summary: dict[str, Any]
     races: list[str] | None
+    accesses: int
+
+    @property
+    def groups_unseen(self) -> bool:
+        """Whether several ranks trained, and no parameter group of `fully_shard`: then others move their gradients, such as
+        `DistributedDataParallel`, from C++, where no recording looks."""
+        return bool(self.about and self.about.world_size > 1 and not self.about.groups and self.steps)
 
     @property
     def same_every_step(self) -> bool:
@@ -88,6 +103,24 @@ class Findings:
             return None
         expected = {op: t for op, t in self.expected.items() if t.calls}
         return all(moved == expected for moved in self.measured.values())
+
+    @property
+    def multiple(self) -> Multiple | None:
+        """What gradient accumulation makes of the log's own strategies; None if one is matched as it is, or none is."""
+        if not (self.expected and self.measured and self.same_every_step):
+            return None
+        once = {op: t for op, t in self.expected.items() if t.bytes}
+        moved = next(iter(self.measured.values()))
+        times = {op: t.bytes // once[op].bytes for op, t in moved.items() if op in once}
+        if moved != {
+            op: Traffic(times.get(op, 0) * t.calls, times.get(op, 0) * t.bytes) for op, t in once.items()
+        }:
+            return None
+        own = {op: t.bytes for op, t in once.items()}
+        names = [
+            s.strategy for s in self.strategies if {op: n for op, n in s.bytes_by_op.items() if n} == own
+        ]
+        return Multiple(names, times) if names and max(times.values(), default=1) > 1 else None
 
 
 def examine(log: EventLog) -> Findings:
@@ -106,14 +139,15 @@ def examine(log: EventLog) -> Findings:
         all(each == first for each in moved.values()),
         expected,
         _strategies(about.groups, first) if about and about.groups else [],
-        [_times(rank, summary["by_rank"][rank]) for rank in ranks],
+        [_times(rank, summary["by_rank"][rank], bool(log.of_rank(rank).collectives())) for rank in ranks],
         summary,
-        _races(log),
+        _races(log, blind=about is not None and about.world_size > 1 and not log.collectives()),
+        sum(len(e.reads) + len(e.writes) for e in log.events),
     )
 
 
-def _races(log: EventLog) -> list[str] | None:
-    if not any(e.reads or e.writes for e in log.events):
+def _races(log: EventLog, blind: bool) -> list[str] | None:
+    if blind or not any(e.reads or e.writes for e in log.events):
         return None
     return [race.sentence for race in find_races(log)]
 
@@ -135,8 +169,9 @@ def _traffic(events: Iterable[Event]) -> TrafficByOp:
     return {op: Traffic(counts[op], nbytes[op]) for op in sorted(counts)}
 
 
-def _times(rank: int, summary: dict[str, Any]) -> RankTimes:
-    return RankTimes(rank, summary["step_us"], summary["exposed_comm_us"], summary["overlap_fraction"])
+def _times(rank: int, summary: dict[str, Any], communicated: bool) -> RankTimes:
+    hidden = summary["overlap_fraction"] if communicated else None
+    return RankTimes(rank, summary["step_us"], summary["exposed_comm_us"], hidden)
 
 
 # --- Closed forms ------------------------------------------------------------------------------------------

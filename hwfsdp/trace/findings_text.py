@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hwfsdp.fields import printable
 from hwfsdp.trace.findings import Findings, Traffic, TrafficByOp
 from hwfsdp.trace.tables import lay_out, ms, number_of
 
@@ -26,6 +27,10 @@ def describe(findings: Findings, name: str) -> str:
 
 
 def _headline(findings: Findings, name: str) -> str:
+    return printable(_said_of_run(findings, name))
+
+
+def _said_of_run(findings: Findings, name: str) -> str:
     about = findings.about
     text = f"{name}: {number_of(len(findings.ranks), 'rank')}, {number_of(len(findings.steps), 'step')}"
     if about is None:
@@ -59,7 +64,7 @@ def _traffic(findings: Findings) -> list[str]:
             ]
         )
     if len(rows) == 1:
-        rows.append(["nothing moved", "", "", "", "", ""])
+        rows.append(["nothing was seen" if findings.groups_unseen else "nothing moved", "", "", "", "", ""])
     title = "What parameter groups moved in one step (bytes are those of whole tensors)"
     notes = [] if findings.same_every_step else _differing_steps(findings)
     if not findings.ranks_agree:
@@ -67,6 +72,12 @@ def _traffic(findings: Findings) -> list[str]:
     if findings.others:
         others = ", ".join(f"{t.calls} × {op} ({t.bytes:,} bytes)" for op, t in findings.others.items())
         notes.append(f"  Besides, in the whole log, collectives of no parameter group: {others}.")
+    if findings.groups_unseen:
+        ranks = findings.about.world_size if findings.about else 0
+        notes.append(
+            f"  It trained on {ranks} ranks. Collectives that C++ calls, as DistributedDataParallel does,"
+        )
+        notes.append("  are not seen; what moved is not known.")
     return [title, *lay_out(rows), *notes]
 
 
@@ -106,21 +117,30 @@ def _strategies(findings: Findings) -> list[str]:
     for each in findings.strategies:
         mark = "← this log" if each.matches else ""
         rows.append([each.strategy, *(f"{each.bytes_by_op[op]:,}" for op in ops), mark])
-    matching = [each.strategy for each in findings.strategies if each.matches]
-    text = "It moves what no strategy does." if not matching else ""
-    text = (
-        text
-        or f"It moves what {' and '.join(matching)} {'does' if len(matching) == 1 else 'do'}: {_SAYS_STRATEGY[matching[-1]]}."
-    )
-    return ["Bytes of one step, by strategy", *lay_out(rows), f"  {text}"]
+    return ["Bytes of one step, by strategy", *lay_out(rows), f"  {_strategy_said(findings)}"]
+
+
+def _strategy_said(findings: Findings) -> str:
+    matching, times = [each.strategy for each in findings.strategies if each.matches], ""
+    multiple = findings.multiple
+    if not matching and multiple is not None:
+        matching = multiple.strategies
+        times = "".join(f", {op} {n} times" for op, n in multiple.times.items() if n > 1)
+    if not matching:
+        return "It moves what no strategy does."
+    do = "does" if len(matching) == 1 else "do"
+    return f"It moves what {' and '.join(matching)} {do}{times}: {_SAYS_STRATEGY[matching[-1]]}."
 
 
 def _times(findings: Findings) -> list[str]:
     rows = [["", "step", "exposed communication", "hidden"]]
     for rank, step, exposed, overlap in findings.by_rank:
-        rows.append([f"rank {rank}", ms(step), ms(exposed), f"{overlap:.0%}"])
+        known = overlap is not None
+        rows.append(
+            [f"rank {rank}", ms(step), ms(exposed) if known else "–", f"{overlap:.0%}" if known else "–"]
+        )
     lines = ["Time of one step, mean", *lay_out(rows)]
-    if len(findings.ranks) > 1:
+    if len(findings.ranks) > 1 and any(overlap is not None for *_, overlap in findings.by_rank):
         lines.append(f"  {_skew(findings.summary)}")
     return lines
 
@@ -129,7 +149,7 @@ def _skew(summary: dict[str, Any]) -> str:
     mean, most, slowest = summary["skew_us"], summary["skew_max_us"], summary["slowest_rank"]
     if mean is None:
         return "How far ranks come apart is not known: their clocks are not on one axis."
-    last = f"; rank {slowest} is the last most often" if slowest is not None else ""
+    last = f"; rank {slowest} is late by the most" if slowest is not None else ""
     return f"The last rank begins a collective {ms(mean)} later than the first, at most {ms(most)}{last}."
 
 
@@ -143,11 +163,15 @@ def _memory(findings: Findings) -> list[str]:
 
 def _races(findings: Findings) -> list[str]:
     if findings.races is None:
-        return ["Whether there are races is not known: no event says what memory it touches."]
+        why = (
+            "nothing was seen of what moved" if findings.accesses else "no event says what memory it touches"
+        )
+        return [f"Whether there are races is not known: {why}."]
     if not findings.races:
-        return ["No races: every access to a buffer is ordered after the one that it needs."]
+        accesses = f"{findings.accesses:,} recorded access{'' if findings.accesses == 1 else 'es'}"
+        return [f"No races among {accesses} to memory: each is ordered after the one that it needs."]
     more = len(findings.races) - _RACES
-    shown = [f"  {race}" for race in findings.races[:_RACES]] + (
+    shown = [f"  {printable(race)}" for race in findings.races[:_RACES]] + (
         [f"  … and {more:,} more"] if more > 0 else []
     )
     return [f"{number_of(len(findings.races), 'race')}:", *shown]
@@ -176,7 +200,9 @@ def as_json(findings: Findings, name: str) -> dict[str, Any]:
         "ranks_agree": findings.ranks_agree,
         "strategies": {each.strategy: each.bytes_by_op for each in findings.strategies},
         "matching_strategies": [each.strategy for each in findings.strategies if each.matches],
+        "multiple": None if findings.multiple is None else findings.multiple._asdict(),
         "by_rank": [each._asdict() for each in findings.by_rank],
         "summary": findings.summary,
         "races": findings.races,
+        "accesses": findings.accesses,
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
@@ -20,6 +21,7 @@ from hwfsdp.ranks import launch
 from hwfsdp.trace.capture import Capture, run_script
 from hwfsdp.trace.steps import Steps
 from hwfsdp.train import TrainConfig, train
+from hwfsdp.worker import init_process_group
 
 DEMO = "demo"
 
@@ -45,24 +47,33 @@ class Captured(NamedTuple):
     steps: int
 
 
-def trace_run(target: Target, ranks: int, device: str | None = None, own_output: bool = True) -> EventLog:
+def trace_run(
+    target: Target,
+    ranks: int,
+    device: str | None = None,
+    own_output: bool = True,
+    timeout: float | None = None,
+) -> EventLog:
     """Runs the target on ranks of its own and returns the log of all of them.
 
     Args:
         device: "cpu" or "cuda"; None: cuda where there is a GPU for each rank.
         own_output: what the script prints goes to `sys.stdout`; off, to `sys.stderr`.
+        timeout: seconds for each collective of the default process group; None: what the script says, or 300.
 
     Raises:
-        UsageError: there is no such script, or it finished before the first step that was to be recorded.
+        UsageError: there are fewer GPUs than ranks, which "cuda" needs; there is no such script, or it finished before the first step that was to be recorded.
         RankError: it raised, on the rank and at the line that the message names.
     """
     _check(target)
+    _check_gpus(ranks, device)
     device = device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
     with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous, contextlib.ExitStack() as output:
         if not own_output:
             output.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
-            captured = launch(capture_on_rank, ranks, target, device, Path(rendezvous), device=device)
+            folder = Path(rendezvous)
+            captured = launch(capture_on_rank, ranks, target, device, folder, seconds=timeout, device=device)
         except RankError as error:
             raise _told_by_line(error, target) from None
     logs = [each.log for each in captured if each.log is not None and each.log.events]
@@ -73,7 +84,25 @@ def trace_run(target: Target, ranks: int, device: str | None = None, own_output:
             got=f"an end after {captured[0].steps} steps",
             remedy="Steps are counted from 0; --steps 0.. records all of them.",
         )
+    _say_if_fewer(target.steps, captured[0].steps)
     return EventLog.merge(logs)
+
+
+def _say_if_fewer(wanted: Steps, made: int) -> None:
+    """On standard error, that the script ended before all steps that were asked for."""
+    if wanted.last is not None and made <= wanted.last:
+        text = f"hwfsdp: the script made {made} steps; of steps {wanted}, {wanted.first}..{made - 1} are recorded"
+        print(text, file=sys.stderr)
+
+
+def _check_gpus(ranks: int, device: str | None) -> None:
+    if device == "cuda" and (gpus := torch.cuda.device_count()) < ranks:
+        raise UsageError(
+            "--device cuda",
+            expected=f"a GPU for each of {ranks} ranks",
+            got=f"{gpus or 'no'} GPU{'s' * (gpus > 1)}",
+            remedy="Use --device cpu, or fewer --ranks." if gpus else "Use --device cpu.",
+        )
 
 
 def _check(target: Target) -> None:
@@ -104,11 +133,15 @@ def _told_by_line(error: RankError, target: Target) -> RankError:
     return found
 
 
-def capture_on_rank(target: Target, device: str, rendezvous: Path) -> Captured:
-    """What a rank does: runs the target, records the steps that are wanted."""
+def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: float | None = None) -> Captured:
+    """What a rank does: runs the target, records the steps that are wanted; `seconds` for each collective."""
+    if seconds is not None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        init_process_group(device, seconds, f"file://{(rendezvous / 'ranks').absolute()}", rank, ranks)
     with Capture(target.steps).running() as capture:
         if target.script is not None:
-            run_script(target.script, list(target.arguments), rendezvous)
+            run_script(target.script, list(target.arguments), rendezvous, seconds)
         else:
             last = target.steps.first + 1 if target.steps.last is None else target.steps.last
             train(TrainConfig(GPTConfig(), steps=last + 2), device)  # whose forward ends the recording

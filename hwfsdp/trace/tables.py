@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hwfsdp.fields import printable
+
 
 def lay_out(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> list[str]:
-    """Lines with the cells of each column below each other: the first `left` columns flush left, numbers flush right."""
+    """Lines with the cells of each column below each other: the first `left` columns flush left, numbers flush right.
+
+    What a cell says is made printable: names come from files.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return [
         (

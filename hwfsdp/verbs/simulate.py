@@ -6,13 +6,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hwfsdp.plot.scaling import ScalingPoint
+    from hwfsdp.virtual.fitting import Choice
     from hwfsdp.virtual.run import Simulation
 
 _CHECKPOINTS = ("none", "selective", "full")
@@ -24,7 +25,7 @@ def add_simulate(verbs: Any) -> None:
         "simulate",
         help="predict a training step on virtual GPUs: speed, memory, communication",
         description="Runs one sharded training step on virtual GPUs, in virtual time, without computing anything.",
-        epilog="Exit status 1 if the model does not fit into the memory of the GPUs.",
+        epilog="Exit status 1 if the step does not fit into the GPUs' memory; of a sweep, if none fits.",
     )
     simulate.set_defaults(run=_simulate)
     _add_what(simulate)
@@ -53,7 +54,7 @@ def _add_what(simulate: argparse.ArgumentParser) -> None:
         "--batch", type=_count, default=1, metavar="B", help="sequences per GPU (default 1)"
     )
     simulate.add_argument(
-        "--seq", type=_count, metavar="S", help="tokens per sequence (default: the model's)"
+        "--seq", type=_length, metavar="S", help="tokens per sequence (default: the model's)"
     )
 
 
@@ -81,6 +82,12 @@ def _add_how(simulate: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1 << 16:
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 to 65536, got {text!r}")
+    return int(text)
+
+
+def _length(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 1 << 24:
         raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
     return int(text)
@@ -107,24 +114,26 @@ def _range(text: str) -> list[int]:
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    from hwfsdp.virtual.fitting import Choice
     from hwfsdp.virtual.report import as_json, report
 
     if args.sweep:
         return _sweep(args)
-    found = _once(args, args.gpus, args.batch, args.checkpoint)
+    found = _once(args, Choice(args.gpus, args.batch, args.checkpoint, args.hsdp))
     if args.trace:
         found.log.save(args.trace)
     if args.png:
         from hwfsdp.plot.timeline import plot_timeline
 
         plot_timeline(found.log).savefig(args.png, format="png")
-    print(json.dumps(as_json(found), indent=2) if args.json else report(found))
+    print(json.dumps(as_json(found), indent=2) if args.json else report(found), flush=True)
     if not found.fits:
         _explain_misfit(args, found)
     return 0 if found.fits else 1
 
 
-def _once(args: argparse.Namespace, gpus: int, batch: int, checkpoint: str) -> Simulation:
+def _once(args: argparse.Namespace, choice: Choice) -> Simulation:
+    import logging
     from dataclasses import replace
 
     import torch
@@ -132,32 +141,81 @@ def _once(args: argparse.Namespace, gpus: int, batch: int, checkpoint: str) -> S
     from hwfsdp.blueprint import find_function
     from hwfsdp.virtual.run import simulate
 
-    settings: dict[str, Any] = {"batch": batch, "checkpoint": checkpoint, "wrap": args.wrap}
-    if args.seq is not None:
-        settings["seq"] = args.seq
+    settings: dict[str, Any] = {"wrap": args.wrap, "reshard_after_forward": args.reshard_after_forward}
+    given = {"batch": choice.batch, "checkpoint": choice.checkpoint, "seq": args.seq}
+    settings |= {name: value for name, value in given.items() if value is not None}
     if args.dtype is not None:
         settings["param_dtype"] = getattr(torch, args.dtype)
-    settings["reshard_after_forward"] = args.reshard_after_forward
     target = find_function(args.model) if ":" in args.model else args.model
-    nodes = args.nodes if gpus == args.gpus else None
-    with redirect_stdout(sys.stderr):  # what a step of the user prints
-        found = simulate(target, gpus, args.device, nodes=nodes, hsdp=args.hsdp, **settings)
+    nodes = args.nodes if choice.gpus == args.gpus else None
+    logging.getLogger("torch").setLevel(
+        logging.CRITICAL
+    )  # of an operator that raises it prints all arguments
+    with redirect_stdout(sys.stderr), _one_line(args.model):  # what a step of the user prints, or raises
+        found = simulate(target, choice.gpus, args.device, nodes=nodes, hsdp=choice.hsdp, **settings)
     return replace(found, target=args.model)
 
 
+@contextmanager
+def _one_line(model: str) -> Iterator[None]:
+    """What the user's code raises, as one line that says where."""
+    import traceback
+
+    from hwfsdp.divergence import place_in
+    from hwfsdp.errors import FSDPError, UsageError
+
+    try:
+        yield
+    except FSDPError:
+        raise
+    except Exception as error:
+        if ":" not in model:
+            raise
+        place = place_in("".join(traceback.format_exception(error)), users_only=True)
+        raise UsageError(
+            f"a virtual step of {model}",
+            expected="it to run",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            + (f", at {place}" if place else ""),
+            remedy="Virtual tensors have shapes, no values, and no device: leave out .cuda() and what reads numbers.",
+        ) from error
+
+
 def _explain_misfit(args: argparse.Namespace, found: Simulation) -> None:
-    from hwfsdp.virtual.fitting import describe_misfit
+    from hwfsdp.virtual.fitting import Choice, describe_misfit
 
-    def simulate_with(gpus: int, batch: int, checkpoint: str) -> Simulation:
-        return _once(args, gpus, batch, checkpoint)
-
-    print(f"hwfsdp: {describe_misfit(found, simulate_with)}", file=sys.stderr)
+    chosen = Choice(args.gpus, args.batch, args.checkpoint, args.hsdp)
+    if found.is_step:
+        chosen = Choice(args.gpus, None, None)
+    said = describe_misfit(found, chosen, lambda choice: _once(args, choice))
+    print(f"hwfsdp: {said}", file=sys.stderr)
 
 
 def _sweep(args: argparse.Namespace) -> int:
+    from hwfsdp.virtual.fitting import Choice
     from hwfsdp.virtual.report import as_json, sweep_report
+
+    _check_sweep(args)
+    found = []
+    for gpus in args.sweep:
+        found.append(_once(args, Choice(gpus, args.batch, args.checkpoint, args.hsdp)))
+        if sys.stderr.isatty():
+            print(f"\r{gpus} GPUs", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r", end="", file=sys.stderr)
+    if args.png:
+        _draw_sweep(found, args.png)
+    if args.trace:
+        found[-1].log.save(args.trace)
+    print(json.dumps([as_json(s) for s in found], indent=2) if args.json else sweep_report(found))
+    return 0 if any(s.fits for s in found) else 1
+
+
+def _check_sweep(args: argparse.Namespace) -> None:
+    """Complains before anything is simulated."""
     from hwfsdp.errors import UsageError
-    from hwfsdp.virtual.run import LIMITS
+    from hwfsdp.virtual.devices import device_named
+    from hwfsdp.virtual.run import placed
 
     if args.nodes is not None:
         raise UsageError(
@@ -166,23 +224,16 @@ def _sweep(args: argparse.Namespace) -> int:
             got=f"--nodes {args.nodes}",
             remedy="Leave out --nodes, or simulate them one by one.",
         )
-    found = []
     for gpus in args.sweep:
-        found.append(_once(args, gpus, args.batch, args.checkpoint))
-        if sys.stderr.isatty():
-            print(f"\r{gpus} GPUs", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print("\r", end="", file=sys.stderr)
-    if args.png:
-        from hwfsdp.plot.scaling import plot_scaling
+        placed(device_named(args.device), gpus, None)
 
-        title = f"{found[0].target} on {found[0].device.name}"
-        figure = plot_scaling(_points_of(found), title=title, caption=f"Predicted: {LIMITS}.")
-        figure.savefig(args.png, format="png")
-    if args.trace:
-        found[-1].log.save(args.trace)
-    print(json.dumps([as_json(s) for s in found], indent=2) if args.json else sweep_report(found))
-    return 0 if any(s.fits for s in found) else 1
+
+def _draw_sweep(found: Sequence[Simulation], path: Path) -> None:
+    from hwfsdp.plot.scaling import plot_scaling
+    from hwfsdp.virtual.run import LIMITS
+
+    title = f"{found[0].target} on {found[0].device.name}"
+    plot_scaling(_points_of(found), title=title, caption=f"Predicted: {LIMITS}.").savefig(path, format="png")
 
 
 def _points_of(found: Sequence[Simulation]) -> list[ScalingPoint]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ def _add_run(actions: Any) -> None:
     )
     run.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where each rank has a GPU")
     run.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="for each collective of the default process group (default: the script's, or 300)",
+    )
+    run.add_argument(
         "--out",
         type=Path,
         default=Path("trace.json"),
@@ -90,7 +97,10 @@ def _add_export(actions: Any) -> None:
         help="which one, as png or svg (default timeline)",
     )
     export.add_argument(
-        "--rank", type=int, default=0, metavar="R", help="of pictures that show one rank (default 0)"
+        "--rank",
+        type=int,
+        metavar="R",
+        help="show this rank only (default: all; of memory and lifetimes, the first)",
     )
     export.add_argument("--step", type=int, metavar="S", help="show this step only, counted from 0")
     export.add_argument("--out", type=Path, metavar="TARGET", help="default: FILE's name with another ending")
@@ -102,13 +112,18 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}")
+    return float(text)
+
+
 def _run(args: argparse.Namespace) -> int:
     start_server()  # it imports torch, and so does the next line
     from hwfsdp.trace import commands
 
-    return commands.run(
-        args.target, args.script_arguments, args.ranks, args.device, args.steps, args.out, args.json
-    )
+    on = commands.Processes(args.ranks, args.device, args.timeout)
+    return commands.run(args.target, args.script_arguments, on, args.steps, args.out, args.json)
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ costs        what an operator costs
 clock        time that passes when an operator is called; streams and events in it
 pools        how a caching allocator lays storages out
 allocator    bytes of a device that is not there
+kernels      what a device runs where a CPU runs something else
 world        what stands in for the machine
 programs     what is simulated
 run          the public door: simulate

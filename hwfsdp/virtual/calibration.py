@@ -148,6 +148,7 @@ def calibrate(ranks: int = 2) -> Device:
         network=link,
         per_node=ranks,
         efficiency=1.0,
+        attention_efficiency=1.0,
         fitted_on=f"measured with {ranks} ranks",
         source="a short benchmark on this machine",
         memory_efficiency=1.0,

@@ -29,20 +29,22 @@ class Cost(NamedTuple):
     Attributes:
         flops: of its matrix products, each multiplication and each addition counted. dtype: they are computed in.
         nbytes: read and written. is_kernel: whether a device runs anything; a view is made by the host alone.
-        attention: of the backward of attention, its FLOPs without the half that causality saves.
+        is_attention: whether it is fused attention, which has a rate of its own.
+        unmasked: of the backward of attention, its FLOPs without the half that causality saves.
     """
 
     flops: float
     dtype: str
     nbytes: int
     is_kernel: bool = True
-    attention: float = 0.0
+    is_attention: bool = False
+    unmasked: float = 0.0
 
     def us(self, device: Device) -> float:
         """Time on the device, in µs."""
         if not self.is_kernel:
             return 0.0
-        arithmetic = self.flops / device.rate(self.dtype)
+        arithmetic = self.flops / device.rate(self.dtype, self.is_attention)
         memory = self.nbytes / (device.memory_bandwidth * device.memory_efficiency)
         return max(device.kernel_us, 1e6 * max(arithmetic, memory))
 
@@ -99,7 +101,7 @@ def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> C
     if name.startswith(_ATTENTION):
         flops, causal = _attention_flops(op, name, args, kwargs)
         whole = flops if name.endswith("_backward") else 0.0
-        return Cost(flops / 2 if causal else flops, dtype, nbytes, attention=whole)
+        return Cost(flops / 2 if causal else flops, dtype, nbytes, is_attention=True, unmasked=whole)
     formula: Callable[..., int] | None = flop_registry.get(op.overloadpacket)
     return Cost(float(formula(*args, **kwargs, out_val=out)) if formula else 0.0, dtype, nbytes)
 

@@ -1,65 +1,99 @@
 """What would fit, when something does not: found by arithmetic, and then tried.
 
-Of what is alive at the peak, shards shrink with the number of GPUs, activations with the batch, and the rest stays. So
-one more simulation, with everything recomputed and one sequence at a time, says whether these GPUs are enough at all. If
-they are, it says for how large a batch; if not, how many it takes. The answer is simulated before it is given.
+Of what is alive at the peak, shards shrink with the number of GPUs that shard, activations with the batch, and the rest
+stays. So one more simulation, with everything recomputed and one sequence at a time, says whether these GPUs are enough at
+all. If they are, it says for how large a batch; if not, how many it takes. Under hybrid sharding more GPUs do not help,
+but sharding over all of them does. Of a step of the user's only the number of GPUs can be changed from outside. The answer
+has been simulated before it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from hwfsdp.virtual.allocator import ACTIVATION
 from hwfsdp.virtual.devices import GIB
 from hwfsdp.virtual.run import Simulation
 
 _SHARDS = ("sharded_param", "sharded_grad", "optimizer_state")
-Try = Callable[[int, int, str], Simulation]  # gpus, batch, checkpoint
+_MOST = 1 << 13  # GPUs; nobody asks for more because a model does not fit
 
 
-def describe_misfit(simulation: Simulation, simulate_with: Try, most_gpus: int = 1 << 16) -> str:
-    """One sentence: by how much it does not fit, and what would.
+@dataclass(frozen=True)
+class Choice:
+    """What may be changed to make something fit; None in `batch` and `checkpoint`: the step is the user's."""
 
-    Args:
-        simulate_with: simulates the same with another number of GPUs, batch and checkpointing.
-    """
+    gpus: int
+    batch: int | None
+    checkpoint: str | None
+    hsdp: bool = False
+
+    @property
+    def flags(self) -> str:
+        """As `hwfsdp simulate` takes them."""
+        given = [f"--gpus {self.gpus}"]
+        given += [f"--batch {self.batch}"] if self.batch is not None else []
+        given += [f"--checkpoint {self.checkpoint}"] if self.checkpoint is not None else []
+        return " ".join([*given, *(["--hsdp"] if self.hsdp else [])])
+
+
+Try = Callable[[Choice], Simulation]
+
+
+def describe_misfit(simulation: Simulation, chosen: Choice, simulate_with: Try) -> str:
+    """One sentence: by how much it does not fit, and what would."""
     over = simulation.peak_allocated_gib - simulation.memory_gib
     text = (
         f"{simulation.target} on {simulation.gpus} × {simulation.device.name} needs {simulation.peak_allocated_gib:.1f} GiB "
         f"of each GPU's {simulation.memory_gib:.1f}, {over:.1f} too many; "
     )
-    found = what_fits(simulation, simulate_with, most_gpus)
+    found = find_fitting(simulation, chosen, simulate_with)
     if found is None:
-        return text + "no number of GPUs is enough: one sequence and one block are too large; shorten --seq"
-    plan = found.plan
-    return text + (
-        f"{found.peak_allocated_gib:.1f} GiB, and so would fit: --gpus {found.gpus} --batch {plan.batch} "
-        f"--checkpoint {plan.checkpoint}"
-    )
+        return (
+            text
+            + f"nor would {_MOST} GPUs do: what does not shrink is too large (shorter sequences would help)"
+        )
+    choice, fitting = found
+    return text + f"{choice.flags} would fit, with {fitting.peak_allocated_gib:.1f} GiB"
 
 
-def what_fits(simulation: Simulation, simulate_with: Try, most_gpus: int) -> Simulation | None:
-    """A simulation that fits, as near to the given one as this finds; None if there is none."""
-    gpus, batch = simulation.gpus, simulation.plan.batch
-    least = simulate_with(gpus, 1, "full")
-    if least.fits:
-        for size in _batches(least, batch):
-            found = simulate_with(gpus, size, "full") if size > 1 else least
-            if found.fits:
-                return found
-    shards = sum(nbytes for kind, nbytes in least.peak_by_kind.items() if kind in _SHARDS) / GIB
-    room = least.memory_gib - (least.peak_allocated_gib - shards)
-    while room > 0 and gpus < most_gpus:
+def find_fitting(
+    simulation: Simulation, chosen: Choice, simulate_with: Try
+) -> tuple[Choice, Simulation] | None:
+    """A choice that fits, as near to the one made as this finds, and its simulation; None if there is none."""
+    least, found = chosen, simulation
+    if chosen.batch is not None and (chosen.batch > 1 or chosen.checkpoint != "full"):
+        least = replace(chosen, batch=1, checkpoint="full")
+        found = simulate_with(least)
+        if found.fits:
+            for batch in _batches(found, chosen.batch):
+                larger = replace(least, batch=batch)
+                if (tried := simulate_with(larger)).fits:
+                    return larger, tried
+            return least, found
+    if chosen.hsdp:
+        least = replace(least, hsdp=False)
+        found = simulate_with(least)
+        if found.fits:
+            return least, found
+    return _with_more_gpus(found, least, simulate_with)
+
+
+def _with_more_gpus(found: Simulation, least: Choice, simulate_with: Try) -> tuple[Choice, Simulation] | None:
+    shards = sum(nbytes for kind, nbytes in found.peak_by_kind.items() if kind in _SHARDS) / GIB
+    room, gpus = found.memory_gib - (found.peak_allocated_gib - shards), least.gpus
+    while room > 0 and gpus * 2 <= _MOST:
         gpus *= 2
-        if shards * simulation.gpus / gpus <= room:
-            found = simulate_with(gpus, 1, "full")
-            if found.fits:
-                return found
+        if shards * least.gpus / gpus <= room:
+            larger = replace(least, gpus=gpus)
+            if (tried := simulate_with(larger)).fits:
+                return larger, tried
     return None
 
 
 def _batches(least: Simulation, batch: int) -> list[int]:
-    """Batches to try: the largest that should fit, and smaller ones."""
+    """Batches above one to try: the largest that should fit, and smaller ones."""
     activations = least.peak_by_kind.get(ACTIVATION, 0) / GIB
     room = least.memory_gib - (least.peak_allocated_gib - activations)
     size = min(batch, int(room / activations)) if activations else batch
@@ -67,4 +101,4 @@ def _batches(least: Simulation, batch: int) -> list[int]:
     while size > 1:
         sizes.append(size)
         size //= 2
-    return [*sizes, 1]
+    return sizes

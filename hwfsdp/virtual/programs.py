@@ -58,11 +58,12 @@ class Plan:
     param_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        if min(self.batch, self.seq) < 1 or self.checkpoint not in CHECKPOINTS:
+        whole = all(isinstance(n, int) and n >= 1 for n in (self.batch, self.seq))
+        if not whole or self.checkpoint not in CHECKPOINTS or not self.param_dtype.is_floating_point:
             raise UsageError(
                 "simulate",
-                expected=f"a batch and a length of at least 1, and a checkpoint among {', '.join(CHECKPOINTS)}",
-                got=f"batch {self.batch}, length {self.seq}, {self.checkpoint!r}",
+                expected=f"a batch and a length of 1 or more, a checkpoint among {', '.join(CHECKPOINTS)}, a float dtype",
+                got=f"batch {self.batch!r}, length {self.seq!r}, {self.checkpoint!r}, {self.param_dtype}",
                 remedy="Change these settings.",
             )
 

@@ -38,7 +38,8 @@ def report(found: Simulation) -> str:
 
 
 def _fitted(found: Simulation) -> str:
-    return found.device.fitted_on if found.device.host else f"fitted on {found.device.fitted_on}"
+    text = found.device.fitted_on
+    return text if found.device.host or text.startswith("borrowed") else f"fitted on {text}"
 
 
 def _footer(fitted: str) -> list[str]:

@@ -63,6 +63,7 @@ class Simulation:
         peak_allocated_gib: what is alive at once.
         peak_by_kind: bytes alive at that moment, by kind of memory (`memory.KINDS`, and "activation").
         fits: whether `peak_allocated_gib` is within the device's memory.
+        is_step: whether the target made a step of its own, so that batch and checkpointing are not the plan's.
         log: events of rank 0 in the measured step, in virtual time.
     """
 
@@ -78,6 +79,7 @@ class Simulation:
     peak_allocated_gib: float
     peak_by_kind: dict[str, int]
     fits: bool
+    is_step: bool
     log: EventLog = field(repr=False)
 
     @property
@@ -124,6 +126,13 @@ def simulate(
         UsageError: an unknown name, GPUs that the nodes do not divide, or a step that needs the values of a tensor.
         StateError: this process has a process group already.
     """
+    if not isinstance(gpus, int) or not isinstance(nodes, int | None) or (hsdp and "shards" in settings):
+        raise UsageError(
+            "simulate",
+            expected="whole numbers of GPUs and nodes, and of hsdp and shards one",
+            got=f"gpus={gpus!r}, nodes={nodes!r}, hsdp={hsdp!r}, shards={settings.get('shards')!r}",
+            remedy="hsdp=True shards within each node; shards=N over N GPUs.",
+        )
     figures = placed(device_named(device) if isinstance(device, str) else device, gpus, nodes)
     if figures.host:
         settings.setdefault("param_dtype", torch.float32)
@@ -143,14 +152,17 @@ def simulate(
             world.clock.synchronize()
         seconds = world.clock.host / 1e6
         tokens = run.tokens or (plan.batch * plan.seq if "seq" in settings else None)
-        return _result(_name_of(step_or_model), plan, world, Measured(seconds, tokens, log))
+        return _result(
+            _name_of(step_or_model), plan, world, Measured(seconds, tokens, run.tokens is None, log)
+        )
 
 
 class Measured(NamedTuple):
-    """A step that was run: how long it took, the tokens of a GPU, if it said so, and what happened."""
+    """A step that was run: how long it took, the tokens of a GPU, if it said so, whose step it is, and what happened."""
 
     seconds: float
     tokens: int | None
+    is_step: bool
     log: EventLog
 
 
@@ -174,15 +186,26 @@ def placed(device: Device, gpus: int, nodes: int | None) -> Device:
     Raises:
         UsageError: they do not.
     """
-    per_node = min(device.per_node, gpus) if nodes is None else gpus // max(nodes, 1)
-    if gpus < 1 or per_node < 1 or gpus % per_node or (nodes is not None and nodes * per_node != gpus):
-        below = max(gpus // device.per_node, 1) * device.per_node
+    if nodes is None:
+        per_node = min(device.per_node, gpus)
+        if gpus < 1 or gpus % per_node:
+            below = max(gpus // device.per_node, 1) * device.per_node
+            raise UsageError(
+                "simulate",
+                expected=f"nodes that are full, of {device.per_node} GPUs",
+                got=f"{gpus} GPUs" + (f", {gpus - below} more than {below}" if gpus > below else ""),
+                remedy=f"Take {below} or {below + device.per_node} GPUs, or say how many nodes there are.",
+            )
+    elif nodes < 1 or gpus < nodes or gpus % nodes or gpus // nodes > device.per_node:
+        most = device.per_node
         raise UsageError(
             "simulate",
-            expected="GPUs that fill their nodes" if nodes is None else f"GPUs that {nodes} nodes divide",
-            got=f"{gpus} GPUs" + (f", {gpus % device.per_node} more than {below}" if gpus > below else ""),
-            remedy=f"Take {below} or {below + device.per_node}, or say how many nodes there are.",
+            expected=f"the same number of GPUs in each node, 1 to {most}",
+            got=f"{gpus} GPUs on {nodes} nodes",
+            remedy=f"Take a multiple of {nodes} GPUs, {nodes} to {most * nodes}, or another number of nodes.",
         )
+    else:
+        per_node = gpus // nodes
     return replace(device, per_node=per_node)
 
 
@@ -198,6 +221,8 @@ def _planned(target: Target, gpus: int, settings: dict[str, Any]) -> Plan:
     config = config_of(target) if isinstance(target, str) else target
     if "seq" not in settings and isinstance(config, GPTConfig | LlamaConfig):
         settings = {**settings, "seq": config.seq_len}
+    if isinstance(settings.get("wrap"), str):
+        settings = {**settings, "wrap": (settings["wrap"],)}
     plan = Plan(**settings)
     if plan.shards is not None and (plan.shards < 1 or gpus % plan.shards):
         raise UsageError(
@@ -223,7 +248,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         about = read_about(log.about)
         params = sum(prod(p.shape) for group in (about.groups if about else ()) for p in group.params)
         flops = 6.0 * params * measured.tokens + _ATTENTION * world.attention_flops
-        mfu = flops / seconds / max(device.flops.values())
+        mfu = flops / seconds / device.peak(str(plan.param_dtype).removeprefix("torch."))
     summary, steps = log.summary(), max(1, len(log.select("optimizer")))  # whose mean the summary gives
     usable = _USABLE * device.memory
     return Simulation(
@@ -239,5 +264,6 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         peak_allocated_gib=allocator.peak / GIB,
         peak_by_kind=allocator.peak_by_kind(),
         fits=allocator.peak <= usable,
+        is_step=measured.is_step,
         log=log,
     )

@@ -49,7 +49,9 @@ from hwfsdp.compat import (
     fake_tensors,
     group_named,
     around_shape_propagation,
+    exchange,
     init_fake_process_group,
+    is_composite,
     is_fake,
     unseen_by_modes,
 )
@@ -60,6 +62,7 @@ from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.costs import cost_of, tensors_in
 from hwfsdp.virtual.devices import Device
+from hwfsdp.virtual.kernels import device_kernels
 from hwfsdp.virtual.topology import collective_us, span_of
 
 _KIND_OF_NAME = {  # how torch's operators begin → the collective; others exchange like an all-to-all
@@ -114,8 +117,13 @@ class World:
             stack.enter_context(_resizing_seen(self))
             stack.enter_context(_optimizers_seen(self))
             stack.enter_context(around_shape_propagation(self._unmetered))
+            stack.enter_context(
+                mock.patch.object(torch.utils, "swap_tensors", exchange)
+            )  # `module.to(dtype)`
             stack.enter_context(fake_tensors())
             stack.enter_context(Meter(self))
+            if not self.device.host:
+                stack.enter_context(device_kernels())
             yield self
 
     def restart(self) -> None:
@@ -156,6 +164,9 @@ class Meter(DispatchMode):
             return op(*args, **kwargs)
         if op is torch.ops.aten._local_scalar_dense.default and world.steps is not None:
             return world.steps  # Note [The count of steps]
+        if op.namespace == "aten" and is_composite(op):  # under `torch.inference_mode` they come whole
+            with self:
+                return op.decompose(*args, **kwargs)
         out = call(op, args, kwargs)
         made = list(tensors_in(out))
         if made and all(tensor.is_meta for tensor in made):
@@ -167,7 +178,7 @@ class Meter(DispatchMode):
             return out
         cost = cost_of(op, args, kwargs, out)
         world.flops += cost.flops
-        world.attention_flops += cost.attention
+        world.attention_flops += cost.unmasked
         world.clock.run(cost.us(world.device))
         return out
 

@@ -1,0 +1,73 @@
+"""Values that a file says, checked before anybody computes with them.
+
+JSON has numbers without end and without a range, and a file may have been changed. So who reads one says what each value
+must be; what is not so is a ValueError that names the field, and shows the value, cut short and printable.
+
+Left out: files that are not JSON, and entries that are missing, of which Python says enough.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+MOST = 2**63 - 1  # of counts and bytes, which other programs keep in 64 bits
+MOST_RANKS = 2**24  # no machine has as many
+MOST_US = 2.0**53  # µs, 285 years: up to there a float tells them apart
+_SHOWN = 40  # characters of a value
+
+
+def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
+    """An integer in least … most; neither a bool nor a float is one. Raises ValueError for anything else."""
+    if type(value) is not int or not least <= value <= most:
+        bounds = f"{least} or more" if most == MOST else f"{least} to {most}"
+        raise ValueError(f"{name} is {shown(value)}, not a whole number, {bounds}")
+    return value
+
+
+def time_us(name: str, value: Any, least: float = -MOST_US) -> float:
+    """A finite number from `least` on, and no larger than `MOST_US`; kept as it is. Raises ValueError for anything else."""
+    if type(value) not in (int, float) or not (least <= value <= MOST_US and isfinite(value)):
+        raise ValueError(f"{name} is {shown(value)}, not a number of µs{', 0 or more' if least == 0 else ''}")
+    return value  # type: ignore[no-any-return]
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False. Raises ValueError for anything else."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} is {shown(value)}, neither true nor false")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """A string, whatever is in it: who shows it makes it `printable`. Raises ValueError for anything else."""
+    if type(value) is not str:
+        raise ValueError(f"{name} is {shown(value)}, not a text")
+    return value
+
+
+def many(name: str, value: Any) -> list[Any]:
+    """A list, or a tuple as a list. Raises ValueError for anything else."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{name} is {shown(value)}, not a list")
+    return list(value)
+
+
+def named(name: str, value: Any) -> dict[str, Any]:
+    """An object, as JSON calls a dict. Raises ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {shown(value)}, not an object")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its `repr`, cut short."""
+    if type(value) is int and value.bit_length() > 128:  # Python refuses to write those without end
+        return f"a number of {value.bit_length()} bits"
+    said = ascii(value)
+    return said if len(said) <= _SHOWN else f"{said[: _SHOWN - 1]}…"
+
+
+def printable(said: str) -> str:
+    """The same on one line, without what a terminal would obey: such characters as Python writes them, "\\x1b"."""
+    return said if said.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
