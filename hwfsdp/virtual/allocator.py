@@ -19,7 +19,7 @@ from hwfsdp.compat import storage_key
 from hwfsdp.virtual.pools import Block, Pools
 
 ACTIVATION = (
-    "activation"  # the kind of what no one has named: activations, their gradients, temporary results
+    "activation"  # the kind of what nobody has named: activations, their gradients, temporary results
 )
 
 

@@ -6,8 +6,8 @@ Patterson: Roofline, CACM 2009.)
 
 Bytes are those of every tensor that an operator reads or writes, each once: what a kernel without a cache moves. Of a
 tensor that is expanded, only what is there counts. FLOPs are those of matrix products, convolutions and attention, by
-torch's formulas (`torch.utils.flop_counter`); element-wise arithmetic is free beside its bytes. Of causal attention the half that is computed
-counts.
+torch's formulas (`torch.utils.flop_counter`); element-wise arithmetic is free beside its bytes. Of causal attention the
+half that is computed counts.
 """
 
 from __future__ import annotations
@@ -144,7 +144,5 @@ def _attention_flops(op: Any, name: str, args: Sequence[Any], kwargs: dict[str, 
     named = {a.name: a.default for a in arguments_of(op)}
     named |= dict(zip(named, args, strict=False)) | kwargs
     q, k = named["query"].shape, named["key"].shape  # [B, H, T, E]
-    products = (
-        5 if name.endswith("_backward") else 2
-    )  # the first of the forward again, and two for each of its two
+    products = 5 if name.endswith("_backward") else 2  # one of the forward again, and two for each of its two
     return 2.0 * prod(q) * k[-2] * products, bool(named.get("is_causal"))

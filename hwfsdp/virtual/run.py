@@ -43,9 +43,8 @@ LIMITS = (
     "equal ranks without stragglers or congestion; roofline costs with one efficiency per device; "
     "streams do not slow each other down"
 )
-_ATTENTION = (
-    6 / 5
-)  # model FLOPs per FLOP of the backward: 2 + 4 matrix products, of which the latter has 5 with one repeated
+# Model FLOPs of attention per FLOP of its backward: 2 + 4 matrix products, of which 4 are computed there, and one again.
+_ATTENTION = 6 / 5
 _USABLE = 0.99  # of a device's memory; the rest is the driver's
 
 
@@ -59,7 +58,8 @@ class Simulation:
         mfu: model FLOPs utilization: 6 FLOPs per parameter and token, and 12 per layer, width, position and token for
             attention, over peak (the definition of PaLM, arXiv:2204.02311, appendix B); None without tokens.
         exposed_comm_fraction: share of the step in which a collective runs and nothing is computed.
-        peak_memory_gib: what the caching allocator reserves, in GiB, at most the device's memory; what training frameworks report.
+        peak_memory_gib: what the caching allocator reserves, in GiB, at most the device's memory; what training
+            frameworks report.
         peak_allocated_gib: what is alive at once.
         peak_by_kind: bytes alive at that moment, by kind of memory (`memory.KINDS`, and "activation").
         fits: whether `peak_allocated_gib` is within the device's memory.
