@@ -204,7 +204,7 @@ def test_tables_have_a_cell_for_every_value_and_check(records):
         assert {len(row) for row in table.rows} == {len(table.headers)}
     text = "\n".join(as_text(part, of_part(records, part)) for part in ("steps", "memory"))
     assert "targets met" in text
-    assert as_markdown({"cores": 2}, records).count("\n## ") == 6 + 1  # steps come with limits
+    assert as_markdown({"cores": 2}, records).count("\n## ") == 7 + 1  # steps come with limits
 
 
 @pytest.mark.parametrize(
