@@ -156,23 +156,28 @@ def test_an_exception_leaves_the_scope_and_ends_the_span(
     assert all(draft.end is not None for draft in recorder.drafts)
 
 
-def test_events_belong_to_the_step_whose_optimizer_has_not_run_yet() -> None:
+@pytest.mark.parametrize(
+    ("kinds", "steps"),
+    [
+        ([torch.optim.SGD], [0, 0, 1, 1, 2]),
+        ([torch.optim.SGD, torch.optim.AdamW], [0, 0, 0, 0, 1, 1, 1, 1, 2]),  # a step is a round of both
+    ],
+)
+def test_events_belong_to_the_step_whose_optimizers_have_not_all_run_yet(
+    kinds: list[type[torch.optim.Optimizer]], steps: list[int]
+) -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    optimizers = [torch.optim.SGD([weight]), torch.optim.AdamW([weight])]
+    optimizers = [kind([weight]) for kind in kinds] * 2
     with record() as log:
         for optimizer in optimizers:
             with events.span("forward", "compute"):
                 optimizer.step()
         with events.span("forward", "compute"):
             pass
-    assert [(e.op, e.step) for e in log.events] == [
-        ("forward", 0),
-        ("optimizer", 0),
-        ("forward", 1),
-        ("optimizer", 1),
-        ("forward", 2),
-    ]
+    assert [(e.op, e.step) for e in log.events] == list(
+        zip([*["forward", "optimizer"] * len(optimizers), "forward"], steps, strict=True)
+    )
 
 
 # --- Times -------------------------------------------------------------------------------------------------
