@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.contenders import world_mesh
 from benchmarks.fake import in_fake_world
 from hwfsdp.hooks import checked_state
-from hwfsdp.streams import DeviceStream, HostStream
+from hwfsdp.streams import DeviceStream, HostStream, Stream
 from oracles import BITS, Trace, complaints, differences, run_checks
 
 WORLD_SIZE, ROWS = 8, 16
@@ -182,7 +182,8 @@ def train(case: Case, delays: Delays, library: str = "hwfsdp", litters: bool = F
         trace.keep("loss", loss)
         for name, param in model.named_parameters():
             trace.keep(f"grad {name}", None if param.grad is None else param.grad.to_local())
-        streams = vars(checked_state(model, "train").comm_ctx.streams).values() if litters else ()
+        found = vars(checked_state(model, "train").comm_ctx.streams).values() if litters else ()
+        streams = [stream for stream in found if isinstance(stream, Stream)]
         for stream in streams:
             with stream.run():
                 for n, dtype in sizes:  # several at a time
