@@ -23,6 +23,11 @@ Note [Who is late]
     threads wait in gloo, and the waiting for them has the time limit. The leader has four fifths of the time that the
     others have; otherwise they would blame it for waiting. A leader that was itself away for longer than they wait
     finds all reports there, but nobody to answer, and must not decide as if there were.
+
+Note [One message after another]
+    A message is two: its size, then its bytes. Where a step has failed, ranks go on to the next one while messages of
+    this one still travel. Two threads that send to one rank, or two that listen to it, would mix the halves of two
+    messages. So each waits for the one before it.
 """
 
 from __future__ import annotations
@@ -81,6 +86,8 @@ class Agreement:
         self.rank, self.size = 0, 1
         self._inbox: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()  # rank, message, when
         self._failed = threading.Event()
+        self._listeners: dict[int, threading.Thread] = {}  # by rank, who listens to it, or did last
+        self._senders: dict[int, threading.Thread] = {}  # by rank, who sends to it, or did last
         if dist.is_initialized():
             group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -116,7 +123,7 @@ class Agreement:
             FSDPError: the error of the first rank that failed, the same on all ranks; `CheckpointError` if a rank died
                 or did not report in time, or if the error is of no kind of this package.
         """
-        self._failed.clear()
+        self._failed = threading.Event()  # of this step: news of an earlier one may still come
         self._place = f"{self.what}, {phase}"
         if self.size == 1:
             answer = self._attempt(phase, lambda: _each(decide, [_as_sent(work())])[0])
@@ -219,21 +226,10 @@ class Agreement:
 
     def _answer(self, answers: Sequence[Any], hurry: bool) -> None:
         """Sends each rank its answer. In a hurry, those that do not listen are left alone."""
-        senders = [
-            threading.Thread(target=self._send_or_lose, args=(rank, answers[rank]), daemon=True)
-            for rank in range(1, self.size)
-        ]
+        senders = [self._send(rank, answers[rank]) for rank in range(1, self.size)]
         until = time.monotonic() + (_FAREWELL if hurry else self._patience)
         for sender in senders:
-            sender.start()
-        for sender in senders:
             sender.join(max(0.0, until - time.monotonic()))
-
-    def _send_or_lose(self, rank: int, message: dict[str, Any]) -> None:
-        try:
-            self._send(rank, message)
-        except RuntimeError:
-            pass  # it has died; who waits for it next will say so
 
     # --- The others ------------------------------------------------------------------------------------------
 
@@ -241,7 +237,7 @@ class Agreement:
         self._inbox = queue.SimpleQueue()
         self._listen(0)
         report = self._attempt(phase, lambda: _as_sent(work()))
-        threading.Thread(target=self._send_or_lose, args=(0, report), daemon=True).start()
+        self._send(0, report)
         try:
             answer = self._inbox.get(timeout=self._patience)[1]
         except queue.Empty:
@@ -275,18 +271,15 @@ class Agreement:
 
     def _listen(self, rank: int) -> None:
         """Puts the next message of a rank into the inbox, or the exception that tells of its death."""
-        inbox, failed = self._inbox, self._failed
-        worker = threading.Thread(
-            target=_hear, args=(self._carrier, rank, self._tag, inbox, failed), daemon=True
-        )
-        worker.start()
+        args = (self._carrier, rank, self._tag, self._inbox, self._failed)
+        self._listeners[rank] = _go_after(self._listeners.get(rank), _hear, *args)
 
-    def _send(self, rank: int, message: dict[str, Any]) -> None:
+    def _send(self, rank: int, message: dict[str, Any]) -> threading.Thread:
+        """Sends a message to a rank; returns the thread that does."""
         message = {key: value for key, value in message.items() if key != "cause"} | {"in": self._place}
-        data = bytearray(json.dumps(message).encode())
-        size = torch.tensor([len(data)])
-        send_bytes(self._carrier, size.view(torch.uint8), rank, self._tag)
-        send_bytes(self._carrier, torch.frombuffer(data, dtype=torch.uint8), rank, self._tag)
+        args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
+        self._senders[rank] = _go_after(self._senders.get(rank), _tell, *args)
+        return self._senders[rank]
 
 
 def agree(what: str, check: Callable[[], Any], group: dist.ProcessGroup | None) -> None:
@@ -298,6 +291,27 @@ def gather(what: str, work: Callable[[], Any], group: dist.ProcessGroup | None) 
     """What `work` returns on every rank of the group, which JSON can hold; if it raises on any, all raise that error."""
     results: list[Any] = Agreement(group, what).step("preparing", work, lambda found: [found] * len(found))
     return results
+
+
+def _go_after(earlier: threading.Thread | None, do: Callable[..., None], *args: Any) -> threading.Thread:
+    """A thread that does its part when the earlier one has ended. See note [One message after another]."""
+
+    def go() -> None:
+        if earlier is not None:
+            earlier.join()
+        do(*args)
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+    return thread
+
+
+def _tell(group: dist.ProcessGroup, rank: int, tag: int, message: bytearray) -> None:
+    try:
+        send_bytes(group, torch.tensor([len(message)]).view(torch.uint8), rank, tag)
+        send_bytes(group, torch.frombuffer(message, dtype=torch.uint8), rank, tag)
+    except RuntimeError:
+        pass  # that rank has died; who waits for it next will say so
 
 
 def _hear(
@@ -371,11 +385,19 @@ def _link_of(group: dist.ProcessGroup) -> _Link:
                 remedy="Use real ranks, or no process group.",
             )
         if cpu_backend(group) != "gloo" or collectives_are_checked():
-            carrier = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timedelta(seconds=timeout_of(group)),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+            try:
+                carrier = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    timeout=timedelta(seconds=timeout_of(group)),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                )
+            except RuntimeError as error:
+                raise CheckpointError(
+                    "the first checkpoint of these ranks",
+                    expected="all ranks to connect to each other",
+                    got=f"a rank that is gone or does not come: {' '.join(str(error).split())}",
+                    remedy="The last complete checkpoint counts; start all ranks again.",
+                ) from error
         _links[group] = _Link(carrier, count())
     return _links[group]

@@ -26,7 +26,13 @@ from hwfsdp.checkpoint.staging import StateDictStager
 
 
 class SaveHandle:
-    """A save that is under way."""
+    """A save that is under way.
+
+    Attributes:
+        _state_dict: the staged copy, or `Unstaged`; None when nobody needs it any more.
+        _save_id: of the save that has succeeded, "" before. _error: why it has failed. _heard: `wait` was called.
+        _thread: runs `_run`; not a daemon, so that the interpreter waits for it.
+    """
 
     def __init__(self, agreement: Agreement, state_dict: Any, target: Target) -> None:
         self._agreement, self._state_dict, self._target = agreement, state_dict, target
@@ -37,6 +43,13 @@ class SaveHandle:
         self._thread.start()
 
     def _run(self) -> None:
+        """The save, in a thread of its own.
+
+        `save_agreed(agreement, state_dict, target)` does it, with what the handle was made with, and returns the save's id,
+        which goes to `_save_id`. Whatever it raises (any BaseException) goes to `_error`: nobody would see an exception of
+        this thread. However it ends, `_state_dict` is then None: the handle may live long, and buffers that it refers to
+        could not be lent to the next save.
+        """
         try:
             self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
         except BaseException as error:
@@ -49,7 +62,9 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self) -> str:
-        """Waits for the end of the save; returns its id.
+        """Waits for the end of the save (of `_thread`); returns its id.
+
+        From then on `_heard` is True: the next save does not raise the error of this one again.
 
         Raises:
             What `store.save` does, each time it is called.
@@ -71,37 +86,81 @@ class SaveHandle:
         return None if self._heard else self._error
 
 
-_last: SaveHandle | None = None
-_stager: StateDictStager | None = None
+class SaveQueue:
+    """The saves of this process, one under way at a time.
+
+    Attributes:
+        stager: makes the copies, all of them, because the memory to copy into is its. last: the save that was started last,
+            if there was one; it may have ended long ago.
+    """
+
+    def __init__(self) -> None:
+        self.stager = StateDictStager()
+        self.last: SaveHandle | None = None
+
+    def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
+        """`store.async_save`: returns as soon as changes to the tensors cannot change the save any more.
+
+        In this order: an `Agreement(group, "save")`, which every rank has to make at the same place of its program; the end
+        of the save before (`end_before`), since its copy and a new one would take twice the memory, and saves are to end in
+        the order in which they began; the copy (`stage`), here, in the thread that trains, as it is the one that would
+        change the values meanwhile; and the handle (`begin`), whose thread does the rest. That is not waited for.
+
+        Args:
+            state_dict, group: as for `store.async_save`. target: where the save goes.
+
+        Returns:
+            The handle, which is `last`, too, so that the next save finds it.
+
+        Raises:
+            The error of the save before, if nobody has heard of it; then nothing was started.
+        """
+        agreement = Agreement(group, "save")
+        self.end_before(agreement)
+        self.last = self.begin(agreement, self.stage(state_dict), target)
+        return self.last
+
+    def stage(self, state_dict: Any) -> Any:
+        """A copy on the CPU; if there can be none, something that tells the other ranks why.
+
+        Returns:
+            What `stager.stage(state_dict)` returns. If that raises an Exception: `Unstaged(error)`. For the other ranks may
+            have their copies and wait for this one: `save_agreed` raises the error of an `Unstaged` on all of them.
+        """
+        try:
+            return self.stager.stage(state_dict)
+        except Exception as error:
+            return Unstaged(error)
+
+    def begin(self, agreement: Agreement, staged: Any, target: Target) -> SaveHandle:
+        """Starts the thread of a save; `staged`: what `stage` returned."""
+        return SaveHandle(agreement, staged, target)
+
+    def end_before(self, agreement: Agreement) -> None:
+        """Waits for the save that is under way, and raises its error, on all ranks, if any of them has not heard of it.
+
+        A save has failed on all ranks or on none, so that only after a failure they need to ask each other.
+        """
+        if self.last is not None and self.last.failed():
+            agreement.step("ending the save before", self.finish)
+
+    def finish(self) -> None:
+        """Waits for the save that is under way; raises its error, if nobody waited for it."""
+        if self.last is not None and self.last.unheard_error() is not None:
+            self.last.wait()
+
+
+_queue = SaveQueue()
 
 
 def start_save(state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
     """`store.async_save`."""
-    agreement = Agreement(group, "save")
-    end_save_before(agreement)
-    global _last
-    _last = SaveHandle(agreement, _stage(state_dict), target)
-    return _last
-
-
-def _stage(state_dict: Any) -> Any:
-    """A copy on the CPU; if there can be none, something that tells the other ranks why."""
-    global _stager
-    try:
-        if _stager is None:
-            _stager = StateDictStager()
-        return _stager.stage(state_dict)
-    except Exception as error:
-        return Unstaged(error)
+    return _queue.start(state_dict, group, target)
 
 
 def end_save_before(agreement: Agreement) -> None:
-    """Waits for the save that is under way, and raises its error, on all ranks, if any of them has not heard of it.
-
-    A save has failed on all ranks or on none, so that only after a failure they need to ask each other.
-    """
-    if _last is not None and _last.failed():
-        agreement.step("ending the save before", finish_saves)
+    """Waits for the save that is under way, and raises its error, on all ranks, if any of them has not heard of it."""
+    _queue.end_before(agreement)
 
 
 def finish_saves() -> None:
@@ -110,8 +169,7 @@ def finish_saves() -> None:
     Raises:
         Its error, if nobody waited for it.
     """
-    if _last is not None and _last.unheard_error() is not None:
-        _last.wait()
+    _queue.finish()
 
 
 def _report_at_exit() -> None:

@@ -36,7 +36,14 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What both have; None if that is nothing."""
+    """What two parts of one tensor have in common.
+
+    Both count from the tensor's first element, and have as many dims as it has: one or more, or none, if the tensor is a
+    single number, which then is what they have in common. A box may be empty (0 along some dim).
+
+    Returns:
+        The box of the elements that are in both, in the same coordinates, a `Box` of two tuples; None if there are none.
+    """
     starts = tuple(max(a, b) for a, b in zip(one.offset, other.offset))
     ends = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape)]
     shape = tuple(end - start for start, end in zip(starts, ends))
@@ -44,34 +51,65 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """`box`, counted from the first element of `outer`, which contains it."""
+    """The same elements, counted from another origin.
+
+    Args:
+        box: counted from the tensor's first element. outer: the same; `box` lies in it.
+
+    Returns:
+        A box of the same shape whose offset is counted from the first element of `outer`: it cuts out of `outer`'s values
+        (`outer_values[within(box, outer).slices]`) what `box` cuts out of the tensor.
+    """
     return Box(tuple(a - b for a, b in zip(box.offset, outer.offset)), box.shape)
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why the boxes do not tile a tensor of this shape, every element once; None if they do.
 
-    Boxes are compared along the dim in which most of them begin at different places, so that those of a sharded tensor,
-    however many, are compared with their neighbors only.
+    A save asks this of the parts that its ranks have, a load of what a manifest says. So whatever it is given, it answers:
+    boxes may come in any order, from different ranks and of different sizes, cut along any dims, none at all, or nonsense.
+    There may be thousands, of tensors with billions of elements: count with integers, do not mark elements one by one.
+
+    Args:
+        shape: of the tensor; () of a single number, whose one part is `Box((), ())`. Elements: `prod(shape)`.
+        boxes: counted from its first element. An empty box is a fault, too: it holds nothing and has no place.
+
+    Returns:
+        None, if every element is in exactly one box; else one phrase that names a box, or counts elements, such as
+        "the part [4:6] outside the shape [5]" (`str` of a Box is such a bracket). It is a fault if a box has another number
+        of dims than the tensor; if it does not lie within the shape; if two have an element in common (`find_overlap` finds
+        such a pair among boxes within the shape); or if, all that being well, some elements are in none.
     """
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
             return f"a part with {len(box.shape)} dims of a tensor with {len(shape)}"
         if not all(0 <= a and 0 < n and a + n <= size for a, n, size in zip(box.offset, box.shape, shape)):
             return f"the part {box} outside the shape {list(shape)}"
-    dims = range(len(shape))
+    pair = find_overlap(boxes)
+    if pair:
+        return f"the parts {pair[0]} and {pair[1]}, which overlap"
+    covered = sum(box.numel for box in boxes)
+    return None if covered == prod(shape) else f"{covered} of {prod(shape)} elements"
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes of one tensor that have an element in common; None if there are none.
+
+    Boxes are compared along the dim in which most of them begin at different places, so that those of a sharded tensor,
+    however many, are compared with their neighbors only.
+    """
+    dims = range(len(boxes[0].shape) if boxes else 0)
     dim = max(dims, key=lambda d: len({box.offset[d] for box in boxes}), default=None)
     if dim is None:
-        return None if len(boxes) == 1 else f"{len(boxes)} parts for one element"
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     ordered = sorted(boxes, key=lambda box: box.offset[dim])
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if other.offset[dim] >= box.offset[dim] + box.shape[dim]:
                 break
             if intersection(box, other):
-                return f"the parts {box} and {other}, which overlap"
-    covered = sum(box.numel for box in boxes)
-    return None if covered == prod(shape) else f"{covered} of {prod(shape)} elements"
+                return box, other
+    return None
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

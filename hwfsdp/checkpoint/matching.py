@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,14 +213,9 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
         readers = _Readers(match.manifest, folder, opened)
         parts = _rooms_for(match)
         jobs: list[Callable[[], None]] = []
-        for path, target in match.tensors.items():
-            entry, box = match.manifest.entries[path], box_of(target)
-            assert isinstance(entry, TensorEntry) and box is not None
-            for chunk in match.manifest.chunks_of(entry):
-                shared = intersection(box, chunk.box)
-                if shared:
-                    reader = readers.of(entry, chunk)
-                    jobs += _jobs(reader, chunk.box, parts[path], box, shared)
+        for need in needs_of(match):
+            reader = readers.of(need.entry, need.chunk)
+            jobs += _jobs(reader, need.chunk.box, parts[need.entry.path], need.box, need.shared)
         with ThreadPoolExecutor(_THREADS) as pool:
 
             def run(job: Callable[[], None]) -> None:
@@ -233,6 +228,45 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
         parts[path] = _cast(path, parts[path], match.tensors[path].dtype)
     _check_overlaps(match, parts)
     return parts
+
+
+class Need(NamedTuple):
+    """What this rank needs of one chunk of a save. All boxes count from the first element of the whole tensor.
+
+    Attributes:
+        entry: the tensor, as the manifest lists it at the path of the target. chunk: one of its chunks.
+        box: what this rank has of the target. shared: what of it the chunk holds; never empty.
+    """
+
+    entry: TensorEntry
+    chunk: Chunk
+    box: Box
+    shared: Box
+
+
+def needs_of(matched: Match) -> Iterator[Need]:
+    """What has to be read, from which chunks, and where it goes.
+
+    This is where a save of W ranks meets a load on W': chunks are cut as the saving ranks had the tensor, `box_of` a target
+    says what this rank has of it now, and only what is in both is read.
+
+    Args:
+        matched: `matched.tensors` holds, by path, every target of which this rank has a part;
+            `matched.manifest.entries[path]` is the saved tensor of the same path. Which chunks that has,
+            `matched.manifest.chunks_of(entry)` knows: a tensor that was one object with another at the save lists none
+            itself.
+
+    Returns:
+        A `Need` for each pair of a target and a chunk that have elements in common, for others none. Those of one target
+        tile its box.
+    """
+    for path, target in matched.tensors.items():
+        entry, box = matched.manifest.entries[path], box_of(target)
+        assert isinstance(entry, TensorEntry) and box is not None
+        for chunk in matched.manifest.chunks_of(entry):
+            shared = intersection(box, chunk.box)
+            if shared:
+                yield Need(entry, chunk, box, shared)
 
 
 def _rooms_for(match: Match) -> dict[KeyPath, Tensor]:

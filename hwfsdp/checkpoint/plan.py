@@ -37,7 +37,8 @@ from hwfsdp.checkpoint.manifest import (
     name_of,
 )
 from hwfsdp.checkpoint.state_dict import bytes_of, check_data
-from hwfsdp.checkpoint.traverse import Path, child_of, items_of, map_leaves, show
+from hwfsdp.checkpoint.traverse import Path as KeyPath
+from hwfsdp.checkpoint.traverse import child_of, items_of, map_leaves, show
 from hwfsdp.checkpoint.values import dtype_named, encode
 from hwfsdp.compat import is_shard, local_of
 from hwfsdp.errors import UnsupportedError, UsageError
@@ -54,9 +55,9 @@ class LocalParts:
     """
 
     description: dict[str, Any]
-    tensors: dict[Path, tuple[Tensor, Box]]
+    tensors: dict[KeyPath, tuple[Tensor, Box]]
 
-    def bytes_of(self, path: Path, box: Box) -> memoryview:
+    def bytes_of(self, path: KeyPath, box: Box) -> memoryview:
         """The bytes of a box within the part that this rank has."""
         part, outer = self.tensors[path]
         return view_bytes(part[within(box, outer).slices])
@@ -69,7 +70,21 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 
 def box_of(tensor: Tensor) -> Box | None:
-    """Which part of the whole this rank has; None if nothing."""
+    """Which part of the whole this rank has, counted from the first element of the whole.
+
+    A save asks it of what it writes, a load of what it fills, each on its own mesh: whatever depends on the number of ranks
+    is in here, and a checkpoint itself knows none.
+
+    Args:
+        tensor: a plain tensor, of which every rank has all; or a DTensor, of which this rank has what its placements say, on
+            a mesh that this rank may not be in (`device_mesh.get_coordinate()` is then None).
+
+    Returns:
+        None if this rank has no element: it is not in the mesh, its shard is empty, or the tensor has no elements at all.
+        Otherwise a `Box` of two tuples (not lists: boxes are keys of dicts). Of a DTensor, `layout.
+        compute_local_shape_and_global_offset(shape, mesh, placements)` gives shape and offset, in this order, for any
+        number of cuts, even or not. Padding is no part of either.
+    """
     if not isinstance(tensor, DTensor):
         box = whole(tensor.shape)
     elif tensor.device_mesh.get_coordinate() is None:
@@ -103,10 +118,10 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
         )
     containers: list[Any] = [[[], "dict"]]
     entries: list[dict[str, Any]] = []
-    tensors: dict[Path, tuple[Tensor, Box]] = {}
+    tensors: dict[KeyPath, tuple[Tensor, Box]] = {}
     first: dict[Any, dict[str, Any]] = {}
 
-    def visit(path: Path, value: Any, _: Any) -> None:
+    def visit(path: KeyPath, value: Any, _: Any) -> None:
         for n in range(1, len(path)):
             note_container(path[:n])
         _check_keys(path)
@@ -127,9 +142,9 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
                 if _has_replicas(value, world_size):
                     entries[-1]["crc32"] = zlib.crc32(view_bytes(part_of(value)))
 
-    noted: set[Path] = {()}
+    noted: set[KeyPath] = {()}
 
-    def note_container(path: Path) -> None:
+    def note_container(path: KeyPath) -> None:
         if path not in noted:
             noted.add(path)
             containers.append([path, _kind_at(state_dict, path)])
@@ -138,13 +153,13 @@ def describe(state_dict: Mapping[Any, Any], world_size: int) -> LocalParts:
     return LocalParts({"containers": containers, "entries": entries}, tensors)
 
 
-def _kind_at(tree: Any, path: Path) -> str:
+def _kind_at(tree: Any, path: KeyPath) -> str:
     for key in path:
         tree = child_of(tree, key)
     return "list" if isinstance(tree, list) else "tuple" if isinstance(tree, tuple) else "dict"
 
 
-def _check_keys(path: Path) -> None:
+def _check_keys(path: KeyPath) -> None:
     for n, key in enumerate(path):
         if type(key) not in (int, str):
             raise UsageError(
@@ -155,7 +170,7 @@ def _check_keys(path: Path) -> None:
             )
 
 
-def _encoded(path: Path, value: Any) -> Any:
+def _encoded(path: KeyPath, value: Any) -> Any:
     try:
         json_value = encode(value)
         if isinstance(json_value, int):
@@ -171,7 +186,7 @@ def _encoded(path: Path, value: Any) -> Any:
         ) from None
 
 
-def _schema(path: Path, tensor: Tensor) -> dict[str, Any]:
+def _schema(path: KeyPath, tensor: Tensor) -> dict[str, Any]:
     return {"path": path, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
@@ -192,12 +207,12 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _check_tensor(path: Path, tensor: Tensor) -> None:
+def _check_tensor(path: KeyPath, tensor: Tensor) -> None:
     check_data(path, tensor)
     check_kind(path, tensor)
 
 
-def check_kind(path: Path, tensor: Tensor) -> None:
+def check_kind(path: KeyPath, tensor: Tensor) -> None:
     """Raises `UnsupportedError` for tensors whose values are not simply numbers in memory; `UsageError` for Partial."""
     inner = part_of(tensor)
     wrapper: bool = is_traceable_wrapper_subclass(inner)
@@ -257,8 +272,8 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
     for rank, other in enumerate(descriptions[1:], 1):
         _check_alike(descriptions[0], other, rank)
     containers = {tuple(path): kind for path, kind in descriptions[0]["containers"]}
-    entries: dict[Path, Entry] = {}
-    holders: dict[tuple[Path, Box], list[int]] = {}
+    entries: dict[KeyPath, Entry] = {}
+    holders: dict[tuple[KeyPath, Box], list[int]] = {}
     for i, first in enumerate(descriptions[0]["entries"]):
         path = tuple(first["path"])
         if "value" in first:
@@ -272,7 +287,7 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
     return _lay_out(Manifest(save_id, (), containers, entries), holders, len(descriptions))
 
 
-def _alias_of(by_rank: list[dict[str, Any]]) -> Path | None:
+def _alias_of(by_rank: list[dict[str, Any]]) -> KeyPath | None:
     """The path of the tensor that has the same memory on every rank that has a part of it."""
     aliases = {
         tuple(entry["alias"]) if "alias" in entry else None for entry in by_rank if entry["box"] is not None
@@ -310,7 +325,7 @@ def _brief(entry: dict[str, Any]) -> str:
     return f"a tensor of shape {tuple(entry['shape'])} and {entry['dtype']}"
 
 
-def _refuse(path: Path, expected: str, got: str) -> None:
+def _refuse(path: KeyPath, expected: str, got: str) -> None:
     raise UsageError(
         show(path),
         expected=expected,
@@ -319,9 +334,26 @@ def _refuse(path: Path, expected: str, got: str) -> None:
     )
 
 
-def _holders_of(path: Path, by_rank: list[dict[str, Any]]) -> dict[tuple[Path, Box], list[int]]:
-    """The distinct boxes of a tensor and the ranks that have each; checks that copies are equal and parts tile."""
-    holders: dict[tuple[Path, Box], list[int]] = {}
+def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
+    """Who has which part of one tensor; checks that copies are equal, and that the parts make up the whole.
+
+    The leader of a save calls it for every tensor. What comes out decides who writes: each box once, by one of its ranks.
+
+    Args:
+        path: of the tensor in the state dict.
+        by_rank: what each rank says of the tensor, in the order of ranks, as JSON: "shape", a list, the same on all; "box",
+            [offset, shape], two lists, or None if the rank has nothing of it; where other ranks may have the same box
+            (replicas), "crc32", a checksum of its bytes, which is left out otherwise.
+
+    Returns:
+        By (path, box), the ranks that have the box, in their order. Boxes are `Box`es of tuples, in the order in which they
+        are met; those that several ranks have are there once.
+
+    Raises:
+        UsageError: by `_refuse(path, expected, got)`. Two ranks have the same box with different checksums: `got` shows
+            both. Or the distinct boxes do not tile the shape: `got` is what `find_fault` says.
+    """
+    holders: dict[tuple[KeyPath, Box], list[int]] = {}
     for rank, entry in enumerate(by_rank):
         if entry["box"] is None:
             continue
@@ -340,25 +372,25 @@ def _holders_of(path: Path, by_rank: list[dict[str, Any]]) -> dict[tuple[Path, B
     return holders
 
 
-def _lay_out(manifest: Manifest, holders: dict[tuple[Path, Box], list[int]], world_size: int) -> Manifest:
+def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], world_size: int) -> Manifest:
     """The manifest with a place in some rank's file for every box; large ones are shared out among their holders."""
 
-    def nbytes(item: tuple[Path, Box]) -> int:
+    def nbytes(item: tuple[KeyPath, Box]) -> int:
         entry = manifest.entries[item[0]]
         assert isinstance(entry, TensorEntry)
         return item[1].numel * entry.dtype.itemsize
 
-    candidates: dict[tuple[Path, Box], list[int]] = {}
+    candidates: dict[tuple[KeyPath, Box], list[int]] = {}
     for (path, box), ranks in holders.items():
         parts = min(len(ranks), max(1, nbytes((path, box)) // BLOCK_BYTES))
         candidates.update({(path, part): ranks for part in slices_of(box, parts)})
     load = [0] * world_size
-    chosen: dict[tuple[Path, Box], int] = {}
+    chosen: dict[tuple[KeyPath, Box], int] = {}
     for item in sorted(candidates, key=lambda item: (len(candidates[item]) > 1, -nbytes(item))):
         chosen[item] = min(candidates[item], key=lambda rank: load[rank])  # sole holders first: no choice
         load[chosen[item]] += nbytes(item)
     ends = [ALIGNMENT] * world_size
-    chunks: dict[Path, list[Chunk]] = {}
+    chunks: dict[KeyPath, list[Chunk]] = {}
     for item in candidates:
         file = chosen[item]
         at = -(-ends[file] // ALIGNMENT) * ALIGNMENT

@@ -212,7 +212,32 @@ def begin(path: Path) -> str:
 
 
 def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
-    """Brings manifest and names to the disk, then lets the save count."""
+    """Brings manifest and names to the disk, then lets the save count: the commit.
+
+    The leader calls it when the data files of all ranks are in `path / save_id`, their bytes on the disk, but neither the
+    names of these files nor that of the folder. The process may be killed between any two operations, and the machine may
+    lose its power. A file then has at least the bytes that it had at its last fsync, and a directory at least the names that
+    it had at its own; of what came later, any part may be lost. Whenever that happens, a load finds either the save that
+    counted before, all of it, or the new one, all of it. When this function has returned, it is the new one.
+
+    What there is to do:
+        `MANIFEST` in the folder holds `manifest`. A folder in which a file of this name exists passes for a finished save:
+        so the name appears (`os.replace`) when all bytes are on the disk under another name. The folder then has the data
+        files and the manifest, and nothing else.
+        `CURRENT` in `path` holds `_current_bytes(save_id, digest)`. It is replaced in one step, by the file `_NEW` in
+        `path`, and when nothing that it stands for can be lost any more. A save that died may have left a `_NEW`, which
+        has to go: `blocks.write_small_file(path, data)` writes and fsyncs a file that is not there yet.
+        Names get to the disk by `blocks.sync_directory` of the directory that holds them.
+
+    Args:
+        path: of the checkpoint. save_id: the name of the new save's folder in it. manifest: its text. digest: the SHA-256
+            of the manifest, for `CURRENT`.
+
+    Raises:
+        OSError: the disk failed. The save from before counts, and if there was none, there is no `CURRENT`: after a failure
+            of the last step, which makes the replaced name last, `_put_back(path, before)` sees to that, with the bytes that
+            `CURRENT` had before it was replaced, or None.
+    """
     folder = path / save_id
     blocks.write_small_file(folder / f"{MANIFEST}.new", manifest)
     os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)  # where one is, all of it is

@@ -115,7 +115,27 @@ class StateDictStager:
         return result
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
-        """Tensors in lent memory, by the same ids, that hold nothing yet, and what to copy there."""
+        """Memory for the copies, lent, and what is to be copied there; `stage` makes the copies when all of it is known.
+
+        What shares memory shares it in the copy, too: tied weights, slices of one buffer, a tensor and its transpose.
+
+        Args:
+            tensors: by id, the tensors of the state dict (of DTensors the local parts), with memory on any device. One
+                tensor comes once, but several may have one storage, or be equal views of it.
+
+        Returns:
+            By the same ids, tensors on the CPU of the same shape, dtype and place among the others, in lent memory that holds
+            nothing yet; and the copies to make, one for each block.
+
+        What there is to do:
+            A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
+            The others are sorted by `untyped_storage()`, which can be a key of a dict, and within one by `_view_of(tensor)`,
+            which can be one, too. Of all distinct views of a storage, `_blocks(views)` makes blocks: what is staged
+            together. `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each.
+            A block is copied by `_copy_of(block, buffer, storage, tensor)`, of which `tensor` is one that has the view
+            `block.views[0]`. `_place_of(view, block)` says where a view lies in the buffer, as offset and stride; every tensor
+            that has this view gets one there: `_over(buffer, view.dtype, offset, view.shape, stride)`.
+        """
         staged: dict[int, Tensor] = {}
         copies: list[_Copy] = []
         sources: defaultdict[Storage, dict[_View, list[int]]] = defaultdict(dict)
@@ -136,7 +156,23 @@ class StateDictStager:
         return staged, copies
 
     def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
-        """A buffer of each of these sizes, in bytes, that nobody refers to (Note [Lent memory])."""
+        """A buffer of each of these sizes that nobody refers to: one that is free, or a new one (Note [Lent memory]).
+
+        Args:
+            source: the storage that is staged. `self._pools[source]` is the list of all buffers ever made for it and not
+                yet released, lent or not; it may not be there yet.
+            sizes: bytes of each buffer; two may be equal.
+
+        Returns:
+            As many buffers as sizes, in their order, no two the same. `is_referred_to_elsewhere(pool, index)` is False for
+            one in the pool that is free, True if anything else than the pool refers to it, directly or through a tensor, a
+            view, an array (a name in this function does so, too), and None if this torch cannot tell: then it is not to
+            be lent. A free one of the right size is lent before one is made; `self._add(pool, size)` makes one and keeps it in
+            the pool.
+
+        Of the buffers that were free when the call began, the pool keeps those that it now lends, and of each size as many
+        more as `sizes` asks for: as many as will be wanted again while these are being written. The rest is released.
+        """
         pool = self._pools.setdefault(source, [])
         free: defaultdict[int, list[int]] = defaultdict(list)
         for index in range(len(pool)):
@@ -391,7 +427,21 @@ def _run(copies: list[_Copy], pinned: bool) -> None:
 
 
 def _rebuilt(state_dict: Any, staged: dict[int, Tensor]) -> Any:
-    """The state dict with the staged tensors, and deep copies of what is no tensor."""
+    """The state dict again, in containers of its own, with the staged tensors and with copies of what is no tensor.
+
+    Args:
+        state_dict: dicts, lists and tuples, with leaves of any kind. staged: by `id` of a tensor of the state dict, its
+            staged tensor, for a DTensor that of the local part.
+
+    Returns:
+        What `map_leaves` makes of it: it calls a function with path, leaf and one argument more for every leaf, once for each
+        object, and returns new containers of the same types with what that returned. A tensor becomes its staged one; a
+        DTensor is wrapped again, `wrap_like(staged part, the DTensor)`; anything else is copied by `_copied(path, leaf,
+        memo)`, with one dict `memo` for all, so that what is one object inside of two leaves stays one.
+
+    Raises:
+        UsageError: a leaf that cannot be copied.
+    """
     memo: dict[int, Any] = {}
 
     def visit(path: Path, value: Any, _: Any) -> Any:
@@ -399,11 +449,16 @@ def _rebuilt(state_dict: Any, staged: dict[int, Tensor]) -> Any:
             return wrap_like(staged[id(value)], value)
         if isinstance(value, Tensor):
             return staged[id(value)]
-        try:
-            return copy.deepcopy(value, memo)
-        except Exception as error:
-            got = f"{type(value).__name__} ({' '.join(str(error).split())})"
-            remedy = "Take it out, or store what it is made of instead."
-            raise UsageError(show(path), expected="what can be copied", got=got, remedy=remedy) from error
+        return _copied(path, value, memo)
 
     return map_leaves(visit, state_dict)
+
+
+def _copied(path: Path, value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a leaf; `memo` as of `copy.deepcopy`."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        got = f"{type(value).__name__} ({' '.join(str(error).split())})"
+        remedy = "Take it out, or store what it is made of instead."
+        raise UsageError(show(path), expected="what can be copied", got=got, remedy=remedy) from error

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch
+from hwfsdp.checkpoint import agreement as agreement_module
 from hwfsdp.checkpoint.agreement import Abandoned, Agreement
+from hwfsdp.compat import send_bytes
 
 LATER = threading.Event()  # never set
 
@@ -106,6 +108,36 @@ def test_ranks_that_still_work_are_stopped():
     launch(fail_while_others_work, 4, timeout=60)
 
 
+def go_on_after_a_failure(fifo: Path) -> Any:
+    """The leader fails at once; the others end their part of that step when the leader is in the next."""
+    agreement = Agreement(None, "test")
+
+    def fail_or_wait() -> None:
+        if agreement.rank == 0:
+            raise OSError(28, "No space left on device", "/some/file")
+        fifo.read_text()
+
+    def release() -> int:
+        if agreement.rank == 0:
+            fifo.write_text("go on")
+        return agreement.rank
+
+    def send_slowly(group: Any, data: Any, rank: int, tag: int) -> None:
+        if data.numel() > 8:  # the second half: another thread would have the time to send its first
+            LATER.wait(0.2)
+        send_bytes(group, data, rank, tag)
+
+    agreement_module.send_bytes = send_slowly if agreement.rank else send_bytes
+    with pytest.raises(CheckpointError, match="No space left"):
+        agreement.step("failing", fail_or_wait)
+    return agreement.step("going on", release, lambda reports: [reports] * len(reports))
+
+
+def test_a_report_that_comes_after_its_step_is_not_taken_for_one_of_the_next(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    assert launch(go_on_after_a_failure, 2, tmp_path / "fifo", timeout=60) == [[0, 1]] * 2
+
+
 def die(victim: int, point: str, path: Path) -> None:
     agreement = Agreement(None, "test")
 
@@ -125,6 +157,7 @@ def die(victim: int, point: str, path: Path) -> None:
         kill("decide")
         return reports
 
+    agreement.step("beginning", lambda: None)  # until all are connected to all
     kill("before")
     try:
         agreement.step("dying", work, decide)
