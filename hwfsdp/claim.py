@@ -50,29 +50,74 @@ def claim(
     Raises:
         UsageError, UnsupportedError: a parameter cannot be sharded, or not in this way.
     """
-    claims: dict[nn.Parameter, Claim] = {}
-    for prefix, owner in managed_modules(modules):
-        for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if param in ignored:
-                continue
-            if param not in claims:
-                _check_param(prefix + name, param)
-                dim = _chosen_dim(prefix + name, param, choose, mesh)
-                claims[param] = Claim(param, [], prefix + name, spread(param, dim, mesh, prefix + name))
-            claims[param].slots.append(Slot(owner, name))
-    return list(claims.values())
+    claims = []
+    for param, fqn, slots in parameters_to_claim(modules, ignored):
+        _check_param(fqn, param)
+        dim = _chosen_dim(fqn, param, choose, mesh)
+        claims.append(Claim(param, slots, fqn, spread(param, dim, mesh, fqn)))
+    return claims
+
+
+class Unclaimed(NamedTuple):
+    """A parameter that no group has: its first name, and all places where it is registered, the first one first."""
+
+    param: nn.Parameter
+    fqn: str
+    slots: list[Slot]
+
+
+def parameters_to_claim(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Unclaimed]:
+    """The parameters that a call of `fully_shard` makes one group of, frozen ones included.
+
+    They are those of `managed_modules`, without those in `ignored`, in the order in which modules and their parameters were
+    registered. Every rank makes this list for itself, and the flat buffers of all ranks have to fit together, so the
+    order must follow from the model alone.
+
+    A parameter may be registered at several places, in two modules or twice in one: a *tied* parameter, one object with
+    several names. It is listed once, where it comes first, with all its places: whoever exchanges it later has to
+    exchange it at every one of them. `module.named_parameters(recurse=False, remove_duplicate=False)` lists a
+    module's own parameters with all their names.
+
+    Returns:
+        For each an `Unclaimed(param, fqn, slots)`: the fqn is the prefix that `managed_modules` gives and the name in that
+        module, of its first place; slots are its places (`Slot(module, name)`), each once, in order.
+    """
+    found: dict[nn.Parameter, Unclaimed] = {}
+    for prefix, module in managed_modules(modules):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param not in ignored:
+                unclaimed = found.setdefault(param, Unclaimed(param, prefix + name, []))
+                unclaimed.slots.append(Slot(module, name))
+    return list(found.values())
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """`modules` and those below them that no other state manages, each once, with names relative to the first."""
-    seen = set(modules)
+    """The modules whose parameters a call of `fully_shard` is about, with their prefixes.
+
+    These are `modules` themselves, and all modules below them, down to those that have a state already (`state_of(module)`
+    is not None): an earlier call has sharded these, and they and everything below them are left to it.
+
+    In the order of `nn.Module.named_modules`: a module comes before what is below it, children in the order of
+    registration (`named_children`), everything below one child before the next one. A module that is reached twice, since it
+    is registered at two places, comes once, where it is reached first.
+
+    Args:
+        modules: not sharded yet; none of them is below another.
+
+    Yields:
+        (prefix, module). A prefix is what to put before the name of a module's parameter: "" for `modules` themselves, and
+        "blocks.0.mlp." for what is called `blocks.0.mlp` in the one of `modules` that it is in.
+    """
+    seen = set[nn.Module]()
     stack = [("", module) for module in reversed(modules)]
     while stack:
         prefix, current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
         yield prefix, current
-        children = [(name, child) for name, child in current.named_children() if child not in seen]
-        seen.update(child for _, child in children)
-        stack.extend((f"{prefix}{name}.", c) for name, c in reversed(children) if state_of(c) is None)
+        children = [(f"{prefix}{name}.", c) for name, c in current.named_children() if state_of(c) is None]
+        stack.extend(reversed(children))
 
 
 def outermost(modules: Sequence[Any]) -> list[nn.Module]:

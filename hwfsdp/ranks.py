@@ -119,6 +119,7 @@ def run_ranks(
     write: Callable[[str], None],
     unpickle: Callable[[bytes], Any] | None,
     environ: Mapping[str, str] | None = None,
+    prepare: Callable[[str], object] | None = None,
 ) -> list[Any]:
     """What `launch` does, for callers that must not trust their ranks (see `messages`).
 
@@ -127,18 +128,22 @@ def run_ranks(
         write: gets what the ranks print.
         unpickle: for what ranks return and raise. None: nothing of theirs is unpickled. What each returned stays the bytes
             that it pickled, and errors are text.
-        environ: of the ranks; None: that of the caller.
+        environ: of the ranks; None: that of the caller. They meet in a folder below its TMPDIR.
+        prepare: called in each rank's process before anything else, with the folder where the ranks meet; an error of it
+            ends the rank.
     """
-    with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous:
+    environ = dict(os.environ if environ is None else environ)
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
         task = Task(
             call,
             world_size,
             device,
             timeout or COLLECTIVE_TIMEOUT,
             rendezvous,
-            dict(os.environ if environ is None else environ),
+            environ,
             max(1, (os.cpu_count() or 1) // world_size),
             sys.stdout.isatty(),
+            None if prepare is None else cloudpickle.dumps(prepare),
         )
         ranks = _start(task)
         _running.append(ranks)

@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class Task:
 
     Attributes:
         folder: where the ranks meet, and where the files of their histories are.
+        prepare: a pickled function, called with the folder before anything else is done.
     """
 
     call: bytes
@@ -47,6 +49,7 @@ class Task:
     environ: dict[str, str]
     threads: int
     isatty: bool
+    prepare: bytes | None = None
 
     @property
     def init_method(self) -> str:
@@ -93,6 +96,8 @@ class _Relay(io.TextIOBase):
 
 def run_rank(rank: int, task: Task, connection: Connection) -> None:
     """What a rank's process does: the task's function, in an initialized process group; tells the caller how it went."""
+    if task.prepare is not None:
+        pickle.loads(task.prepare)(task.folder)
     lock = threading.Lock()
 
     def send(message: Any) -> None:
@@ -105,6 +110,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     os.environ.clear()
     os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
     os.environ[history.PATH] = task.history_of(rank)
+    tempfile.tempdir = None  # the server has asked where it is
     setattr(sys, "stdout", _Relay(send, task.isatty))
     torch.set_num_threads(task.threads)
     try:

@@ -17,12 +17,18 @@ from pathlib import Path
 
 MEMORY = 4 << 30  # bytes of a rank, besides what it was forked with
 FILE = 1 << 30  # bytes of the largest file
+FILES = 2 << 30, 4_000  # bytes of all files of a run, and how many they may be
 PROCESSES = 64  # that all ranks of a run, and what they start, may be at once
+_THREADS = 16 * PROCESSES  # Linux counts threads; those of torch are many
 _PROC = Path("/proc")
 
 
-def limit_this_process() -> None:
-    """Limits what this process may take, and makes it the head of a session, so that what it starts belongs to it."""
+def limit_this_process(own_user: bool = False) -> None:
+    """Limits what this process may take, and makes it the head of a session, so that what it starts belongs to it.
+
+    Args:
+        own_user: it is about to become a user whose processes are all of the same run, so that these can be counted.
+    """
     os.setsid()
     used = (
         int((_PROC / "self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") if _on_linux() else 0
@@ -31,6 +37,7 @@ def limit_this_process() -> None:
         (resource.RLIMIT_DATA, used + MEMORY),
         (resource.RLIMIT_FSIZE, FILE),
         (resource.RLIMIT_CORE, 0),
+        *([(resource.RLIMIT_NPROC, _THREADS)] if own_user else []),
     ):
         _, most = resource.getrlimit(what)
         resource.setrlimit(what, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
@@ -90,25 +97,31 @@ def end_all_below(pid: int, seconds: float = 5.0) -> int:
 
 
 class Watch:
-    """What a watcher saw: whether there were too many processes."""
+    """What a watcher saw: of what there was too much, "processes" or "files"; "" for nothing."""
 
     def __init__(self) -> None:
-        self.exceeded = False
+        self.exceeded = ""
 
 
 @contextmanager
-def nothing_left_behind(limit: int = PROCESSES) -> Iterator[Watch]:
-    """Around a run of ranks: ends them all when there are more than `limit`, and what is left after the block.
+def nothing_left_behind(folder: Path | None = None) -> Iterator[Watch]:
+    """Around a run of ranks: ends them all when they are too many, and what is left after the block.
 
     Ranks of one run at a time: whatever the server of ranks has started is taken for this run's.
+
+    Args:
+        folder: where they may write; they are ended when too much is there.
     """
     watch, over = Watch(), threading.Event()
 
     def look() -> None:
         while not over.wait(0.2):
             server = server_pid()  # the first run of all starts it
-            if server and len(descendants(server)) > limit:
-                watch.exceeded = True
+            if server and len(descendants(server)) > PROCESSES:
+                watch.exceeded = "processes"
+            elif folder is not None and _is_full(folder):
+                watch.exceeded = "files"
+            if server and watch.exceeded:
                 end_all_below(server)
 
     watcher = threading.Thread(target=look, daemon=True)
@@ -120,3 +133,23 @@ def nothing_left_behind(limit: int = PROCESSES) -> Iterator[Watch]:
         watcher.join()
         if server := server_pid():
             end_all_below(server)
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether more is in a folder than may be (`FILES`); blocks that were never written do not count."""
+    most, count = FILES
+    nbytes = number = 0
+    todo = [folder]
+    while todo:
+        try:
+            with os.scandir(todo.pop()) as entries:
+                for entry in entries:
+                    number += 1
+                    nbytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        todo.append(Path(entry.path))
+                    if nbytes > most or number > count:
+                        return True
+        except OSError:
+            continue  # it has just gone
+    return False

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,12 @@ from hwfsdp import ranks, worker
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import COLLECTIVES, Event, Sample
+from hwfsdp.learn.confinement import confine
+from hwfsdp.learn.guard import BLOCKED, Guard, forget
+from hwfsdp.learn.manifest import compiled_body
 from hwfsdp.learn.overlay import Overlay, install
 from hwfsdp.learn.packing import pack, unpack
-from hwfsdp.learn.processes import limit_this_process, nothing_left_behind
+from hwfsdp.learn.processes import nothing_left_behind
 from hwfsdp.messages import read_message
 
 Probe = Callable[..., None]
@@ -48,7 +51,22 @@ Report = dict[str, Any]
 
 RUN_SECONDS = 12.0  # of one run; one that takes longer hangs
 ALL_SECONDS = 17.0  # of all runs of an exercise
+PATIENCE = "HWFSDP_PATIENCE"  # environment: a factor for both, on a slow or crowded machine
+WORLD_SIZE = 2  # of runs whose number of ranks does not matter
 FAILED = "parts that raised"  # in a report: by key, what kept it from being reported
+KEPT = (  # of the environment, for ranks
+    *(
+        "PATH",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "LD_LIBRARY_PATH",
+        "DYLD_LIBRARY_PATH",
+        "GLOO_SOCKET_IFNAME",
+        "HWFSDP_SHARED_MEMORY",
+    ),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONWARNINGS"),
+)
 PRINTED = 4_000  # characters of what ranks print that are kept
 
 
@@ -128,7 +146,7 @@ class Broken(Exception):
     """A run that ended in a way that no code may: nothing of it counts.
 
     Attributes:
-        reason: "died", "late", "exited" or "processes". rank: the first one. got: what happened.
+        reason: "died", "late", "exited", "processes", "files" or "blocked". rank: the first one. got: what happened.
         stacks: where the ranks stood, as text.
     """
 
@@ -142,15 +160,23 @@ class _Order:
     """What a rank is told.
 
     Attributes:
-        module, name, arguments: of the probe. overlay: the package to load; None: as it is.
+        module, name, arguments: of the probe. learner: whose functions to load; None: the package as it is.
         folder: where its standard error goes.
     """
 
     module: str
     name: str
     arguments: dict[str, Any]
-    overlay: Overlay | None
+    learner: _Learner | None
     folder: str
+
+
+@dataclass(frozen=True)
+class _Learner:
+    """A learner's functions, and paths that they have no business with."""
+
+    overlay: Overlay
+    off_limits: tuple[Path, ...]
 
 
 _references: dict[str, Run] = {}  # runs with the package as it is; the same whoever asks
@@ -163,6 +189,8 @@ class Ranks:
         overlay: the learner's functions.
         write: gets what the learner's code prints, the first `PRINTED` characters of it.
         run_seconds: that one run may take.
+        world_size: of runs whose number of ranks does not matter: 1 to 4, since an answer has to hold for all of them.
+        off_limits: paths that a learner's code has no business with: solutions, tests, other submissions.
     """
 
     def __init__(
@@ -170,10 +198,15 @@ class Ranks:
         overlay: Overlay,
         write: Callable[[str], None] = lambda text: None,
         run_seconds: float = RUN_SECONDS,
+        world_size: int = WORLD_SIZE,
+        off_limits: Sequence[Path] = (),
     ) -> None:
-        self.overlay, self.run_seconds = overlay, run_seconds
+        self.overlay, self.world_size = overlay, world_size
+        answers = [compiled_body(place) for submitted in overlay.submitted for place in submitted.places]
+        self.off_limits = (*off_limits, *answers)
+        self.run_seconds = run_seconds * patience()
         self._write, self._left = write, PRINTED
-        self._deadline = time.monotonic() + ALL_SECONDS
+        self._deadline = time.monotonic() + ALL_SECONDS * patience()
         self._runs: dict[str, Run | Broken] = {}
 
     def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
@@ -202,7 +235,8 @@ class Ranks:
         if seconds <= 0.5:
             return Broken("late", 0, f"no end within {ALL_SECONDS:g} s for all runs of the exercise")
         try:
-            return _launch(probe, world_size, arguments, self.overlay, seconds, self._keep)
+            learner = _Learner(self.overlay, self.off_limits)
+            return _launch(probe, world_size, arguments, learner, seconds, self._keep)
         except Broken as broken:
             return broken
 
@@ -211,6 +245,24 @@ class Ranks:
         kept, self._left = text[: self._left], max(0, self._left - len(text))
         if kept:
             self._write(kept)
+
+
+def patience() -> float:
+    """What limits of time are multiplied by.
+
+    Raises:
+        UsageError: the environment says something else than a number from 1 on.
+    """
+    text = os.environ.get(PATIENCE, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 1 <= factor < float("inf"):
+        raise UsageError(
+            PATIENCE, expected="a number from 1 on", got=repr(text), remedy="Unset it, or write 3."
+        )
+    return factor
 
 
 def warm_up() -> None:
@@ -226,22 +278,32 @@ def _launch(
     probe: Probe,
     world_size: int,
     arguments: dict[str, Any],
-    overlay: Overlay | None,
+    learner: _Learner | None,
     seconds: float,
     write: Callable[[str], None],
 ) -> Run:
-    with tempfile.TemporaryDirectory(prefix="hwfsdp-errors-") as folder:
-        order = _Order(probe.__module__, probe.__name__, arguments, overlay, folder)
-        call = cloudpickle.dumps((_run_on_rank, (order,), {}))
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-run-") as name:
+        folder = Path(name)
+        order = _Order(probe.__module__, probe.__name__, arguments, learner, name)
+        prepare = None
+        if learner is not None:
+            prepare = confine(folder, learner.overlay.modules, learner.off_limits).enter
         try:
-            with nothing_left_behind() as watch:
+            with nothing_left_behind(folder) as watch:
                 packed = ranks.run_ranks(
-                    call, world_size, seconds, "cpu", write=write, unpickle=None, environ=_environment()
+                    cloudpickle.dumps((_run_on_rank, (order,), {})),
+                    world_size,
+                    seconds,
+                    "cpu",
+                    write=write,
+                    unpickle=None,
+                    environ=_environment(folder),
+                    prepare=prepare,
                 )
         except RankError as error:
             if watch.exceeded:
-                raise Broken("processes", error.rank, "too many processes", "") from None
-            raise _broken(error, Path(folder)) from None
+                raise Broken(watch.exceeded, error.rank, f"too many {watch.exceeded}") from None
+            raise _broken(error, folder) from None
     try:
         return _run_of([_result(data) for data in packed])
     except (UsageError, TypeError, KeyError, ValueError, pickle.UnpicklingError) as error:
@@ -255,15 +317,18 @@ def _run_of(results: list[Report]) -> Run:
         raise TypeError("an exception of another form")
     if not all(isinstance(frame["file"] + frame["text"], str) for r in raised for frame in r.frames):
         raise TypeError("a traceback of another form")
+    for rank, result in enumerate(results):
+        if result["blocked"]:
+            raise Broken("blocked", rank, str(result["blocked"][0]))
     return Run(
         [dict(result["report"]) for result in results], sorted(raised, key=lambda r: (r.lost_peer, r.rank))
     )
 
 
-def _environment() -> dict[str, str]:
-    """That of this process, without what would make ranks behave differently from one caller to the next."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "HWFSDP_"))}
-    return {**ours, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+def _environment(folder: Path) -> dict[str, str]:
+    """That of this process, without what would make ranks behave differently, and without what is nobody's business."""
+    ours = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("LC_")}
+    return {**ours, "HOME": str(folder), "TMPDIR": str(folder), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
 
 
 def _result(pickled: bytes) -> Any:
@@ -277,6 +342,8 @@ def _result(pickled: bytes) -> Any:
 def _broken(error: RankError, folder: Path) -> Broken:
     """Why a run had to end; `folder` holds what ranks wrote to standard error."""
     got, reason, stacks = error.got, error.reason, error.traceback
+    if got.startswith(BLOCKED):
+        return Broken("blocked", error.rank, got.removeprefix(BLOCKED), stacks)
     if reason == "raised":
         reason = "exited" if got.startswith(("SystemExit", "KeyboardInterrupt")) else "died"
     elif "exit with status" in got:
@@ -311,21 +378,29 @@ def _run_on_rank(order: _Order) -> bytes:
     """Loads the package, calls the probe and packs what it reported."""
     report: Report = {}
     raised: dict[str, Any] | None = None
+    guard: Guard | None = None
     redirect_errors(Path(order.folder) / str(dist.get_rank()))
-    if order.overlay is not None:
-        limit_this_process()
-        worker.describe_wait = describe_wait
     try:
-        if order.overlay is not None:
-            install(order.overlay)
+        if order.learner is not None:
+            worker.describe_wait = describe_wait
+            guard = _let_in(order.learner)
         probe = getattr(importlib.import_module(order.module), order.name)
         probe(report, **order.arguments)
     except Exception as error:
         raised = _described(error)
+    blocked = guard.finish() if guard else []
     try:
-        return pack({"report": report, "raised": raised})
+        return pack({"report": report, "raised": raised, "blocked": blocked})
     except Exception as error:  # a learner's function returned something that is no data
-        return pack({"report": {}, "raised": raised or _described(error)})
+        return pack({"report": {}, "raised": raised or _described(error), "blocked": blocked})
+
+
+def _let_in(learner: _Learner) -> Guard:
+    """Loads a learner's functions, with a guard that watches from before their file is run."""
+    overlay, guard = learner.overlay, Guard([str(path) for path in learner.off_limits])
+    forget(place for submitted in overlay.submitted for place in submitted.places)
+    install(overlay, when_loaded=guard.arm)
+    return guard
 
 
 def redirect_errors(path: Path) -> None:
@@ -345,7 +420,7 @@ def _described(error: Exception) -> dict[str, Any]:
     ]
     message = str(error)
     return {
-        "rank": dist.get_rank(),
+        "rank": int(os.environ["RANK"]),  # the process group may be gone
         "kind": type(error).__name__,
         "message": message,
         "frames": frames[-40:],

@@ -1,0 +1,238 @@
+"""What a learner's code reaches for that it may not, seen from inside the rank: so that it is named, and counts nothing.
+
+Three looks, none of which a right answer comes near:
+
+    audit       files of the course and other programs, opened or started from Python (https://docs.python.org/3/library/sys.html#sys.addaudithook)
+    forgotten   functions that the holes were cut out of, and torch's own `fully_shard`, raise if somebody digs them out
+    rewired     functions and classes of the package, or of torch.distributed, exchanged for others
+
+Python keeps no secrets from Python: who runs in this process can undo much of it. What must not be read is kept away by the
+system (`confinement`), expected values never come here, and what a rank reports is data to be compared. The guard's purpose is
+the plain sentence in the report.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hwfsdp.learn.manifest import PACKAGE, Place
+from hwfsdp.learn.overlay import SUBMITTED
+
+FOREIGN = tuple(  # what the course is about, ready-made
+    f"torch.distributed.fsdp._fully_shard.{name}"
+    for name in ("_fully_shard", "_fsdp_state", "_fsdp_param_group", "_fsdp_param", "_fsdp_collectives")
+)
+_STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
+_READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
+_NEAR = 8  # frames
+
+
+class Blocked(BaseException):
+    """The learner's code tried what it may not."""
+
+
+BLOCKED = "hwfsdp.learn.guard.Blocked: "  # how its text begins in a traceback
+
+
+class Guard:
+    """Watches one rank from `arm` on.
+
+    Attributes:
+        seen: what was tried, as sentences, the first one first.
+    """
+
+    def __init__(self, off_limits: Sequence[str]) -> None:
+        self.seen: list[str] = []
+        self._bound: dict[tuple[str, str], Any] = {}
+        self._off_limits = tuple(os.path.realpath(path) for path in off_limits)
+
+    def arm(self) -> None:
+        """From now on. An audit hook lasts as long as the process."""
+        self._bound = dict(_bindings())
+        pid, off_limits, seen = os.getpid(), self._off_limits, self.seen
+
+        def look(event: str, args: tuple[Any, ...]) -> None:
+            tried = _tried(event, args, pid, off_limits)
+            if tried is not None:
+                seen.append(tried)
+                raise Blocked(tried)
+
+        sys.addaudithook(look)
+
+    def finish(self) -> list[str]:
+        """What was tried up to now, and what was exchanged for something that is neither Python's, nor torch's, nor ours."""
+        now = dict(_bindings())
+        changed = [
+            f"exchanges {module}.{name}"
+            for (module, name), bound in self._bound.items()
+            if (found := now.get((module, name))) is not bound and not _is_known(found)
+        ]
+        return [*self.seen, *changed]
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it was written in a file of Python, of a library or of the package; checks put spies of their own in places."""
+    if isinstance(value, type):
+        return value.__module__ in sys.modules and not value.__module__.startswith(SUBMITTED)
+    plain = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    code = getattr(getattr(plain, "__wrapped__", plain), "__code__", None)
+    if code is None:
+        return value is None or type(value).__module__ in ("builtins", "functools")  # gone, or native
+    filename: str = code.co_filename
+    return filename.startswith((sys.prefix, sys.base_prefix, str(PACKAGE), "<hwfsdp."))
+
+
+def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, ...]) -> str | None:
+    """What an audit event means, if it is something that a learner's code may not do."""
+    if event == "open":
+        path = _path(args[0])
+        if path and path.startswith(off_limits) and not _is_for_traceback():
+            return f"opens {_short(path)}"
+    elif event in _STARTS:
+        return f"starts another program ({event})"
+    elif event in ("os.kill", "os.killpg") and args[0] != pid:
+        return "sends a signal to another process"
+    elif event == "object.__setattr__" and args[1] == "__code__" and not _is_filler(sys._getframe(2)):
+        return f"exchanges the code of {getattr(args[0], '__qualname__', 'a function')}"
+    elif event == "socket.connect" and _leaves_the_machine(args[1]):
+        return f"connects to {args[1][0]}"
+    return None
+
+
+def _is_filler(frame: types.FrameType) -> bool:
+    """Whether a student's edition is filling its holes; it cannot read what fills those that are checked."""
+    return frame.f_code.co_filename == str(PACKAGE / "bodies.py")
+
+
+def _path(given: Any) -> str:
+    if isinstance(given, str | bytes | os.PathLike):
+        try:
+            return os.path.realpath(os.fsdecode(given))
+        except (ValueError, OSError):
+            return ""
+    return ""  # a file descriptor
+
+
+def _short(path: str) -> str:
+    """The end of a path: a report should not tell where on this machine things are."""
+    return "/".join(path.split("/")[-3:])
+
+
+def _is_for_traceback() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(_NEAR):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") in _READERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leaves_the_machine(address: Any) -> bool:
+    if not isinstance(address, tuple) or not address or not isinstance(address[0], str):
+        return False  # a Unix socket
+    return not address[0].startswith(("127.", "::1", "localhost"))
+
+
+class _Binding(NamedTuple):
+    module: str
+    name: str
+
+
+def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
+    """Functions and classes of the package and of torch.distributed, and the functions in the package's classes."""
+    for module_name, module in list(sys.modules.items()):
+        root = module_name.split(".")[0]
+        if not (root == "hwfsdp" or module_name.startswith("torch.distributed.distributed_c10d")):
+            continue
+        for name, value in list(vars(module).items()):
+            kind = type(value)  # not isinstance, which asks lazy objects what they are
+            if kind is types.FunctionType or issubclass(kind, type):
+                yield _Binding(module_name, name), value
+            if issubclass(kind, type) and value.__module__ == module_name:
+                for inner, method in list(vars(value).items()):
+                    if callable(method) or isinstance(method, property | staticmethod | classmethod):
+                        yield _Binding(module_name, f"{name}.{inner}"), method
+
+
+# --- Forgetting --------------------------------------------------------------------------------------------
+
+
+def forget(places: Iterable[Place]) -> None:
+    """Functions at these places, as they were loaded before, and torch's own FSDP raise from now on, wherever they are kept."""
+    for place in places:
+        if place.module in sys.modules:
+            _blank_at(vars(sys.modules[place.module]), place.name, "the package's own")
+    for name in FOREIGN:
+        if name in sys.modules:
+            _blank_module(sys.modules[name])
+    sys.meta_path.insert(0, _ForeignFinder())
+
+
+class _ForeignFinder(importlib.abc.MetaPathFinder):
+    """Finds torch's own FSDP as usual, but its functions raise: torch's tensor parallelism imports it, and calls none."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in FOREIGN else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _BlankingLoader(spec.loader)
+        return spec
+
+
+class _BlankingLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        made: types.ModuleType | None = self.loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self.loader.exec_module(module)
+        _blank_module(module)
+
+
+def _blank_module(module: types.ModuleType) -> None:
+    """All functions and methods that a module defines."""
+    for name, value in list(vars(module).items()):
+        if getattr(value, "__module__", None) == module.__name__:
+            inner = [f"{name}.{each}" for each in vars(value)] if type(value) is type else []
+            for each in inner or [name]:
+                _blank_at(vars(module), each, "torch's own")
+
+
+def _blank_at(names: Mapping[str, Any], name: str, whose: str) -> None:
+    """The function of this dotted name, and those that its decorators have wrapped."""
+    *classes, attribute = name.split(".")
+    for inner in classes:
+        names = vars(names[inner])
+    found = names.get(attribute)
+    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+    while type(found) is types.FunctionType:
+        wrapped = vars(found).get("__wrapped__")
+        _blank(found, whose)
+        found = wrapped
+
+
+def _blank(function: types.FunctionType, whose: str) -> None:
+    """The function raises. Its code keeps the shape that Python asks of a function with free variables."""
+    message = f"{whose} {function.__qualname__} is not there: write it"
+    cells = function.__code__.co_freevars
+    bound = "".join(f"    {cell} = None\n" for cell in cells)
+    used = "".join(f"        {cell}\n" for cell in cells)
+    source = (
+        f"def make():\n{bound}    def stub(*args, **kwargs):\n"
+        f"        raise RuntimeError({message!r})\n{used}    return stub\n"
+    )
+    names: dict[str, Callable[..., Any]] = {}
+    exec(source, names)
+    stub: Any = names["make"]()
+    function.__code__ = stub.__code__
+    function.__defaults__, function.__kwdefaults__ = None, None

@@ -1,0 +1,99 @@
+"""Giving up rights: another user, no capabilities, no network. Linux; the system calls are those of its manual pages.
+
+A process of root can do all of it, in an ordinary container most of it. Who is not root keeps its user, and has none of these
+rights anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import sys
+import threading
+
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_SIOCSIFFLAGS = 0x8914  # linux/sockios.h
+_UP_AND_RUNNING = 0x41  # IFF_UP | IFF_RUNNING
+_SET_DUMPABLE, _KEEP_CAPABILITIES, _DROP_BOUND = 4, 8, 24  # linux/prctl.h
+_CAPABILITY_VERSION = 0x20080522  # the third, of 64 bits
+_MAY_READ_ALL = 2  # CAP_DAC_READ_SEARCH
+_CAPABILITIES = 64
+
+
+def may_change_user() -> bool:
+    """Whether this process can become another user."""
+    return sys.platform == "linux" and os.geteuid() == 0
+
+
+def become(uid: int, reads_all: bool) -> None:
+    """This process becomes another user, without name, groups and capabilities.
+
+    Args:
+        reads_all: it keeps the right to read what belongs to others, for where Python itself lies in a folder that only
+            root may enter. Restrict its files first (`landlock`).
+
+    Raises:
+        OSError: the system refuses.
+    """
+    kept = 1 << _MAY_READ_ALL if reads_all else 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in range(_CAPABILITIES):
+        if not kept >> capability & 1:
+            libc.prctl(
+                _DROP_BOUND, capability, 0, 0, 0
+            )  # what the kernel does not know is an error, and no harm
+    libc.prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    if libc.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)):
+        raise OSError(ctypes.get_errno(), "capset")
+    libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or its own files in /proc would be root's
+
+
+def make_network() -> int | None:
+    """A network with nothing but the loopback interface, as a file descriptor; None where the system forbids that.
+
+    A thread makes it, since a network belongs to a thread. It lasts as long as the descriptor.
+    """
+    if not may_change_user():
+        return None
+    made: list[int] = []
+
+    def make() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_CLONE_NEWNET):
+            return
+        try:
+            _start_loopback()
+            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0] if made else None
+
+
+def _start_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _UP_AND_RUNNING))
+
+
+def enter_network(path: str) -> None:
+    """This process's sockets are from now on in the network that a path in /proc stands for.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(fd)

@@ -1,0 +1,237 @@
+"""Cheats score nothing and are named, and do no harm: not to the grader, nor to other submissions, nor to the machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hwfsdp.learn import landlock, privileges
+from hwfsdp.learn.confinement import limits_in_force
+from hwfsdp.learn.grade import Grade, Options, grade
+from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.processes import descendants, server_pid
+from hwfsdp.learn.submission import solution, starter
+from hwfsdp.learn.workbook import graded
+
+COURSE = find_course(Path(__file__))
+MATH, RINGS, FORWARD = COURSE.exercise(1), COURSE.exercise(2), COURSE.exercise(5)
+SOLVED = COURSE.root / "solutions" / MATH.directory / MATH.file_name
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+TRIED = starter(MATH).replace("raise NotImplementedError", "return 1", 1)
+
+
+def at_import(lines: str, text: str = TRIED) -> str:
+    """The text with lines before its first import of the package."""
+    head, _, rest = text.partition("from hwfsdp")
+    return f"{head}{lines}\nfrom hwfsdp{rest}"
+
+
+def filled(lines: str) -> str:
+    """The starter of 01; `lines`, at its end, leave the functions of its holes in `found`."""
+    return starter(MATH) + "\n" + lines + TAKE
+
+
+TAKE = """
+
+def chunk_length(n, world_size):
+    return found["chunk_length"](n, world_size)
+
+
+def padded_length(n, world_size):
+    return found["padded_length"](n, world_size)
+
+
+def chunk_extent(n, world_size, rank):
+    return found["chunk_extent"](n, world_size, rank)
+
+
+def local_shape(shape, world_size, rank):
+    return found["local_shape"](shape, world_size, rank)
+"""
+
+CHEATS = {
+    "the solution imported": filled(f"import runpy\nfound = runpy.run_path({str(SOLVED)!r})"),
+    "the solution read": filled(f"found = {{}}\nexec(open({str(SOLVED)!r}).read(), found)"),
+    "the solution read by another program": filled(
+        f"import subprocess\nfound = {{}}\nexec(subprocess.check_output(['cat', {str(SOLVED)!r}]), found)"
+    ),
+    "the package's text run": filled(
+        "import hwfsdp, os\nfound = {'__name__': 'x'}\n"
+        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'sharding.py')\n"
+        "exec(compile(open(path).read(), path, 'exec'), found)"
+    ),
+    "the package's compiled code run": filled(
+        "import glob, hwfsdp, marshal, os\nfound = {'__name__': 'x'}\n"
+        "[path] = glob.glob(os.path.join(os.path.dirname(hwfsdp.__file__), '__pycache__', 'sharding.*.pyc'))[:1]\n"
+        "exec(marshal.loads(open(path, 'rb').read()[16:]), found)"
+    ),
+    "the package's functions dug out": filled(
+        "import gc, types\nfound = {}\n"
+        "for f in gc.get_objects():\n"
+        "    if isinstance(f, types.FunctionType) and f.__module__ == 'hwfsdp.sharding':\n"
+        "        found[f.__qualname__] = f"
+    ),
+    "the report exchanged": at_import(
+        "import hwfsdp.learn.packing\nhwfsdp.learn.packing.pack = lambda tree: b''\n"
+    ),
+    "the probe exchanged": at_import(
+        "import hwfsdp.learn.checks.shard_math as checks\nchecks.probe_chunks = lambda *a, **k: None\n"
+        "import hwfsdp.sharding\nhwfsdp.sharding.padded_local_shape = lambda *a: (0,)\n"
+    ),
+    "code exchanged": at_import(
+        "import hwfsdp.learn.packing as p\np.pack.__code__ = (lambda tree: b'').__code__\n"
+    ),
+    "assertions patched": at_import(
+        "import builtins\nbuiltins.all = lambda x: True\nbuiltins.isinstance = lambda *a: True\n"
+    ),
+    "a result file forged": at_import(
+        "import json, pathlib\nfor name in ('results.json', 'grade.json', 'report.json'):\n"
+        "    pathlib.Path(name).write_text(json.dumps({'score': 100, 'status': 'passed'}))\n"
+    ),
+    "exit at import": at_import("import os\nos._exit(0)\n"),
+    "a daemon": at_import(
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n", solution(MATH)
+    ),
+    "the parent killed": at_import("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"),
+    "its group killed": at_import("import os, signal\nos.killpg(0, signal.SIGKILL)\n"),
+    "all processes killed": at_import("import os, signal\nos.kill(-1, signal.SIGKILL)\n"),
+}
+PASSES = {"a daemon"}  # a right answer, whose daemon is ended
+
+
+def leaves_nothing() -> bool:
+    server = server_pid()
+    return server is None or descendants(server) == []
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_scores_nothing_and_leaves_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(os.listdir(COURSE.root))
+    result = graded(MATH, COURSE, CHEATS[name], Options(seed=2))
+    assert result.score == (MATH.points if name in PASSES else 0), described(result)
+    assert leaves_nothing()
+    assert set(os.listdir(COURSE.root)) == before
+    assert not [left for left in os.listdir(tmp_path) if left.startswith("hwfsdp")]
+    assert graded(MATH, COURSE, solution(MATH), Options(seed=2)).score == MATH.points  # the grader lives
+
+
+NAMED = {
+    "the solution imported": "opens solutions/",
+    "the solution read": "opens solutions/",
+    "the solution read by another program": "starts another program",
+    "the probe exchanged": "exchanges hwfsdp",
+    "code exchanged": "exchanges the code of pack",
+    "the parent killed": "signal",
+    "its group killed": "signal",
+    "all processes killed": "signal",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_reaches_for_what_is_not_its_own_is_told_so(name: str) -> None:
+    result = graded(MATH, COURSE, CHEATS[name], Options(seed=2))
+    assert result.status == "error" and result.finding is not None
+    assert result.finding.misconception == "blocked" and NAMED[name] in result.finding.message
+
+
+def described(result: Grade) -> str:
+    return f"{result.status} {result.finding} " + "; ".join(
+        f"{r.check.id}: {r.finding}" for r in result.results if r.finding
+    )
+
+
+TORCHS = """
+from torch.distributed.fsdp import fully_shard as torchs
+
+
+class ParamGroup:
+    def unshard(self):
+        torchs(self.params[0].slots[0].module)
+
+    def finish_unshard(self):
+        pass
+
+    def reshard(self):
+        pass
+
+
+class FSDPState:
+    def gather_for_forward(self, prefetch):
+        torchs(self.modules[0])
+
+    def complete_forward(self, output):
+        pass
+"""
+
+
+def test_torchs_own_fully_shard_is_not_there_to_be_called() -> None:
+    result = graded(FORWARD, COURSE, TORCHS, Options(seed=2))
+    assert result.score == 0
+    assert "torch's own" in described(result)
+
+
+WRITES = {
+    "a huge file": "f = open('big', 'wb')\n    [f.write(b'x' * (1 << 24)) for _ in range(1 << 9)]",
+    "many files": "[open(str(i), 'w').close() for i in range(100_000)]",
+    "outside": "open('/var/tmp/hwfsdp-was-here', 'w')",
+}
+
+
+@LINUX
+@pytest.mark.parametrize("what", WRITES)
+def test_a_submission_that_fills_the_disk_is_ended(what: str) -> None:
+    text = at_import(f"if True:\n    {WRITES[what]}\n", solution(MATH))
+    result = graded(MATH, COURSE, text, Options(seed=2))
+    assert result.score == 0 and leaves_nothing()
+    assert not Path("/var/tmp/hwfsdp-was-here").exists()
+
+
+@pytest.mark.skipif(not landlock.version(), reason="needs Landlock")
+def test_other_submissions_and_the_grader_cannot_be_read(tmp_path: Path) -> None:
+    other, mine = tmp_path / "other", tmp_path / "mine"
+    for folder, text in ((other, solution(MATH)), (mine, "")):
+        folder.mkdir()
+        (folder / MATH.file_name).write_text(text)
+    secret = tmp_path / "secret"
+    secret.write_text("whatever")
+    lines = (
+        "import os\nfound = []\n"
+        f"for path in {[str(other / MATH.file_name), str(secret), str(COURSE.root / 'README.md')]!r}:\n"
+        "    try:\n        found.append(len(os.read(os.open(path, os.O_RDONLY), 9)))\n"
+        "    except BaseException as error:\n        found.append(type(error).__name__)\n"
+        "print('read', found)\n"
+    )
+    (mine / MATH.file_name).write_text(at_import(lines, solution(MATH)))
+    result = grade(MATH, mine, COURSE, Options(seed=2))
+    assert "read ['PermissionError', 'PermissionError', 'PermissionError']" in result.printed
+
+
+@pytest.mark.skipif(not privileges.may_change_user(), reason="needs root")
+def test_a_submission_has_a_user_and_a_network_of_its_own() -> None:
+    lines = (
+        "import os, socket\n"
+        "print('user', os.getuid() != 0, os.geteuid() != 0)\n"
+        "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "try:\n    s.sendto(b'x', ('192.0.2.1', 9)); print('network there')\n"
+        "except OSError as error:\n    print('network', error.errno)\n"
+    )
+    result = graded(MATH, COURSE, at_import(lines, solution(MATH)), Options(seed=2))
+    assert result.score == MATH.points, described(result)
+    assert "user True True" in result.printed and "network 101" in result.printed
+
+
+def test_every_limit_says_whether_it_is_in_force() -> None:
+    limits = limits_in_force()
+    assert len(limits) == 5
+    assert all(bool(limit.why_not) != limit.in_force for limit in limits)
+    if sys.platform == "linux" and os.geteuid() == 0 and landlock.version():
+        assert all(limit.in_force for limit in limits)
