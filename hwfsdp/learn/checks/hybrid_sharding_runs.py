@@ -1,0 +1,387 @@
+"""12, on the ranks: meshes of replicas and shards, parts of a group by themselves, and training steps.
+
+Weights and inputs are integers and halves, and each loss is multiplied by the number of ranks, so that in fp32 no sum and no
+mean has to round, over whichever axis it is made first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import hwfsdp
+from hwfsdp import events, history
+from hwfsdp.collectives import Reducing
+from hwfsdp.eventlog import EventLog
+from hwfsdp.events import COLLECTIVES
+from hwfsdp.group import FSDPCommContext, ParamGroup
+from hwfsdp.learn.checks.accumulation_runs import ALL, batch, build
+from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
+from hwfsdp.learn.run import Report, attempt, log_data
+from hwfsdp.mesh import Axis, ShardMesh, data_parallel_axes
+from hwfsdp.param import FSDPParam, Slot
+from hwfsdp.placement import spread
+from hwfsdp.precision import MixedPrecisionPolicy
+from hwfsdp.streams import HostStream
+
+Shape = tuple[int, int]  # of a mesh: ranks that replicate, ranks that shard
+NAMES = ("replicate", "shard")
+KEPT_OPS = (*COLLECTIVES, "copy_in", "backward", "wait")
+
+
+class Setting(NamedTuple):
+    """Steps of several micro-batches.
+
+    Attributes:
+        reduces: per step, what each micro-batch reduces: "n" nothing, "s" over the shards only, "a" all. Between two steps,
+            gradients are set to None.
+        paths: per micro-batch of a step, the layers that its forward runs.
+        factor: divide by the number of shards, instead of that of all ranks. force_sum: collectives only sum.
+    """
+
+    name: str
+    reduces: tuple[str, ...] = ("a",)
+    paths: tuple[tuple[int, ...], ...] = (ALL,)
+    factor: bool = False
+    force_sum: bool = False
+
+
+ONE = Setting("one batch")
+PARTS = Setting("three micro-batches, two of them reduced in part", ("ssa", "a"), (ALL, ALL, ALL))
+SKIPPED = Setting("layers that later micro-batches skip", ("ssa",), (ALL, (0, 1), (0,)))
+MIXED = Setting("unreduced, reduced in part, all-reduced", ("nsa",), (ALL, ALL, ALL))
+LATE = Setting("a step that ends before its all-reduce", ("s", "a"))
+FACTOR = Setting("divided by the number of shards", factor=True)
+SUMS = Setting("with collectives that only sum", force_sum=True)
+SETTINGS = (ONE, PARTS, SKIPPED, MIXED, LATE, FACTOR, SUMS)
+ON_OTHERS = (ONE, PARTS, FACTOR)  # on meshes whose one axis has one rank
+
+
+class MicroBatch(NamedTuple):
+    """One backward: of which step, what it reduces, and the layers that run."""
+
+    step: int
+    reduces: str
+    path: tuple[int, ...]
+
+
+def micro_batches(setting: Setting) -> list[MicroBatch]:
+    """Of all steps."""
+    return [
+        MicroBatch(step, how, path)
+        for step, pattern in enumerate(setting.reduces)
+        for how, path in zip(pattern, setting.paths, strict=False)
+    ]
+
+
+def loss_of(
+    model: nn.Module, seed: int, rank: int, micro: int, path: Sequence[int], world_size: int
+) -> Tensor:
+    x, counts = batch(seed, rank, micro)
+    output: Tensor = model(x, path)
+    return (output * counts).sum() * world_size
+
+
+# --- Axes --------------------------------------------------------------------------------------------------
+
+
+def _described(axis: Axis) -> list[Any]:
+    ranks = None if axis.group is None else dist.get_process_group_ranks(axis.group)
+    return [ranks, axis.size, axis.rank]
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, Any]:
+    """(shard, replicate) of the mesh, and of the 1D mesh of its second axis."""
+    found = {"2D": mesh, "1D": mesh[NAMES[1]]}
+    return {key: [_described(axis) for axis in data_parallel_axes(each)] for key, each in found.items()}
+
+
+def axis_by_hand(mesh: DeviceMesh, dim: int) -> Axis:
+    return Axis(mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim))
+
+
+def mesh_by_hand(mesh: DeviceMesh) -> ShardMesh:
+    return ShardMesh(mesh, axis_by_hand(mesh, 1), axis_by_hand(mesh, 0), torch.device("cpu"))
+
+
+def _placements(mesh: DeviceMesh) -> list[list[str]]:
+    """Of dims 0 and 1: with both axes, with that to shard over only, with that of replicas only."""
+    shard, replicate = axis_by_hand(mesh, 1), axis_by_hand(mesh, 0)
+    meshes = [(mesh, shard, replicate), (mesh[NAMES[1]], shard, Axis()), (mesh[NAMES[0]], Axis(), replicate)]
+    made = [ShardMesh(grid, s, r, torch.device("cpu")) for grid, s, r in meshes]
+    return [[repr(p) for p in each.placements(dim)] for each in made for dim in (0, 1)]
+
+
+# --- Functions of a group by themselves --------------------------------------------------------------------
+
+
+class Held:
+    """A collective that is over when somebody waits for it.
+
+    Attributes:
+        asked: whether somebody has.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def wait(self) -> None:
+        self.asked = True
+
+
+def held_stream(work: Held) -> HostStream:
+    """A stream on which this collective was issued."""
+    stream = HostStream("reduce_scatter")
+    with stream.run():
+        stream.collective(lambda async_op: work, "reduce_scatter", "group")
+    return stream
+
+
+def shapes_of(seed: int, shards: int) -> list[tuple[int, ...]]:
+    """Rows that do not divide, and rows that do."""
+    more = torch.randint(1, 4, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [(2 * shards + 1, more[0]), (shards,), (1, more[1]), (shards * more[2], 2)]
+
+
+def _group(seed: int, mesh: ShardMesh) -> ParamGroup:
+    params = []
+    for number, shape in enumerate(shapes_of(seed, mesh.size)):
+        module, param = nn.Module(), nn.Parameter(torch.ones(shape))
+        module.register_parameter("weight", param)
+        placed, name = spread(param, 0, mesh, "weight"), f"p{number}"
+        params.append(FSDPParam(param, [Slot(module, "weight")], name, mesh, MixedPrecisionPolicy(), placed))
+    group = ParamGroup(params, mesh, FSDPCommContext("cpu"), mesh)
+    group.rename("group")
+    return group
+
+
+CHOSEN = ((0, 1, 2), (2, 0), (3,), (0, 1, 2, 3))  # parameters that one reduction after the other is of
+
+
+def reduced(group_sizes: Sequence[int], number: int) -> Tensor:
+    """The result of a reduction: no two elements are the same."""
+    return torch.arange(1.0, 1.0 + sum(group_sizes)) * 2.0 ** (8 * number)
+
+
+def _partials(seed: int, mesh: ShardMesh) -> dict[str, Any]:
+    """After each of three reductions in part, what is kept; then what is taken, by a fourth and by a fifth."""
+    group, found = _group(seed, mesh), dict[str, Any]()
+    shared, kept = [], []
+    for number, chosen in enumerate(CHOSEN[:3]):
+        params = [group.params[i] for i in chosen]
+        result = reduced([p.padded_numel for p in params], number)
+        memory = result.untyped_storage().data_ptr()
+        group.add_partial_grads(params, result)
+        shared.append(any(_memory(p.partial_grad) == memory for p in group.params))
+        kept.append([_copied(p.partial_grad) for p in group.params])
+    found["kept"], found["shared"] = kept, shared
+    taken = []
+    for chosen in ((0, 1, 3), CHOSEN[3]):
+        params = [group.params[i] for i in chosen]
+        result = torch.zeros(sum(p.padded_numel for p in params))
+        group.take_partial_grads(params, result)
+        left = [p.partial_grad is not None for p in group.params]
+        taken.append({"result": result, "left": left})
+    found["taken"] = taken
+    return found
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _memory(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or not tensor.numel() else tensor.untyped_storage().data_ptr()
+
+
+class Finish(NamedTuple):
+    """A call of `finish_reduction` on a rank that has no replicas to wait for.
+
+    Attributes:
+        hybrid: there is an axis of replicas; it has one rank. all_reduce: of the group. partial: p0 has a partial gradient.
+    """
+
+    hybrid: bool
+    all_reduce: bool
+    partial: bool = False
+
+
+FINISHES = (
+    *(Finish(True, False), Finish(True, True), Finish(True, True, True), Finish(True, False, True)),
+    *(Finish(False, True), Finish(False, False)),
+)
+
+
+def _finishes(seed: int, mesh: ShardMesh) -> list[Any]:
+    """What is there before the reduction is over, and after."""
+    alone, found = dist.new_group([dist.get_rank()], use_local_synchronization=True), []
+    for case in FINISHES:
+        replicate = Axis(alone, 1, 0) if case.hybrid else Axis()
+        group, work = _group(seed, mesh), Held()
+        group.mesh = ShardMesh(mesh.mesh, mesh.shard, replicate, mesh.device)
+        group.channel.replicate, group.all_reduce_grads = replicate, case.all_reduce
+        if case.partial:
+            group.params[0].partial_grad = torch.full(group.params[0].local_shape, 512.0)
+        result, stream = reduced([p.padded_numel for p in group.params], 0), held_stream(work)
+        reducing = Reducing("group", result, result, 4.0, stream, stream.record())
+        returned = group.finish_reduction(group.params, reducing)
+        before, early = _state(group), work.asked
+        stream.settle()
+        group.comm_ctx.settle()
+        after = _state(group)
+        found.append(
+            {"before": before, "early": early, "after": after, "result": isinstance(returned, Reducing)}
+        )
+    return found
+
+
+def _state(group: ParamGroup) -> dict[str, Any]:
+    grads = [p.sharded_param.grad for p in group.params]
+    return {
+        "grads": [g.to_local().clone() if isinstance(g, DTensor) else None for g in grads],
+        "partials": [_copied(p.partial_grad) for p in group.params],
+    }
+
+
+# --- Training ----------------------------------------------------------------------------------------------
+
+
+def _train(setting: Setting, seed: int, mesh: DeviceMesh, package: Any) -> list[dict[str, Tensor | None]]:
+    """The local gradients after each micro-batch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model: Any = build(seed)
+    for module in (*model.layers, model):
+        package.fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        if setting.factor:
+            module.set_gradient_divide_factor(float(mesh.size(1)))
+        if setting.force_sum:
+            module.set_force_sum_reduction_for_comms(True)
+    moments: list[dict[str, Tensor | None]] = []
+    steps = micro_batches(setting)
+    for micro, (step, how, path) in enumerate(steps):
+        if micro and step != steps[micro - 1].step:
+            model.zero_grad()
+        model.set_requires_gradient_sync(how != "n")
+        if how != "n":
+            model.set_requires_all_reduce(how == "a")
+        loss_of(model, seed, rank, micro, path, world_size).backward()
+        moments.append({name: _local(p.grad) for name, p in model.named_parameters()})
+    return moments
+
+
+def _local(grad: Any) -> Tensor | None:
+    return None if grad is None else grad.to_local().detach().clone()
+
+
+def _run(report: Report, key: str, setting: Setting, seed: int, mesh: DeviceMesh) -> None:
+    """With instruments: the log, over which ranks each collective went, and buffers that were kept."""
+    with hwfsdp.record() as log, _watched_reductions() as seen:
+        notes = _notes()
+        since = notes[-1].serial if notes else 0
+        report[f"{key}moments"] = _train(setting, seed, mesh, hwfsdp)
+        calls = [note for note in _notes() if note.serial > since]
+    report[f"{key}calls"] = [[c.op, c.owner, history.members_of(c.group), c.nbytes] for c in calls]
+    report[f"{key}seen"] = seen._asdict()
+    shown = [event for event in log.events if event.op in KEPT_OPS]
+    report[f"{key}log"] = log_data(EventLog(shown))
+
+
+def _notes() -> list[history.Call]:
+    ring = history._ring
+    return history.read(bytes(ring.memory)) if ring is not None else []
+
+
+class Seen(NamedTuple):
+    """What was noticed of the reductions of a step.
+
+    Attributes:
+        kept: at each, the bytes of inputs of earlier ones that are still alive.
+        goes_on: for each, the stream that it is said to be on at its end.
+        issued: for each collective, its stream, and the one that was current.
+    """
+
+    kept: list[int]
+    goes_on: list[str]
+    issued: list[list[str]]
+
+
+@contextmanager
+def _watched_reductions() -> Iterator[Seen]:
+    """Instruments around what the package does with a reduction, and with a collective."""
+    add, collective = FSDPCommContext.add_reduction, HostStream.collective
+    inputs, seen = list[Watched](), Seen([], [], [])
+
+    @functools.wraps(add)
+    def add_reduction(self: FSDPCommContext, reducing: Reducing, reduced: Reducing) -> None:
+        if reducing.result is not reducing.flat:
+            seen.kept.append(bytes_alive(inputs))
+            inputs.append(watch(reducing.flat))
+        seen.goes_on.append(reduced.stream.name)
+        add(self, reducing, reduced)
+
+    @functools.wraps(collective)
+    def issue(self: HostStream, *args: Any, **kwargs: Any) -> None:
+        recorder = events.active()
+        seen.issued.append([self.name, str(recorder.stream) if recorder else ""])
+        collective(self, *args, **kwargs)
+
+    FSDPCommContext.add_reduction = add_reduction  # type: ignore[method-assign]
+    HostStream.collective = issue  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        FSDPCommContext.add_reduction = add  # type: ignore[method-assign]
+        HostStream.collective = collective  # type: ignore[method-assign]
+
+
+def _grid(replicas: int) -> DeviceMesh:
+    """All ranks, arranged."""
+    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=NAMES)
+
+
+def probe_meshes(report: Report, seed: int, replicas: tuple[int, ...]) -> None:
+    """Everything on meshes of all ranks, with so many replicas; parts before steps."""
+    ready()
+    grids = {number: _grid(number) for number in replicas}
+    for number, grid in grids.items():
+        mesh, parts = mesh_by_hand(grid), dict[str, Callable[[], Any]]()
+        parts["axes"] = functools.partial(_axes, grid)
+        parts["placements"] = functools.partial(_placements, grid)
+        parts["partials"] = functools.partial(_partials, seed, mesh)
+        parts["finishes"] = functools.partial(_finishes, seed, mesh)
+        for name, part in parts.items():
+            attempt(report, f"{number} {name}", part)
+    for number, grid in grids.items():
+        for setting in settings_of(number, grid.size(1)):
+            _run(report, f"{number} {setting.name} ", setting, seed, grid)
+
+
+def settings_of(replicas: int, shards: int) -> tuple[Setting, ...]:
+    return SETTINGS if min(replicas, shards) > 1 else ON_OTHERS
+
+
+def probe_fsdp2(report: Report, seed: int, replicas: int) -> None:
+    """The same steps with torch's `fully_shard`: the oracle's oracle."""
+    grid = _grid(replicas)
+    for setting in SETTINGS:
+        report[setting.name] = _train(setting, seed, grid, torch.distributed.fsdp)
+
+
+def parts_of(setting: Setting, seed: int, world_size: int) -> list[list[dict[str, Tensor | None]]]:
+    """By rank and micro-batch, the gradients of the model without sharding."""
+    model = build(seed)
+    found: list[list[dict[str, Tensor | None]]] = [[] for _ in range(world_size)]
+    for rank in range(world_size):
+        for micro, (_, _, path) in enumerate(micro_batches(setting)):
+            model.zero_grad()
+            loss_of(model, seed, rank, micro, path, world_size).backward()
+            found[rank].append({name: p.grad for name, p in model.named_parameters()})
+    return found
