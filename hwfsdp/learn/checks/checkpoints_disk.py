@@ -1,0 +1,265 @@
+"""A commit watched: every operation on the files of a checkpoint, what there was before each, and what a crash would leave.
+
+On a rank, `Watch` records operations and looks at the directory before each. Where grades are made, `crashes` says what may
+be found after a kill or a power cut at each of these moments.
+
+Note [What a disk promises]
+    A process that is killed leaves files and names as they are: what it did is done. A power cut leaves of a file at least
+    what it held at its last fsync, and of a directory at least the names it had at its own last fsync. What came later may be
+    there or not, for each directory and each file alike, and CURRENT may have come to the disk alone. fsync itself does
+    nothing here, which makes no difference to what is recorded, and saves time.
+
+Left out: fsync that lies, sectors that tear, a directory that is moved.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+EVERYTHING = -1  # in place of an inode: all were brought to the disk
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
+Moment = dict[str, Any]  # what there was before an operation
+
+
+# --- On the rank -------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Operations below a directory.
+
+    Args:
+        root: of the checkpoint. fails: the number of the operation that raises an OSError; None: none does.
+
+    Attributes:
+        moments: by operation, what there was before it; the last one is how it ended. Each has "op", "sync" (the inode, if
+            the operation is an fsync), "files" {name below root: [inode, text]} and "folders" {name: inode}.
+    """
+
+    def __init__(self, root: Path, fails: int | None = None) -> None:
+        self.root, self.fails = root, fails
+        self.moments: list[Moment] = []
+        self._held: dict[int, int] = {}  # descriptors by inode, so that no number is given twice
+        self._looking = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Everything in the block is recorded."""
+        global _watch
+        patches = [
+            *(mock.patch(f"os.{name}", self._synced(name)) for name in ("fsync", "fdatasync")),
+            mock.patch("os.sync", lambda: self.note("sync", EVERYTHING)),
+            mock.patch("os.write", self._written),
+            mock.patch("io.open", self._opened),
+            mock.patch("builtins.open", self._opened),
+        ]
+        _hear_of_changes()
+        try:
+            _watch = self
+            for patch in patches:
+                patch.start()
+            yield
+        finally:
+            _watch = None
+            for patch in patches:
+                patch.stop()
+            self.fails = None
+            self.note("the end")
+            for fd in self._held.values():
+                os.close(fd)
+
+    def note(self, op: str, sync: int | None = None) -> None:
+        """Looks at the directory before an operation; raises if this is the one that fails."""
+        if self._looking:
+            return
+        self._looking = True
+        try:
+            self.moments.append({"op": op, "sync": sync, **self._look()})
+        finally:
+            self._looking = False
+        if len(self.moments) - 1 == self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.root))
+
+    def _look(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"files": {}, "folders": {".": self._inode(self.root)}}
+        for path in sorted(self.root.rglob("*")):
+            name = str(path.relative_to(self.root))
+            if path.is_dir():
+                found["folders"][name] = self._inode(path)
+            else:
+                found["files"][name] = [self._inode(path), path.read_bytes().decode("latin-1")]
+        return found
+
+    def _inode(self, path: Path) -> int:
+        inode = path.stat().st_ino
+        if inode not in self._held:
+            self._held[inode] = os.open(path, os.O_RDONLY)
+        return inode
+
+    def on_change(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """An audit event: something is about to be opened, renamed, removed."""
+        if self._looking:
+            return
+        if event == "open" and (not isinstance(arguments[2], int) or not arguments[2] & _WRITES):
+            return
+        names = [self._name(path) for path in arguments[: 2 if event in ("os.rename", "os.link") else 1]]
+        if any(names):
+            self.note(" → ".join([f"{event.removeprefix('os.')} {names[0]}", *names[1:]]))
+
+    def _name(self, path: Any) -> str:
+        """Below the root; "" for what is elsewhere."""
+        if isinstance(path, int):
+            return f"descriptor {path}"
+        with suppress(ValueError, TypeError):
+            return str(Path(os.fsdecode(path)).absolute().relative_to(self.root))
+        return ""
+
+    def _synced(self, name: str) -> Any:
+        def sync(fd: Any) -> None:
+            number = fd if isinstance(fd, int) else fd.fileno()
+            inode = os.fstat(number).st_ino
+            self.note(f"{name} {self._named(inode)}", inode)
+
+        return sync
+
+    def _named(self, inode: int) -> str:
+        found = [p for p in (self.root, *self.root.rglob("*")) if p.stat().st_ino == inode]
+        names = [str(p.relative_to(self.root)) for p in found]
+        return "another file" if not names else "the directory" if names[0] == "." else names[0]
+
+    def _written(self, fd: int, data: Any) -> int:
+        if not self._looking and os.fstat(fd).st_ino in {p.stat().st_ino for p in self.root.rglob("*")}:
+            self.note(f"write {self._named(os.fstat(fd).st_ino)}")
+        return _WRITE(fd, data)
+
+    def _opened(self, *arguments: Any, **options: Any) -> Any:
+        file = _OPEN(*arguments, **options)
+        if file.writable():
+            self.note("write")
+        return file
+
+
+_WRITE, _OPEN = os.write, io.open
+_watch: Watch | None = None
+_hears = False
+assert builtins.open is io.open
+
+
+def _hear_of_changes() -> None:
+    """Adds the audit hook, which cannot be removed again, once."""
+    global _hears
+    if not _hears:
+        sys.addaudithook(lambda event, arguments: _on_event(event, arguments))
+    _hears = True
+
+
+def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
+    if _watch is not None and (event == "open" or event in _CHANGES):
+        _watch.on_change(event, arguments)
+
+
+# --- Where grades are made ---------------------------------------------------------------------------------
+
+
+class Crash(NamedTuple):
+    """What may be found after a crash.
+
+    Attributes:
+        after, before: the operations around the moment. power: a power cut; otherwise the process was killed.
+        files: name to text. folders: names. last: everything was done.
+    """
+
+    after: str
+    before: str
+    power: bool
+    files: dict[str, str]
+    folders: frozenset[str]
+    last: bool
+
+
+@dataclass
+class _Disk:
+    """What is certain to be on the disk: texts by inode, and the names in each folder, by the folder's inode."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    names: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def sync(self, moment: Moment, inode: int) -> None:
+        for number, text in moment["files"].values():
+            if inode in (number, EVERYTHING):
+                self.texts[number] = text
+        for folder, number in moment["folders"].items():
+            if inode in (number, EVERYTHING):
+                self.names[number] = names_in(moment, folder)
+
+
+def names_in(moment: Moment, folder: str) -> dict[str, int]:
+    """The names in a folder, and what they stand for."""
+    inodes = {
+        **{name: number for name, (number, _) in moment["files"].items()},
+        **{name: number for name, number in moment["folders"].items() if name != "."},
+    }
+    return {Path(name).name: number for name, number in inodes.items() if str(Path(name).parent) == folder}
+
+
+def crashes(moments: list[Moment], not_named: Mapping[str, set[str]]) -> Iterator[Crash]:
+    """Every moment of a commit, and what a kill and a power cut may leave (Note [What a disk promises]).
+
+    Args:
+        not_named: by folder, names that are there at first and may not be on the disk.
+    """
+    disk = _Disk()
+    disk.sync(moments[0], EVERYTHING)
+    for folder, names in not_named.items():
+        certain = disk.names[moments[0]["folders"][folder]]
+        for name in names:
+            del certain[name]
+    after, texts = "the beginning", dict(disk.texts)
+    for index, moment in enumerate(moments):
+        texts.update({number: text for number, text in moment["files"].values()})
+        last = index == len(moments) - 1
+        latest = {number: names_in(moment, folder) for folder, number in moment["folders"].items()}
+        yield _found(moment, latest, texts, Crash(after, moment["op"], False, {}, frozenset(), last))
+        for chosen, known in itertools.product(_choices(moment, latest, disk.names), (texts, disk.texts)):
+            yield _found(moment, chosen, known, Crash(after, moment["op"], True, {}, frozenset(), last))
+        if moment["sync"] is not None:
+            disk.sync(moment, moment["sync"])
+        after = moment["op"]
+
+
+def _choices(
+    moment: Moment, latest: dict[int, dict[str, int]], certain: dict[int, dict[str, int]]
+) -> Iterator[dict[int, dict[str, int]]]:
+    """The names that may be on the disk: of each folder the latest or the certain ones, or these with the latest CURRENT."""
+    root = moment["folders"]["."]
+    inner = [number for number in latest if number != root]
+    of_root = [latest[root], certain.get(root, {})]
+    if "CURRENT" in latest[root]:
+        of_root.append({**of_root[1], "CURRENT": latest[root]["CURRENT"]})
+    for names in of_root:
+        for source in (latest, certain):
+            yield {root: names, **{number: source.get(number, {}) for number in inner}}
+
+
+def _found(moment: Moment, names: dict[int, dict[str, int]], texts: Mapping[int, str], crash: Crash) -> Crash:
+    """What a process that looks into the directory after the crash finds."""
+    files: dict[str, str] = {}
+    folders = set()
+    for name, number in names[moment["folders"]["."]].items():
+        if number in names:
+            folders.add(name)
+            files.update({f"{name}/{inner}": texts.get(n, "") for inner, n in names[number].items()})
+        else:
+            files[name] = texts.get(number, "")
+    return crash._replace(files=files, folders=frozenset(folders))
