@@ -1,0 +1,20 @@
+"""The capstone: the homework in one file, graded by itself.
+
+The learner's `hw_fsdp.py` supplies all of FSDP but streams and collectives. What it is held against is torch's FSDP2.
+
+    homework   its manifest, its file, its starter
+    rules      what the file may use and has to define
+    cases      the models that it is tried on
+    witness    sees every operator: memory alive, and who reads it when
+    runs       what ranks do with it
+    clock      the same on virtual machines
+    judges     task 1 and the bonuses
+    overlap    tasks 2 and 3
+    checks     all of them
+    grading    the grade
+    picture    what its README shows
+"""
+
+from hwfsdp.learn.capstone.grading import HomeworkGrade, grade_capstone
+
+__all__ = ["HomeworkGrade", "grade_capstone"]

@@ -1,0 +1,113 @@
+"""Tasks 2 and 3, judged: what travels while something is computed, and whether everyone waits for what it reads.
+
+Targets are stated in the homework's README; a test holds both together. They are what our file needs and a tenth more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hwfsdp.learn.capstone.clock import Exposed, exposed_of, probe_clock
+from hwfsdp.learn.capstone.runs import probe_homework
+from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.order import Race, find_races
+
+GPU_FORWARD_US = 435.0  # of gathers in a forward on the GPU, not hidden
+HOST_GATHERS_US = 14_000.0  # of gathers in a backward on the host
+HOST_REDUCTIONS_US = 19_000.0  # of reductions there
+HOST_PEAK = 410_000_000  # bytes alive at once in a step there
+
+
+class Figures(NamedTuple):
+    """What a run on the virtual clock came to."""
+
+    gathers: Sequence[Sequence[Any]]
+    reductions: Sequence[Sequence[Any]]
+    exposed: Exposed
+    peak_bytes: int
+
+
+def figures(ranks: Ranks, seed: int, name: str) -> Figures:
+    """Of "forward on a GPU" or "step on a host", with the learner's file."""
+    found = ranks.run(probe_clock, 1, seed=seed)[name][0]
+    return Figures(found["gathers"], found["reductions"], exposed_of(found), found["peak_bytes"])
+
+
+def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
+    """Task 2: gathers on a stream of their own, which only those wait for who read what was gathered."""
+    _judge_order(ranks, seed, "forward")
+    found = figures(ranks, seed, "forward on a GPU")
+    exposed = found.exposed.forward + found.exposed.backward
+    if not found.gathers:
+        raise Finding("not-gathered", "A forward on the virtual GPU gathers nothing.", "6 all-gathers", 0)
+    if exposed > GPU_FORWARD_US:
+        first = [index for index, each in enumerate(found.gathers) if each[2] > 0.5 * (each[1] - each[0])]
+        message = (
+            f"A forward on the virtual GPU: gathers travel for {exposed:,.0f} µs while nothing is computed; target "
+            f"{GPU_FORWARD_US:,.0f} µs. {len(first)} of {len(found.gathers)} gathers are not hidden by anything."
+        )
+        raise Finding("no-overlap", message, GPU_FORWARD_US, round(exposed))
+
+
+def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
+    """Task 3: the next gather of a backward is started before this module's backward."""
+    _judge_order(ranks, seed, "backward")
+    found = figures(ranks, seed, "step on a host")
+    gathers = [each for each in found.gathers if each[3]]
+    if found.exposed.backward > HOST_GATHERS_US or not gathers:
+        exposed = [each for each in gathers if each[2] > 0.5 * (each[1] - each[0])]
+        message = (
+            f"A backward on the virtual host: gathers travel for {found.exposed.backward:,.0f} µs while nothing is computed; "
+            f"target {HOST_GATHERS_US:,.0f} µs. {len(exposed)} of {len(gathers)} are not hidden by anything."
+        )
+        raise Finding("not-prefetched", message, HOST_GATHERS_US, round(found.exposed.backward))
+    _compare_peak(found)
+
+
+def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
+    """Task 3: gradients of one module travel while the next one computes its own."""
+    _judge_order(ranks, seed, "backward")
+    found = figures(ranks, seed, "step on a host")
+    if not found.reductions:
+        raise Finding("not-reduced", "A step on the virtual host reduces nothing.", "6 reductions", 0)
+    if found.exposed.reductions > HOST_REDUCTIONS_US:
+        exposed = [each for each in found.reductions if each[2] > 0.5 * (each[1] - each[0])]
+        message = (
+            f"A backward on the virtual host: gradients travel for {found.exposed.reductions:,.0f} µs while nothing is "
+            f"computed; target {HOST_REDUCTIONS_US:,.0f} µs. {len(exposed)} of {len(found.reductions)} reductions are not "
+            "hidden by anything."
+        )
+        raise Finding("no-overlap", message, HOST_REDUCTIONS_US, round(found.exposed.reductions))
+    _compare_peak(found)
+
+
+def _compare_peak(found: Figures) -> None:
+    if found.peak_bytes > HOST_PEAK:
+        message = (
+            f"A step on the virtual host: {found.peak_bytes:,} B are alive at once; bound {HOST_PEAK:,} B."
+        )
+        raise Finding("unbounded-prefetch", message, HOST_PEAK, found.peak_bytes)
+
+
+def _judge_order(ranks: Ranks, seed: int, phase: str) -> None:
+    """Whoever reads or writes memory waits for those that wrote or read it: two steps, every operator in the log."""
+    reported = ranks.run(probe_homework, ranks.world_size, seed=seed)["order"]
+    log = Run([{"log": of_rank["log"]} for of_rank in reported]).log()
+    ends = [of_rank["ends"] for of_rank in reported]
+    for race in find_races(log):
+        if _phase(race, ends[race.second.rank]) == phase:
+            raise Finding(_misconception(race), race.sentence)
+
+
+def _phase(race: Race, ends: Sequence[int]) -> str:
+    """What its second event belongs to; the optimizer reads what the backward left, so it counts as a part of that."""
+    over = sum(race.second.seq >= end for end in ends)  # forwards, backwards and optimizer steps, in turn
+    return "backward" if over % 3 else "forward"
+
+
+def _misconception(race: Race) -> str:
+    if race.second.op == "optimizer":
+        return "left-in-flight"
+    return "used-before-wait" if race.storage in race.second.reads else "freed-too-early"

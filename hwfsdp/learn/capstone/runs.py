@@ -1,0 +1,235 @@
+"""What ranks do with the homework's file, and report: training, memory, collectives.
+
+Every case reports for itself, so that one which raises does not take the others with it. Unless it raises on some ranks only:
+the others wait in a collective then, and hear why when those end (`attempt_together`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp import events
+from hwfsdp.compat import default_store
+from hwfsdp.learn.capstone import cases
+from hwfsdp.learn.capstone.cases import CASES, PLAIN, Case, Shard
+from hwfsdp.learn.capstone.witness import Witness, witnessed
+from hwfsdp.learn.checks.lifetimes import ready
+from hwfsdp.learn.run import FAILED, Report, attempt, log_data
+from hwfsdp.models.gpt import GPT, GPTConfig
+from hwfsdp.ranks import LOST_PEER
+from hwfsdp.recording import record
+
+DEEP = GPTConfig(dim=32, layers=8, heads=2, seq_len=4, vocab=12)  # groups much larger than activations
+
+OTHERS = timedelta(seconds=2)  # until ranks that raise the same have done so
+
+
+def probe_homework(report: Report, seed: int) -> None:
+    """The learner's file: every case, then memory."""
+    ready()
+    report["loaded"] = sorted(name for name in vars(cases.learners()) if not name.startswith("_"))
+    for case in CASES:
+        attempt_together(report, case.name, partial(trained, case, seed, own(cases.learners_shard())))
+    attempt_together(report, "memory", partial(remembered, seed, cases.learners_shard()))
+    attempt_together(report, "order", partial(ordered, seed, cases.learners_shard()))
+
+
+def probe_oracle(report: Report, seed: int) -> None:
+    """torch's FSDP2: the same cases."""
+    for case in CASES:
+        report[case.name] = trained(case, seed, cases.torchs_shard())
+
+
+def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
+    """`run.attempt` of something with collectives; raises what `part` raised if other ranks do not raise as well."""
+    raised: list[Exception] = []
+
+    def noted() -> Any:
+        try:
+            return part()
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    attempt(report, key, noted)
+    if not raised:
+        return
+    if any(sign in str(raised[0]) for sign in LOST_PEER):
+        del report[FAILED][key]  # another rank has the cause
+        raise raised[0]
+    store = default_store()
+    store.set(f"{key} {dist.get_rank()}", "raised")
+    try:
+        store.wait([f"{key} {rank}" for rank in range(dist.get_world_size())], OTHERS)
+    except RuntimeError:
+        raise raised[0] from None
+
+
+def trained(case: Case, seed: int, shard: Shard) -> dict[str, Any]:
+    """Trains, and records the second step.
+
+    Returns:
+        params: what the sharded parameters are (`described`), then by step: losses, of each micro-batch; grads, this rank's
+        rows of each gradient by name, None without one; counts: collectives in each forward and backward of the step
+        that was recorded, in order, as (op, bytes, dtype).
+    """
+    mesh = cases.mesh_of_all()
+    model = cases.sharded(cases.model_of(case, seed), case, shard, mesh)
+    params = {name: described(p, mesh) for name, p in model.named_parameters(remove_duplicate=False)}
+    owned = dict(model.named_parameters())  # what the optimizer has; a model may forget to register it again
+    optimizer = torch.optim.SGD([p for p in owned.values() if p.requires_grad], lr=0.3, foreach=False)
+    losses, grads, counts = list[Any](), list[Any](), list[list[Any]]()
+    for step in range(case.steps):
+        if step == 1:
+            counts = _recorded_step(model, case, seed, step, losses)
+        else:
+            losses.append(cases.train_step(model, case, seed, step, lambda phase: None))
+        grads.append({name: _rows_of(p.grad) for name, p in owned.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    tied = [name for name, p in model.named_parameters(remove_duplicate=False) if p is model.head.weight]
+    return {"params": params, "losses": losses, "grads": grads, "counts": counts, "tied": tied}
+
+
+def _recorded_step(model: Any, case: Case, seed: int, step: int, losses: list[Any]) -> list[list[Any]]:
+    ends = [0]
+
+    def after(phase: str) -> None:
+        recorder = events.active()
+        assert recorder is not None
+        ends.append(len(recorder.drafts))
+
+    with record() as log:
+        losses.append(cases.train_step(model, case, seed, step, after))
+    spans = [(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [
+        [[e.op, e.bytes, e.dtype] for e in log.collectives() if start <= e.seq < end] for start, end in spans
+    ]
+
+
+def own(shard: Shard) -> Shard:
+    """`shard`, which raises if what it makes is not the file's own."""
+
+    def checked(module: nn.Module, *args: Any) -> Any:
+        made = shard(module, *args)
+        _refuse_foreign(module)
+        return made
+
+    return checked
+
+
+def _refuse_foreign(model: nn.Module) -> None:
+    """The homework's modules are its own.
+
+    Raises:
+        RuntimeError: they are those of torch's FSDP, or of this package's.
+    """
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ == "FSDPModule" and cls.__module__.startswith(("torch.", "hwfsdp.")):
+                raise RuntimeError(f"{type(module).__name__} was sharded by {cls.__module__}")
+
+
+def described(param: nn.Parameter, mesh: Any) -> dict[str, Any]:
+    """What a sharded parameter is, and this rank's rows of it."""
+    if not isinstance(param, DTensor):
+        return {"kind": type(param).__name__, "shape": list(param.shape)}
+    return {
+        "kind": "DTensor" if isinstance(param, nn.Parameter) else "DTensor, no nn.Parameter",
+        "shape": list(param.shape),
+        "placements": [str(p) for p in param.placements],
+        "mesh": [list(param.device_mesh.shape), param.device_mesh == mesh],
+        "device": str(param.to_local().device),
+        "requires_grad": param.requires_grad,
+        "rows": param.to_local().detach().clone(),
+    }
+
+
+def _rows_of(grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return None
+    return (grad.to_local() if isinstance(grad, DTensor) else grad).detach().clone()
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+def remembered(seed: int, shard: Shard) -> dict[str, int]:
+    """Bytes beyond those of the shards, at moments of a forward without autograd and of a whole step.
+
+    The deep model's groups are much larger than what it computes, which is measured on the same model in one piece.
+    """
+    case = Case("a deep model")
+    with witnessed() as witness:
+        plain = _moments(_deep(seed), witness)
+        model = cases.sharded(_deep(seed), case, shard, cases.mesh_of_all())
+        found = _moments(model, witness)
+    return {f"plain {name}": value for name, value in plain.items()} | found
+
+
+def _deep(seed: int) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(DEEP)
+
+
+def _moments(model: Any, witness: Witness) -> dict[str, int]:
+    """Of the second forward without autograd, and the second step with it; the first ones make what is there to stay."""
+    tokens = torch.zeros(1, DEEP.seq_len, dtype=torch.int64)
+    found = {}
+    for _ in range(2):
+        model.zero_grad()
+        gc.collect()
+        before = witness.mark()
+        found["at rest"] = before - sum(_bytes_of(p) for p in model.parameters())
+        with torch.no_grad():
+            model(tokens)
+        found["peak of forward"] = witness.peak - before
+        found["after forward"] = witness.alive() - before
+        before = witness.mark()
+        loss = model(tokens).sum()
+        found["before backward"] = witness.alive() - before
+        loss.backward()
+        del loss
+        gc.collect()
+        found["after backward"] = witness.alive() - before
+        found["grads"] = sum(_bytes_of(p.grad) for p in model.parameters())
+    return found
+
+
+def _bytes_of(tensor: Tensor | None) -> int:
+    rows = _rows_of(tensor)
+    return 0 if rows is None else rows.numel() * rows.element_size()
+
+
+# --- Order -------------------------------------------------------------------------------------------------
+
+
+def ordered(seed: int, shard: Shard) -> dict[str, Any]:
+    """Two steps with every operator in the log; how many events there were after each forward, backward and optimizer step."""
+    mesh = cases.mesh_of_all()
+    ends: list[int] = []
+
+    def after(phase: str) -> None:
+        recorder = events.active()
+        assert recorder is not None
+        ends.append(len(recorder.drafts))
+
+    with witnessed() as witness:
+        model = cases.sharded(cases.model_of(PLAIN, seed), PLAIN, shard, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        with record() as log:
+            for step in range(2):
+                cases.train_step(model, PLAIN, seed, step, after)
+                witness.unseen(optimizer.step)()  # it has an event of its own
+                after("optimizer")
+                optimizer.zero_grad()
+    return {"log": log_data(log), "ends": ends}

@@ -1,0 +1,279 @@
+"""Answers to the capstone: our solution with other functions in it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+
+from answers.shapes import Right, Wrong
+
+from hwfsdp.learn import holes
+
+SHARD, REGISTER, TO_SHARDED = "FSDPParam.shard", "FSDPParam.register", "FSDPParam.to_sharded"
+ADD_WHOLE, ADD_ROWS = "FSDPParam.add_unsharded_grad", "FSDPParam.add_sharded_grad"
+UNSHARD, WAIT, REDUCE = "FSDPModule.unshard", "FSDPModule.wait_for_unshard", "FSDPModule.reduce_gradients"
+PREFETCH, HAND_OUT, CLAIM = "FSDPModule._backward_prefetch", "FSDPModule.hand_out", "unclaimed_params"
+
+
+def answer(solution: str, functions: Mapping[str, str], also: str = "") -> str:
+    """The solution's text with other functions in it. One that begins with `~` says what to replace: `~old ~> new`."""
+    for name, function in functions.items():
+        if function.startswith("~"):
+            text = holes.extract(solution, name)
+            for change in function[1:].split("\n~"):
+                old, new = change.split(" ~> ")
+                assert text.count(old) == 1, (name, old)
+                text = text.replace(old, new.replace("\\n", "\n"))
+        else:
+            indent = "    " * name.count(".")
+            text = textwrap.indent(textwrap.dedent(function).strip("\n") + "\n", indent)
+        solution = holes.splice(solution, name, text)
+    return solution + textwrap.dedent(also)
+
+
+WRONG = [
+    Wrong(
+        "the sum, not the mean",
+        {ADD_ROWS: "~.to(self.orig_dtype) ~> .to(self.orig_dtype) * self.world_size"},
+        "capstone.parity",
+        "summed-not-averaged",
+    ),
+    Wrong(
+        "divided once more",
+        {ADD_ROWS: "~.to(self.orig_dtype) ~> .to(self.orig_dtype) / self.world_size"},
+        "capstone.parity",
+        "averaged-twice",
+    ),
+    Wrong(
+        "never freed after backward",
+        {"post_backward": "~    if module.reshard_after_backward:\n        module.reshard()\n ~> "},
+        "capstone.parity",
+        "update-not-seen",
+    ),
+    Wrong(
+        "even rows only",
+        {SHARD: "~first = min( ~> assert self.shape[0] % self.world_size == 0\\n        first = min("},
+        "capstone.uneven",
+        "crashed",
+    ),
+    Wrong(
+        "padding and all",
+        {SHARD: """
+            @torch.no_grad()
+            def shard(self, param, device):
+                first = min(self.mesh.get_local_rank() * self.chunk, self.shape[0])
+                rows = param.detach()[first : first + self.chunk].to(device)
+                self.local_shape = torch.Size((self.chunk, *self.shape[1:]))
+                self.padded_shard = torch.zeros(self.padded_numel, dtype=self.orig_dtype, device=device)
+                self.padded_shard[: rows.numel()].view(rows.shape).copy_(rows)
+                local = self.padded_shard.view(self.local_shape)
+                self.sharded_param = nn.Parameter(self.as_dtensor(local), requires_grad=param.requires_grad)
+            """},
+        "capstone.uneven",
+        "padding-leaked",
+    ),
+    Wrong(
+        "frozen parameters are handed out, too",
+        {
+            HAND_OUT: "~ if p.unsharded_param.requires_grad] ~> ]",
+        },
+        "capstone.frozen",
+        "flag-not-followed",
+    ),
+    Wrong(
+        "tied parameters at their first place only",
+        {REGISTER: "~in self.module_info: ~> in self.module_info[:1]:"},
+        "capstone.tied",
+        "untied",
+    ),
+    Wrong(
+        "what is sharded inside is sharded again",
+        {CLAIM: """
+            def unclaimed_params(module):
+                for name, param in list(module.named_parameters()):
+                    places = [
+                        Slot(submodule, own)
+                        for submodule in module.modules()
+                        for own, found in submodule.named_parameters(recurse=False)
+                        if found is param
+                    ]
+                    whole = param
+                    if isinstance(param, DTensor):
+                        whole = nn.Parameter(param.full_tensor(), requires_grad=param.requires_grad)
+                    yield name, whole, places
+            """},
+        "capstone.nested",
+        "claimed-twice",
+    ),
+    Wrong(
+        "gathered as it is, cast when copied out",
+        {UNSHARD: "~first.gathered.new_empty ~> first.padded_shard.new_empty"},
+        "capstone.mixed",
+        "gathered-in-wrong-dtype",
+    ),
+    Wrong(
+        "reduced as autograd left it",
+        {ADD_WHOLE: "~.to(self.reduce_dtype or grad.dtype) ~> .contiguous()"},
+        "capstone.mixed",
+        "reduced-in-wrong-dtype",
+    ),
+    Wrong(
+        "the memory is never given back",
+        {TO_SHARDED: "def to_sharded(self):\n    self.register(self.sharded_param)\n"},
+        "capstone.memory",
+        "not-freed",
+    ),
+    Wrong(
+        "every gather waits for compute",
+        {
+            UNSHARD: "~with stream.run(): ~> stream.wait(self.comm_ctx.streams.compute.record())\\n        with stream.run():"
+        },
+        "capstone.forward_prefetch",
+        "no-overlap",
+    ),
+    Wrong(
+        "no gather ever waits for the optimizer",
+        {"pre_forward": "~        ctx.streams.all_gather.wait(ctx.streams.compute.record())\n ~> "},
+        "capstone.forward_prefetch",
+        "used-before-wait",
+    ),
+    Wrong(
+        "nothing is gathered ahead in backward",
+        {PREFETCH: "def _backward_prefetch(self):\n    pass\n"},
+        "capstone.backward_prefetch",
+        "not-prefetched",
+    ),
+    Wrong(
+        "a reduction does not wait for what it reduces",
+        {REDUCE: "~        stream.wait(streams.compute.record())\n ~> "},
+        "capstone.backward_prefetch",
+        "used-before-wait",
+    ),
+    Wrong(
+        "reductions are waited for at once",
+        {
+            REDUCE: "~InFlight(flat, stream.record())) ~> InFlight(flat, stream.record()))\\n        self.comm_ctx.wait_for_reductions()"
+        },
+        "capstone.reduce_overlap",
+        "no-overlap",
+    ),
+    Wrong(
+        "freed after forward whatever was asked",
+        {"post_forward": "~module.reshard_after_forward and not ~> not"},
+        "bonus.forward",
+        "gathered-again",
+    ),
+    Wrong(
+        "freed after backward whatever was asked",
+        {
+            "post_backward": "~    if module.reshard_after_backward:\n        module.reshard() ~>     module.reshard()"
+        },
+        "bonus.backward",
+        "gathered-again",
+    ),
+    Wrong(
+        "reduced after every micro-batch",
+        {
+            "post_backward": "~    if module.requires_gradient_sync:\n        module.reduce_gradients() ~>     module.reduce_gradients()"
+        },
+        "bonus.sync",
+        "reduced-too-often",
+    ),
+    Wrong(
+        "the group of the package",
+        {},
+        "capstone.parse",
+        "not-alone",
+        "\nfrom hwfsdp.group import ParamGroup\n",
+    ),
+    Wrong(
+        "torch's own", {}, "capstone.parse", "not-alone", "\nfrom torch.distributed.fsdp import fully_shard\n"
+    ),
+    Wrong("half a line", {}, "capstone.parse", "not-python", "\ndef unshard(self\n"),
+]
+
+RIGHT = [
+    Right(
+        "packed by cat, unpacked by slices",
+        {
+            UNSHARD: """
+            def unshard(self):
+                if not self.fsdp_params or self._gathered or self.is_unsharded:
+                    return
+                ctx, mesh = self.comm_ctx, self.fsdp_params[0].mesh
+                ctx.release_gather_buffer()
+                with torch.no_grad(), ctx.streams.all_gather.run():
+                    part = torch.cat([p.padded_shard.to(p.dtype) for p in self.fsdp_params])
+                    flat = part.new_empty(mesh.size() * part.numel())
+                done = all_gather_flat(flat, part, mesh.get_group(), ctx.streams.all_gather, self.module_fqn)
+                self._part, self._gathered = part, InFlight(flat.view(mesh.size(), -1), done)
+            """,
+            WAIT: """
+            @torch.no_grad()
+            def wait_for_unshard(self):
+                if self._gathered:
+                    flat, done = self._gathered
+                    self.comm_ctx.streams.compute.wait(done)
+                    start = 0
+                    for p in self.fsdp_params:
+                        p.allocate()[:] = flat[:, start : start + p.padded_numel]
+                        start += p.padded_numel
+                        p.to_unsharded()
+                    self.comm_ctx.copied_out = InFlight(flat, self.comm_ctx.streams.compute.record())
+                    self._gathered = self._part = None
+                    self.is_unsharded = True
+            """,
+        },
+    ),
+    Right(
+        "leaves with hooks in place of an autograd function",
+        {
+            HAND_OUT: """
+            def hand_out(self):
+                left = {p for p in self.fsdp_params if p.unsharded_param.requires_grad}
+                if not torch.is_grad_enabled():
+                    return
+                for p in list(left):
+
+                    def on_grad(leaf, p=p):
+                        p.add_unsharded_grad(leaf.grad)
+                        leaf.grad = None
+                        left.discard(p)
+                        if not left:
+                            post_backward(self, [])
+
+                    leaf = p.unsharded_param.detach().requires_grad_()
+                    leaf.register_post_accumulate_grad_hook(on_grad)
+                    p.register(leaf)
+            """,
+        },
+    ),
+    Right(
+        "links from each forward to the one before it",
+        {
+            "FSDPModule.record_post_forward": """
+            def record_post_forward(self):
+                order = self.comm_ctx.post_forward_order
+                self._positions.append(order[-1] if order else None)
+                order.append(self)
+            """,
+            PREFETCH: """
+            def _backward_prefetch(self):
+                before = self._positions.pop() if self._positions else None
+                if before is not None:
+                    before.unshard()
+            """,
+            CLAIM: """
+            def unclaimed_params(module):
+                found = {}
+                for path, submodule in module.named_modules():
+                    for name, param in submodule._parameters.items():
+                        if param is None or isinstance(param, DTensor):
+                            continue
+                        fqn = ".".join(filter(None, (path, name)))
+                        found.setdefault(id(param), (fqn, param, []))[2].append(Slot(submodule, name))
+                return list(found.values())
+            """,
+        },
+    ),
+]

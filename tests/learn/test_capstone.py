@@ -1,0 +1,144 @@
+"""The homework's grader, graded: our file gets everything, the starter nothing, wrong answers what they deserve."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwfsdp.learn import holes
+from hwfsdp.learn.capstone import HomeworkGrade, overlap
+from hwfsdp.learn.capstone.homework import read_homework, solution_path, starter_of
+from hwfsdp.learn.capstone.grading import graded_homework
+from hwfsdp.learn.killrate import hole_mutants, solved
+from hwfsdp.learn.capstone.rules import check_rules
+from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.grade import Options
+from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.submission import Source
+from hwfsdp.learn.workbook import failures
+
+sys.path.insert(0, str(Path(__file__).parent))
+from answers.capstone import RIGHT, WRONG, answer  # noqa: E402
+from answers.shapes import Right, Wrong  # noqa: E402
+
+COURSE = find_course(Path(__file__))
+SOLUTION = solution_path(COURSE).read_text()
+README = (COURSE.root / "exercises" / "capstone" / "README.md").read_text()
+
+
+def graded(text: str, seed: int = 20, world_size: int = 2) -> HomeworkGrade:
+    return graded_homework(COURSE, text, Options(seed=seed, world_size=world_size))
+
+
+def named(value: object) -> str | None:
+    return getattr(value, "name", None)
+
+
+@pytest.mark.parametrize(("seed", "world_size"), [(20, 2), (4, 3)])
+def test_our_file_gets_all_points_and_all_bonuses(seed: int, world_size: int) -> None:
+    result = graded(SOLUTION, seed, world_size)
+    found = result.as_dict()
+    assert (found["status"], found["score"], found["bonus"]) == ("passed", 10, 3), failures(result)
+    assert (found["exercise"], found["max_score"], found["max_bonus"]) == ("capstone", 10, 3)
+
+
+def test_the_starter_is_not_started_and_is_our_file_with_holes() -> None:
+    homework = read_homework(COURSE)
+    text = starter_of(homework, SOLUTION)
+    assert (COURSE.root / "exercises" / "capstone" / "hw_fsdp.py").read_text() == text
+    result = graded(text)
+    assert (result.status, result.score, result.bonus) == ("not_started", 0, 0)
+    check_rules(Source(Path("hw_fsdp.py"), text))
+    exec(compile(text, "hw_fsdp.py", "exec"), {"__name__": "hw_fsdp"})
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=named)
+def test_a_wrong_answer_is_told_what_is_wrong(wrong: Wrong) -> None:
+    result = graded(answer(SOLUTION, wrong.functions, wrong.also))
+    verdicts = {r.check.id: r.finding.misconception for r in result.results if r.finding}
+    assert verdicts.get(wrong.check) == wrong.misconception, failures(result)
+    assert result.score + result.bonus < 13
+
+
+@pytest.mark.parametrize("right", RIGHT, ids=named)
+def test_a_right_answer_gets_everything_however_it_is_written(right: Right) -> None:
+    result = graded(answer(SOLUTION, right.functions, right.also))
+    assert (result.status, result.score, result.bonus) == ("passed", 10, 3), failures(result)
+
+
+def test_task_1_alone_earns_its_points() -> None:
+    text = answer(
+        SOLUTION,
+        {
+            "FSDPModule._backward_prefetch": "def _backward_prefetch(self):\n    raise NotImplementedError\n",
+            "FSDPModule.record_post_forward": "def record_post_forward(self):\n    raise NotImplementedError\n",
+            "pre_backward": "~        module._backward_prefetch()\n ~> ",
+            "post_forward": "~        if not ctx.in_backward:\n            module.record_post_forward()\n ~> ",
+            "FSDPModule.unshard": "~with stream.run(): ~> stream.wait(self.comm_ctx.streams.compute.record())\\n        with stream.run():",
+            "FSDPModule.reduce_gradients": "~InFlight(flat, stream.record())) ~> InFlight(flat, stream.record()))\\n        self.comm_ctx.wait_for_reductions()",
+        },
+    )
+    result = graded(text)
+    assert (result.status, result.score) == ("failed", 7), failures(result)
+    assert [r.check.id for r in result.results if r.passed is False] == [
+        *("capstone.forward_prefetch", "capstone.backward_prefetch", "capstone.reduce_overlap")
+    ]
+
+
+@pytest.mark.parametrize("target", ["GPU_FORWARD_US", "HOST_GATHERS_US", "HOST_REDUCTIONS_US", "HOST_PEAK"])
+def test_the_readme_states_the_targets_that_are_graded(target: str) -> None:
+    assert f"{getattr(overlap, target):,.0f}" in README
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import hwfsdp.group",
+        "from hwfsdp import fully_shard",
+        "from hwfsdp.collectives import compat",
+        "from hwfsdp.streams import events",
+        "from hwfsdp import collectives\ncollectives.shared_memory",
+        "import hwfsdp.collectives as c\nc.compat.dtensor",
+        "import importlib",
+        "from sys import modules",
+        "import torch.distributed.fsdp as f",
+        "torch.distributed.fsdp.fully_shard",
+        "__import__('hwfsdp.wrap')",
+    ],
+)
+def test_a_file_that_uses_what_it_is_to_supply_is_refused(line: str) -> None:
+    with pytest.raises(Finding) as refused:
+        check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
+    assert refused.value.misconception == "not-alone"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from hwfsdp import collectives, streams\nstreams.streams_for, collectives.all_gather_flat",
+        "import hwfsdp.streams as s\ns.HostStream",
+        "from torch.distributed.fsdp import MixedPrecisionPolicy",
+        "import torch.distributed as dist\ndist.all_reduce",
+    ],
+)
+def test_a_file_may_use_streams_and_collectives_however_it_imports_them(line: str) -> None:
+    check_rules(Source(Path("hw_fsdp.py"), f"{SOLUTION}\n{line}\n"))
+
+
+@pytest.mark.parametrize("function", ["fully_shard", "FSDPModule.reshard", "post_backward"])
+def test_a_file_without_a_function_that_is_asked_for_is_told_which(function: str) -> None:
+    text = holes.splice(SOLUTION, function, "" if "." not in function else "    pass\n")
+    with pytest.raises(Finding, match=re.escape(f"does not define {function}")):
+        check_rules(Source(Path("hw_fsdp.py"), text))
+
+
+def test_every_function_of_the_tasks_has_mutants_that_compile() -> None:
+    homework = read_homework(COURSE)
+    found = hole_mutants(COURSE, homework)
+    assert {each.hole for each in found} >= set(homework.hole_names) - {"HandOverGradients.forward"}
+    for each in found[:: max(1, len(found) // 20)]:
+        mutated = holes.splice(solved(COURSE, homework), each.hole, each.mutant.text)
+        compile(mutated, "hw_fsdp.py", "exec")
