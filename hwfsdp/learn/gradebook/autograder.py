@@ -1,0 +1,201 @@
+"""Autograders for elsewhere: an upload for Gradescope, a workflow for GitHub.
+
+Gradescope wants a zip with `setup.sh` and `run_autograder` at its root; it unpacks it to /autograder/source, runs the first
+once, and the second for each submission (https://gradescope-autograders.readthedocs.io/en/latest/specs/). The zip holds the
+package, the manifests and starters, and the list of what pip has to install. It holds no solutions, and no secret.
+
+Whatever happens, `run_autograder` leaves a results.json: without points, and with the reason, if grading did not end.
+HWFSDP_AUTOGRADER_ROOT says where /autograder is, to try it elsewhere.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hwfsdp.errors import UsageError
+from hwfsdp.learn.gradebook.extras import EXTRAS
+from hwfsdp.learn.manifest import PACKAGE, Course
+
+SECONDS = 540.0  # Gradescope ends an autograder after ten minutes, if nothing else is set there
+_FIXED_TIME = (2020, 1, 1, 0, 0, 0)  # so that the same course gives the same zip
+_SKIPPED = ("__pycache__", ".pyc", ".hwfsdp")
+_REQUIREMENTS = ("torch>=2.11", "numpy>=1.26", "cloudpickle>=3.0", "safetensors>=0.4", "matplotlib>=3.8")
+
+SETUP = r"""#!/usr/bin/env bash
+# Installs what grading takes, once, into an environment of its own.
+set -euo pipefail
+ROOT="${HWFSDP_AUTOGRADER_ROOT:-/autograder}"
+
+newest_python() {
+    for name in python3.13 python3.12 python3.11 python3; do
+        if command -v "$name" >/dev/null && "$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))'; then
+            echo "$name"
+            return
+        fi
+    done
+}
+
+PYTHON="$(newest_python)"
+if [ -z "$PYTHON" ] || ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
+    apt-get update
+    apt-get install -y python3.12 python3.12-venv || apt-get install -y python3.11 python3.11-venv
+    PYTHON="$(newest_python)"
+fi
+"$PYTHON" -m venv "$ROOT/venv"
+"$ROOT/venv/bin/python" -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
+    -r "$ROOT/source/requirements.txt"
+"""
+
+RUN = r"""#!/usr/bin/env bash
+# Grades $ROOT/submission. There is a results.json afterwards, whatever happens.
+ROOT="${HWFSDP_AUTOGRADER_ROOT:-/autograder}"
+PYTHON="${HWFSDP_AUTOGRADER_PYTHON:-$ROOT/venv/bin/python}"
+RESULTS="$ROOT/results/results.json"
+LIMIT=@LIMIT@
+export PYTHONPATH="$ROOT/source" PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR="${TMPDIR:-/tmp}"
+
+mkdir -p "$ROOT/results"
+rm -f "$RESULTS"
+cd "$ROOT/source" || exit 1
+SECRET=()
+[ -f "$ROOT/source/secret" ] && SECRET=(--secret "$ROOT/source/secret")
+timeout --kill-after=10 $((LIMIT + 30)) "$PYTHON" -m hwfsdp grade "$ROOT/submission" --single \
+    --format gradescope --out "$RESULTS" --timeout "$LIMIT" "${SECRET[@]}"
+STATUS=$?
+rm -f "$RESULTS.journal"
+
+if [ ! -s "$RESULTS" ]; then
+    REASON="Grading did not come to an end (status $STATUS). Your submission counts nothing so far; please tell the staff."
+    [ "$STATUS" = 124 ] && REASON="Grading took more than $LIMIT s and was ended. Does a loop of yours never stop?"
+    printf '{"score": 0, "output": "%s", "output_format": "text", "tests": [], "stdout_visibility": "hidden"}\n' \
+        "$REASON" > "$RESULTS"
+fi
+"""
+
+WORKFLOW = r"""# Grades a push. It wants, in the settings of the repository or the organization,
+#   the variable HWFSDP_COURSE   owner/name of the repository with hwfsdp and its exercises, the staff's
+#   the secret   HWFSDP_TOKEN    a token that may read it, if it is private
+#   the secret   HWFSDP_SECRET   optional: inputs of checks are drawn from it
+# What counts is that repository's course, not the copy that a student may have changed.
+name: Autograding Tests
+on: [push, workflow_dispatch]
+permissions:
+  contents: read
+jobs:
+  run-autograding-tests:
+    runs-on: ubuntu-latest
+    if: github.actor != 'github-classroom[bot]'
+    timeout-minutes: @MINUTES@
+    steps:
+      - uses: actions/checkout@v4
+        with:
+          path: submission
+          persist-credentials: false
+      - uses: actions/checkout@v4
+        with:
+          repository: ${{ vars.HWFSDP_COURSE }}
+          token: ${{ secrets.HWFSDP_TOKEN || github.token }}
+          path: course
+          persist-credentials: false
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.12"
+      - name: Install
+        run: python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu ./course
+      - name: Grade
+        id: grade
+        working-directory: course
+        env:
+          HWFSDP_SECRET: ${{ secrets.HWFSDP_SECRET }}
+        run: >-
+          python -m hwfsdp grade ../submission --single --timeout @LIMIT@
+          --format github --out "$RUNNER_TEMP/results.json"
+      - name: Keep the result
+        if: always()
+        uses: actions/upload-artifact@v4
+        with:
+          name: results
+          path: ${{ runner.temp }}/results.json
+          if-no-files-found: ignore
+"""
+
+
+def make_autograder(path: Path, course: Course, limit: float = SECONDS) -> int:
+    """Writes the zip for Gradescope; returns how many files are in it.
+
+    Args:
+        limit: seconds for one submission; what is not graded by then counts nothing, and says so.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    files = dict(_files(course, limit))
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, (content, mode) in sorted(files.items()):
+                entry = zipfile.ZipInfo(name, _FIXED_TIME)
+                entry.external_attr = (0o100000 | mode) << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, content)
+        os.replace(draft, path)
+    except OSError as error:
+        raise _unwritable("--make-autograder", path, error) from None
+    return len(files)
+
+
+def make_workflow(path: Path, limit: float = SECONDS) -> None:
+    """Writes the workflow for GitHub.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    minutes = int(limit // 60) + 10
+    text = WORKFLOW.replace("@MINUTES@", str(minutes)).replace("@LIMIT@", str(int(limit)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise _unwritable("--make-workflow", path, error) from None
+
+
+def _unwritable(option: str, path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{option} {path}",
+        expected="a file that can be written",
+        got=error.strerror or "none",
+        remedy="Check the path.",
+    )
+
+
+def _files(course: Course, limit: float) -> Iterator[tuple[str, tuple[bytes, int]]]:
+    """Name in the zip, content and mode of every file."""
+    yield "setup.sh", (SETUP.encode(), 0o755)
+    yield "run_autograder", (RUN.replace("@LIMIT@", str(int(limit))).encode(), 0o755)
+    yield "requirements.txt", ("\n".join(requirements()).encode() + b"\n", 0o644)
+    for path in _below(PACKAGE):
+        yield f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}", (path.read_bytes(), 0o644)
+    extras = [course.root / "exercises" / extra.name for extra in EXTRAS]
+    for folder in [*(exercise.folder for exercise in course.exercises), *extras]:
+        for path in _below(folder):
+            if path.suffix != ".png":
+                name = path.relative_to(course.root / "exercises").as_posix()
+                yield f"exercises/{name}", (path.read_bytes(), 0o644)
+
+
+def _below(folder: Path) -> list[Path]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in found if not any(skip in part for part in path.parts for skip in _SKIPPED))
+
+
+def requirements() -> list[str]:
+    """What pip has to install: that which the package's own set-up asks for."""
+    parser = configparser.ConfigParser()
+    parser.read(PACKAGE.parent / "setup.cfg")
+    listed = parser.get("options", "install_requires", fallback="").split()
+    return listed or list(_REQUIREMENTS)

@@ -1,0 +1,93 @@
+"""When the commit that is checked out was made, read without trusting its repository.
+
+A repository's own settings can make git run programs. So git is asked from an empty repository of ours, which borrows
+only the objects of the other one; what HEAD means is read here, from two small files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+SECONDS = 20.0
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_COMMITTER = re.compile(rb"^committer .*> (\d{1,12}) ([+-])(\d\d)(\d\d)$", re.MULTILINE)
+
+
+def commit_time(folder: Path) -> datetime | None:
+    """The committer's time of HEAD, with its offset; None if the folder is no checkout, or git is not there."""
+    repository = folder / ".git"
+    if not repository.is_dir() or repository.is_symlink() or shutil.which("git") is None:
+        return None
+    commit = _head(repository)
+    if commit is None:
+        return None
+    try:
+        text = _object(repository, commit)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = _COMMITTER.search(text.partition(b"\n\n")[0])
+    if found is None:
+        return None
+    seconds, sign, hours, minutes = found.groups()
+    offset = timedelta(hours=int(hours), minutes=int(minutes)) * (-1 if sign == b"-" else 1)
+    try:
+        return datetime.fromtimestamp(int(seconds), timezone(offset))
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _head(repository: Path) -> str | None:
+    """The commit that HEAD means."""
+    text = _line(repository / "HEAD")
+    for _ in range(5):  # a reference may be to another one
+        if _COMMIT.fullmatch(text):
+            return text
+        name = text.removeprefix("ref: ")
+        if not text.startswith("ref: ") or ".." in name or name.startswith("/"):
+            return None
+        text = _line(repository / name) or _packed(repository, name)
+    return None
+
+
+def _line(path: Path) -> str:
+    try:
+        if path.is_symlink() or not path.is_file():
+            return ""
+        with path.open(errors="replace") as file:
+            return file.read(1000).strip()
+    except OSError:
+        return ""
+
+
+def _packed(repository: Path, name: str) -> str:
+    try:
+        with (repository / "packed-refs").open(errors="replace") as file:
+            rows = (line.split() for line in file if not line.startswith(("#", "^")))
+            return next((row[0] for row in rows if len(row) == 2 and row[1] == name), "")
+    except OSError:
+        return ""
+
+
+def _object(repository: Path, commit: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-git-") as folder:
+        ours = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"}
+        ours |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
+        call = ["git", "--git-dir", str(Path(folder) / "empty")]
+        subprocess.run(
+            [*call, "init", "-q", "--bare"], env=ours, check=True, timeout=SECONDS, capture_output=True
+        )
+        theirs = {**ours, "GIT_OBJECT_DIRECTORY": str((repository / "objects").absolute())}
+        done = subprocess.run(
+            [*call, "cat-file", "commit", commit],
+            env=theirs,
+            check=True,
+            timeout=SECONDS,
+            capture_output=True,
+        )
+    return done.stdout

@@ -1,0 +1,106 @@
+"""Gradebooks as files, in formats that others have published, and two of ours."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.errors import UsageError
+from hwfsdp.learn.gradebook.book import Gradebook
+from hwfsdp.learn.gradebook.formats import classroom50, github, gradescope, nbgrader, plain, table
+from hwfsdp.learn.gradebook.html_report import render_class
+from hwfsdp.learn.gradebook.results import Result
+
+
+class Format(NamedTuple):
+    """A way to write a gradebook.
+
+    Attributes:
+        whole: the text for a class, in pieces; None: it has a file for each submission.
+        each: the text for one submission; None: it has one file for all.
+        file: name of the file for each submission.
+    """
+
+    whole: Callable[[Gradebook], Iterator[str]] | None
+    each: Callable[[Result, Gradebook], str] | None = None
+    file: str = "results.json"
+
+
+FORMATS = {
+    "json": Format(plain.render),
+    "gradescope": Format(None, gradescope.render_one),
+    "github": Format(None, github.render_one),
+    "nbgrader": Format(nbgrader.render),
+    "classroom50": Format(classroom50.render, classroom50.render_one, "result.json"),
+    "csv": Format(table.render),
+    "html": Format(render_class),
+}
+BY_SUFFIX = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
+
+
+def pieces(book: Gradebook, name: str) -> Iterator[str]:
+    """The text of a gradebook.
+
+    Raises:
+        UsageError: the format has a file for each submission, and there is not just one.
+    """
+    chosen = FORMATS[name]
+    results = list(first_results(book, 2))
+    if chosen.each is not None and len(results) == 1:
+        return iter([chosen.each(results[0], book)])
+    if chosen.whole is not None:
+        return chosen.whole(book)
+    raise UsageError(
+        f"--format {name}",
+        expected="one submission, or a folder for one file each",
+        got=f"{book.count()} submissions and one file",
+        remedy="Give --out a folder that is there, or a name that ends in '/'.",
+    )
+
+
+def first_results(book: Gradebook, count: int) -> Iterator[Result]:
+    """At most so many of the results."""
+    for result, _ in zip(book.results(), range(count), strict=False):
+        yield result
+
+
+def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[Path]:
+    """Writes a gradebook, whole or not at all; returns the files.
+
+    Args:
+        folder: `out` is one, for a file `NAME/results.json` of each submission.
+
+    Raises:
+        UsageError: the format cannot be written so.
+    """
+    each = FORMATS[name].each
+    if not folder:
+        return [write_text(out, pieces(book, name))]
+    if each is None:
+        raise UsageError(
+            f"--out {out}/", expected=f"a file, for format {name}", got="a folder", remedy="Name a file."
+        )
+    return [
+        write_text(out / file_name(result.name) / FORMATS[name].file, [each(result, book)])
+        for result in book.results()
+    ]
+
+
+def write_text(path: Path, texts: Iterable[str]) -> Path:
+    """Writes a text beside its place and moves it there, so that a reader finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8", newline="") as file:
+        for text in texts:
+            file.write(text)
+    os.replace(draft, path)
+    return path
+
+
+def file_name(name: str) -> str:
+    """A submission's name as that of a file on any disk."""
+    cleaned = re.sub(r"[^\w.+@=-]+", "_", name).strip(".")
+    return cleaned[:150] or "_"

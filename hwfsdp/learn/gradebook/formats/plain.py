@@ -1,0 +1,33 @@
+"""Our own format, JSON: everything that is known.
+
+    {"course": {"version", "exercises": [{"exercise", "title", "points"}]}, "made",
+     "submissions": [{"name", "score", "max_score", "exercises", "extra", "errors", "notes", "submitted", "digest", "late"}]}
+
+`exercises` of a submission are as docs/course.md has them; `score` is what was earned; `late` has raw, penalty, final and
+late_seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from hwfsdp.learn.gradebook.book import Data, Gradebook
+from hwfsdp.learn.gradebook.results import Result
+
+
+def submission(result: Result, book: Gradebook) -> Data:
+    """One submission as data."""
+    return {**result.as_dict(), "late": book.standing(result).as_dict()}
+
+
+def render(book: Gradebook) -> Iterator[str]:
+    """The gradebook, one submission a line."""
+    exercises = [{"exercise": e.number, "title": e.title, "points": e.points} for e in book.course.exercises]
+    course = {"version": book.version, "exercises": exercises}
+    yield f'{{"course": {json.dumps(course)},\n"made": "{book.made.isoformat(timespec="seconds")}",\n"submissions": ['
+    comma = ""
+    for result in book.results():
+        yield f"{comma}\n{json.dumps(submission(result, book))}"
+        comma = ","
+    yield "\n]}\n"

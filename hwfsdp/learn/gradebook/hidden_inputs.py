@@ -1,0 +1,95 @@
+"""Inputs of checks that students do not know: drawn from a secret, the same for everyone in a class.
+
+The secret keys BLAKE2b (RFC 7693), so that neither an input, nor many of them, tell the secret or another input. It is kept
+in memory only. What is written down is a fingerprint, by which a run that goes on knows that the secret is still the same.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from hwfsdp.errors import UsageError
+
+ENVIRONMENT = "HWFSDP_SECRET"
+SEEDS = 1 << 20  # as many as `Options` draws from
+LONGEST = 1 << 16  # bytes of a file with a secret
+SHORTEST = 8
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where the seeds of a class come from.
+
+    Attributes:
+        key: what they are derived from. hidden: nobody else knows it, so reports must not tell of inputs.
+        seed: of every exercise, if it was given. vary: whether the number of ranks is drawn too.
+    """
+
+    key: bytes = field(repr=False)
+    hidden: bool
+    seed: int | None = None
+
+    def options(self, what: str) -> tuple[int, int | None]:
+        """Seed, and number of ranks (1 to 4; None: as usual), of an exercise by its number, or of an extra by its name."""
+        if self.seed is not None:
+            return self.seed, None
+        drawn = self._digest(b"inputs", what)
+        seed = int.from_bytes(drawn[:8], "big") % SEEDS
+        return seed, 1 + drawn[8] % 4 if self.hidden else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells two sources apart; tells nothing about either."""
+        if self.seed is not None:
+            return f"seed {self.seed}"
+        return self._digest(b"fingerprint", "").hex()[:32]
+
+    def _digest(self, purpose: bytes, what: str) -> bytes:
+        return blake2b(what.encode(), key=blake2b(self.key).digest(), person=purpose, digest_size=32).digest()
+
+
+def draw_inputs(seed: int | None = None, key: str | None = None) -> Inputs:
+    """Inputs without a secret: of a seed, or drawn once for the class (or as they were, by `key`)."""
+    return Inputs(bytes.fromhex(key) if key else secrets.token_bytes(16), hidden=False, seed=seed)
+
+
+def secret_inputs(secret: bytes) -> Inputs:
+    """Inputs from a secret.
+
+    Raises:
+        UsageError: it is so short that it could be guessed.
+    """
+    stripped = secret.strip()
+    if not SHORTEST <= len(stripped) <= LONGEST:
+        raise UsageError(
+            "the secret",
+            expected=f"{SHORTEST} to {LONGEST:,} bytes",
+            got=f"{len(stripped)}",
+            remedy="Make one: python3 -c 'import secrets; print(secrets.token_hex())' > FILE",
+        )
+    return Inputs(stripped, hidden=True)
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """The secret from a file, or else from the environment, where it is removed; None if there is neither.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    from_environment = os.environ.pop(ENVIRONMENT, "")  # what we start must not find it there
+    if path is None:
+        return from_environment.encode() or None
+    try:
+        with path.open("rb") as file:
+            return file.read(LONGEST + 1)
+    except OSError as error:
+        raise UsageError(
+            f"--secret {path}",
+            expected="a file",
+            got=error.strerror or "none",
+            remedy="Check the path and its permissions.",
+        ) from None

@@ -1,0 +1,71 @@
+"""A process that grades: one order at a time, with ranks and a server of ranks of its own.
+
+    python -m hwfsdp.learn.gradebook.worker ROOT
+
+reads orders from standard input and writes what it finds to standard output, JSON lines both. It ends when its input does,
+so that none outlives the process that started it.
+
+    {"what": "01", "folder": …, "seed": …, "world_size": …, "mine": …, "run_seconds": …}
+    → {"check": {…}} for each check, then {"done": {…}}, or {"failed": "…"} if it is the grader that could not
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwfsdp.server import start_server
+
+if TYPE_CHECKING:
+    from hwfsdp.learn.grade import CheckResult
+    from hwfsdp.learn.manifest import Course
+
+
+def main(root: str) -> None:
+    """Grades until there are no more orders."""
+    channel = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # nothing else that is printed may come between
+    start_server()
+    from hwfsdp.learn.manifest import find_course
+
+    course = find_course(Path(root))
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message).encode() + b"\n")
+
+    for line in sys.stdin.buffer:
+        order = json.loads(line)
+        try:
+            say(done=_grade(order, course, say))
+        except Exception as error:
+            say(failed=f"{type(error).__name__}: {error}")
+
+
+def _grade(order: dict[str, Any], course: Course, say: Any) -> dict[str, Any]:
+    from hwfsdp.errors import UsageError
+    from hwfsdp.learn.grade import Options, grade
+    from hwfsdp.learn.gradebook.extras import EXTRAS, grade_extra
+    from hwfsdp.learn.gradebook.grading import unreadable
+
+    chosen = {name: order[name] for name in ("world_size", "run_seconds") if order.get(name) is not None}
+    options = Options(mine=order["mine"], seed=order["seed"], **chosen)
+    folder = Path(order["folder"])
+
+    def on_check(check: CheckResult) -> None:
+        say(check=check.as_dict())
+
+    if any(order["what"] == extra.name for extra in EXTRAS):
+        return grade_extra(order["what"], folder, course, options, on_check)
+    exercise = course.exercise(order["what"])
+    try:
+        result = grade(exercise, folder, course, options, on_check)
+    except UsageError as error:
+        return unreadable(exercise, str(error))
+    return result.as_dict()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

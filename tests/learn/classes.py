@@ -1,0 +1,136 @@
+"""Classes to grade in tests: a course of two exercises, submissions, and a worker that grades as it is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.learn.gradebook.results import Result
+from hwfsdp.learn.manifest import Course, find_course
+
+REPOSITORY = find_course(Path(__file__))
+FIRST, SECOND = REPOSITORY.exercise(1), REPOSITORY.exercise(4)
+FILES = {e.number: f"{e.directory}/{e.file_name}" for e in (FIRST, SECOND)}
+
+# Does what the first line of a submitted file says, and notes in a log when it begins and ends.
+FAKE = """
+import json, os, sys
+from pathlib import Path
+LOG = Path(sys.argv[1])
+def note(*words):
+    with LOG.open("a") as file:
+        file.write(" ".join(words) + chr(10))
+def say(**message):
+    os.write(1, json.dumps(message).encode() + b"\\n")
+for line in sys.stdin.buffer:
+    order = json.loads(line)
+    what, folder = order["what"], Path(order["folder"])
+    path = next(folder.glob(what + "_*/*.py"))
+    told = path.read_text().split("\\n")[0].removeprefix("# ")
+    times = LOG.read_text().count("begin " + told + " " + what + " ") if LOG.exists() else 0
+    note("begin", told, what, str(os.getpid()))
+    check = {"id": what + ".one", "passed": True, "points": 3, "max_points": 3, "misconception": None, "message": None,
+             "expected": None, "actual": None, "dependency": None}
+    if told.startswith("blocks"):
+        while True: sys.stdin.buffer.read(1)
+    if told.startswith("dies twice") or (told.startswith("dies once") and times == 0):
+        print("out of memory", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 9)
+    if told.startswith("late twice") or (told.startswith("late once") and times == 0):
+        check.update(passed=False, points=0, misconception="endless", message="no end", actual=order["seed"])
+    say(check=check)
+    if told.startswith("dies after"):
+        os.kill(os.getpid(), 9)
+    status = "passed" if check["passed"] else "error"
+    note("end", told, what, str(os.getpid()))
+    if told.startswith("fails"):
+        say(failed="ValueError: the grader is broken")
+    else:
+        say(done={"exercise": what, "score": check["points"], "max_score": 3, "status": status, "checks": [check],
+                  "seconds": 0.5})
+"""
+
+
+def small_course(root: Path) -> Course:
+    """A course of two exercises, below a folder."""
+    for exercise in (FIRST, SECOND):
+        shutil.copytree(
+            exercise.folder,
+            root / "exercises" / exercise.directory,
+            ignore=shutil.ignore_patterns("*.png"),
+            dirs_exist_ok=True,
+        )
+    return find_course(root)
+
+
+def hand_in(folder: Path, name: str, **texts: str) -> Path:
+    """A submission, a folder; `first` and `second` are the texts of its files."""
+    for which, text in texts.items():
+        path = folder / name / FILES[{"first": "01", "second": "04"}[which]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / name
+
+
+def fake_worker(log: Path) -> tuple[str, ...]:
+    """The command of a worker that does as it is told by the first line of what it grades."""
+    return (sys.executable, "-c", FAKE, str(log))
+
+
+def checked(
+    number: str, passed: bool | None = True, misconception: str | None = None, **fields: Any
+) -> dict[str, Any]:
+    """A check as JSON has it."""
+    found = {
+        "id": {"01": "01.chunk", "04": "04.memory"}[number],
+        "passed": passed,
+        "points": 1 if passed else 0,
+        "max_points": 1,
+        "misconception": misconception,
+        "message": None,
+        "expected": None,
+        "actual": None,
+        "dependency": None,
+    }
+    return {**found, **fields}
+
+
+def exercised(number: str, *checks: dict[str, Any], status: str = "failed") -> dict[str, Any]:
+    """An exercise as JSON has it."""
+    return {
+        "exercise": number,
+        "score": sum(check["points"] for check in checks),
+        "max_score": REPOSITORY.exercise(number).points,
+        "status": status,
+        "checks": list(checks),
+        "seconds": 0.25,
+    }
+
+
+HOSTILE = "<script>alert(1)</script> & \x1b[2J 50%, a:b\nsecond line"
+
+
+def results() -> list[Result]:
+    """A class in which everything happens."""
+    good = exercised("01", checked("01"), status="passed")
+    none = exercised("04", checked("04", None), status="not_started")
+    bad = exercised(
+        "01",
+        checked("01", False, "floor-instead-of-ceil", message=HOSTILE, expected=2, actual="<1>"),
+        checked("01", None, dependency="01.chunk", message="skipped, because 01.chunk does not hold"),
+    )
+    error = exercised("04", checked("04", True, points=0), checked("04", False, "endless"), status="error")
+    return [
+        Result(
+            "ada", (good, none), {"lab": {"score": 2, "max_score": 4}}, submitted="2026-12-01T20:00:00+01:00"
+        ),
+        Result("=bob <b>", (bad, error), errors=("x.py: a link",), submitted="2026-12-03T01:00:00+01:00"),
+        Result("eve@example.edu", (bad, none), notes=("A.PY was taken for a.py",)),
+    ]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

@@ -1,0 +1,168 @@
+"""`hwfsdp grade` as an instructor runs it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from classes import FILES, FIRST, SECOND, hand_in, small_course
+
+from hwfsdp.cli import main
+from hwfsdp.learn.gradebook.grading import ClassRun, Progress
+from hwfsdp.learn.gradebook.progress_bar import ProgressBar
+from hwfsdp.learn.gradebook.results import Result
+from hwfsdp.learn.submission import solution
+
+WRONG = solution(FIRST).replace("    return -(-n // world_size)\n", "    return n // world_size\n")
+SECRET = "correct-horse-battery-staple"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a course of two exercises, which is the current one."""
+    small_course(tmp_path / "course")
+    monkeypatch.chdir(tmp_path / "course")
+    return tmp_path / "course"
+
+
+def test_a_class_is_graded_with_hidden_inputs_and_the_secret_is_written_nowhere(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handed = tmp_path / "class"
+    hand_in(handed, "ada", first=solution(FIRST), second=solution(SECOND))
+    hand_in(tmp_path / "packed", "bob", first=WRONG)
+    shutil.make_archive(str(handed / "bob"), "zip", tmp_path / "packed")
+    (tmp_path / "secret").write_text(SECRET)
+    out, reports = tmp_path / "out" / "grades.json", tmp_path / "reports"
+    words = [
+        "--secret",
+        str(tmp_path / "secret"),
+        "--jobs",
+        "2",
+        "--out",
+        str(out),
+        "--reports",
+        str(reports),
+    ]
+    assert main(["grade", str(handed), *words]) == 0, capsys.readouterr().err
+    found = {each["name"]: each for each in json.loads(out.read_text())["submissions"]}
+    assert found["ada"]["score"] == found["ada"]["max_score"] == FIRST.points + SECOND.points
+    failed = found["bob"]["exercises"][0]["checks"][0]
+    assert found["bob"]["score"] < FIRST.points and failed["misconception"] == "floor-instead-of-ceil"
+    page = (reports / "bob.html").read_text()
+    assert failed["message"] and failed["message"] not in page and "floor-instead-of-ceil" in page
+    written = [path for folder in (out.parent, reports) for path in folder.rglob("*") if path.is_file()]
+    assert out.with_name("grades.json.journal") in written and len(written) == 4
+    assert not any(SECRET in path.read_text() for path in written)
+    assert SECRET not in str(capsys.readouterr())
+
+
+class FakeRun(ClassRun):
+    """A class with results of its own making."""
+
+    made: list[Result] = []
+    stop = False
+
+    def results(self) -> Iterator[Result]:
+        for result in self.made:
+            self.journal.submission(result)
+            yield result
+        if self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def fake(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeRun]:
+    for name in ("ada", "bob"):
+        hand_in(tmp_path / "class", name, first="x")
+    exercises = [
+        {"exercise": n, "score": 1, "max_score": 5, "status": "failed", "checks": [], "seconds": 0}
+        for n in FILES
+    ]
+    monkeypatch.setattr(
+        FakeRun, "made", [Result(n, tuple(exercises), submitted="2026-01-02T00:00Z") for n in ("ada", "bob")]
+    )
+    monkeypatch.setattr("hwfsdp.learn.gradebook.command.ClassRun", FakeRun)
+    return FakeRun
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fake, "stop", True)
+    out = tmp_path / "grades.csv"
+    assert main(["grade", str(tmp_path / "class"), "--out", str(out)]) == 130
+    error = capsys.readouterr().err
+    assert "2 of 2 submissions" in error and "--resume" in error and f"{out}.journal" in error
+    assert not out.exists() and out.with_name("grades.csv.journal").exists()
+
+
+def test_the_gradebook_shows_what_was_earned_taken_off_and_counts(
+    fake: type[FakeRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = ["--deadline", "2026-01-01T00:00+00:00", "--late", "25%/day"]
+    assert main(["grade", str(tmp_path / "class"), "--format", "csv", *late]) == 0
+    row = next(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert (row["raw"], row["penalty"], row["total"], row["late_hours"]) == ("2", "0.5", "1.5", "24.00")
+    assert main(["grade", str(tmp_path / "class"), *late]) == 0
+    assert "ada  1.5 of 10  24.0 h late, 2 earned" in capsys.readouterr().out
+
+
+UNUSABLE = {
+    "nothing": [],
+    "resume without out": ["CLASS", "--resume"],
+    "late without deadline": ["CLASS", "--late", "1/h"],
+    "no rule": ["CLASS", "--deadline", "2026-01-01", "--late", "lots"],
+    "no time": ["CLASS", "--deadline", "soon"],
+    "no format": ["CLASS", "--out", "grades"],
+    "no secret": ["CLASS", "--secret", "nowhere"],
+    "a short secret": ["CLASS", "--secret", "short"],
+    "no jobs": ["CLASS", "--jobs", "0"],
+    "endless": ["CLASS", "--timeout", "inf"],
+    "no table": ["CLASS", "--submitted", "nowhere"],
+    "one file for many": ["CLASS", "--format", "gradescope"],
+    "nowhere to write": ["--make-workflow", "/proc/none/x.yml"],
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_cannot_be_done_is_one_line_and_status_2(
+    name: str, fake: type[FakeRun], here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "short").write_text("abc")
+    words = [str(tmp_path / "class") if word == "CLASS" else word for word in UNUSABLE[name]]
+    try:
+        status = main(["grade", *words])
+    except SystemExit as unusable:  # argparse
+        status = int(str(unusable.code))
+    error = capsys.readouterr().err.strip().splitlines()
+    assert status == 2 and error[-1].startswith("hwfsdp")
+    assert len(error) == 1 or error[0].startswith("usage:")
+
+
+# --- The progress bar --------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_progress_and_a_file_does_not() -> None:
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        bar = ProgressBar(stream)
+        bar(Progress(3, 12, 7, "ada"))
+        bar.clear()
+    assert "3/12 submissions, 7 exercises" in terminal.getvalue() and terminal.getvalue().endswith("\r\033[K")
+    assert file.getvalue() == ""
+
+
+def test_progress_is_one_line_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert len(ProgressBar(Terminal()).line(Progress(3, 12, 7, "a" * 200))) < 40
