@@ -1,0 +1,182 @@
+"""Writing the student's edition into a folder of its own.
+
+    the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites
+    exercises/      the starters, and a copy of each to compare with
+    tests/          what a student can pass
+    gone            solutions, the tests of the package, answers, benchmarks, what grades a class
+
+What is in the instructor's tree and not under version control does not travel.
+
+Note [One version of Python]
+    Compiled code is for one minor version of Python, that of the instructor who made the edition. It says so in setup.cfg, so
+    that pip does, too.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hwfsdp.errors import UsageError
+from hwfsdp.learn import holes
+from hwfsdp.learn.manifest import PACKAGE, Course, Exercise, compiled_body, module_source
+from hwfsdp.learn.release import bodies
+from hwfsdp.learn.release.leaks import find_leaks, secrets_of
+from hwfsdp.learn.submission import KEPT_STARTER, starter
+
+_LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/performance.md docs/grading.md
+    hwfsdp/learn/release/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py hwfsdp/learn/killrate.py
+    hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
+    hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
+_KEPT_TESTS = "tests/exercises/"
+_FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
+_TARGETS = ("check", "exercises", "mutants", "format", "bench")  # of the Makefile, that are the instructor's
+
+
+def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Path]:
+    """Writes the student's edition of a course, and proves that no answer is in it.
+
+    Args:
+        out: a folder that does not exist, or is empty.
+        upto: the last exercise to be handed out; None: all of them. Holes of later ones are blank all the same.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        UsageError: `out` is in use, `upto` is no exercise, or an answer's text would be left.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(
+            f"release {out}",
+            expected="a new folder",
+            got="one with something in it",
+            remedy="Choose another.",
+        )
+    last = course.exercise(upto).number if upto is not None else course.exercises[-1].number
+    later = [exercise for exercise in course.exercises if exercise.number > last]
+    for name in _travelling(course.root, [f"exercises/{exercise.directory}/" for exercise in later]):
+        target = out / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(course.root / name, target)
+    _blank_package(course, out)
+    for exercise in course.exercises:
+        if exercise not in later:
+            _put_starter(exercise, out / "exercises" / exercise.directory)
+    _change_files(out)
+    leaks = list(find_leaks(out, secrets_of(course)))
+    if leaks:
+        raise UsageError(
+            f"release {out}",
+            expected="no answer's text in it",
+            got=f"{len(leaks)}, the first in {leaks[0]}",
+            remedy="Say it in other words there, or leave the file out.",
+        )
+    return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
+    """Files under version control, and new ones that are not ignored, that are no secret."""
+    listed = subprocess.run(
+        ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"],
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        raise UsageError(
+            f"release of {root}",
+            expected="a checkout of git, which says what belongs to the course",
+            got=" ".join(listed.stderr.split()) or "none",
+            remedy="Clone the course.",
+        )
+    for name in sorted(filter(None, listed.stdout.split("\0"))):
+        kept = name.startswith(_KEPT_TESTS) or not name.startswith((*_LEFT_OUT, *left_out))
+        if kept and (root / name).is_file():
+            yield name
+
+
+def _blank_package(course: Course, out: Path) -> None:
+    """All holes blank in the text, their bodies compiled beside it."""
+    texts: dict[str, str] = {}
+    package = out / "hwfsdp"
+    compiled_body(course.exercises[0].places[0], package).parent.mkdir()
+    for exercise in course.exercises:
+        for place in exercise.places:
+            module, name = place
+            original = module_source(module)
+            texts[module] = holes.blank(texts.get(module, original), name, exercise.number)
+            compiled_body(place, package).write_bytes(bodies.pack(body_of(module, original, name)))
+    for module, text in texts.items():
+        package.joinpath(*module.split(".")[1:]).with_suffix(".py").write_text(text + _FILL)
+    shutil.copyfile(PACKAGE / "learn" / "release" / "bodies.py", package / "bodies.py")
+
+
+def body_of(module: str, source: str, name: str) -> types.CodeType:
+    """The compiled function, which does not say where it was compiled.
+
+    Raises:
+        LookupError: there is no function of this name.
+    """
+    todo: list[types.CodeType] = [compile(source, f"<{module}, compiled>", "exec", dont_inherit=True)]
+    while todo:
+        code = todo.pop()
+        if code.co_qualname == name:
+            return code
+        todo += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    raise LookupError(f"no function {name} in {module}")
+
+
+def _put_starter(exercise: Exercise, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (exercise.file_name, KEPT_STARTER):
+        (folder / name).write_text(starter(exercise))
+
+
+def _change_files(out: Path) -> None:
+    """The files at the top that speak of what is not there."""
+    for name, change in (
+        (("Makefile"), _student_makefile),
+        ("README.md", _student_readme),
+        ("setup.cfg", _student_setup),
+        (".gitignore", _student_ignored),
+    ):
+        path = out / name
+        if path.exists():
+            path.write_text(change(path.read_text()))
+    cli = out / "hwfsdp" / "cli.py"
+    cli.write_text(re.sub(r"^.*\badd_(?:grade|release)\b.*\n", "", cli.read_text(), flags=re.MULTILINE))
+    tests = out / "tests"
+    tests.mkdir(exist_ok=True)
+    shutil.copyfile(PACKAGE / "learn" / "release" / "edition_tests.py", tests / "test_edition.py")
+
+
+def _student_readme(text: str) -> str:
+    """Without commands and folders that are not there."""
+    text = re.sub(r"^(?:hwfsdp (?:grade|release) |\| `benchmarks/`).*\n", "", text, flags=re.MULTILINE)
+    return text.replace("`exercises/`, `solutions/`", "`exercises/`").replace(
+        ", [speed](docs/performance.md)", ""
+    )
+
+
+def _student_makefile(text: str) -> str:
+    for target in _TARGETS:
+        text = re.sub(rf"^{target}:.*\n(?:\t.*\n)*\n?", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"^(\.PHONY:.*) {target}\b", r"\1", text, flags=re.MULTILINE)
+    return text.replace("## run the tests", "## check this edition, and the exercises that you have begun")
+
+
+def _student_setup(text: str) -> str:
+    """Note [One version of Python]."""
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    text = re.sub(r"^python_requires = .*$", f"python_requires = =={minor}.*", text, flags=re.MULTILINE)
+    text = re.sub(r"^.*Python :: 3\.(?!%d$)\d+\n" % sys.version_info.minor, "", text, flags=re.MULTILINE)
+    return text.replace("hwfsdp = py.typed", f"hwfsdp = py.typed, {bodies.FOLDER.name}/*{bodies.SUFFIX}")
+
+
+def _student_ignored(text: str) -> str:
+    return text + "runs/\n" if "runs/" not in text else text

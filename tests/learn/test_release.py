@@ -1,0 +1,201 @@
+"""The student's edition: no answer is in it, everything works in it, and what is checked there is the student's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hwfsdp import UsageError
+from hwfsdp.learn import holes
+from hwfsdp.learn.capstone.homework import FOLDER, solution_path
+from hwfsdp.learn.manifest import compiled_body, find_course, module_source
+from hwfsdp.learn.release import bodies
+from hwfsdp.learn.release.edition import body_of, write_edition
+from hwfsdp.learn.release.leaks import find_leaks, secrets_of, statements
+from hwfsdp.learn.submission import solution, starter
+
+COURSE = find_course(Path(__file__))
+SECRETS = secrets_of(COURSE)
+FORWARD = COURSE.exercise(5)
+PLACES = [place for exercise in COURSE.exercises for place in exercise.places]
+
+
+@pytest.fixture(scope="module")
+def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("release") / "student"
+    write_edition(COURSE, out)
+    return out
+
+
+def run(edition: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in the edition, with its package and not ours."""
+    environment = {**os.environ, "PYTHONPATH": str(edition)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=edition, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_holes_are_blank_in_the_package_and_their_docstrings_stay(edition: Path) -> None:
+    for place in PLACES:
+        text = module_source(place.module, edition / "hwfsdp")
+        hole = holes.extract(text, place.name)
+        assert "raise NotImplementedError" in hole and "TODO" in hole
+        assert not set(statements_of(place.module, place.name)) & set(hole.splitlines())
+
+
+def statements_of(module: str, name: str) -> list[str]:
+    return statements(textwrap.dedent(holes.extract(module_source(module), name)))
+
+
+def test_its_readme_speaks_of_what_is_there(edition: Path) -> None:
+    text = (edition / "README.md").read_text()
+    assert not [
+        word for word in ("hwfsdp grade", "hwfsdp release", "solutions/", "benchmarks/") if word in text
+    ]
+    assert "hwfsdp check 1" in text and "hwfsdp lab" in text
+
+
+def test_what_must_not_travel_does_not(edition: Path) -> None:
+    names = {str(path.relative_to(edition)) for path in edition.rglob("*") if path.is_file()}
+    assert not [
+        name for name in names if name.startswith(("solutions", "tests/learn/", ".git/", "benchmarks"))
+    ]
+    assert {"exercises/capstone/hw_fsdp.py", "exercises/lab/answers.toml"} <= names
+    assert {"README.md", "LICENSE", "Makefile", "hwfsdp/bodies.py", "tests/test_edition.py"} <= names
+    assert not list(find_leaks(edition, SECRETS))
+
+
+def test_its_own_tests_pass(edition: Path) -> None:
+    found = run(edition, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert found.returncode == 0, found.stdout[-2000:]
+
+
+def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_does_not(
+    edition: Path,
+) -> None:
+    file = edition / "exercises" / FORWARD.directory / FORWARD.file_name
+    try:
+        file.write_text(solution(FORWARD))
+        found = json.loads(run(edition, "-m", "hwfsdp", "check", "5", "--json", "--seed", "3").stdout)
+        assert (found["status"], found["score"]) == ("passed", FORWARD.points)
+        file.write_text(holes.blank(solution(FORWARD), "ParamGroup.reshard", "05"))
+        found = json.loads(run(edition, "-m", "hwfsdp", "check", "5", "--json", "--seed", "3").stdout)
+        assert found["score"] < FORWARD.points
+        assert "not-written" in {check["misconception"] for check in found["checks"]}
+    finally:
+        file.write_text(starter(FORWARD))
+
+
+DIG = """
+import hwfsdp.group
+try:
+    from hwfsdp import bodies
+    bodies.left_blank.clear()
+    bodies.fill("hwfsdp.group")
+except BaseException as error:
+    print("refused", error)
+print("names", hwfsdp.group.ParamGroup.unshard.__wrapped__.__code__.co_names)
+from hwfsdp"""
+
+
+def test_the_compiled_bodies_of_an_exercise_cannot_be_had_while_it_is_checked(edition: Path) -> None:
+    file = edition / "exercises" / FORWARD.directory / FORWARD.file_name
+    try:
+        file.write_text(solution(FORWARD).replace("\nfrom hwfsdp", DIG, 1))
+        found = run(edition, "-m", "hwfsdp", "check", "5")
+        assert "blocked" in found.stdout and "names ('NotImplementedError',)" in found.stdout
+    finally:
+        file.write_text(starter(FORWARD))
+
+
+def test_the_student_can_put_a_starter_back(edition: Path) -> None:
+    file = edition / "exercises" / FORWARD.directory / FORWARD.file_name
+    file.write_text("x = 1\n")
+    assert run(edition, "-m", "hwfsdp", "reset", "5").returncode == 0
+    assert file.read_text() == starter(FORWARD)
+    Path(f"{file}.1").unlink()
+
+
+def test_solutions_cannot_be_made_in_it(edition: Path) -> None:
+    code = (
+        "from hwfsdp.learn.manifest import find_course\n"
+        "from hwfsdp.learn.submission import solution\n"
+        "solution(find_course().exercise(1))\n"
+    )
+    found = run(edition, "-W", "ignore", "-c", code)
+    assert found.returncode != 0 and "the instructor's edition" in found.stderr
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_compiled_body_says_nothing_of_the_machine_that_made_it(place) -> None:  # type: ignore[no-untyped-def]
+    data = bodies.pack(body_of(place.module, module_source(place.module), place.name))
+    assert str(COURSE.root).encode() not in data
+
+
+def test_both_sides_agree_on_where_bodies_are() -> None:
+    package = Path(bodies.__file__).parent
+    place = PLACES[0]
+    assert compiled_body(place, package) == bodies.FOLDER / f"{place.module}-{place.name}{bodies.SUFFIX}"
+
+
+# --- Up to an exercise -------------------------------------------------------------------------------------
+
+
+def test_a_course_that_is_handed_out_in_parts_has_the_later_holes_blank_all_the_same(tmp_path: Path) -> None:
+    write_edition(COURSE, tmp_path / "out", upto=3)
+    handed_out = sorted(path.name[:2] for path in (tmp_path / "out" / "exercises").glob("[0-9]*"))
+    assert handed_out == ["01", "02", "03"]
+    text = module_source("hwfsdp.group", tmp_path / "out" / "hwfsdp")
+    assert "raise NotImplementedError" in holes.extract(text, "ParamGroup.unshard")
+
+
+# --- Proof -------------------------------------------------------------------------------------------------
+
+
+def solved_of(number: str) -> str:
+    return solution_path(COURSE).read_text() if number == FOLDER else solution(COURSE.exercise(number))
+
+
+@pytest.mark.parametrize("secret", SECRETS, ids=lambda secret: f"{secret.number} {secret.hole}")
+def test_an_answer_is_found_wherever_it_is(secret, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    solved = solved_of(secret.number)
+    body = holes.extract(solved, secret.hole)
+    (tmp_path / "notes.md").write_text(f"Try this:\n\n{body}\n")
+    (tmp_path / "code.py").write_text(solved)
+    cell = {"cell_type": "code", "source": solved.splitlines(keepends=True)}
+    (tmp_path / "book.ipynb").write_text(json.dumps({"cells": [cell]}))
+    shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "code.py")
+    found = {leak.path.name for leak in find_leaks(tmp_path, [secret])}
+    assert {"code.py", "book.ipynb", "archive.zip"} <= found
+    if len(secret.statements) > 1 and not any(len(line) > 100 for line in secret.statements):
+        assert "notes.md" in found or "#" in body or "(\n" in body
+
+
+def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:
+    for exercise in COURSE.exercises:
+        (tmp_path / exercise.file_name).write_text(starter(exercise))
+    (tmp_path / "text.txt").write_text("return output\nreturn None\npass\n")
+    (tmp_path / "noise").write_bytes(os.urandom(4096))
+    assert not list(find_leaks(tmp_path, SECRETS))
+
+
+def test_an_edition_with_an_answer_left_is_refused(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(COURSE.root), str(clone)], check=True)
+    (clone / "docs" / "hint.md").write_text(solution(FORWARD))
+    with pytest.raises(UsageError, match="docs/hint.md"):
+        write_edition(find_course(clone), tmp_path / "out")
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(UsageError, match="something in it"):
+        write_edition(COURSE, tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "keep me"
