@@ -42,12 +42,16 @@ check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(FORMAT) --check
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
 	$(BIN)/python -m hwfsdp.learn check
+	$(BIN)/python -m hwfsdp.learn.lab check
 
 exercises: setup  ## write starters and solutions from the package, and draw the pictures
 	$(BIN)/python -m hwfsdp.learn write
 	$(BIN)/python -m hwfsdp.learn pictures
+	$(BIN)/python -m hwfsdp.learn.capstone write
+	$(BIN)/python -m hwfsdp.learn.capstone picture
+	$(BIN)/python -m hwfsdp.learn.lab
 
-mutants: setup  ## grade every machine-made mistake in every exercise; takes long
+mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4 ranks; writes docs/grading.md; takes long
 	$(BIN)/python -m hwfsdp.learn mutants
 
 format: setup  ## rewrite the sources in the project's format

@@ -3,6 +3,7 @@
 python -m hwfsdp.learn write            writes starters and solutions
 python -m hwfsdp.learn check [NN …]     says what does not hold, of these exercises or of all
 python -m hwfsdp.learn pictures [NN …]  draws the pictures
+python -m hwfsdp.learn mutants [NN …]   grades machine-made mistakes, and right answers on 1 to 4 ranks; all of them: docs/grading.md
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn import killrate, workbook
+from hwfsdp.learn import grader_report, workbook
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
             figure.savefig(exercise.folder / "picture.png")
         return 0
     if verb == "mutants":
-        return _mutants(course, chosen)
+        return _mutants(course, chosen if numbers else grader_report.everything(course))
     print(__doc__, file=sys.stderr)
     return 2
 
@@ -54,12 +55,17 @@ def _check(course: Course, chosen: Sequence[Exercise]) -> int:
 
 
 def _mutants(course: Course, chosen: Sequence[Exercise]) -> int:
-    survived = 0
-    for exercise in chosen:
-        rate = killrate.kill(course, exercise, killrate.hole_mutants(exercise))
-        print(rate, *(f"    survived: {each}" for each in rate.survived), sep="\n", flush=True)
-        survived += len(rate.survived)
-    return 1 if survived else 0
+    reports = []
+    for report in grader_report.examine(course, chosen):
+        reports.append(report)
+        print(report.rate, f"    {report.runs} right answers graded", sep="\n", flush=True)
+        for each in report.rate.survived:
+            print(f"    survived: {each}", flush=True)
+        for where in report.false_failures:
+            print(f"    failed: {where}", flush=True)
+    if len(chosen) == len(grader_report.everything(course)):
+        (course.root / "docs" / "grading.md").write_text(grader_report.written(reports))
+    return 1 if any(report.rate.survived or report.false_failures for report in reports) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the student commands do: list, check, hint, status, watch, reset, and grade for a whole folder.
+"""What the student commands do: list, check, hint, status, watch, reset.
 
 Each returns the exit status: 0 when what was asked for holds, 1 when it does not.
 """
@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn.grade import Grade, Options, grade, grade_folder, total
+from hwfsdp.learn.capstone import grade_capstone
+from hwfsdp.learn.capstone.homework import FOLDER, Homework, read_homework
+from hwfsdp.learn.grade import Grade, Options, grade
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 from hwfsdp.learn.progress import Progress, reset
-from hwfsdp.learn.report import Style, listed, shown, summary_line
+from hwfsdp.learn.report import Style, listed, shown
 from hwfsdp.learn.run import warm_up
 from hwfsdp.learn.submission import check_folder, find_source
 
@@ -47,19 +49,28 @@ def check(
 ) -> int:
     """Grades one exercise and prints the verdict; `began`, by the monotonic clock, is when the command did."""
     course = find_course()
-    exercise = course.exercise(number)
+    exercise = _exercise(course, number)
     folder = _folder(course, submission)
     options = Options(mine=mine, seed=seed)
     warm_up()
-    result = grade(exercise, folder, course, options)
+    result: Grade
+    if isinstance(exercise, Homework):
+        result = grade_capstone(folder, course, options)
+    else:
+        result = grade(exercise, folder, course, options)
+        if submission is None:
+            _remember(course, result)
     result.seconds = time.monotonic() - began
-    if submission is None:
-        _remember(course, result)
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
         print(shown(result, _shown_path(find_source(exercise, folder).path), Style()))
     return 0 if result.status == "passed" else 1
+
+
+def _exercise(course: Course, number: str) -> Exercise:
+    """The exercise of this number, or the homework."""
+    return read_homework(course) if number == FOLDER else course.exercise(number)
 
 
 def _folder(course: Course, submission: Path | None) -> Path:
@@ -86,7 +97,7 @@ def _shown_path(path: Path) -> Path:
 def hint(number: str, as_json: bool) -> int:
     """Prints the hints seen so far and one more."""
     course = find_course()
-    exercise = course.exercise(number)
+    exercise = _exercise(course, number)
     hints = Progress.load(course).next_hint(exercise)
     left = len(exercise.hints) - len(hints)
     if as_json:
@@ -97,7 +108,7 @@ def hint(number: str, as_json: bool) -> int:
         print(style.paint(f"Hint {index} of {len(exercise.hints)}", "bold"))
         print("\n".join(style.wrapped(text, "  ")))
     if not left:
-        print(f"That was the last one. The check says more: hwfsdp check {int(exercise.number)}")
+        print(f"That was the last one. The check says more: hwfsdp check {exercise.short_number}")
     return 0
 
 
@@ -138,23 +149,6 @@ def reset_exercise(number: str, as_json: bool) -> int:
         where = f" Your file is kept as {_shown_path(kept)}." if kept else ""
         print(f"{_shown_path(exercise.folder / exercise.file_name)} is as it was given.{where}")
     return 0
-
-
-def grade_submission(folder: Path, seed: int | None, mine: bool, as_json: bool) -> int:
-    """Grades all exercises of a folder."""
-    course = find_course()
-    check_folder(folder, course.exercises)
-    warm_up()
-    grades = grade_folder(course, folder, Options(mine=mine, seed=seed))
-    summary = total(grades)
-    if as_json:
-        print(json.dumps(summary, indent=2))
-    else:
-        style = Style()
-        for each in grades:
-            print(summary_line(each, style))
-        print(f"{summary['score']} of {summary['max_score']} points")
-    return 0 if summary["score"] == summary["max_score"] else 1
 
 
 def watch(number: str | None, mine: bool) -> int:

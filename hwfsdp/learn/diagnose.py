@@ -38,6 +38,9 @@ class Finding(Exception):
         self.misconception, self.message = misconception, message
         self.expected, self.actual = _shown(expected), _shown(actual)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Finding, (self.misconception, self.message, self.expected, self.actual)
+
 
 def _shown(value: Any) -> str | int | float | None:
     """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
@@ -238,6 +241,12 @@ def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
         return Finding(
             "too-many-processes", "More processes were running than a rank has any use for; all were ended."
         )
+    if broken.reason == "files":
+        return Finding(
+            "too-many-files", "More was written than a rank has any use for; its ranks were ended."
+        )
+    if broken.reason == "blocked":
+        return Finding("blocked", f"On rank {broken.rank}, it {got.removesuffix('.')}.")
     if broken.reason == "exited":
         return Finding("left-early", f"Rank {broken.rank} left: {got}.")
     if broken.reason == "died":

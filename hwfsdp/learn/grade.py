@@ -20,8 +20,8 @@ from hwfsdp.learn.diagnose import Finding, explain_broken, explain_failure
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.misconceptions import FATAL
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
-from hwfsdp.learn.run import RUN_SECONDS, Broken, Ranks, Unreported
-from hwfsdp.learn.submission import check_folder, find_source, inspect, is_started
+from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Unreported
+from hwfsdp.learn.submission import find_source, inspect, is_started
 
 Judge = Callable[[Ranks, int], None]  # ranks, seed
 
@@ -68,6 +68,9 @@ class CheckResult:
         return f"skipped, because {self.dependency} does not hold" if self.dependency else None
 
 
+OnCheck = Callable[[CheckResult], None]
+
+
 @dataclass
 class Grade:
     """What an exercise came to.
@@ -96,6 +99,16 @@ class Grade:
     def max_score(self) -> int:
         return self.exercise.points
 
+    @property
+    def has_everything(self) -> bool:
+        """Whether there is nothing more to get."""
+        return self.status == "passed"
+
+    @property
+    def points(self) -> str:
+        """What it came to, in words."""
+        return f"{self.score} of {self.max_score} points"
+
     def as_dict(self) -> dict[str, Any]:
         checks = [result.as_dict() for result in self.results]
         if self.status == "error":
@@ -119,11 +132,13 @@ class Options:
         mine: earlier exercises come from the same submission, not from the package.
         seed: of the inputs; None draws one.
         run_seconds: that one run of ranks may take; one that takes longer hangs.
+        world_size: of runs whose number of ranks does not matter, 1 to 4.
     """
 
     mine: bool = False
     seed: int | None = None
     run_seconds: float = RUN_SECONDS
+    world_size: int = WORLD_SIZE
 
     def draw_seed(self) -> int:
         return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
@@ -147,11 +162,18 @@ def checks_of(exercise: Exercise) -> tuple[Check, ...]:
     return checks
 
 
-def grade(exercise: Exercise, folder: Path, course: Course, options: Options = Options()) -> Grade:
+def grade(
+    exercise: Exercise,
+    folder: Path,
+    course: Course,
+    options: Options = Options(),
+    on_check: OnCheck = lambda result: None,
+) -> Grade:
     """Grades one exercise of a submission.
 
     Args:
         folder: of the submission: it holds `NN_topic/` folders, or the files themselves.
+        on_check: called with each check's result as soon as there is one.
 
     Raises:
         UsageError: the learner's file cannot be read.
@@ -167,16 +189,25 @@ def grade(exercise: Exercise, folder: Path, course: Course, options: Options = O
         if options.mine:
             submitted = [*_earlier(exercise, folder, course), *submitted]
         exercises = [course.exercise(s.number) for s in submitted]
-        ranks = Ranks(Overlay(blanked(exercises), tuple(submitted)), printed.append, options.run_seconds)
+        overlay = Overlay(blanked(exercises), tuple(submitted))
+        ranks = Ranks(
+            overlay, printed.append, options.run_seconds, options.world_size, off_limits(course, folder)
+        )
         paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
-        _run_checks(result, ranks, paths, holes)
+        run_checks(result, ranks, paths, holes, on_check)
     except Finding as finding:
-        _reject(result, finding)
+        reject(result, finding)
     result.seconds, result.printed = time.monotonic() - began, "".join(printed)
     return result
 
 
-def _reject(result: Grade, finding: Finding) -> None:
+def off_limits(course: Course, folder: Path) -> list[Path]:
+    """What a submission's code has no business with: the course's answers, and what was handed in, by whomever."""
+    names = ("solutions", "tests", "exercises", ".git", ".hwfsdp")
+    return [*(course.root / name for name in names), folder]
+
+
+def reject(result: Grade, finding: Finding) -> None:
     """Nothing of it counts; the check that found out says why, or else the first."""
     result.status, result.finding = "error", finding
     if all(checked.finding is not finding for checked in result.results):
@@ -195,7 +226,9 @@ def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted
     return found
 
 
-def _run_checks(result: Grade, ranks: Ranks, paths: Sequence[str], holes: Sequence[str]) -> None:
+def run_checks(
+    result: Grade, ranks: Ranks, paths: Sequence[str], holes: Sequence[str], on_check: OnCheck
+) -> None:
     """Runs the checks in order.
 
     Raises:
@@ -209,6 +242,7 @@ def _run_checks(result: Grade, ranks: Ranks, paths: Sequence[str], holes: Sequen
             checked.finding = _finding(check, ranks, result.seed, paths, holes)
             checked.passed = checked.finding is None
         passed[check.id] = bool(checked.passed)
+        on_check(checked)
         if checked.finding and checked.finding.misconception in FATAL:
             raise checked.finding
     result.status = "passed" if all(passed.values()) else "failed"
@@ -228,30 +262,3 @@ def _finding(
     except Exception as error:  # data of a kind that no right answer gives
         return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}.")
     return None
-
-
-def grade_folder(course: Course, folder: Path, options: Options = Options()) -> list[Grade]:
-    """Grades all exercises of a submission; one that cannot be read counts nothing, the others as usual.
-
-    Raises:
-        UsageError: it is no folder, or holds no file of any exercise.
-    """
-    check_folder(folder, course.exercises)
-    grades = []
-    for exercise in course.exercises:
-        try:
-            grades.append(grade(exercise, folder, course, options))
-        except UsageError as error:
-            result = Grade(exercise, [CheckResult(check) for check in checks_of(exercise)])
-            _reject(result, Finding("not-python", str(error)))
-            grades.append(result)
-    return grades
-
-
-def total(grades: Sequence[Grade]) -> dict[str, Any]:
-    """The grades of a submission as one, as JSON has it."""
-    return {
-        "score": sum(grade.score for grade in grades),
-        "max_score": sum(grade.max_score for grade in grades),
-        "exercises": [grade.as_dict() for grade in grades],
-    }

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn import holes
-from hwfsdp.learn.grade import Options
+from hwfsdp.learn.capstone.homework import Homework, solution_path
+from hwfsdp.learn.grade import Grade, Options
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.mutants import Mutant, mutants, sample
+from hwfsdp.learn.pool import grading_pool
 from hwfsdp.learn.submission import solution
-from hwfsdp.learn.workbook import SEED, graded
+from hwfsdp.learn.workbook import SEED
 
 SECONDS = 6.0  # of one run; a mutant that takes longer is killed
 
@@ -59,19 +62,23 @@ class KillRate:
         )
 
 
-def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
+def solved(course: Course, exercise: Exercise) -> str:
+    """The right answer that mistakes are made in: of an exercise, or of the homework."""
+    return solution_path(course).read_text() if isinstance(exercise, Homework) else solution(exercise)
+
+
+def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
     """All mutants of an exercise's holes, in order."""
-    text = solution(exercise)
+    text = solved(course, exercise)
     found = []
-    for place in exercise.places:
-        function = holes.extract(text, place.name)
-        found += [HoleMutant(place.name, mutant) for mutant in mutants(function)]
+    for name in exercise.hole_names:
+        found += [HoleMutant(name, mutant) for mutant in mutants(holes.extract(text, name))]
     return found
 
 
-def hole_sample(exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
+def hole_sample(course: Course, exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
     """Some of them, of every kind of change as evenly as possible."""
-    found = hole_mutants(exercise)
+    found = hole_mutants(course, exercise)
     chosen = sample([each.mutant for each in found], count, seed)
     return [each for each in found if any(each.mutant is mutant for mutant in chosen)]
 
@@ -99,14 +106,17 @@ def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str,
 
 
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
-    """Grades mutants of an exercise."""
-    rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solution(exercise)
-    for each in chosen:
-        hole, mutant = each
-        if (hole, mutant.before, mutant.after) in known:
-            rate.equivalent.append(each)
-            continue
-        answer = holes.splice(text, hole, mutant.text)
-        result = graded(exercise, course, answer, Options(seed=SEED, run_seconds=SECONDS))
-        (rate.survived if result.status == "passed" else rate.killed).append(each)
+    """Grades mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
+    rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solved(course, exercise)
+    options = Options(seed=SEED, run_seconds=SECONDS)
+    with grading_pool(course) as pool:
+        grades: list[tuple[HoleMutant, Future[Grade]]] = []
+        for each in chosen:
+            hole, mutant = each
+            if (hole, mutant.before, mutant.after) in known:
+                rate.equivalent.append(each)
+            else:
+                grades.append((each, pool.submit(exercise, holes.splice(text, hole, mutant.text), options)))
+        for each, grade in grades:
+            (rate.survived if grade.result().has_everything else rate.killed).append(each)
     return rate

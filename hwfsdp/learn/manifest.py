@@ -66,6 +66,15 @@ class Exercise:
     def file_name(self) -> str:
         return f"{self.topic}.py"
 
+    @property
+    def short_number(self) -> str:
+        """As on a command line."""
+        return self.number.lstrip("0")
+
+    @property
+    def hole_names(self) -> list[str]:
+        return [place.name for place in self.places]
+
     @cached_property
     def holes(self) -> list[Hole]:
         """With the package's source, as it is on disk now."""
@@ -110,6 +119,11 @@ def module_source(module: str, package: Path = PACKAGE) -> str:
             got=error.strerror or "no file",
             remedy="See the list in hwfsdp/__init__.py.",
         ) from None
+
+
+def compiled_body(place: Place, package: Path = PACKAGE) -> Path:
+    """Where a student's edition has the compiled body of a hole; see `learn.release`."""
+    return package / "compiled" / f"{place.module}-{place.name}.body"
 
 
 def find_course(start: Path | None = None) -> Course:

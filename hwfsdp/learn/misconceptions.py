@@ -47,9 +47,21 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "too-many-processes": Misconception(
         "the code starts too many processes", "Why would a function of one rank start others?"
     ),
+    "too-many-files": Misconception(
+        "the code writes too many files, or too large ones",
+        "What does a function of one rank need a file for?",
+    ),
+    "blocked": Misconception(
+        "the code reaches for what is not its own",
+        "Which tensors, groups and streams does the docstring give you to work with?",
+    ),
     "order-diverged": Misconception(
         "ranks run different collectives, or the same ones in different orders",
         "What does this rank know that the other does not, and does the order depend on it?",
+    ),
+    "not-alone": Misconception(
+        "the file uses what it is to supply itself",
+        "Which two modules of the package does the homework leave you, and what do they know of parameters?",
     ),
     # --- shards ---
     "wrong-rows": Misconception(
@@ -119,6 +131,80 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "memory is on another device than it should be",
         "On which device does a shard spend its life, if offloaded?",
     ),
+    # --- shards of shards ---
+    "wrong-order-of-cuts": Misconception(
+        "cuts are made in another order than the placements say",
+        "Who had cut the tensor already when FSDP was called, and how do placements say so?",
+    ),
+    "wrong-split-factor": Misconception(
+        "a split factor is not the number of pieces that are there when its mesh dim cuts",
+        "Into how many pieces have the axes on the right cut this tensor dim by then?",
+    ),
+    "counted-as-cut": Misconception(
+        "an axis counts as a cut that does not cut this tensor dim",
+        "Which placements cut at all, and which tensor dim does each of them cut?",
+    ),
+    "stripes-not-boxes": Misconception(
+        "a rank is given a stripe of each piece, and these are cut again",
+        "With 7 rows, cut for tp 2 and then for fsdp 3: which rows has the last rank of fsdp, of each tp?",
+    ),
+    "evenness-assumed": Misconception(
+        "chunks are taken to be equally long",
+        "How long are the pieces of 4 rows for 3 ranks, and of the 3 rows beside them?",
+    ),
+    "wrong-axis-order": Misconception(
+        "placements stand at other axes than their own",
+        "Which axes come first in the mesh of both, those of FSDP or those that the parameter lay on before?",
+    ),
+    "wrong-replica": Misconception(
+        "another replica counts than the first",
+        "Which coordinates hold the same box, and which of them comes first?",
+    ),
+    # --- a start without weights ---
+    "seed-per-rank": Misconception(
+        "numbers depend on the rank that draws them, or on how many ranks there are",
+        "What does a row know of itself that is the same on 1 rank and on 4?",
+    ),
+    "one-sequence": Misconception(
+        "rows are drawn one after the other from one generator",
+        "How many numbers has this rank drawn before that row, and how many would it have drawn on fewer ranks?",
+    ),
+    "seeds-collide": Misconception(
+        "different rows are drawn from the same seed",
+        "Which two of seed, name and row number can be changed so that the generator starts as before?",
+    ),
+    "hash-differs": Misconception(
+        "seeds differ from one process to the next",
+        "What does hash('weight') print if Python is started twice?",
+    ),
+    "global-generator": Misconception(
+        "the generator of the whole process is used, or disturbed",
+        "What else draws from torch's default generator, and what does it draw afterwards?",
+    ),
+    "drawn-in-wrong-dtype": Misconception(
+        "rows are drawn in another dtype than the parameter's",
+        "Does normal_ give the same numbers in bf16 as in fp32, rounded?",
+    ),
+    "more-than-a-row": Misconception(
+        "more than one row is in memory besides the shard",
+        "How many rows does anyone look at, at the same time?",
+    ),
+    "copied-anyway": Misconception(
+        "rows are copied that could stay where they are",
+        "What is wrong with the memory that the rows are in already?",
+    ),
+    "row-in-part": Misconception(
+        "a part of a row is drawn in place of the row",
+        "If a rank has half of each row: which numbers does the other half get, and which would it get on one rank?",
+    ),
+    "not-initialized": Misconception(
+        "a parameter keeps what happened to be in its memory",
+        "Which parameters of a model are no DTensors, or not sharded at the moment, and who fills them?",
+    ),
+    "rows-of-others": Misconception(
+        "init is called for rows that are not this rank's",
+        "How many rows of each parameter does this rank hold, and what should a rank without any do?",
+    ),
     # --- memory ---
     "not-allocated": Misconception(
         "memory that is about to be written is not there", "How many bytes has the storage at that moment?"
@@ -185,6 +271,22 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "the next gather is started later than it could be",
         "What does this rank do between the wait and compute?",
     ),
+    "unbounded-reductions": Misconception(
+        "more reductions are in flight than there may be",
+        "How many buffers of gradients are alive at that moment, and which wait would free one?",
+    ),
+    "wrong-stream": Misconception(
+        "work is issued on another stream than its own",
+        "Which stream is current at that line, and which one would be held up by this work?",
+    ),
+    "guessed-wrong": Misconception(
+        "another group is gathered ahead than the one to be expected",
+        "What did the record say at this place, and is this the group that was there?",
+    ),
+    "stale-gather": Misconception(
+        "a gather that nobody came for stays in flight",
+        "Who knows that it was a guess, and what will it hold after the next optimizer step?",
+    ),
     "order-not-noted": Misconception(
         "the order of forwards is not what ran", "How does backward know which group comes next?"
     ),
@@ -208,6 +310,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "not-announced": Misconception(
         "nobody is told of gradients that are left unreduced",
         "What would warn an optimizer that steps before the last micro-batch?",
+    ),
+    "update-not-seen": Misconception(
+        "the optimizer's update is not in what is computed with",
+        "Which memory does the optimizer write to, and which memory does the next gather read, and when?",
     ),
     "grad-lost": Misconception(
         "a gradient that was there is gone", "Which line assigns where it should add?"
@@ -329,9 +435,167 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "a collective is counted over the wrong axis of the mesh",
         "Which ranks hold different rows, and which the same?",
     ),
+    # --- groups ---
+    "claimed-twice": Misconception(
+        "what belongs to one call of fully_shard already is claimed once more",
+        "How do you know that a module was sharded before, and to whom does what is below it belong?",
+    ),
+    "left-out": Misconception(
+        "a parameter, or its module, belongs to no group",
+        "Who will gather it before the forward that needs it?",
+    ),
+    "not-ignored": Misconception(
+        "a parameter that is to be ignored is claimed", "What did the user say about this parameter?"
+    ),
+    "wrong-order": Misconception(
+        "things come in another order than they should",
+        "Each rank makes this order for itself: what makes them agree?",
+    ),
+    "wrong-name": Misconception(
+        "a parameter goes by another name than it should",
+        "What comes before the name of a parameter, seen from the module that the call was given?",
+    ),
+    "one-by-one": Misconception(
+        "parameters of a group travel one by one",
+        "What does a collective cost that moves a single element, and how many of these are there now?",
+    ),
+    "not-transposed": Misconception(
+        "the buffer is read as if each parameter lay in it in one piece",
+        "Whose elements follow those of the first parameter in the first row?",
+    ),
+    "bytes-for-numbers": Misconception(
+        "bytes are taken for numbers",
+        "What does the byte 64 say, if it is one of the four of an fp32 number?",
+    ),
+    "left-unwritten": Misconception(
+        "memory that was to be written to is as it was before",
+        "Which tensor did you write to, and who else knows it?",
+    ),
+    "copied": Misconception(
+        "something is copied that could be looked at where it lies",
+        "Which operations on a tensor give a view, and which one gives new memory?",
+    ),
+    "frozen-reduced": Misconception(
+        "a frozen parameter takes part in the reduction",
+        "Which gradient does autograd leave on a parameter that needs none, and who waits for it?",
+    ),
+    "zeros-for-nothing": Misconception(
+        "zeros travel for a gradient that nobody has",
+        "Which other rank, or which earlier micro-batch, could have something to add to these zeros?",
+    ),
+    # --- hybrid sharding ---
+    "axes-swapped": Misconception(
+        "the two axes of the mesh are taken for each other",
+        "In a mesh (replicate, shard): in which coordinate do two ranks differ that hold the same rows?",
+    ),
+    "drifted": Misconception(
+        "replicas hold the same rows, and go different ways",
+        "Whose batches are in this gradient, and whose should be?",
+    ),
+    "partial-forgotten": Misconception(
+        "gradients that were reduced in part are lost before they are reduced over the replicas",
+        "Which parameters got a gradient in the last micro-batch, and which in the ones before?",
+    ),
     "wrong-formula": Misconception(
         "the formula counts something else",
         "Count it by hand for one parameter and two ranks: what is left out?",
+    ),
+    # --- checkpoints ---
+    "wrong-origin": Misconception(
+        "an offset counts from another element than it should",
+        "From which element does each of these boxes count: from the tensor's first, or from a part's?",
+    ),
+    "touching-not-shared": Misconception(
+        "parts that only touch, or are far apart, are taken to share something",
+        "How many elements do rows 2 to 4 and rows 4 to 6 have in common, the ends left out?",
+    ),
+    "parts-missing": Misconception(
+        "a tensor with elements missing passes for whole",
+        "How many elements do all parts have together, and how many the tensor?",
+    ),
+    "parts-overlap": Misconception(
+        "parts that overlap pass for a whole",
+        "Can parts have as many elements as the tensor, and still leave some out?",
+    ),
+    "good-parts-refused": Misconception(
+        "parts that make up the tensor are refused", "Which element is missing, or there twice?"
+    ),
+    "replicas-differ": Misconception(
+        "copies that differ are saved as if they were one",
+        "Whose copy would the checkpoint hold, and who would know?",
+    ),
+    "holders-lost": Misconception(
+        "a rank that has a part is not listed with it", "Which ranks could write this part?"
+    ),
+    "not-named": Misconception(
+        "an error does not say what is wrong where", "What would you want to read, with a thousand tensors?"
+    ),
+    "rank-0-only": Misconception(
+        "only what the first rank has is saved", "Where do the rows of the other ranks come from?"
+    ),
+    "same-world-only": Misconception(
+        "a checkpoint is loaded by as many ranks as saved it, only",
+        "Which saved parts does rank 0 of 2 need, if 3 ranks saved?",
+    ),
+    "rows-not-loaded": Misconception(
+        "elements of the target are never read",
+        "Which saved parts hold them, and at whose name do those stand?",
+    ),
+    "optimizer-forgotten": Misconception(
+        "the optimizer's state is not loaded",
+        "What does AdamW do in its next step, if its moments are zero?",
+    ),
+    "matched-by-place": Misconception(
+        "values go to the tensor that comes at the same place, not to that of the same name",
+        "Does a dict promise that another one has its keys in the same order?",
+    ),
+    "read-too-much": Misconception(
+        "more is read than this rank has", "Which of these elements does this rank keep?"
+    ),
+    "not-committed": Misconception(
+        "the save is there, but not whole, or does not count", "Which names does a load look up?"
+    ),
+    "not-atomic": Misconception(
+        "there is a moment without any whole checkpoint",
+        "Between which two operations is the old one gone, or half overwritten, and the new one not there yet?",
+    ),
+    "not-durable": Misconception(
+        "the save counts before all of it is on the disk",
+        "Which bytes, and which names, may a power cut take back at that moment?",
+    ),
+    "failed-save-counts": Misconception(
+        "a save that failed counts nevertheless", "Who undoes the last step if the one after it fails?"
+    ),
+    "error-swallowed": Misconception("an error is swallowed", "Who would ever hear of it?"),
+    "snapshot-aliased": Misconception(
+        "the copy changes when training goes on",
+        "Whose memory is that, and what does the optimizer do to it in the next step?",
+    ),
+    "staged-in-background": Misconception(
+        "the copy is made while training goes on already",
+        "Which values does a copy hold that is made while an optimizer steps?",
+    ),
+    "waits-for-write": Misconception(
+        "training waits for the disk",
+        "Which part of a save has to be over before the next step may change anything?",
+    ),
+    "saves-overlap": Misconception(
+        "a save begins before the one before it has ended",
+        "How many copies are in memory then, and in which order do the saves end?",
+    ),
+    "buffers-not-reused": Misconception(
+        "memory is allocated for every copy", "Where is the memory of the last copy, and who still reads it?"
+    ),
+    "buffer-in-use": Misconception(
+        "a copy is made into memory that somebody reads",
+        "How do you know that nobody refers to that buffer any more, or has been given it in this very call?",
+    ),
+    "raised-again": Misconception(
+        "an error that was raised already is raised again", "Who has heard of it, and where is that noted?"
+    ),
+    "raised-alone": Misconception(
+        "an error of one rank's copy is raised there at once, and nobody tells the others",
+        "What are the ranks waiting for whose copies were made?",
     ),
     "wrong-value": Misconception(
         "the result is not the right one", "At which element do the two first differ, and on which rank?"
@@ -341,6 +605,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
 FATAL = frozenset(
     {
         *("not-python", "missing", "wrong-signature", "stuck-in", "endless", "left-early", "died"),
-        *("too-much-memory", "too-many-processes", "order-diverged"),
+        *("too-much-memory", "too-many-processes", "too-many-files", "blocked", "order-diverged"),
     }
 )  # nothing of the exercise counts

@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import linecache
 import sys
 import types
@@ -29,6 +30,7 @@ from hwfsdp.learn import holes
 from hwfsdp.learn.manifest import Exercise, Place, module_source
 
 Function = Callable[..., Any]
+SUBMITTED = "submitted_"  # how the names of learners' modules begin
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec_from_loader(name, loader, origin=loader.path) if loader else None
 
 
-def install(overlay: Overlay) -> None:
+def install(overlay: Overlay, when_loaded: Callable[[], None] = lambda: None) -> None:
     """Loads the package again, in this process, with a learner's functions in its holes.
+
+    Args:
+        when_loaded: called when the package is there, before the first of the learner's files is run.
 
     Raises:
         MissingHole: a file does not define one of its holes.
@@ -127,8 +132,14 @@ def install(overlay: Overlay) -> None:
         for name, text in overlay.modules.items()
     }
     sys.meta_path.insert(0, _Finder(loaders))
+    if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which fills its holes by itself
+        filler: Any = importlib.import_module("hwfsdp.bodies")
+        filler.left_blank.update(
+            tuple(place) for submitted in overlay.submitted for place in submitted.places
+        )
     for name in overlay.modules:
         importlib.import_module(name)
+    when_loaded()
     for submitted in overlay.submitted:
         names = _run_file(submitted)
         for place in submitted.places:
@@ -150,7 +161,7 @@ def show_lines(path: str, text: str) -> None:
 def _run_file(submitted: Submitted) -> dict[str, Any]:
     """The names that a learner's file defines."""
     show_lines(submitted.path, submitted.text)
-    module = types.ModuleType(f"submitted_{submitted.number}")
+    module = types.ModuleType(f"{SUBMITTED}{submitted.number}")
     module.__file__ = submitted.path
     sys.modules[module.__name__] = module
     exec(compile(submitted.text, submitted.path, "exec"), module.__dict__)

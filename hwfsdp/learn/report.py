@@ -58,13 +58,14 @@ def shown(grade: Grade, path: Path, style: Style) -> str:
 
 
 def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
-    exercise, number = grade.exercise, int(grade.exercise.number)
+    exercise = grade.exercise
     yield style.paint(f"{exercise.number} {exercise.title}", "bold") + style.paint(f"  {path}", "grey")
     yield ""
     if grade.status == "not_started":
         missing = "" if path.exists() else " There is no such file: hwfsdp reset brings it back."
         yield f"  Not started, 0 of {grade.max_score} points.{missing}"
-        yield f"  {len(exercise.places)} TODOs: {', '.join(place.name for place in exercise.places)}."
+        names = exercise.hole_names
+        yield from style.wrapped(f"{len(names)} TODOs: {', '.join(names)}.", "  ")
         return
     if grade.status == "error" and grade.finding:
         yield from _finding_lines(grade.finding, style, with_question=True)
@@ -81,11 +82,11 @@ def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
             asked = True
     yield ""
     yield from _printed(grade, style)
-    score = f"{grade.score} of {grade.max_score} points in {grade.seconds:.1f} s."
+    score = f"{grade.points} in {grade.seconds:.1f} s."
     if grade.status == "passed":
         yield "  " + style.paint(score, "green")
         return
-    yield f"  {score} Again with the same inputs: --seed {grade.seed}. A hint: hwfsdp hint {number}"
+    yield f"  {score} Again with the same inputs: --seed {grade.seed}. A hint: hwfsdp hint {exercise.short_number}"
 
 
 def _printed(grade: Grade, style: Style) -> Iterator[str]:
@@ -119,17 +120,6 @@ def _finding_lines(finding: Finding, style: Style, with_question: bool) -> Itera
         yield from style.wrapped(f"got       {finding.actual}")
     if with_question:
         yield from style.wrapped(f"→ {misconception.question}")
-
-
-def summary_line(grade: Grade, style: Style) -> str:
-    """One exercise in a table of several."""
-    exercise = grade.exercise
-    passed = {"passed": True, "failed": False, "error": False}.get(grade.status)
-    mark, color = _MARKS[passed]
-    score = f"{grade.score:>3} of {grade.max_score}"
-    first = next((r.finding for r in grade.results if r.finding), None)
-    why = f"  {first.misconception}" if first else "  not started" if grade.status == "not_started" else ""
-    return f"{style.paint(mark, color)} {exercise.number} {exercise.title:<28} {score}{why}"
 
 
 def listed(exercises: Sequence[Exercise]) -> str:

@@ -12,6 +12,7 @@ from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.overlay import Submitted
 
+KEPT_STARTER = ".starter.py"  # in the folder of an exercise, in a student's edition
 LARGEST = 1 << 20  # bytes of a file that anyone wrote
 NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
 
@@ -81,12 +82,26 @@ def is_started(exercise: Exercise, text: str) -> bool:
 
 def starter(exercise: Exercise) -> str:
     """What the learner was given."""
+    kept = exercise.folder / KEPT_STARTER
+    if kept.exists():  # in a student's edition the package has no bodies to make it from
+        return kept.read_text()
     title = f"Exercise {exercise.number}: {exercise.title}"
     return starters.render(exercise.holes, exercise.number, title, solved=False)
 
 
 def solution(exercise: Exercise) -> str:
-    """The starter with the package's bodies."""
+    """The starter with the package's bodies.
+
+    Raises:
+        UsageError: this is a student's edition.
+    """
+    if (exercise.folder / KEPT_STARTER).exists():
+        raise UsageError(
+            f"solution of {exercise.number}",
+            expected="the instructor's edition",
+            got="a student's",
+            remedy="Ask your instructor.",
+        )
     title = f"Exercise {exercise.number}: {exercise.title}"
     return starters.render(exercise.holes, exercise.number, title, solved=True)
 

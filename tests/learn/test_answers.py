@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from hwfsdp.learn.grade import Grade, Options
 from hwfsdp.learn.manifest import Exercise, find_course
-from hwfsdp.learn.workbook import failures, graded
+from hwfsdp.learn.pool import grading_pool
+from hwfsdp.learn.submission import solution
+from hwfsdp.learn.workbook import SEED, failures
 
 sys.path.insert(0, str(Path(__file__).parent))
 from answers.shapes import Right, Wrong, answer  # noqa: E402
@@ -30,17 +35,37 @@ def named(value: object) -> str | None:
     return value.directory if isinstance(value, Exercise) else getattr(value, "name", None)
 
 
+@pytest.fixture(scope="module")
+def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]:
+    """By test, the grade that it asks for; several are being made at once."""
+    with grading_pool(COURSE) as pool:
+        chosen = [
+            item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+        ]
+        found = {}
+        for item in chosen:
+            exercise, *answers = item.callspec.params.values()
+            for each in answers:
+                text = answer(solution(exercise), each.functions, each.also)
+                found[item.name] = pool.submit(exercise, text, Options(seed=SEED))
+        yield found
+
+
 @pytest.mark.parametrize(("exercise", "wrong"), answers("WRONG"), ids=named)
-def test_a_wrong_answer_is_told_what_is_wrong(exercise: Exercise, wrong: Wrong) -> None:
-    result = graded(exercise, COURSE, answer(exercise, wrong.functions, wrong.also))
+def test_a_wrong_answer_is_told_what_is_wrong(
+    exercise: Exercise, wrong: Wrong, grades: dict[str, Future[Grade]], request: pytest.FixtureRequest
+) -> None:
+    result = grades[request.node.name].result()
     verdicts = {r.check.id: r.finding.misconception for r in result.results if r.finding}
     assert verdicts.get(wrong.check) == wrong.misconception, failures(result)
     assert result.score < exercise.points
 
 
 @pytest.mark.parametrize(("exercise", "right"), answers("RIGHT"), ids=named)
-def test_a_right_answer_gets_full_marks_however_it_is_written(exercise: Exercise, right: Right) -> None:
-    result = graded(exercise, COURSE, answer(exercise, right.functions, right.also))
+def test_a_right_answer_gets_full_marks_however_it_is_written(
+    exercise: Exercise, right: Right, grades: dict[str, Future[Grade]], request: pytest.FixtureRequest
+) -> None:
+    result = grades[request.node.name].result()
     assert (result.status, result.score) == ("passed", exercise.points), failures(result)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hwfsdp import UsageError
-from hwfsdp.learn.grade import Grade, Options, grade, grade_folder
+from hwfsdp.learn.grade import Grade, Options, grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import descendants, server_pid
 from hwfsdp.learn.report import Style, shown
-from hwfsdp.learn.submission import solution, starter
+from hwfsdp.learn.submission import check_folder, solution, starter
 from hwfsdp.learn.workbook import graded
 
 COURSE = find_course(Path(__file__))
@@ -204,26 +204,11 @@ def test_what_was_printed_is_kept_up_to_a_limit() -> None:
     assert result.printed.startswith("hello 0\n") and len(result.printed) <= 4000
 
 
-# --- A folder ----------------------------------------------------------------------------------------------
+# --- Files -------------------------------------------------------------------------------------------------
 
 
-def test_one_that_hangs_does_not_keep_the_others_from_being_graded(tmp_path: Path) -> None:
-    for exercise, text in ((MATH, with_line("while True: pass")), (RINGS, solution(RINGS))):
-        folder = tmp_path / exercise.directory
-        folder.mkdir()
-        (folder / exercise.file_name).write_text(text)
-    grades = {result.exercise.number: result for result in grade_folder(COURSE, tmp_path, QUICK)}
-    assert (grades["01"].status, grades["01"].score) == ("error", 0)
-    assert (grades["02"].status, grades["02"].score) == ("passed", RINGS.points)
-    assert {grade.status for number, grade in grades.items() if number > "02"} <= {"not_started"}
-
-
-def test_one_that_cannot_be_read_counts_nothing(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / MATH.file_name).write_bytes(b"\xff\xfe\x00")
-    (tmp_path / RINGS.file_name).write_text(starter(RINGS))
-    first, second, *_ = grade_folder(COURSE, tmp_path)
-    assert (first.status, first.score) == ("error", 0)
-    assert second.status == "not_started"
     with pytest.raises(UsageError, match="not UTF-8"):
         grade(MATH, tmp_path, COURSE, Options())
 
@@ -232,7 +217,7 @@ def test_one_that_cannot_be_read_counts_nothing(tmp_path: Path) -> None:
 def test_a_folder_without_exercises_is_refused(folder: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="submission"):
-        grade_folder(COURSE, tmp_path / folder)
+        check_folder(tmp_path / folder, COURSE.exercises)
 
 
 def test_grading_ends_in_time_even_if_every_check_hangs() -> None:

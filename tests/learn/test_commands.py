@@ -138,7 +138,7 @@ UNUSABLE = {
     "no number": ["check", "one"],
     "negative": ["hint", "-1"],
     "no folder": ["check", "1", "--submission", "nowhere"],
-    "empty folder": ["grade", "."],
+    "empty folder": ["grade", "empty"],
     "a file": ["grade", "exercises/01_shard_math/exercise.toml"],
 }
 
@@ -147,6 +147,7 @@ UNUSABLE = {
 def test_unusable_arguments_are_one_line_and_status_2(
     name: str, course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (course / "empty").mkdir()
     try:
         status = main(UNUSABLE[name])
     except SystemExit as unusable:  # argparse

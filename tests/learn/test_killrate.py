@@ -19,12 +19,12 @@ def directory(exercise: Exercise) -> str:
 
 @pytest.mark.parametrize("exercise", COURSE.exercises, ids=directory)
 def test_a_sample_of_mutants_is_killed(exercise: Exercise) -> None:
-    rate = kill(COURSE, exercise, hole_sample(exercise, SAMPLED, seed=int(exercise.number)))
+    rate = kill(COURSE, exercise, hole_sample(COURSE, exercise, SAMPLED, seed=int(exercise.number)))
     print(rate)
     assert not rate.survived, "\n".join(map(str, rate.survived))
 
 
 @pytest.mark.parametrize("exercise", COURSE.exercises, ids=directory)
 def test_equivalent_mutants_that_are_listed_exist(exercise: Exercise) -> None:
-    found = {(hole, mutant.before, mutant.after) for hole, mutant in hole_mutants(exercise)}
+    found = {(hole, mutant.before, mutant.after) for hole, mutant in hole_mutants(COURSE, exercise)}
     assert known_equivalents(COURSE, exercise) <= found

@@ -10,7 +10,7 @@ import pytest
 from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.grade import CheckResult, Grade, checks_of
 from hwfsdp.learn.manifest import find_course
-from hwfsdp.learn.report import Style, shown, summary_line
+from hwfsdp.learn.report import Style, shown
 
 EXERCISE = find_course(Path(__file__)).exercise(1)
 FINDING = Finding("past-the-end", "chunk_extent(n=5) is\n  a  table\n  of  two rows", [1, 2], "x")
@@ -52,11 +52,3 @@ def test_an_error_says_that_nothing_counts_and_lists_no_checks() -> None:
     text = shown(graded("error", Finding("endless", "It is in f.")), Path("x.py"), Style(io.StringIO()))
     assert "endless: the code does not come to an end" in text and "nothing counts" in text
     assert "01.chunk" not in text
-
-
-@pytest.mark.parametrize("status", ["passed", "failed", "error", "not_started"])
-def test_every_status_fits_on_a_line(status: str) -> None:
-    line = summary_line(
-        graded(status, FINDING if status in ("failed", "error") else None), Style(io.StringIO())
-    )
-    assert "\n" not in line and line[2:].startswith("01 Shard math")

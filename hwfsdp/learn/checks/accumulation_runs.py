@@ -21,6 +21,7 @@ import hwfsdp
 from hwfsdp import events, hooks
 from hwfsdp.eventlog import EventLog
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
+from hwfsdp.learn.checks.watched import with_collectives
 from hwfsdp.learn.run import Report, log_data
 from hwfsdp.param import FSDPParam
 
@@ -36,7 +37,8 @@ class Setting(NamedTuple):
         reshard: `reshard_after_forward` of every module. keep: no resharding after backward, but for the last.
         dtypes: param and reduce dtype of the policy.
         paths: per micro-batch, the layers that its forward runs.
-        silent: this rank's loss is zero. step: an optimizer steps after the first micro-batch, too early.
+        silent: this rank's loss is zero. heard: so is that of ranks from this one on, as the order in which three summands
+            are added shows in bf16, and is the backend's. step: an optimizer steps after the first micro-batch, too early.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Setting(NamedTuple):
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     paths: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
     silent: int | None = None
+    heard: int | None = None
     step: bool = False
 
 
@@ -56,11 +59,11 @@ SUMS = Setting("three micro-batches", True, paths=(ALL,) * 3, step=True)
 KEPT = Setting("three micro-batches, never resharded between them", False, keep=True, paths=(ALL,) * 3)
 FORWARD_ONLY = Setting("two micro-batches, resharded after forward only", True, keep=True, paths=(ALL,) * 2)
 PRECISE = Setting("bf16, reduced in fp32", True, dtypes=(BF16, FP32), paths=(ALL,) * 4)
-COARSE = Setting("bf16 throughout", False, dtypes=(BF16, BF16), paths=(ALL,) * 3)
-ROUGH = Setting("fp32, reduced in bf16", True, dtypes=(FP32, BF16), paths=(ALL,) * 2)
+COARSE = Setting("bf16 throughout", False, dtypes=(BF16, BF16), paths=(ALL,) * 3, heard=2)
+ROUGH = Setting("fp32, reduced in bf16", True, dtypes=(FP32, BF16), paths=(ALL,) * 2, heard=2)
 PATHS = Setting("layers that some micro-batches skip", True, paths=((0, 1), (0,), (0,)))
 PRECISE_PATHS = PATHS._replace(name="layers that some micro-batches skip, bf16", dtypes=(BF16, FP32))
-SILENT = Setting("the loss of rank 1 is zero", True, paths=(ALL,) * 2, silent=1)
+SILENT = Setting("the loss of rank 1 is zero", True, paths=(ALL,) * 2, silent=1)  # one rank alone is heard
 SETTINGS = (
     *(FREED, WHOLE, USUAL, SUMS, KEPT, FORWARD_ONLY),
     *(PRECISE, COARSE, ROUGH, PATHS, PRECISE_PATHS, SILENT),
@@ -123,7 +126,8 @@ def loss_of(
     x, counts = batch(seed, rank, micro)
     output: Tensor = model(x.to(dtype), setting.paths[micro])
     loss = (output * counts.to(output.dtype)).sum()
-    return loss * 0 if setting.silent == rank else loss
+    unheard = setting.heard is not None and rank >= setting.heard
+    return loss * 0 if unheard or setting.silent == rank else loss
 
 
 def groups_of(model: Model) -> dict[str, list[nn.Parameter]]:
@@ -137,7 +141,7 @@ def groups_of(model: Model) -> dict[str, list[nn.Parameter]]:
 
 
 def probe_settings(report: Report, seed: int, library: str = "hwfsdp") -> None:
-    """All settings on two ranks; `library` may be "torch", whose FSDP2 is the oracle."""
+    """All settings; `library` may be "torch", whose FSDP2 is the oracle."""
     ready()
     package: Any = hwfsdp if library == "hwfsdp" else torch.distributed.fsdp
     for setting in SETTINGS:
@@ -165,7 +169,7 @@ def _run(report: Report, setting: Setting, seed: int, package: Any) -> None:
             _train(model, setting, seed, lambda: moments.append(_moment(model)))
         report[f"left: {setting.name}"] = bytes_alive(taken)
         kept = [event for event in log.events if event.op in (*WATCHED, "free", "copy_in")]
-        report[f"log: {setting.name}"] = log_data(EventLog(kept))
+        report[f"log: {setting.name}"] = log_data(with_collectives(EventLog(kept)))
     report[f"grads: {setting.name}"] = {name: _local(p.grad) for name, p in model.named_parameters()}
     if warned := getattr(model, "warned", None):
         report[f"warned: {setting.name}"] = warned

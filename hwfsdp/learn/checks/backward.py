@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hwfsdp.accounting import GroupSizes, peak_unsharded_bytes
 from hwfsdp.learn.checks import backward_parts
-from hwfsdp.learn.checks.backward_models import HIDDEN, WIDTH, WORLD_SIZES, batch, build, loss_of
-from hwfsdp.learn.checks.backward_runs import probe_fsdp2, probe_steps
+from hwfsdp.learn.checks.backward_models import HIDDEN, WIDTH, batch, build, loss_of
+from hwfsdp.learn.checks.backward_runs import probe_fsdp2, run_of, runs_of
 from hwfsdp.learn.checks.backward_schedule import check_gathered, judge_schedule
 from hwfsdp.learn.checks.gradients import compare_shards
 from hwfsdp.learn.diagnose import Finding
@@ -72,9 +72,8 @@ def means(names: Sequence[str], parts: Sequence[Sequence[Grads]]) -> list[dict[s
 
 
 def judge_gradients(ranks: Ranks, seed: int) -> None:
-    """All models, at all world sizes, against the oracles of `means`; then against FSDP2."""
-    for world_size in WORLD_SIZES:
-        run = ranks.run(probe_steps, world_size, seed=seed)
+    """All models, at both world sizes, against the oracles of `means`; then against FSDP2."""
+    for run in runs_of(ranks, seed):
         _check_in_flight(run)
         for model, keys in (
             ("Chain", ("Chain grads", "recomputed grads", "listed grads")),
@@ -84,9 +83,9 @@ def judge_gradients(ranks: Ranks, seed: int) -> None:
             for key in keys:
                 _check_grads(run, key, model, seed, (0,))
         _check_range(run, seed)
-        if world_size == 2:
+        if len(run.reports) == ranks.world_size:
             _check_replicated(run, seed)
-            _check_fsdp2(run, ranks.reference(probe_fsdp2, 2, seed=seed), seed)
+            _check_fsdp2(run, ranks.reference(probe_fsdp2, ranks.world_size, seed=seed), seed)
         check_gathered(run)
 
 
@@ -178,14 +177,14 @@ def _check_replicated(run: Run, seed: int) -> None:
         for name, expected in whole.items():
             grad = grads.get(name)
             if grad is None or not torch.equal(grad, expected):
-                _raise_replicated(name, rank, grad, expected)
+                _raise_replicated(name, rank, len(run.reports), grad, expected)
 
 
-def _raise_replicated(name: str, rank: int, grad: Tensor | None, expected: Tensor) -> None:
-    text = f"On a mesh of 2 replicas and 1 shard, the gradient of {name} on rank {rank}"
+def _raise_replicated(name: str, rank: int, replicas: int, grad: Tensor | None, expected: Tensor) -> None:
+    text = f"On a mesh of {replicas} replicas and 1 shard, the gradient of {name} on rank {rank}"
     if grad is None:
         raise Finding("grad-lost", f"{text} is missing.", expected, None)
-    doubled = grad.shape == expected.shape and torch.equal(grad, 2 * expected)
+    doubled = grad.shape == expected.shape and torch.equal(grad, replicas * expected)
     words = "is the sum over the replicas" if doubled else "is not the mean over the replicas"
     raise Finding("summed-not-averaged" if doubled else "wrong-value", f"{text} {words}.", expected, grad)
 
@@ -210,8 +209,8 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
     """One group is whole at a time, one group's gradients; at the end, nothing is."""
     shapes = [[(h, WIDTH), (h,), (WIDTH, h), (WIDTH,)] for h in HIDDEN]
     most_grads = max(sum(torch.Size(shape).numel() for shape in group) for group in shapes) * 4
-    for world_size in WORLD_SIZES:
-        run = ranks.run(probe_steps, world_size, seed=seed)
+    for run in runs_of(ranks, seed):
+        world_size = len(run.reports)
         most = peak_unsharded_bytes([], [GroupSizes(group) for group in shapes], world_size)
         for rank in range(world_size):
             log = run.log("Chain log").of_rank(rank)
@@ -244,16 +243,15 @@ def _check_whole_grads(left: int, peak: int, expected: int, where: str) -> None:
 
 def judge_again(ranks: Ranks, seed: int) -> None:
     """Backwards add up until the user clears the gradients."""
-    for world_size in WORLD_SIZES:
-        run = ranks.run(probe_steps, world_size, seed=seed)
+    for run in runs_of(ranks, seed):
         _check_grads(run, "again grads", "Chain", seed, (0, 1))
         _check_grads(run, "cleared grads", "Chain", seed, (2,))
 
 
 def judge_alone(ranks: Ranks, seed: int) -> None:
     """The gradients of a module that is called by itself are there when its backward returns."""
-    for world_size in WORLD_SIZES:
-        run = ranks.run(probe_steps, world_size, seed=seed)
+    for run in runs_of(ranks, seed):
+        world_size = len(run.reports)
         micro = _parts_of_head(seed, world_size)
         names = names_of("Headed", seed)
         for number in range(2):
@@ -310,7 +308,7 @@ def _parts_of_head(seed: int, world_size: int) -> list[list[Grads]]:
 
 def judge_part(check: Callable[[Run, int], None], ranks: Ranks, seed: int) -> None:
     """One of the functions by themselves."""
-    check(ranks.run(probe_steps, 2, seed=seed), seed)
+    check(run_of(ranks, seed), seed)
 
 
 JUDGES = {name: partial(judge_part, check) for name, check in backward_parts.CHECKED.items()}

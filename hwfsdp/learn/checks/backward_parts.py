@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -95,9 +96,10 @@ def _copied(seed: int, number: int, memory: list[Watched]) -> Any:
 
 @functools.cache
 def _parameter(dtype: torch.dtype) -> FSDPParam:
-    """A parameter [4, 3] over two ranks, gathered in this dtype."""
-    model = nn.Linear(3, 4, bias=False)
-    mesh = init_device_mesh("cpu", (2,))
+    """A parameter [2 * W, 3], two rows on each rank, gathered in this dtype."""
+    ranks = dist.get_world_size()
+    model = nn.Linear(3, 2 * ranks, bias=False)
+    mesh = init_device_mesh("cpu", (ranks,))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32))
     group = state_of(model).group  # type: ignore[union-attr]
     assert group is not None
@@ -116,11 +118,11 @@ TAKES = {  # dtype of what autograd left, of what was accumulated; "": the param
 }
 
 
-def take_inputs(seed: int, name: str) -> tuple[Tensor | None, Tensor | None]:
+def take_inputs(seed: int, name: str, ranks: int) -> tuple[Tensor | None, Tensor | None]:
     """What autograd left, and what was accumulated."""
     made = [
         (
-            (torch.randint(-9, 10, (4, 3), generator=drawing(seed, name, place)) + 0.5).to(dtype)
+            (torch.randint(-9, 10, (2 * ranks, 3), generator=drawing(seed, name, place)) + 0.5).to(dtype)
             if isinstance(dtype, torch.dtype)
             else None
         )
@@ -131,7 +133,7 @@ def take_inputs(seed: int, name: str) -> tuple[Tensor | None, Tensor | None]:
 
 def _taken(seed: int, name: str) -> Any:
     param = _parameter(BF16)
-    unsharded, (grad, accumulated) = param.unsharded_param, take_inputs(seed, name)
+    unsharded, (grad, accumulated) = param.unsharded_param, take_inputs(seed, name, dist.get_world_size())
     assert unsharded is not None
     unsharded.grad, param.accumulated_grad = grad, accumulated
     if TAKES[name][0] == "":
@@ -161,7 +163,7 @@ def _taken_of_dtensor(seed: int) -> Any:
     param = _parameter(FP32)
     plain = param.unsharded_param
     assert plain is not None and isinstance(param.sharded_param, DTensor)
-    grad, _ = take_inputs(seed, "both")
+    grad, _ = take_inputs(seed, "both", dist.get_world_size())
     assert grad is not None
     original, mesh = FSDPParam._own_part, param.sharded_param.device_mesh
     whole = DTensor.from_local(grad.float(), mesh)
@@ -300,7 +302,7 @@ def copied_oracle(grads: Sequence[Tensor], world_size: int, dtype: torch.dtype) 
 def check_take(run: Run, seed: int) -> None:
     """What is taken is the sum of what there was, and nobody refers to it any more."""
     for name, found in run["taken"][0].items():
-        grad, accumulated = take_inputs(seed, name)
+        grad, accumulated = take_inputs(seed, name, len(run.reports))
         parts = [t for t in (accumulated, grad) if t is not None]
         expected = None if not parts else parts[0] + parts[1] if len(parts) > 1 else parts[0]
         case, result = f"take_grad, when there is {name}", found["grad"]
@@ -323,10 +325,8 @@ def check_take(run: Run, seed: int) -> None:
             raise Finding(
                 "grad-not-freed", f"{case}: it is alive after the caller has dropped it.", 0, found["alive"]
             )
-    parallel = run["tensor-parallel"][0]
-    if parallel["type"] != "Tensor" or parallel["sum"] != float(
-        _required(take_inputs(seed, "both")[0]).float().sum()
-    ):
+    parallel, (left_by_autograd, _) = run["tensor-parallel"][0], take_inputs(seed, "both", len(run.reports))
+    if parallel["type"] != "Tensor" or parallel["sum"] != float(_required(left_by_autograd).float().sum()):
         text = "take_grad returns something else than _own_part makes of a DTensor."
         raise Finding("wrong-value", text, "Tensor", parallel["type"])
 

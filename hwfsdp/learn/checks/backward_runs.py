@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from hwfsdp import events, record
 from hwfsdp.hooks import FSDPState, state_of
 from hwfsdp.learn.checks.backward_models import Headed, Untied, batch, build, loss_of
 from hwfsdp.learn.checks.backward_parts import layout, report_parts
-from hwfsdp.learn.run import Report, log_data
+from hwfsdp.learn.checks.watched import with_collectives
+from hwfsdp.learn.run import Ranks, Report, Run, log_data
 from hwfsdp.memory import Ledger
 
 
@@ -116,10 +117,23 @@ def run_backward(model: Any, name: str, seed: int, step: int, kind: str = "integ
     loss_of(model, given, dist.get_world_size()).backward()
 
 
-def probe_steps(report: Report, seed: int) -> None:
-    """On two ranks functions by themselves; then models: gradients, the order of collectives, and what is alive."""
-    two = dist.get_world_size() == 2
-    if two:
+def run_of(ranks: Ranks, seed: int) -> Run:
+    """On as many ranks as are asked for, everything."""
+    return ranks.run(probe_steps, ranks.world_size, seed=seed, everything=True)
+
+
+def runs_of(ranks: Ranks, seed: int) -> Iterator[Run]:
+    """On three ranks, or on two if three are asked for, then everything on those.
+
+    With three, a gradient that counts twice is not taken for a sum.
+    """
+    yield ranks.run(probe_steps, 2 if ranks.world_size == 3 else 3, seed=seed, everything=False)
+    yield run_of(ranks, seed)
+
+
+def probe_steps(report: Report, seed: int, everything: bool) -> None:
+    """First functions by themselves; then models: gradients, the order of collectives, and what is alive."""
+    if everything:
         report_parts(report, seed)
     watch_pre_backward(report)
     shard = sharder("hwfsdp")
@@ -128,8 +142,8 @@ def probe_steps(report: Report, seed: int) -> None:
     model = sharded("Tied", seed, shard)
     with record() as log:
         run_backward(model, "Tied", seed, 0)
-    report["Tied grads"], report["Tied log"] = sharded_gradients(model), log_data(log)
-    if two:
+    report["Tied grads"], report["Tied log"] = sharded_gradients(model), log_data(with_collectives(log))
+    if everything:
         model = sharded("Chain", seed, sharder("hwfsdp", mesh=replicas()))
         run_backward(model, "Chain", seed, 0)
         report["replicated grads"] = sharded_gradients(model)
@@ -137,7 +151,7 @@ def probe_steps(report: Report, seed: int) -> None:
     run_backward(model, "Vector", seed, 0)
     report["Vector grads"] = sharded_gradients(model)
     _report_alone(report, seed, shard)
-    if two:
+    if everything:
         _report_numbers(report, seed, "hwfsdp", "floats")
 
 
@@ -156,7 +170,7 @@ def _report_chain(report: Report, seed: int, shard: Shard) -> None:
         assert recorder is not None
         recorder.sample()
     report["first calls"] = {name: list(values) for name, values in report["returned"].items()}
-    report["phases"], report["Chain log"] = phases(model), log_data(log)
+    report["phases"], report["Chain log"] = phases(model), log_data(with_collectives(log))
     report["Chain grads"] = sharded_gradients(model)
     report["whole"] = whole_bytes(model)
     run_backward(model, "Chain", seed, 1)
@@ -174,17 +188,19 @@ def _report_orders(report: Report, seed: int, shard: Shard) -> None:
     model.recompute = True
     with record() as log:
         run_backward(model, "Chain", seed, 0)
-    report["recomputed log"], report["recomputed grads"] = log_data(log), sharded_gradients(model)
+    report["recomputed log"], report["recomputed grads"] = log_data(with_collectives(log)), sharded_gradients(
+        model
+    )
     model = sharded("Chain", seed, shard)
     model.set_modules_to_backward_prefetch([model.blocks[1]])
     with record() as log:
         run_backward(model, "Chain", seed, 0)
-    report["listed log"], report["listed grads"] = log_data(log), sharded_gradients(model)
+    report["listed log"], report["listed grads"] = log_data(with_collectives(log)), sharded_gradients(model)
     model = sharded("Untied", seed, shard)
     model.embed.set_unshard_in_backward(False)
     with record() as log:
         run_backward(model, "Untied", seed, 0)
-    report["Untied log"], report["Untied grads"] = log_data(log), sharded_gradients(model)
+    report["Untied log"], report["Untied grads"] = log_data(with_collectives(log)), sharded_gradients(model)
 
 
 def _report_alone(report: Report, seed: int, shard: Shard) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hwfsdp.events import Event
-from hwfsdp.learn.checks.backward_models import WORLD_SIZES
-from hwfsdp.learn.checks.backward_runs import probe_steps
+from hwfsdp.learn.checks.backward_runs import runs_of
 from hwfsdp.learn.diagnose import Finding, compare_order
 from hwfsdp.learn.run import Ranks, Run
 
@@ -29,8 +28,8 @@ def check_gathered(run: Run) -> None:
 
 def judge_schedule(ranks: Ranks, seed: int) -> None:
     """Gathers and reductions in backward, in the order of issue, the same on every rank."""
-    for world_size in WORLD_SIZES:
-        run = ranks.run(probe_steps, world_size, seed=seed)
+    for run in runs_of(ranks, seed):
+        world_size = len(run.reports)
         check_gathered(run)
         for key, (what, expected) in ORDERS.items():
             log = run.log(f"{key} log")

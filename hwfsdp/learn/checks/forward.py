@@ -1,6 +1,6 @@
 """Checks of 05: what a group does when it is told to, and when the hooks of the forward tell it.
 
-One run of two ranks shows everything (see `forward_runs`), and the oracle is the same model in one piece.
+One run shows everything (see `forward_runs`), and the oracle is the same model in one piece.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp.eventlog import EventLog
-from hwfsdp.learn.checks.forward_runs import FIRST, PAIR, WORLD, Data, probe_forward
+from hwfsdp.learn.checks.forward_runs import FIRST, PAIR, Data, probe_forward
 from hwfsdp.learn.checks.watched import Chain, Layer, Oracle, Tree
 from hwfsdp.learn.diagnose import (
     Finding,
@@ -44,7 +44,7 @@ def _same(actual: Any, expected: Tensor) -> bool:
 
 def _models(ranks: Ranks, seed: int, key: str, phase: str = "forward") -> Sequence[Data]:
     """What was reported of a model, by rank; says first what a layer had to refuse in this phase."""
-    run = ranks.run(probe_forward, WORLD, seed=seed)
+    run = ranks.run(probe_forward, ranks.world_size, seed=seed)
     for rank, report in enumerate(run.reports):
         for layer, refused_in, what in (report.get(key) or {}).get("unusable", []):
             if refused_in == phase or refused_in == "forward":
@@ -66,7 +66,7 @@ def _steps(
     for rank, facts in enumerate(_models(ranks, seed, key, phase)):
         there = [fact in step for step in facts["steps"]]
         if not any(there) or (phase == "backward" and not all(there)):
-            raise Unreported(fact, ranks.run(probe_forward, WORLD, seed=seed))
+            raise Unreported(fact, ranks.run(probe_forward, ranks.world_size, seed=seed))
         reached = [step for step in facts["steps"] if fact in step]
         found += [(f"Rank {rank}, {WORDS[key]}, step {i + 1}", i, step) for i, step in enumerate(reached)]
     return found
@@ -81,7 +81,7 @@ def _log(facts: Data, key: str) -> EventLog:
 
 def judge_unshard(ranks: Ranks, seed: int) -> None:
     """A group by itself: gathered once, whole after the wait, and not before."""
-    run = ranks.run(probe_forward, WORLD, seed=seed)
+    run = ranks.run(probe_forward, ranks.world_size, seed=seed)
     _check_same_calls([report.get("calls", []) for report in run.reports])
     for rank, calls in enumerate(run["calls"]):
         for number, (call, facts) in enumerate(calls[: len(FIRST.split())], 1):
@@ -141,7 +141,7 @@ def _check_sharded(where: str, facts: Data) -> None:
 
 def judge_reshard(ranks: Ranks, seed: int) -> None:
     """A group by itself: freed, once or twice, and what becomes of a gather in flight."""
-    run = ranks.run(probe_forward, WORLD, seed=seed)
+    run = ranks.run(probe_forward, ranks.world_size, seed=seed)
     layer = Layer("alone", 3, 5, seed)
     for rank, calls in enumerate(run["calls"]):
         for number, (call, facts) in enumerate(calls, 1):
@@ -163,6 +163,8 @@ def judge_reshard(ranks: Ranks, seed: int) -> None:
             raise Finding(
                 "wrong-state", f"Rank {rank}: a group of one parameter, sharded, is not after reshard."
             )
+        if ranks.world_size == 1:  # no shards are larger than those of one rank
+            continue
         kept, waited = run["stale"][rank]
         if kept:
             text = f"Rank {rank}: reshard freed the larger shards, and the gather of them is still in flight."
@@ -177,9 +179,9 @@ def judge_outputs(ranks: Ranks, seed: int) -> None:
     """Every model's outputs, after a look at whether the gathers had been waited for."""
     for where, _, facts in _steps(ranks, seed, "chain", "forward"):
         _check_waits(where, _log(facts, "forward"))
-    oracles = {"tree": Oracle(seed, WORLD, Tree)}
+    oracles = {"tree": Oracle(seed, ranks.world_size, Tree)}
     for key in TRAINED:
-        oracle = oracles.get(key) or oracles.setdefault("chain", Oracle(seed, WORLD))
+        oracle = oracles.get(key) or oracles.setdefault("chain", Oracle(seed, ranks.world_size))
         for where, step, facts in _steps(ranks, seed, key, "out"):
             _check_output(where, facts["out"], oracle.out(step, int(where[5])))
     for where, step, facts in _steps(ranks, seed, "left out", "out"):
@@ -214,7 +216,7 @@ def _check_output(where: str, actual: Any, expected: Tensor) -> None:
 def judge_memory(ranks: Ranks, seed: int) -> None:
     """Which groups have memory while each layer computes, between forward and backward, and after it."""
     for key in TRAINED:
-        sizes = _group_sizes(Oracle(seed, WORLD, Tree if key == "tree" else Chain), key)
+        sizes = _group_sizes(Oracle(seed, ranks.world_size, Tree if key == "tree" else Chain), key)
         for rank, facts in enumerate(_models(ranks, seed, key)):
             for look in facts["looks"]:
                 if not look["recomputed"]:
@@ -226,7 +228,7 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
             _check_let_go(f"{where}, after the forward", "flat buffers of gathers", facts.get("buffers", {}))
     for where, _, facts in _steps(ranks, seed, "left out", "alive"):
         _check_alive(f"{where}, after the forward", facts["alive"], [], {})
-    sizes = _group_sizes(Oracle(seed, WORLD, Tree), "tree")
+    sizes = _group_sizes(Oracle(seed, ranks.world_size, Tree), "tree")
     for rank, facts in enumerate(_models(ranks, seed, "no grad")):
         _check_alive(f"Rank {rank}, {WORDS['no grad']}, after it", facts.get("alive", {}), ["Tree"], sizes)
 
@@ -309,7 +311,7 @@ def judge_backward(ranks: Ranks, seed: int) -> None:
     """Gathers of the backward, memory after it, gradients."""
     counts = {"kept": 0, "tree": 2, "pair": 3}
     for key in TRAINED:
-        oracle = Oracle(seed, WORLD, Tree if key == "tree" else Chain)
+        oracle = Oracle(seed, ranks.world_size, Tree if key == "tree" else Chain)
         found = _steps(ranks, seed, key, "grads", "backward")
         for where, _, facts in found:
             more = {"kept": "resharded-anyway"} | dict.fromkeys(RECOMPUTED, "freed-too-early")
@@ -322,7 +324,7 @@ def judge_backward(ranks: Ranks, seed: int) -> None:
             _check_let_go(
                 f"{where}, after the backward", "outputs that the caller has dropped", facts["outputs"]
             )
-        for step in range(len(found) // WORLD):
+        for step in range(len(found) // ranks.world_size):
             _check_grads(
                 f"{WORDS[key]}, step {step + 1}", [f for _, i, f in found if i == step], oracle.grads(step)
             )
@@ -339,7 +341,7 @@ def _check_grads(where: str, found: Sequence[Data], oracle: Mapping[str, Tensor]
         rows = [facts["grads"].get(name) for facts in found]
         there = [part for part in rows if isinstance(part, Tensor)]
         whole = torch.cat(there) if len(there) == len(rows) else None
-        compare_gradients(f"{name} ({where})", [whole], expected, WORLD)
+        compare_gradients(f"{name} ({where})", [whole], expected, len(found))
 
 
 def judge_prefetch(ranks: Ranks, seed: int) -> None:

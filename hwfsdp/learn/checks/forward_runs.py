@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,12 +27,12 @@ from hwfsdp.learn.checks.watched import (
     inputs,
     loss_of,
     states_of,
+    with_collectives,
 )
 from hwfsdp.learn.run import Report, log_data
 from hwfsdp.mesh import smaller_mesh
 from hwfsdp.recording import record
 
-WORLD = 2
 PAIR = "layers.0, layers.1"
 Data = dict[str, Any]
 
@@ -71,7 +72,8 @@ def _group(report: Report, seed: int) -> None:
     keep = group.comm_ctx.keep_until_copied_out
 
     def spy(gathered: Any) -> None:
-        kept.append(gathered.flat.shape == (WORLD, sum(p.padded_numel for p in group.params)))
+        columns = sum(p.padded_numel for p in group.params)
+        kept.append(gathered.flat.shape == (dist.get_world_size(), columns))
         keep(gathered)
 
     group.comm_ctx.keep_until_copied_out = spy  # type: ignore[method-assign]
@@ -82,7 +84,7 @@ def _group(report: Report, seed: int) -> None:
             for name in calls.split():
                 getattr(group, name)()
                 found.append([name, _group_facts(layer, group)])
-        report[key] = log_data(log)
+        report[key] = log_data(with_collectives(log))
     single = state_of(fully_shard(nn.Linear(3, 5, bias=False)))
     assert single is not None and single.group is not None
     single.group.reshard()
@@ -166,7 +168,7 @@ def _train(
     """Steps without an optimizer; of each the output, memory between forward and backward, gradients, and the log."""
     calls, report["steps"] = _noted(model), []
     report["looks"], report["unusable"] = watcher.looks, watcher.unusable
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     for step in range(steps):
         facts: Data = {}
         report["steps"].append(facts)
@@ -177,13 +179,13 @@ def _train(
         facts |= {"out": out.detach().clone(), "alive": watcher.alive(), "order": [name for name, _ in calls]}
         facts["buffers"] = still_alive(watcher.buffers)
         facts["idle"] = {s.fqn: [s.phase.name, len(s.to_run)] for s in watcher.states}
-        facts["forward"] = log_data(log)
+        facts["forward"] = log_data(with_collectives(log))
         with record() as log:
             loss_of(out, rank).backward()
         del out
         facts["outputs"] = still_alive(watcher.outputs)
         facts["noted in backward"] = [name for name, inside in calls if inside]
-        facts |= {"after": watcher.alive(), "input grad": x.grad, "backward": log_data(log)}
+        facts |= {"after": watcher.alive(), "input grad": x.grad, "backward": log_data(with_collectives(log))}
         facts["grads"] = _grads(model)
         model.zero_grad()
 
@@ -213,14 +215,14 @@ def _no_grad(report: Report, seed: int) -> None:
     model = Tree(seed)
     watcher = _shard_each([model.branch.leaf, model.branch], model, reshard_after_forward=True)
     report["no grad"] = facts = Data(unusable=watcher.unusable)
-    x = inputs(seed, 0, torch.distributed.get_rank()).requires_grad_()
+    x = inputs(seed, 0, dist.get_rank()).requires_grad_()
     with torch.no_grad():
         model(x)
         found = model(x)
     facts |= {"out": found["out"][0], "alive": watcher.alive()}
     with record() as log:
         (found["given"] * 2).sum().backward()
-    facts["log"] = log_data(log)
+    facts["log"] = log_data(with_collectives(log))
 
 
 def _tree(report: Report, seed: int) -> None:

@@ -24,7 +24,6 @@ from hwfsdp.learn.checks.mixed_precision_runs import (
     REDUCTIONS,
     STEPS,
     WIDTH,
-    WORLD_SIZE,
     added_results,
     probe_casts,
     probe_fsdp2,
@@ -34,7 +33,7 @@ from hwfsdp.learn.checks.mixed_precision_runs import (
 from hwfsdp.learn.diagnose import Finding, first_difference
 from hwfsdp.learn.grade import Check
 from hwfsdp.learn.run import Ranks, Run
-from hwfsdp.sharding import padded_local_numel
+from hwfsdp.sharding import chunk_extent, padded_local_numel
 
 # --- Judges ------------------------------------------------------------------------------------------------
 
@@ -46,7 +45,7 @@ def short(dtype: Any) -> str:
 
 def judge_resolve(ranks: Ranks, seed: int) -> None:
     """Every combination of three dtypes."""
-    answers = ranks.run(probe_casts, WORLD_SIZE, seed=seed)["resolve"][0]
+    answers = ranks.run(probe_casts, ranks.world_size, seed=seed)["resolve"][0]
     for (orig, param, reduce), actual in zip(
         itertools.product(ORIGINALS, CHOICES, CHOICES), answers, strict=True
     ):
@@ -72,7 +71,7 @@ def _resolve_misconception(orig: torch.dtype, expected: Sequence[Any], actual: S
 
 def judge_gather(ranks: Ranks, seed: int) -> None:
     """What copy_in wrote, and what traveled."""
-    run = ranks.run(probe_casts, WORLD_SIZE, seed=seed)
+    run = ranks.run(probe_casts, ranks.world_size, seed=seed)
     shards = some_shards(seed)
     for actual, right in zip(run["copied"][0], shards, strict=True):
         if actual.dtype != right.dtype or not torch.equal(actual, right):
@@ -106,20 +105,20 @@ def _compare_copy(name: str, shards: Sequence[Tensor], dtypes: Sequence[torch.dt
 
 def _compare_traffic(run: Run, op: str) -> None:
     """dtype and bytes of each collective of the first step."""
-    gathering = op == "all_gather"
+    gathering, world_size = op == "all_gather", len(run.reports)
     for policy in POLICIES:
         log = run.log(f"log: {policy.name}")
         if not gathering:
             _finished(run, policy)
-        for rank, group in itertools.product(range(WORLD_SIZE), ("layers.0", "layers.1", "Model")):
-            dtype, nbytes = traffic(policy, group, gathering)
+        for rank, group in itertools.product(range(world_size), ("layers.0", "layers.1", "Model")):
+            dtype, nbytes = traffic(policy, group, gathering, world_size)
             found = log.select(op, rank=rank, owner=group)
             if not found:
                 _finished(run, policy)
                 misconception = "not-gathered" if gathering else "not-reduced"
                 raise Finding(misconception, f"{policy.name}: no {op} of {group}.")
             for event in found:
-                if (event.dtype, event.bytes) != (dtype, nbytes):
+                if (event.dtype or dtype, event.bytes) != (dtype, nbytes):  # none: one rank sends nothing
                     message = (
                         f"{policy.name}, rank {rank}: {op} of {group} moves {event.bytes:,} B of {event.dtype}; "
                         f"expected {nbytes:,} B of {dtype}."
@@ -133,7 +132,7 @@ def _finished(run: Run, policy: Policy) -> None:
     run[f"done: {policy.name}"]
 
 
-def traffic(policy: Policy, group: str, gathering: bool) -> tuple[str, int]:
+def traffic(policy: Policy, group: str, gathering: bool, world_size: int) -> tuple[str, int]:
     """dtype and bytes of a group's gather or reduction, padding included."""
     of_group = [
         (tuple(param.shape), param.dtype.is_floating_point)
@@ -141,8 +140,8 @@ def traffic(policy: Policy, group: str, gathering: bool) -> tuple[str, int]:
         if name.startswith(group) or (group == "Model" and not name.startswith("layers"))
     ]
     numel = {
-        floating: WORLD_SIZE
-        * sum(padded_local_numel(shape, WORLD_SIZE) for shape, f in of_group if f is floating)
+        floating: world_size
+        * sum(padded_local_numel(shape, world_size) for shape, f in of_group if f is floating)
         for floating in (True, False)
     }
     param = policy.param or FP32
@@ -155,7 +154,7 @@ def traffic(policy: Policy, group: str, gathering: bool) -> tuple[str, int]:
 
 def judge_inputs(ranks: Ranks, seed: int) -> None:
     """Floating-point tensors, wherever they are, and nothing else."""
-    run = ranks.run(probe_casts, WORLD_SIZE, seed=seed)
+    run = ranks.run(probe_casts, ranks.world_size, seed=seed)
     gradient = run["cast gradient"][0]
     if gradient is None or not torch.equal(gradient, torch.ones(3)):
         raise Finding("grad-lost", "No gradient comes back through cast_floating.", torch.ones(3), gradient)
@@ -196,7 +195,7 @@ def _compare_leaves(where: str, told: dict[str, Any], dtype: torch.dtype | None)
 
 def judge_outputs(ranks: Ranks, seed: int) -> None:
     """The output dtype, or none."""
-    run = ranks.run(probe_casts, WORLD_SIZE, seed=seed)
+    run = ranks.run(probe_casts, ranks.world_size, seed=seed)
     for policy in POLICIES:
         told, same = run[f"outputs: {policy.name}"][0]
         _compare_leaves(f"cast_outputs with {policy.name}", told, policy.output)
@@ -207,8 +206,8 @@ def judge_outputs(ranks: Ranks, seed: int) -> None:
 
 def _compare_with_fsdp2(ranks: Ranks, seed: int, key: str) -> None:
     """The dtypes that forwards saw (`seen`) or gave back (`returned`)."""
-    run = ranks.run(probe_casts, WORLD_SIZE, seed=seed)
-    right = ranks.reference(probe_fsdp2, WORLD_SIZE, seed=seed)
+    run = ranks.run(probe_casts, ranks.world_size, seed=seed)
+    right = ranks.reference(probe_fsdp2, ranks.world_size, seed=seed)
     for policy in POLICIES:
         if key not in run[policy.name][0]:
             _finished(run, policy)
@@ -224,7 +223,7 @@ def _listed(dtypes: Sequence[Any]) -> str:
 
 def judge_reduce(ranks: Ranks, seed: int) -> None:
     """One dtype for a group, or an error; and what traveled."""
-    run = ranks.run(probe_casts, WORLD_SIZE, seed=seed)
+    run = ranks.run(probe_casts, ranks.world_size, seed=seed)
     for name, pairs in REDUCTIONS.items():
         actual, dtypes = run["reduce"][0][name], {reduce or grad for reduce, grad in pairs}
         where = f"reduce_dtype, {name}"
@@ -242,10 +241,10 @@ def judge_reduce(ranks: Ranks, seed: int) -> None:
 
 def judge_numbers(ranks: Ranks, seed: int) -> None:
     """Shards keep their dtype; losses, gradients and parameters are those of FSDP2, bit for bit."""
-    run = ranks.run(probe_casts, WORLD_SIZE, seed=seed)
-    right = ranks.reference(probe_fsdp2, WORLD_SIZE, seed=seed)
+    run = ranks.run(probe_casts, ranks.world_size, seed=seed)
+    right = ranks.reference(probe_fsdp2, ranks.world_size, seed=seed)
     _compare_added(run, seed)
-    for policy, rank in itertools.product(POLICIES, range(WORLD_SIZE)):
+    for policy, rank in itertools.product(POLICIES, range(ranks.world_size)):
         _finished(run, policy)
         actual, expected = run[policy.name][rank], right[policy.name][rank]
         for step in range(STEPS):
@@ -259,10 +258,11 @@ def judge_numbers(ranks: Ranks, seed: int) -> None:
 
 def _compare_added(run: Run, seed: int) -> None:
     """add_sharded_grads by itself: a group with shards of two dtypes, the result of two reductions in fp64."""
-    weights, biases = WIDTH * 2, 2  # elements of a padded chunk
+    biases = padded_local_numel((3,), len(run.reports))  # elements of a padded chunk
+    weights = biases * WIDTH
     results = added_results(seed, biases + weights)
     for rank, added in enumerate(run["added"]):
-        rows = 2 - rank  # three rows for two ranks
+        rows = chunk_extent(3, len(run.reports), rank).length
         pieces = {"weight": (biases, (rows, WIDTH), FP32), "bias": (0, (rows,), BF16)}
         for name, (start, shape, dtype) in pieces.items():
             numel = torch.Size(shape).numel()

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hwfsdp
 from hwfsdp import collectives, hooks, precision
 from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
+from hwfsdp.learn.checks.watched import with_collectives
 from hwfsdp.learn.run import Report, log_data
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-WIDTH, ROWS, TOKENS, WORLD_SIZE, STEPS = 6, 4, 7, 2, 2
+WIDTH, ROWS, TOKENS, STEPS = 6, 4, 7, 2
 
 
 class Policy(NamedTuple):
@@ -144,7 +145,7 @@ def probe_fsdp2(report: Report, seed: int) -> None:
 def _run(policy: Policy, package: Any, report: Report, seed: int) -> None:
     """Two steps; what was moved in the first one is reported even if it raises."""
     model: Any = build(seed)
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    mesh = _everyone()
     mp_policy = package.MixedPrecisionPolicy(policy.param, policy.reduce, policy.output, policy.cast)
     for module in (*model.layers, model):
         package.fully_shard(module, mesh=mesh, mp_policy=mp_policy)
@@ -160,10 +161,14 @@ def _run(policy: Policy, package: Any, report: Report, seed: int) -> None:
             failure: Exception | None = error
         else:
             failure = None
-    kept = log.select("all_gather", "reduce_scatter", step=0)
+    kept = with_collectives(log).select("all_gather", "reduce_scatter", step=0)
     report[f"log: {policy.name}"] = log_data(EventLog(kept))
     if failure:
         raise failure
+
+
+def _everyone() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def _train(model: Model, seed: int, found: dict[str, Any]) -> None:
@@ -253,7 +258,7 @@ def _state(policy: Policy) -> Any:
     """Of a small sharded layer."""
     layer = nn.Linear(WIDTH, 3)
     mp_policy = precision.MixedPrecisionPolicy(policy.param, policy.reduce, policy.output, policy.cast)
-    hwfsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD_SIZE,)), mp_policy=mp_policy)
+    hwfsdp.fully_shard(layer, mesh=_everyone(), mp_policy=mp_policy)
     return hooks.state_of(layer)
 
 
@@ -332,7 +337,7 @@ def _add(report: Report, seed: int) -> None:
     """Two reductions of a group with shards of two dtypes."""
     layer = nn.Linear(WIDTH, 3)
     layer.bias = nn.Parameter(layer.bias.detach().to(BF16), requires_grad=False)
-    hwfsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+    hwfsdp.fully_shard(layer, mesh=_everyone())
     state = hooks.state_of(layer)
     assert state is not None and state.group is not None
     group, params = state.group, state.group.params[::-1]  # the bias comes first

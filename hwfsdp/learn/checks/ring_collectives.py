@@ -1,4 +1,4 @@
-"""02: what ring collectives give, and what passes between neighbors for that, on four ranks and on rings of some of them.
+"""02: what ring collectives give, and what passes between neighbors for that, on all ranks and on rings of some of four.
 
 All inputs are whole numbers, multiples of the number of ranks where they are summed, so that sums and means are exact in any
 order. One more input is all zeros but for a one of each rank in each block: what comes out are the weights with which
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,12 @@ from hwfsdp import ring
 from hwfsdp.events import COLLECTIVES
 from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.grade import Check
-from hwfsdp.learn.run import Ranks, Report
+from hwfsdp.learn.run import Ranks, Report, Run
 from hwfsdp.recording import record
 
-WORLD_SIZE = 4
+WORLD_SIZE = (
+    4  # of rings of some of the ranks; and of all, where two are asked for, as both neighbors of two are one
+)
 GUARD = 3  # elements before and after a tensor that are not its own
 CASES = ((torch.float32, 5), (torch.int64, 3), (torch.bfloat16, 1), (torch.float64, 64))  # dtype, n
 FLOATING = [number for number, (dtype, _) in enumerate(CASES) if dtype.is_floating_point]
@@ -117,7 +120,7 @@ def some_of_the_ranks() -> list[Any]:
 
 def probe(report: Report, seed: int) -> None:
     """Both collectives; if the first one is a hole, the second is looked at all the same."""
-    groups = some_of_the_ranks()
+    groups = some_of_the_ranks() if dist.get_world_size() == WORLD_SIZE else []
     hole: NotImplementedError | None = None
     try:
         _observe_gathers(report, groups, seed)
@@ -160,6 +163,12 @@ def _or_error(observe: Callable[..., dict[str, Any]], *arguments: Any) -> dict[s
 # --- Judges ------------------------------------------------------------------------------------------------
 
 
+def judge(compare: Callable[[Run, int], None], ranks: Ranks, seed: int) -> None:
+    """All ranks in one ring."""
+    world_size = WORLD_SIZE if ranks.world_size == 2 else ranks.world_size
+    compare(ranks.run(probe, world_size, seed=seed), seed)
+
+
 class Place(NamedTuple):
     """Where a result belongs: number of the rank in its ring, how many ranks that has, and words for both."""
 
@@ -168,8 +177,10 @@ class Place(NamedTuple):
     words: str
 
 
-def in_world(rank: int) -> Place:
-    return Place(rank, WORLD_SIZE, f"on rank {rank} of {WORLD_SIZE}")
+def world(run: Run) -> list[Place]:
+    """Of all ranks, one after the other."""
+    world_size = len(run.reports)
+    return [Place(rank, world_size, f"on rank {rank} of {world_size}") for rank in range(world_size)]
 
 
 def rings_of(rank: int) -> list[Place]:
@@ -189,18 +200,18 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def judge_gather(ranks: Ranks, seed: int) -> None:
+def judge_gather(run: Run, seed: int) -> None:
     """Every block, in rank order, in several dtypes."""
-    found = ranks.run(probe, WORLD_SIZE, seed=seed)["gather"]
+    found, world_size = run["gather"], len(run.reports)
     for number in range(len(CASES)):
         outputs = [inner(of_rank[number]) for of_rank in found]
-        given = blocks(seed, number, WORLD_SIZE)
+        given = blocks(seed, number, world_size)
         mirrored = all(
-            owners(output, given) == [(2 * rank - b) % WORLD_SIZE for b in range(WORLD_SIZE)]
+            owners(output, given) == [(2 * rank - b) % world_size for b in range(world_size)]
             for rank, output in enumerate(outputs)
         )
-        for rank, output in enumerate(outputs):
-            compare_blocks(output, given, in_world(rank), mirrored)
+        for place, output in zip(world(run), outputs, strict=True):
+            compare_blocks(output, given, place, mirrored)
 
 
 def inner(result: dict[str, Any]) -> Tensor:
@@ -244,25 +255,23 @@ def compare_blocks(actual: Tensor, given: Sequence[Tensor], place: Place, mirror
     raise Finding(misconception, message, right, found)
 
 
-def judge_sum(ranks: Ranks, seed: int) -> None:
+def judge_sum(run: Run, seed: int) -> None:
     """Every rank's share once, of the rank's own block."""
-    run = ranks.run(probe, WORLD_SIZE, seed=seed)
-    for rank, result in enumerate(run["weights of sum"]):
-        compare_weights(inner(result), in_world(rank), mean=False)
-    for rank, found in enumerate(run["sum"]):
+    for place, result in zip(world(run), run["weights of sum"], strict=True):
+        compare_weights(inner(result), place, mean=False)
+    for place, found in zip(world(run), run["sum"], strict=True):
         for number, result in enumerate(found):
-            compare_sum(inner(result), shares(seed, number, WORLD_SIZE), in_world(rank), mean=False)
+            compare_sum(inner(result), shares(seed, number, place.world_size), place, mean=False)
 
 
-def judge_mean(ranks: Ranks, seed: int) -> None:
+def judge_mean(run: Run, seed: int) -> None:
     """The sum, divided by W once. Sums are right by now."""
-    run = ranks.run(probe, WORLD_SIZE, seed=seed)
-    for rank, result in enumerate(run["weights of mean"]):
-        compare_rounding(inner(result), run["mean"][rank], seed, in_world(rank))
-        compare_weights(inner(result), in_world(rank), mean=True)
-    for rank, found in enumerate(run["mean"]):
+    for place, result in zip(world(run), run["weights of mean"], strict=True):
+        compare_rounding(inner(result), run["mean"][place.rank], seed, place)
+        compare_weights(inner(result), place, mean=True)
+    for place, found in zip(world(run), run["mean"], strict=True):
         for number, result in zip(FLOATING, found, strict=True):
-            compare_sum(inner(result), shares(seed, number, WORLD_SIZE), in_world(rank), mean=True)
+            compare_sum(inner(result), shares(seed, number, place.world_size), place, mean=True)
 
 
 def compare_rounding(ones: Tensor, found: Sequence[dict[str, Any]], seed: int, place: Place) -> None:
@@ -302,10 +311,9 @@ def compare_weights(actual: Tensor, place: Place, mean: bool) -> None:
     Args:
         actual: [W * W], the weight of rank q's share of block b at q * W + b.
     """
-    world_size = place.world_size
-    weights = actual.view(world_size, world_size)
+    weights = actual.view(place.world_size, place.world_size)
     expected = torch.zeros_like(weights)
-    expected[:, place.rank] = 1 / world_size if mean else 1
+    expected[:, place.rank] = 1 / place.world_size if mean else 1
     if torch.allclose(weights, expected, rtol=1e-12, atol=0):
         return
     entered = [(q, b, w) for q, row in enumerate(weights.tolist()) for b, w in enumerate(row) if w]
@@ -336,32 +344,31 @@ def _weights_misconception(weights: Tensor, place: Place, mean: bool) -> str:
     return "averaged-not-summed" if float(values[0]) * world_size == 1 else "wrong-value"
 
 
-def judge_traffic(ranks: Ranks, seed: int) -> None:
+def judge_traffic(run: Run, seed: int) -> None:
     """W - 1 blocks to the right, W - 1 blocks from the left."""
-    run = ranks.run(probe, WORLD_SIZE, seed=seed)
     for what, key, numbers in (
         ("All-gather", "gather", range(len(CASES))),
         ("Reduce-scatter", "sum", range(len(CASES))),
         ("Reduce-scatter, mean=True,", "mean", FLOATING),
     ):
-        for rank, found in enumerate(run[key]):
+        for place, found in zip(world(run), run[key], strict=True):
             for number, result in zip(numbers, found, strict=True):
                 dtype, n = CASES[number]
-                compare_moves(what, result, rank, n * dtype.itemsize)
+                compare_moves(what, result, place, n * dtype.itemsize)
 
 
-def compare_moves(what: str, result: dict[str, Any], rank: int, block: int) -> None:
+def compare_moves(what: str, result: dict[str, Any], place: Place, block: int) -> None:
     """Raises a Finding unless a rank of all exchanged W - 1 blocks of `block` bytes with its neighbors."""
-    moves, others = result["moves"], result["others"]
-    where = f"{what} on rank {rank} of {WORLD_SIZE}:"
+    moves, others, world_size = result["moves"], result["others"], place.world_size
+    where = f"{what} {place.words}:"
     if others:
         raise Finding("not-a-ring", f"{where} calls {', '.join(others)}.", "send and recv", others)
-    right, left = (rank + 1) % WORLD_SIZE, (rank - 1) % WORLD_SIZE
+    right, left = (place.rank + 1) % world_size, (place.rank - 1) % world_size
     for op, neighbour, other, way in (("send", right, left, "to"), ("recv", left, right, "from")):
         peers = sorted({peer for name, peer, _ in moves if name == op})
         nbytes = sum(n for name, _, n in moves if name == op)
-        expected = (WORLD_SIZE - 1) * block
-        if peers == [other]:
+        expected = (world_size - 1) * block
+        if peers == [other] != [neighbour]:
             message = f"{where} {op} {way} rank {other}, expected {way} rank {neighbour}."
             raise Finding("wrong-neighbour", message, neighbour, other)
         if any(peer != neighbour for peer in peers):
@@ -373,28 +380,27 @@ def compare_moves(what: str, result: dict[str, Any], rank: int, block: int) -> N
             )
         if nbytes != expected:
             misconception = "too-much-traffic" if nbytes > expected else "too-little-traffic"
-            message = f"{where} {op} of {nbytes:,} B in all; expected {WORLD_SIZE - 1} blocks of {block:,} B = {expected:,} B."
+            message = f"{where} {op} of {nbytes:,} B in all; expected {world_size - 1} blocks of {block:,} B = {expected:,} B."
             raise Finding(misconception, message, expected, nbytes)
 
 
-def judge_memory(ranks: Ranks, seed: int) -> None:
+def judge_memory(run: Run, seed: int) -> None:
     """Inputs as they were; nothing around outputs; an input that is part of the output."""
-    run = ranks.run(probe, WORLD_SIZE, seed=seed)
-    gathers, in_place = run["gather"], run["gather in place"]
-    for rank in range(WORLD_SIZE):
+    for place, gathers, in_place in zip(world(run), run["gather"], run["gather in place"], strict=True):
         for number in range(len(CASES)):
-            given = blocks(seed, number, WORLD_SIZE)
-            compare_memory("All-gather", gathers[rank][number], given[rank], rank)
-            compare_in_place(in_place[rank][number], gathers[rank][number], given, rank)
+            given = blocks(seed, number, place.world_size)
+            compare_memory("All-gather", gathers[number], given[place.rank], place)
+            compare_in_place(in_place[number], gathers[number], given, place)
     for key, numbers in (("sum", range(len(CASES))), ("mean", FLOATING)):
-        for rank, found in enumerate(run[key]):
+        for place, found in zip(world(run), run[key], strict=True):
             for number, result in zip(numbers, found, strict=True):
-                compare_memory("Reduce-scatter", result, shares(seed, number, WORLD_SIZE)[rank], rank)
+                share = shares(seed, number, place.world_size)[place.rank]
+                compare_memory("Reduce-scatter", result, share, place)
 
 
-def compare_memory(what: str, result: dict[str, Any], given: Tensor, rank: int) -> None:
+def compare_memory(what: str, result: dict[str, Any], given: Tensor, place: Place) -> None:
     """Raises a Finding if an input was changed, or memory next to an output."""
-    where = f"{what} on rank {rank} of {WORLD_SIZE}:"
+    where = f"{what} {place.words}:"
     if not torch.equal(result["input"], given):
         raise Finding("input-changed", f"{where} its input has changed.", given, result["input"])
     memory: Tensor = result["memory"]
@@ -406,20 +412,20 @@ def compare_memory(what: str, result: dict[str, Any], given: Tensor, rank: int) 
 
 
 def compare_in_place(
-    result: dict[str, Any], beside: dict[str, Any], given: Sequence[Tensor], rank: int
+    result: dict[str, Any], beside: dict[str, Any], given: Sequence[Tensor], place: Place
 ) -> None:
     """Raises a Finding if a gather from elsewhere is right, and one from a block of its own output is not."""
     right = torch.cat(list(given))
     if torch.equal(inner(beside), right) and not torch.equal(inner(result), right):
-        message = (
-            f"All-gather on rank {rank} of {WORLD_SIZE}: its input is block {rank} of its output; it is lost."
-        )
+        message = f"All-gather {place.words}: its input is block {place.rank} of its output; it is lost."
         raise Finding("input-changed", message, right, inner(result))
 
 
 def judge_rings(ranks: Ranks, seed: int) -> None:
-    """Rings of one, two and three of the ranks."""
+    """Rings of one, two and three of four ranks, however many are asked for; first, again, all of these."""
     run = ranks.run(probe, WORLD_SIZE, seed=seed)
+    for again in (judge_gather, judge_sum, judge_mean):
+        again(run, seed)
     for rank, found in enumerate(run["gather in rings"]):
         for place, result in zip(rings_of(rank), found, strict=True):
             _in_ring("All-gather", compare_blocks, result, blocks(seed, 0, place.world_size), place)
@@ -441,12 +447,15 @@ def _in_ring(
         raise Finding("wrong-group", finding.message, finding.expected, finding.actual) from None
 
 
+GATHER, SUM, MEAN, TRAFFIC, MEMORY = (
+    partial(judge, each) for each in (judge_gather, judge_sum, judge_mean, judge_traffic, judge_memory)
+)
 CHECKS = (
-    Check("02.gather", "all-gather gives every rank all blocks, in rank order", 1, judge_gather),
-    Check("02.reduce", "reduce-scatter gives each rank the sum of all shares of its block", 1, judge_sum),
-    Check("02.mean", "the mean is the sum divided by W, once", 1, judge_mean, ("02.reduce",)),
-    Check("02.traffic", "each rank sends W - 1 blocks, to its right neighbor only", 1, judge_traffic),
-    Check("02.memory", "nothing but the output is written, even if the input is part of it", 1, judge_memory),
+    Check("02.gather", "all-gather gives every rank all blocks, in rank order", 1, GATHER),
+    Check("02.reduce", "reduce-scatter gives each rank the sum of all shares of its block", 1, SUM),
+    Check("02.mean", "the mean is the sum divided by W, once", 1, MEAN, ("02.reduce",)),
+    Check("02.traffic", "each rank sends W - 1 blocks, to its right neighbor only", 1, TRAFFIC),
+    Check("02.memory", "nothing but the output is written, even if the input is part of it", 1, MEMORY),
     Check(
         "02.rings",
         "rings of one, two or three of the ranks work, too",

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,24 +25,27 @@ from hwfsdp.param import FSDPParam, Slot
 from hwfsdp.placement import spread
 from hwfsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-WORLD = 3
 FLAGS = (True, True, False, True)  # requires_grad, as the user sets it before each round
 ROUNDS = len(FLAGS)
 Data = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A parameter to shard: its shape, the dimension to cut, its dtype, and which mesh: "1D", "replicated" or "alone"."""
+    """A parameter to shard: its shape, the dimension to cut, its dtype, and which mesh: "1D", "replicated" or "alone".
+
+    `world_size`: of the run; the ranks of the mesh's sharded dimension are as many, or one.
+    """
 
     shape: tuple[int, ...]
     dim: int = 0
     dtype: torch.dtype = torch.float32
     mesh: str = "1D"
     requires_grad: bool = True
+    world_size: int = 1
 
     @property
     def ranks(self) -> int:
-        return 1 if self.mesh == "alone" else WORLD
+        return 1 if self.mesh == "alone" else self.world_size
 
     def whole(self, seed: int) -> Tensor:
         """No two elements are the same, none is zero, all are exact in bf16."""
@@ -62,20 +66,23 @@ class Case(NamedTuple):
         return f"shape {self.shape}, Shard({self.dim}), {self.ranks} ranks"
 
 
-CASES = (
-    Case((6, 3)),
-    Case((5, 3), requires_grad=False),
-    Case((7,), dtype=torch.bfloat16),
-    Case((4, 2, 2), dtype=torch.float64),
-    Case((2, 3)),
-    Case((1,)),
-    Case((4, 6), 1),
-    Case((2, 3, 5), 1, torch.bfloat16),
-    Case((2, 2, 9), 2),
-    Case((5, 2), mesh="replicated"),
-    Case((5, 2), mesh="alone"),
-    Case((4, 3), 1, mesh="alone"),
-)
+def cases(world_size: int) -> list[Case]:
+    """What is to be sharded on so many ranks; a dimension other than 0 is cut into equal parts, or not at all."""
+    made = (
+        Case((6, 3)),
+        Case((5, 3), requires_grad=False),
+        Case((7,), dtype=torch.bfloat16),
+        Case((4, 2, 2), dtype=torch.float64),
+        Case((2, 3)),
+        Case((1,)),
+        Case((4, 2 * world_size), 1),
+        Case((2, world_size, 5), 1, torch.bfloat16),
+        Case((2, 2, 3 * world_size), 2),
+        Case((5, 2), mesh="replicated"),
+        Case((5, 2), mesh="alone"),
+        Case((4, 3), 1, mesh="alone"),
+    )
+    return [case._replace(world_size=world_size) for case in made]
 
 
 def probe_parameter(report: Report, seed: int) -> None:
@@ -149,7 +156,8 @@ class _Moved(_Unregistered):
 
 
 def _mesh(name: str) -> ShardMesh:
-    shape = {"1D": (WORLD,), "replicated": (1, WORLD), "alone": (WORLD, 1)}[name]
+    ranks = dist.get_world_size()
+    shape = {"1D": (ranks,), "replicated": (1, ranks), "alone": (ranks, 1)}[name]
     names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
     return shard_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
 
@@ -174,7 +182,7 @@ def _shards(report: Report, seed: int) -> None:
     report["shards"] = found = []
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        for case in CASES:
+        for case in cases(dist.get_world_size()):
             whole = case.whole(seed)
             param = _made(case, whole, meshes[case.mesh], kind=_Unregistered)
             found.append(_facts(param, whole))

@@ -7,15 +7,19 @@ back.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hwfsdp import compat
 from hwfsdp.collectives import Gathered
+from hwfsdp.eventlog import EventLog
+from hwfsdp.events import Event
 from hwfsdp.group import ParamGroup
 from hwfsdp.hooks import FSDPState, state_of
 from hwfsdp.learn.checks.lifetimes import Watched, watch
@@ -174,6 +178,24 @@ def states_of(model: nn.Module) -> list[FSDPState]:
 
 def bytes_of(group: ParamGroup) -> int:
     return sum(p.gathered.untyped_storage().nbytes() for p in group.params if hasattr(p, "gathered"))
+
+
+FILLED_FOR = {"copy": "all_gather", "compute": "reduce_scatter"}  # by the stream of a copy-in
+
+
+def with_collectives(log: EventLog) -> EventLog:
+    """A lone rank sends nothing: in its log, each copy-in is followed by the collective whose buffer it fills, without a dtype.
+
+    So one expectation holds for every number of ranks: which collectives there are, in what order, of how many bytes.
+    """
+    if dist.get_world_size() > 1:
+        return log
+    events: list[Event] = []
+    for event in log.events:
+        events.append(event)
+        if event.op == "copy_in":
+            events.append(replace(event, op=FILLED_FOR[event.stream]))
+    return EventLog(events, log.samples, log.about)
 
 
 class Oracle:

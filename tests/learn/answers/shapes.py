@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hwfsdp.learn import holes
-from hwfsdp.learn.manifest import Exercise
-from hwfsdp.learn.submission import solution
 
 
 class Wrong(NamedTuple):
@@ -32,10 +30,13 @@ class Right(NamedTuple):
     also: str = ""
 
 
-def answer(exercise: Exercise, functions: Mapping[str, str], also: str = "") -> str:
-    """The solution's text with other functions in it."""
-    text = solution(exercise)
+def answer(text: str, functions: Mapping[str, str], also: str = "") -> str:
+    """A solution's text with other functions in it."""
     for name, function in functions.items():
-        indent = "    " * name.count(".")
-        text = holes.splice(text, name, textwrap.indent(textwrap.dedent(function).strip("\n") + "\n", indent))
+        text = holes.splice(text, name, indented(name, function))
     return text + textwrap.dedent(also)
+
+
+def indented(name: str, function: str) -> str:
+    """A function's text as it has to stand in a file, by its dotted name."""
+    return textwrap.indent(textwrap.dedent(function).strip("\n") + "\n", "    " * name.count("."))

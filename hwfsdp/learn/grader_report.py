@@ -1,0 +1,138 @@
+"""How good the grader is, measured and written down: docs/grading.md.
+
+kill rate         mistakes made by a machine in every hole, and how many of them get less than full marks
+false failures    right answers that do not get full marks, over numbers of ranks and seeds
+answers           wrong ones with the verdict they must get, right ones written differently; the tests grade them all
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.version
+
+from hwfsdp.learn.capstone.homework import Homework, read_homework
+from hwfsdp.learn.grade import Grade, Options
+from hwfsdp.learn.killrate import KillRate, hole_mutants, kill, solved
+from hwfsdp.learn.manifest import Course, Exercise
+from hwfsdp.learn.pool import grading_pool
+
+WORLD_SIZES, SEEDS = range(1, 5), range(20)
+_HEAD = """# How the grader is graded
+
+Written by `make mutants`, with torch {torch}.
+
+| exercise | wrong answers | right answers | mutants | noticed | same as the reference | right answers graded | that failed |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+_FOOT = """
+- *Wrong answers* are plausible ones, written by hand. Each names the check that has to fail and the misconception that has to be
+  named. *Right answers* are written differently from the package's, and have to get all points. The tests grade all of both.
+- *Mutants* are mistakes made by a machine, in every hole: an operator swapped, a statement dropped, a condition negated. One is
+  *noticed* if it gets less than everything. Those that do the *same as the reference* are listed, with the reason, in
+  `tests/learn/survivors/`.
+- *Right answers graded*: the reference, and the right answers in turn, with {sizes} ranks and {seeds} seeds each.
+"""
+
+
+class Answers(NamedTuple):
+    """How many wrong answers are written for an exercise, and the texts of the right ones."""
+
+    wrong: int
+    right: list[str]
+
+
+@dataclass
+class ExerciseReport:
+    """What was found of one exercise; `false_failures` says which of `runs` gradings of right answers failed."""
+
+    exercise: Exercise
+    answers: Answers
+    rate: KillRate
+    runs: int = 0
+    false_failures: list[str] = field(default_factory=list)
+
+    def row(self) -> str:
+        rate, answers = self.rate, self.answers
+        noticed, of = len(rate.killed), len(rate.killed) + len(rate.survived)
+        cells = [
+            f"{self.exercise.number} {self.exercise.title}",
+            str(answers.wrong),
+            str(len(answers.right)),
+            str(of + len(rate.equivalent)),
+            f"{noticed} of {of}",
+            str(len(rate.equivalent)),
+            str(self.runs),
+            str(len(self.false_failures)),
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+def examine(course: Course, exercises: Sequence[Exercise]) -> Iterator[ExerciseReport]:
+    """Grades all mutants of each exercise, and its right answers over numbers of ranks and seeds; takes long."""
+    for exercise in exercises:
+        rate = kill(course, exercise, hole_mutants(course, exercise))
+        report = ExerciseReport(exercise, answers_to(course, exercise), rate)
+        _find_false_failures(course, report)
+        yield report
+
+
+def _find_false_failures(course: Course, report: ExerciseReport) -> None:
+    right = report.answers.right
+    with grading_pool(course) as pool:
+        grades: list[tuple[str, Future[Grade]]] = []
+        for number, (world_size, seed) in enumerate((w, s) for w in WORLD_SIZES for s in SEEDS):
+            options = Options(seed=seed, world_size=world_size)
+            texts = {"the reference": solved(course, report.exercise)}
+            if right:
+                texts[f"right answer {number % len(right)}"] = right[number % len(right)]
+            for name, text in texts.items():
+                where = f"{name}, {world_size} ranks, seed {seed}"
+                grades.append((where, pool.submit(report.exercise, text, options)))
+        report.runs = len(grades)
+        report.false_failures = [where for where, grade in grades if not grade.result().has_everything]
+
+
+def answers_to(course: Course, exercise: Exercise) -> Answers:
+    """Those in `tests/learn/answers`."""
+    folder = str(course.root / "tests" / "learn")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = exercise.directory if isinstance(exercise, Homework) else exercise.topic
+    module: Any = importlib.import_module(f"answers.{name}")
+    text = solved(course, exercise)
+    writes: Any = module if isinstance(exercise, Homework) else importlib.import_module("answers.shapes")
+    right = [writes.answer(text, each.functions, each.also) for each in module.RIGHT]
+    return Answers(len(module.WRONG), right)
+
+
+def everything(course: Course) -> list[Exercise]:
+    """All that is graded by running it: the exercises and the homework."""
+    return [*course.exercises, read_homework(course)]
+
+
+def written(reports: Sequence[ExerciseReport]) -> str:
+    """The page."""
+    killed = sum(len(report.rate.killed) for report in reports)
+    survived = sum(len(report.rate.survived) for report in reports)
+    failed, runs = sum(len(r.false_failures) for r in reports), sum(report.runs for report in reports)
+    total = (
+        f"| **all** | {sum(r.answers.wrong for r in reports)} | {sum(len(r.answers.right) for r in reports)} | "
+        f"{killed + survived + sum(len(r.rate.equivalent) for r in reports)} | "
+        f"**{killed} of {killed + survived}, {killed / max(1, killed + survived):.1%}** | "
+        f"{sum(len(r.rate.equivalent) for r in reports)} | {runs} | **{failed}** |"
+    )
+    survivors = [f"- {r.exercise.number}: {each}" for r in reports for each in r.rate.survived]
+    left = (
+        ["", "Not noticed, and not known to do the same as the reference:", "", *survivors]
+        if survivors
+        else []
+    )
+    rows = [*(report.row() for report in reports), total, *left]
+    foot = _FOOT.format(sizes=f"{WORLD_SIZES[0]} to {WORLD_SIZES[-1]}", seeds=len(SEEDS))
+    return _HEAD.format(torch=torch.version.__version__) + "\n".join(rows) + "\n" + foot
