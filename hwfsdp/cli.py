@@ -21,6 +21,9 @@ from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
 from hwfsdp.server import start_server
 from hwfsdp.verbs.doctor import add_doctor
 from hwfsdp.verbs.explain import add_explain
+from hwfsdp.verbs.grade import add_grade
+from hwfsdp.verbs.lab import add_lab
+from hwfsdp.verbs.release import add_release
 from hwfsdp.verbs.simulate import add_simulate
 from hwfsdp.verbs.trace import add_trace
 
@@ -91,6 +94,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor(verbs)
     _add_checkpoint_verbs(verbs)
     _add_course_verbs(verbs)
+    add_lab(verbs)
+    add_release(verbs)
     return parser
 
 
@@ -161,26 +166,24 @@ def _add_course_verbs(verbs: Any) -> None:
 
     add("list", _list, "list the exercises")
     check = add("check", _check, "grade one exercise and say what is wrong")
-    grade = add("grade", _grade, "grade all exercises of a submission")
+    add_grade(verbs)
     hint = add("hint", _hint, "show the hints to an exercise, one more each call")
     add("status", _status, "show how far you are")
     watch = add("watch", _watch, "check again whenever a file is saved")
     reset = add("reset", _reset, "put the starter of an exercise back; your file is kept beside it")
     for parser in (check, hint, reset):
-        parser.add_argument("number", metavar="N", help="number of the exercise")
+        parser.add_argument("number", metavar="N", help="number of the exercise, or capstone")
     watch.add_argument("number", metavar="N", nargs="?", help="number of the exercise (default: all)")
     check.add_argument(
         "--submission", type=Path, metavar="DIR", help="folder to grade (default: exercises/ of the course)"
     )
-    grade.add_argument("submission", type=Path, metavar="DIR", help="folder with the files of a submission")
-    for parser in (check, grade, watch):
+    for parser in (check, watch):
         parser.add_argument(
             "--mine",
             action="store_true",
             help="earlier exercises come from the same folder, not from the package",
         )
-    for parser in (check, grade):
-        parser.add_argument("--seed", type=_natural, help="of the inputs (default: another one each time)")
+    check.add_argument("--seed", type=_natural, help="of the inputs (default: another one each time)")
 
 
 def _add_run_options(
@@ -391,13 +394,6 @@ def _check(args: argparse.Namespace) -> int:
     from hwfsdp.learn import commands
 
     return commands.check(args.number, args.submission, args.mine, args.seed, args.json, _BEGAN)
-
-
-def _grade(args: argparse.Namespace) -> int:
-    start_server()
-    from hwfsdp.learn import commands
-
-    return commands.grade_submission(args.submission, args.seed, args.mine, args.json)
 
 
 def _hint(args: argparse.Namespace) -> int:

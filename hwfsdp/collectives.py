@@ -240,8 +240,14 @@ class Reducing(NamedTuple):
 
     def then(self, function: Callable[[Tensor], None]) -> None:
         """Calls `function` with the result once it is there, on the stream that made it."""
+        result = self.result  # what is put off must not keep `flat`
         with events.owned_by(self.owner), self.stream.run():
-            self.stream.then(lambda: function(self.result))
+            self.stream.then(lambda: function(result))
+
+    def awaited_by(self, stream: Stream) -> None:
+        """`stream` waits for `done`."""
+        with events.owned_by(self.owner):
+            stream.wait(self.done)
 
 
 # --- Parameters: copy-in, all-gather, copy-out -------------------------------------------------------------
@@ -257,31 +263,53 @@ def all_gather(
         shards: each 1D and of the same size on every rank, on any dtype.
         dtypes: what to gather each one in. If they differ, bytes are gathered.
     """
+    mixed = len(set(dtypes)) > 1
+    dtype = torch.uint8 if mixed else dtypes[0]
+    sizes = [s.numel() * (d.itemsize if mixed else 1) for s, d in zip(shards, dtypes, strict=True)]
+    note = _note("all_gather", axis, axis.group, dtype, axis.size * sum(sizes), channel)
     streams = channel.streams
-    with events.owned_by(channel.owner), streams.copy.run():
-        mixed = len(set(dtypes)) > 1
-        dtype = torch.uint8 if mixed else dtypes[0]
-        sizes = [s.numel() * (d.itemsize if mixed else 1) for s, d in zip(shards, dtypes, strict=True)]
-        numel = axis.size * sum(sizes)
-        note = _note("all_gather", axis, axis.group, dtype, numel, channel)
-        flat = _allocate(channel.all_gather, numel, dtype, "all_gather", channel)
-        part = flat.narrow(0, axis.rank * sum(sizes), sum(sizes))  # [n]
+    with streams.copy.run():  # whose memory it is
+        flat = _allocate(channel.all_gather, axis.size * sum(sizes), dtype, "all_gather", channel)
+    part = flat.narrow(0, axis.rank * sum(sizes), sum(sizes))  # [n]
+
+    def pack() -> None:
         nbytes = part.numel() * part.element_size()
         with events.span("copy_in", "copy", bytes=nbytes, reads=shards, writes=(part,)):
             copy_in(shards, dtypes, part, sizes)
-    streams.all_gather.wait(streams.copy.record())
-    with events.owned_by(channel.owner), streams.all_gather.run():
+
+    def call(async_op: bool) -> Work | None:
+        return channel.all_gather(output_tensor=flat, input_tensor=part, group=axis.group, async_op=async_op)
+
+    def gather() -> None:
         if note is not None:
-            streams.all_gather.collective(
-                note.follow(
-                    lambda async_op: channel.all_gather(
-                        output_tensor=flat, input_tensor=part, group=axis.group, async_op=async_op
-                    )
-                ),
-                "all_gather",
-                channel.owner,
-            )
-        return Gathered(flat.view(axis.size, -1), sizes, streams.all_gather.record())
+            streams.all_gather.collective(note.follow(call), "all_gather", channel.owner)
+
+    with events.owned_by(channel.owner):
+        done = pack_then_gather(streams, pack, gather)
+    return Gathered(flat.view(axis.size, -1), sizes, done)
+
+
+def pack_then_gather(streams: StreamSet, pack: Callable[[], None], gather: Callable[[], None]) -> StreamEvent:
+    """Issues the two halves of a gather on their streams, and returns while they may still be under way.
+
+    `all_gather` calls it once per gather. Both functions only issue work, on the stream that is current: one whose block
+    `with stream.run():` they are called in. Each is called once, `pack` first.
+
+    - `pack` belongs on `streams.copy`, beside what `streams.compute` has to do.
+    - `gather` belongs on `streams.all_gather`, and sends what `pack` writes. Streams know nothing of each other, so before it
+      is issued, that stream has to wait (`stream.wait(event)`) for an event that was recorded (`stream.record()`) on the
+      copy stream after `pack`. Nobody else waits for anything: not compute, which has no use for these bytes yet, and
+      not the host.
+
+    Returns:
+        An event on the all-gather stream. After it, what was gathered is complete.
+    """
+    with streams.copy.run():
+        pack()
+    streams.all_gather.wait(streams.copy.record())
+    with streams.all_gather.run():
+        gather()
+    return streams.all_gather.record()
 
 
 def _note(
@@ -332,18 +360,36 @@ def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
         owner: fqn of the parameter group.
     """
     flat = gathered.flat
-    if flat.dtype == torch.uint8:
-        wholes = [whole.view(torch.uint8) for whole in wholes]
     nbytes = flat.numel() * flat.element_size()
     with events.span("copy_out", "compute", owner=owner, bytes=nbytes, reads=(flat,), writes=wholes):
-        if all(whole.is_contiguous() for whole in wholes):
-            rows = [
-                whole if whole.ndim == 2 else whole.view(len(flat), -1) for whole in wholes
-            ]  # [W, of a shard]
-            torch.split_with_sizes_copy(flat, gathered.sizes, dim=1, out=rows)
-        else:
-            columns = flat.split(gathered.sizes, dim=1)
-            compat.copy_each(wholes, [c.view(w.shape) for c, w in zip(columns, wholes, strict=True)])
+        copy_columns(flat, gathered.sizes, wholes)
+
+
+def copy_columns(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> None:
+    """Copies each tensor's columns of a gather's buffer to that tensor's own memory.
+
+    In the buffer rank is the outer index and tensor the inner one. A tensor's own memory wants all ranks' parts of it one
+    after the other, so this is the transposition that undoes what copy-in did on every rank.
+
+    Args:
+        flat: [W, n], row r being what rank r contributed: its parts of all tensors, end to end, without gaps. Only read.
+        sizes: elements of a row that each tensor has, in order; they sum to n.
+        wholes: per tensor, in the same order, [W, *rest], with any strides: row r becomes the part of rank r, elements in
+            their logical order; written completely, in place. If all have one dtype, `flat` has it, too, and W * sizes[i]
+            is the number of elements of `wholes[i]`. If their dtypes differ, `flat` is uint8 and holds their bytes
+            (`whole.view(torch.uint8)` is the same memory, seen so), and sizes count bytes. A piece of `flat` may begin at
+            any byte, so it cannot be seen in every other dtype.
+    """
+    if flat.dtype == torch.uint8:
+        wholes = [whole.view(torch.uint8) for whole in wholes]
+    if all(whole.is_contiguous() for whole in wholes):
+        rows = [
+            whole if whole.ndim == 2 else whole.view(len(flat), -1) for whole in wholes
+        ]  # [W, of a shard]
+        torch.split_with_sizes_copy(flat, sizes, dim=1, out=rows)
+    else:
+        columns = flat.split(list(sizes), dim=1)
+        compat.copy_each(wholes, [c.view(w.shape) for c, w in zip(columns, wholes, strict=True)])
 
 
 # --- Gradients: copy-in, reduce-scatter, all-reduce --------------------------------------------------------
@@ -410,7 +456,7 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
         The reduction. Its result, in the reduce dtype, are this rank's padded chunks of all gradients, end to end.
     """
     streams, world_size = channel.streams, channel.shard.size
-    scaling = _scaling(channel, reduce_dtype)
+    scaling = scaling_of(channel, reduce_dtype)
     numel = sum(_chunk_numel(grad.shape, world_size) for grad in grads)
     group = channel.reduce_group or channel.shard.group
     note = _note("reduce_scatter", channel.shard, group, reduce_dtype, world_size * numel, channel)
@@ -419,31 +465,47 @@ def reduce_scatter(grads: list[Tensor], reduce_dtype: torch.dtype, channel: Chan
     with events.span("copy_in", "compute", owner=channel.owner, bytes=nbytes, reads=grads, writes=(flat,)):
         copy_in_grads(grads, flat.view(world_size, numel))
     grads.clear()
-    streams.reduce_scatter.wait(streams.compute.record())
-    with events.owned_by(channel.owner), streams.reduce_scatter.run():
+
+    def call(result: Tensor, async_op: bool) -> Work | None:
+        return channel.reduce_scatter(
+            output_tensor=result, input_tensor=flat, group=group, op=scaling.scatter, async_op=async_op
+        )
+
+    def reduce() -> Tensor:
         if scaling.before != 1:
             flat.div_(scaling.before)
-        result = flat
-        if note is not None:
-            how = channel.reduce_scatter  # not necessarily one of the classes above
-            allocate = getattr(how, "allocate_result", how.allocate)
-            result = allocate((numel,), dtype=reduce_dtype, device=channel.device)
-            events.buffer_made(result)
-            streams.reduce_scatter.collective(
-                note.follow(
-                    lambda async_op: channel.reduce_scatter(
-                        output_tensor=result,
-                        input_tensor=flat,
-                        group=group,
-                        op=scaling.scatter,
-                        async_op=async_op,
-                    )
-                ),
-                "reduce_scatter",
-                channel.owner,
-            )
-        stream = streams.reduce_scatter
-        return Reducing(channel.owner, flat, result, scaling.after, stream, stream.record())
+        if note is None:
+            return flat
+        how = channel.reduce_scatter  # not necessarily one of the classes above
+        result: Tensor = getattr(how, "allocate_result", how.allocate)(
+            (numel,), dtype=reduce_dtype, device=channel.device
+        )
+        events.buffer_made(result)
+        issue = note.follow(functools.partial(call, result))
+        streams.reduce_scatter.collective(issue, "reduce_scatter", channel.owner)
+        return result
+
+    with events.owned_by(channel.owner):
+        result, done = reduce_after_packing(streams, reduce)
+    return Reducing(channel.owner, flat, result, scaling.after, streams.reduce_scatter, done)
+
+
+def reduce_after_packing(streams: StreamSet, reduce: Callable[[], Tensor]) -> tuple[Tensor, StreamEvent]:
+    """Issues a reduction on its stream, and returns while it may still be under way.
+
+    `reduce_scatter` calls it once per reduction, when the copies that fill the flat buffer have just been issued on
+    `streams.compute`. `reduce` only issues work, on the stream that is current: one whose block `with stream.run():` it is
+    called in. It is called once, on `streams.reduce_scatter`, and what it issues reads the flat buffer. So that
+    stream has to wait first (`stream.wait(event)`) for an event recorded on compute now (`stream.record()`). Compute
+    itself waits for nothing here: the next group's backward is to run beside the reduction.
+
+    Returns:
+        What `reduce` returned, and an event on the reduce-scatter stream. After it, the reduction is over.
+    """
+    streams.reduce_scatter.wait(streams.compute.record())
+    with streams.reduce_scatter.run():
+        result = reduce()
+    return result, streams.reduce_scatter.record()
 
 
 @compat.outside_autograd
@@ -452,27 +514,66 @@ def all_reduce(reducing: Reducing, channel: Channel) -> Reducing:
 
     Nothing happens if there are neither.
     """
-    if channel.replicate.size == 1 and channel.all_reduce_hook is None:
-        return reducing
-    stream, result = channel.hook_stream or channel.streams.all_reduce, reducing.result
-    scaling = _scaling(channel, result.dtype)
-    stream.wait(reducing.stream.record())
-    with events.owned_by(channel.owner), stream.run():
-        if channel.replicate.size > 1:
-            group = channel.replicate.group
-
-            def reduce(async_op: bool) -> Work | None:  # noted when it is issued, which may be later
-                note = _note("all_reduce", channel.replicate, group, result.dtype, result.numel(), channel)
-                assert note is not None
-                return note.follow(lambda a: dist.all_reduce(result, scaling.all_reduce, group, a))(async_op)
-
-            stream.collective(reduce, "all_reduce", channel.owner)
-        if hook := channel.all_reduce_hook:
+    with events.owned_by(channel.owner):
+        reduced = reduce_over_replicas(reducing, channel)
+        hook, result = channel.all_reduce_hook, reduced.result
+        if hook is None:
+            return reduced
+        stream = reduced.stream  # that of the all-reduce, if there was one
+        if channel.replicate.size == 1:
+            stream = channel.hook_stream or channel.streams.all_reduce
+            stream.wait(reduced.stream.record())
+        with stream.run():
             stream.then(lambda: hook(result))
+    return reduced._replace(flat=result, stream=stream)
+
+
+def reduce_over_replicas(reducing: Reducing, channel: Channel) -> Reducing:
+    """Goes on with a reduction across the replicas: an all-reduce of what the reduce-scatter leaves on this rank.
+
+    Ranks that replicate hold the same rows, and the reduce-scatter has left each with the same rows of gradients, reduced
+    over its own shard axis only. So only these rows still have to cross, 1/S of what the reduce-scatter worked on.
+
+    Does nothing if there is one replica (`channel.replicate.size`): `reducing` is returned as it is. Otherwise:
+    - The all-reduce stream (`channel.streams.all_reduce`) waits (`stream.wait(event)`) for all that was issued so far on the
+      stream where the result is made (`reducing.stream.record()`): the reduce-scatter, and what was added to its result.
+    - On the all-reduce stream (`with stream.run():`), `start_all_reduce` is called once: for `reducing.result`, in place,
+      over `channel.replicate`, with the operation for replicas of `scaling_of(channel, dtype of the result)`. Whether that
+      sums or averages is decided there, for both collectives together; nothing is divided here.
+    Nobody else waits: not compute, not the host, and not the reduce-scatter stream, which has the next group to reduce.
+
+    Returns:
+        The same reduction, with that stream as its `stream`, and its result as `flat`: this is the input of the all-reduce.
+        The larger one of the reduce-scatter must not be kept alive by it.
+    """
+    if channel.replicate.size == 1:
+        return reducing
+    stream, result = channel.streams.all_reduce, reducing.result
+    stream.wait(reducing.stream.record())
+    with stream.run():
+        operation = scaling_of(channel, result.dtype).all_reduce
+        start_all_reduce(result, operation, channel.replicate, stream, channel)
     return reducing._replace(flat=result, stream=stream)
 
 
-def _scaling(channel: Channel, dtype: torch.dtype) -> Scaling:
+def start_all_reduce(tensor: Tensor, operation: Any, axis: Axis, stream: Stream, channel: Channel) -> None:
+    """Issues an all-reduce of `tensor`, in place, on `stream`, and returns while it may still be under way.
+
+    Args:
+        operation: for example `dist.ReduceOp.SUM`. axis: over whose ranks; more than one. stream: it is called inside
+            `stream.run()`. channel: of the parameter group.
+    """
+
+    def reduce(async_op: bool) -> Work | None:  # noted when it is issued, which may be later
+        note = _note("all_reduce", axis, axis.group, tensor.dtype, tensor.numel(), channel)
+        call = functools.partial(dist.all_reduce, tensor, operation, axis.group)
+        return call(async_op) if note is None else note.follow(call)(async_op)
+
+    stream.collective(reduce, "all_reduce", channel.owner)
+
+
+def scaling_of(channel: Channel, dtype: torch.dtype) -> Scaling:
+    """How a group's mean over all its ranks is computed in this dtype; see `mean_scaling`."""
     return mean_scaling(
         channel.shard.size, channel.replicate.size, dtype, channel.divide_factor, channel.force_sum
     )
@@ -510,3 +611,43 @@ def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
             sources.append(shorter)
     compat.fill_each_with_zeros(padding)
     compat.copy_each(targets, sources)
+
+
+# --- One flat tensor ---------------------------------------------------------------------------------------
+
+
+@compat.outside_autograd
+def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, owner: str) -> StreamEvent:
+    """Starts to gather one flat tensor on `stream`; returns before it is done.
+
+    For a schedule that lays its bytes out by itself. What `part` holds has to be there when the stream gets here: let the
+    stream wait for whoever writes it.
+
+    Args:
+        whole: [W * n], contiguous; written. part: [n], this rank's; the same dtype. It may be its own place in `whole`.
+        group: of W ranks. owner: of the bytes, for errors and the event log.
+
+    Returns:
+        After it, `whole` is complete. Until then keep both tensors (Note [Why flat buffers outlive their use]).
+    """
+    note = history.begin("all_gather", owner, group, whole.dtype, whole.numel() * whole.element_size())
+    with events.owned_by(owner), stream.run():
+        issue = note.follow(lambda async_op: compat.all_gather_single(whole, part, group, async_op))
+        stream.collective(issue, "all_gather", owner)
+        return stream.record()
+
+
+@compat.outside_autograd
+def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Stream, owner: str) -> StreamEvent:
+    """Starts to average one flat tensor over the ranks, each of which gets its part; as `all_gather_flat`, the other way.
+
+    Args:
+        part: [n]; written: this rank's part of the mean, n elements from `rank * n` on.
+        whole: [W * n], contiguous; the same dtype, in which the sums are made.
+    """
+    note = history.begin("reduce_scatter", owner, group, whole.dtype, whole.numel() * whole.element_size())
+    mean = dist.ReduceOp.AVG
+    with events.owned_by(owner), stream.run():
+        issue = note.follow(lambda async_op: compat.reduce_scatter_single(part, whole, mean, group, async_op))
+        stream.collective(issue, "reduce_scatter", owner)
+        return stream.record()

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hwfsdp import advice, events
+from hwfsdp import advice
 from hwfsdp.collectives import (
     Channel,
     DefaultAllGather,
@@ -55,6 +55,10 @@ class FSDPCommContext:
         streams: see `streams.StreamSet`.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         max_reductions: reductions in flight; each holds a buffer of one group's gradients.
+        _copied_out: a gather whose flat buffer is kept for the copy-out that reads it, and an event on the compute stream
+            after that; None if none is kept. At most one is.
+        _reducing: reductions in flight, the oldest first; a reduction's input is kept as long as it is here.
+        _reduced: reductions that went on on another stream; that keeps their results until backward ends.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -62,8 +66,8 @@ class FSDPCommContext:
         self.streams = streams_for(device_type)
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
-        self._reducing: deque[Reducing] = deque()  # their inputs are in use
-        self._reduced: list[Reducing] = []  # their results are in use, by all-reduces
+        self._reducing: deque[Reducing] = deque()
+        self._reduced: list[Reducing] = []
         self._copied_out: tuple[Gathered, StreamEvent] | None = None
 
     @property
@@ -86,23 +90,40 @@ class FSDPCommContext:
         del self.post_forward_order[keep:]
 
     def keep_until_copied_out(self, gathered: Gathered) -> None:
-        """Keeps a gather's buffer, which the copy-out just issued still reads."""
+        """Keeps a gather's buffer for as long as the copy-out reads it, which was just issued on the compute stream.
+
+        The buffer (`gathered.flat`) belongs to the copy stream. As soon as no tensor refers to it, that stream may pack the
+        next gather into the same memory, however far compute has come (`collectives`, Note [Why flat buffers outlive…]). So
+        a reference is kept, in `_copied_out`: `gathered`, and an event recorded on compute now. A buffer kept before is
+        let go first (`release_gather_buffer`), as there is never more than one. And if the event is over already
+        (`StreamEvent.is_over`: on a CPU, where the host has copied), this one is let go at once, too.
+        """
         self.release_gather_buffer()
         self._copied_out = gathered, self.streams.compute.record()
         if self._copied_out[1].is_over:  # the host has copied
             self.release_gather_buffer()
 
     def release_gather_buffer(self) -> None:
-        """Lets the copy stream reuse the buffer kept (see `collectives`, Note [Why flat buffers outlive…])."""
+        """Lets the copy stream have the memory of the buffer that `keep_until_copied_out` keeps; nothing if it keeps none.
+
+        Before the reference is dropped (`_copied_out` is None again), the copy stream waits for the event kept with it: what
+        it packs from then on comes after the copy-out. Called before every gather, and when a forward or backward is over.
+        """
         if self._copied_out is not None:
             self.streams.copy.wait(self._copied_out[1])
             self._copied_out = None
 
     def add_reduction(self, reducing: Reducing, reduced: Reducing) -> None:
-        """Keeps a reduction's input until `wait_for_reductions` saw it through.
+        """Keeps a reduction that was just started, and with it its buffers, until compute has waited for it.
 
         Args:
-            reduced: the same reduction, gone on with on another stream; its result is kept until backward ends.
+            reducing: on the reduce-scatter stream; `reducing.done` is the event after the collective, `reducing.flat` its
+                input.
+            reduced: the same reduction after all that is to happen to it. Either that was issued on the same stream
+                (`reduced.stream is reducing.stream`): then more came after the collective, such as casting the result, and what
+                is kept in `_reducing` has to have a `done` recorded there now (`_replace`). Or it went on on another stream, as an
+                all-reduce: then `reducing` is kept as it is, since its input is free when the reduce-scatter is over, and
+                `reduced`, whose result that stream still works on, is kept in `_reduced`.
         """
         if reduced.stream is reducing.stream:  # what was to follow is part of it
             reducing = reducing._replace(done=reducing.stream.record())
@@ -111,11 +132,14 @@ class FSDPCommContext:
         self._reducing.append(reducing)
 
     def wait_for_reductions(self, leave: int = 0) -> None:
-        """Compute waits for the oldest reductions in flight until at most `leave` of them are left."""
+        """Compute waits for the oldest reductions in flight until at most `leave` of them are left.
+
+        One after the other is taken out of `_reducing`, which lets go of its input, and compute waits for it
+        (`Reducing.awaited_by`). Those left are not waited for. `ParamGroup.reduce` calls this before it starts one more, with
+        `leave` one below `max_reductions`: that bounds the buffers of gradients alive.
+        """
         while len(self._reducing) > leave:
-            reducing = self._reducing.popleft()
-            with events.owned_by(reducing.owner):
-                self.streams.compute.wait(reducing.done)
+            self._reducing.popleft().awaited_by(self.streams.compute)
 
     def settle(self) -> None:
         """Gradients may be looked at afterwards, and added to."""
@@ -128,7 +152,14 @@ class FSDPCommContext:
         self.streams.compute.synchronize()
 
     def finish_reductions(self) -> None:
-        """Compute waits for all reductions; no buffer of theirs is held afterwards."""
+        """Compute waits for all reductions; no buffer of theirs is held afterwards.
+
+        Called when the last backward of an iteration is over; the optimizer is next to read the gradients, on compute.
+        - What is in flight is waited for (`wait_for_reductions`).
+        - What was put off until somebody waits is done (`settle`; a device puts nothing off).
+        - Compute waits for every stream that reductions in `_reduced` are on: an event recorded there now is after all of
+          them. Then these are forgotten.
+        """
         self.wait_for_reductions()
         self.settle()
         for stream in dict.fromkeys(reducing.stream for reducing in self._reduced):
@@ -218,6 +249,17 @@ class ParamGroup:
 
     @outside_autograd
     def _gather(self) -> Gathered:
+        """Starts to gather all parameters of the group, in one collective; returns the gather in flight.
+
+        - First `comm_ctx.release_gather_buffer()` lets go of the buffer of the gather before.
+        - What travels are the tensors of `FSDPParam.gather_inputs` of all parameters, in the order of `params`: a list of one
+          tensor each, or of more where the parameter has an extension. Since an extension may compute them, they are asked
+          for on the copy stream: `with comm_ctx.streams.copy.run():`.
+        - Each in the dtype that `FSDPParam.gather_dtypes` says, a list as long.
+        - `collectives.all_gather` takes both lists, the axis to gather over, and `channel`. That axis is `gather_mesh.shard` of
+          the parameters, which all have the same `gather_mesh`: between forward and backward it may be smaller than `mesh`.
+          Frozen parameters travel like others: forward needs them.
+        """
         self.comm_ctx.release_gather_buffer()
         with self.comm_ctx.streams.copy.run():  # extensions compute what they gather
             shards = [shard for p in self.params for shard in p.gather_inputs()]
@@ -230,7 +272,11 @@ class ParamGroup:
         self.finish_unshard()
 
     def wait_for_gather(self) -> None:
-        """Compute waits for the gather that `unshard` started, if any."""
+        """Compute waits for the gather that `unshard` started (`_gathered.done` is its event), if one is in flight.
+
+        On a device the host goes on at once, and what it issues on compute from now on comes after the gather. On the CPU,
+        where compute is the host, the host waits. No other stream does.
+        """
         if self._gathered is not None:
             self.comm_ctx.streams.compute.wait(self._gathered.done)
 
@@ -337,7 +383,19 @@ class ParamGroup:
     def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """The parameters that have a gradient to reduce, and those gradients, no longer referred to from elsewhere.
 
-        A partial gradient counts; where there is nothing else, the gradient is zeros.
+        Every parameter is asked for its gradient (`FSDPParam.take_grad`, which hands it over, or returns None). One without
+        is left out: autograd leaves none on a frozen parameter, and nobody is to move zeros for it. In two cases, though,
+        others count on this rank, and zeros stand for the gradient:
+
+        - `reduce_unused` is on, the parameter is trained (`sharded_param.requires_grad`), and it was gathered at least once
+          (`unsharded_param` is not None). Other ranks may have a gradient of it.
+        - There is a `partial_grad` from earlier micro-batches, and this backward reduces over the replicas too
+          (`all_reduce_grads`): the partial gradient is still to go there.
+
+        Zeros are new, of the parameter's `shape`, in the dtype `dtypes.gathered`, on the device of `mesh`.
+
+        Returns:
+            Two lists of the same length, in the order of `params`.
         """
         pairs: list[tuple[FSDPParam, Tensor]] = []
         for param in self.params:
@@ -359,16 +417,35 @@ class ParamGroup:
         self.comm_ctx.wait_for_reductions(leave=self.comm_ctx.max_reductions - 1)
         dtype = self.reduce_dtype(params, grads)
         grads[:] = [p.rows_of(grad) for p, grad in zip(params, grads, strict=True)]
-        reducing = reduced = reduce_scatter(grads, dtype, self.channel)
-        divide = reducing.divide
+        reducing = reduce_scatter(grads, dtype, self.channel)
+        self.comm_ctx.add_reduction(reducing, self.finish_reduction(params, reducing))
+
+    def finish_reduction(self, params: Sequence[FSDPParam], reducing: Reducing) -> Reducing:
+        """Says what becomes of a reduction over the shard axis, which may still be under way, and returns at once.
+
+        `reducing.then(function)` calls `function` with the result as soon as that is there, on the stream that made it, and
+        in the order in which functions were given; see `collectives.Reducing`. The host does not look at the result here. Such
+        a function may wait for long, and what it refers to stays in memory with it: the number `reducing.divide` may,
+        `reducing` itself, with the flat buffer of all gradients, must not.
+
+        - Under hybrid sharding (`mesh.replicate` has a group) and with `all_reduce_grads` off, the result is kept for later
+          (`add_partial_grads`, of all `params`). That is all; nothing reaches the shards' gradients.
+        - Otherwise, if some of `params` have a `partial_grad`, these are first added to the result (`take_partial_grads`).
+          Then `all_reduce(reducing, self.channel)` goes on over the replicas, if there are any, and returns the reduction
+          after that. Its result, divided by `reducing.divide` (`divided(result, by)`), is added to the shards' gradients
+          (`add_sharded_grads`).
+
+        Returns:
+            The reduction after all that happens to it: `reducing`, or what `all_reduce` returned.
+        """
         if self.mesh.replicate.group and not self.all_reduce_grads:
             reducing.then(lambda result: self.add_partial_grads(params, result))
-        else:
-            if any(p.partial_grad is not None for p in params):
-                reducing.then(lambda result: self.take_partial_grads(params, result))
-            reduced = all_reduce(reducing, self.channel)
-            reduced.then(lambda result: self.add_sharded_grads(params, _divided(result, divide)))
-        self.comm_ctx.add_reduction(reducing, reduced)
+            return reducing
+        if any(p.partial_grad is not None for p in params):
+            reducing.then(lambda result: self.take_partial_grads(params, result))
+        reduced, divide = all_reduce(reducing, self.channel), reducing.divide
+        reduced.then(lambda result: self.add_sharded_grads(params, divided(result, divide)))
+        return reduced
 
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
         """What to reduce these gradients in.
@@ -427,7 +504,20 @@ class ParamGroup:
 
     @outside_autograd
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Keeps the result of a reduction over the shard axis only (Note [Partial gradients])."""
+        """Keeps the result of a reduction over the shard axis only, as partial gradients of the parameters.
+
+        The replicas have not heard of it yet. What is kept is as large as a shard, and kept per parameter, since another
+        micro-batch may reach others. A later backward that reduces over the replicas takes it in.
+
+        Args:
+            params: those that were reduced. result: [n], reduce dtype; `pieces` cuts it. It is the caller's gift: nobody
+                else uses it afterwards, so views of it may be kept. Except if the mesh has one shard only: then nothing
+                was reduce-scattered, `result` is the flat buffer of the gradients, whose memory belongs to the compute
+                stream, and what is kept has to be a copy.
+
+        Afterwards the `partial_grad` of each of `params` has its piece added, in place, or is the piece, if there was none.
+        Those of other parameters stay.
+        """
         if self.mesh.size == 1:  # the result is the input, which belongs to the compute stream
             result = result.clone()
         for param, grad in self.pieces(params, result):
@@ -435,7 +525,14 @@ class ParamGroup:
 
     @outside_autograd
     def take_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Adds partial gradients to the result of a reduction that goes on over the replicas."""
+        """Adds partial gradients to the result of a reduction that goes on over the replicas.
+
+        Args:
+            params: those that are being reduced. result: [n], reduce dtype; `pieces` cuts it. Changed in place.
+
+        Afterwards each piece has the `partial_grad` of its parameter in it, if there was one, and that is None: it counts
+        once.
+        """
         for param, grad in self.pieces(params, result):
             if param.partial_grad is not None:
                 grad.add_(param.partial_grad)
@@ -484,5 +581,6 @@ class ParamGroup:
         return f"ParamGroup({self.fqn}, {len(self.params)} parameters)"
 
 
-def _divided(tensor: Tensor, by: float) -> Tensor:
+def divided(tensor: Tensor, by: float) -> Tensor:
+    """`tensor`, divided in place."""
     return tensor if by == 1 else tensor.div_(by)

@@ -278,7 +278,20 @@ class FSDPState:
             )
 
     def prefetch_forward(self) -> None:
-        """Starts the gathers to hide behind this forward: those the user listed, else the one learned."""
+        """Starts the gathers to hide behind this forward: those the user listed, else the one learned.
+
+        Called once per forward of this state, when compute has waited for its own gather and before it computes. Starting a
+        gather is `ParamGroup.unshard`, which does nothing for a group that is whole or on its way.
+
+        - The outermost forward in progress (`root.forward_root`, a state, or None) has a `forward_order`. It is told of
+          every group that this iteration enters (`enter`), whether or not a list decides, and says which one is expected
+          next. It is not told, and nothing is learned, if this state has no group, if there is no outermost forward, or in a
+          recomputation (`compat.in_backward()`), whose order is another.
+        - If the user listed states (`forward_prefetch`, not empty), the groups of all of these are gathered, in that
+          order, in place of the one expected.
+        - Every group gathered here is a guess, and is noted in `root.guessed`: when the forward is over, those that nobody
+          came for are dropped, because the optimizer is about to change what they hold.
+        """
         learned, outermost = None, self.root.forward_root
         if self.group and outermost and not compat.in_backward():
             learned = outermost.forward_order.enter(self.group)
@@ -449,7 +462,19 @@ class FSDPState:
         return True
 
     def prefetch_backward(self) -> None:
-        """Starts the gathers to hide behind this backward: those the user listed, else the one before in order."""
+        """Starts the gathers to hide behind this backward: those the user listed, else the one before in order.
+
+        Called once per backward of this state, when compute has waited for its own gather and before it computes. Starting a
+        gather is `ParamGroup.unshard`, which does nothing for a group that is whole or on its way. One that needs no
+        parameters in backward (`unshard_in_backward` is off) is left out.
+
+        - If the user listed states (`backward_prefetch`, not empty), the groups of all of these are gathered, in that
+          order.
+        - Else it is the one before this group in `comm_ctx.post_forward_order`, if there is one (`next_in_backward`). The places
+          of a group there are in `group.post_forward_indices`, one per forward, in order; its backwards come in reverse, and
+          each takes one away, from the end, whether or not a list decides. A state without a group, or a group without a
+          place, expects nothing.
+        """
         index = self.group.post_forward_indices.pop() if self.group and self.group.post_forward_indices else 0
         if self.backward_prefetch:
             targets = [group for state in self.backward_prefetch for group in state.groups]

@@ -53,9 +53,8 @@ from hwfsdp.compat import StridedShard
 from hwfsdp.errors import UnsupportedError, UsageError
 from hwfsdp.sharding import chunk_extent
 
-# Whether a strided shard is a `Shard` depends on torch's version, so it is asked for first, and by name.
-_SHARDS = (StridedShard, Shard)
-_PLACEMENTS = (*_SHARDS, Replicate, Partial)
+SHARDS = (StridedShard, Shard)  # what cuts; whether a strided shard is a `Shard` depends on torch's version
+_PLACEMENTS = (*SHARDS, Replicate, Partial)
 
 
 class LocalExtent(NamedTuple):
@@ -75,20 +74,20 @@ def explicit_order_placements(
     Raises:
         UsageError: not one placement per mesh dim, a negative shard dim, or a split factor that no cuts make.
     """
-    orders = _orders_of_cuts(mesh_shape, placements)
+    _check_placements(mesh_shape, placements)
+    waiting = {dim: list(order) for dim, order in orders_of_cuts(mesh_shape, placements).items()}
     ordered: list[tuple[int, Placement]] = []
     for mesh_dim, placement in enumerate(placements):
-        if not isinstance(placement, _SHARDS):
+        if not isinstance(placement, SHARDS):
             ordered.append((mesh_dim, placement))
             continue
-        waiting = orders[placement.dim]
-        while waiting and waiting[0] <= mesh_dim:
-            ordered.append((waiting.pop(0), Shard(placement.dim)))
+        order = waiting[placement.dim]
+        while order and order[0] <= mesh_dim:
+            ordered.append((order.pop(0), Shard(placement.dim)))
     return ordered
 
 
-def _orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
-    """The mesh dims that cut each tensor dim, first cut first (Note [Right to left])."""
+def _check_placements(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> None:
     if len(placements) != len(mesh_shape):
         raise UsageError(
             "placements",
@@ -96,29 +95,67 @@ def _orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) 
             got=f"{len(placements)}: {list(placements)}",
             remedy="Write Replicate() for mesh dims that cut nothing.",
         )
-    orders: defaultdict[int, list[int]] = defaultdict(list)
-    for mesh_dim, placement in reversed(list(enumerate(placements))):
-        if not isinstance(placement, _SHARDS):
-            continue
-        if placement.dim < 0:
+    for placement in placements:
+        if isinstance(placement, SHARDS) and placement.dim < 0:
             raise UsageError(
                 f"the placement {placement}",
                 expected="a tensor dim counted from the front",
                 got=f"{placement.dim}",
                 remedy=f"Add the tensor's number of dims to {placement.dim}.",
             )
+
+
+def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, list[int]]:
+    """The mesh dims that cut each tensor dim, the first to cut first (Note [Right to left]).
+
+    Args:
+        mesh_shape: the number of ranks along each mesh dim.
+        placements: one for each mesh dim. Those that are `isinstance(placement, SHARDS)` cut tensor dim `placement.dim`,
+            counted from the front; all others cut nothing.
+
+    Returns:
+        By tensor dim, for each that is cut, all mesh dims that cut it: lists of its own, which the caller may change.
+
+    A `StridedShard` asks for `placement.split_factor` pieces, a plain `Shard` for 1: so many pieces of the tensor dim
+    are there when its mesh dim cuts, counting only cuts by mesh dims on its right. As those are on its right, one goes
+    from the last mesh dim to the first, and puts each into the order of its tensor dim after as many of the cuts that are
+    there already as it takes for their mesh sizes to multiply to what it asks for (none, for 1). If mesh dims of size 1 leave
+    several such places, any will do.
+
+        mesh (2, 2, 2), [Shard(0), StridedShard(0, split_factor=2), Shard(0)]         {0: [0, 2, 1]}
+        mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
+
+    Raises:
+        UsageError: there is no such place, because the cuts so far never make so many pieces. `impossible_factor` makes
+            the error.
+    """
+    orders: defaultdict[int, list[int]] = defaultdict(list)
+    for mesh_dim, placement in reversed(list(enumerate(placements))):
+        if not isinstance(placement, SHARDS):
+            continue
         order = orders[placement.dim]
         factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         pieces = list(accumulate((mesh_shape[i] for i in order), mul, initial=1))
         if factor not in pieces:
-            raise UsageError(
-                f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
-                expected=f"a number of pieces that the cuts on its right make: one of {sorted(set(pieces))}",
-                got=f"{factor}",
-                remedy="Multiply the sizes of those mesh dims on its right that cut this tensor dim before it.",
-            )
+            raise impossible_factor(mesh_shape, mesh_dim, placement, pieces)
         order.insert(pieces.index(factor), mesh_dim)
     return orders
+
+
+def impossible_factor(
+    mesh_shape: Sequence[int], mesh_dim: int, placement: Placement, pieces: Sequence[int]
+) -> UsageError:
+    """The error for a split factor that no cuts make.
+
+    Args:
+        mesh_dim: that of `placement`. pieces: the numbers of pieces that cuts on its right do make, 1 among them.
+    """
+    return UsageError(
+        f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
+        expected=f"a number of pieces that the cuts on its right make: one of {sorted(set(pieces))}",
+        got=f"{getattr(placement, 'split_factor', 1)}",
+        remedy="Multiply the sizes of those mesh dims on its right that cut this tensor dim before it.",
+    )
 
 
 def local_extent_of(
@@ -145,11 +182,35 @@ def local_extent_of(
             got=f"{tuple(coordinate)}",
             remedy="Give each mesh dim an index from 0 to its size - 1.",
         )
+    placements = _normalized(placements, len(global_shape))
+    _check_placements(mesh_shape, placements)
+    return nested_extent(global_shape, mesh_shape, orders_of_cuts(mesh_shape, placements), coordinate)
+
+
+def nested_extent(
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    orders: Mapping[int, Sequence[int]],
+    coordinate: Sequence[int],
+) -> LocalExtent:
+    """The box that is left for the rank at this coordinate when every cut was made: integers only.
+
+    Args:
+        global_shape: of the whole tensor; sizes may be 0.
+        mesh_shape: the number of ranks along each mesh dim.
+        orders: what `orders_of_cuts` returns. Tensor dims that are not in it are not cut.
+        coordinate: the rank's index along each mesh dim.
+
+    Each cut takes what the cuts before it left of the tensor dim to this rank, deals it out to the ranks along its mesh dim
+    as `sharding.chunk_extent` does, and keeps the chunk of this rank's index along that mesh dim. Nothing has to divide.
+
+    Returns:
+        Shape, and offset in the whole tensor, as tuples of integers. Where nothing is left of a tensor dim, the offset in it
+        is the size of that dim in `global_shape`, so that no empty part ever shares its offset with a real one.
+    """
     shape, offset = list(global_shape), [0] * len(global_shape)
-    ordered = explicit_order_placements(mesh_shape, _normalized(placements, len(global_shape)))
-    for mesh_dim, placement in ordered:
-        if isinstance(placement, Shard):
-            dim = placement.dim
+    for dim, order in orders.items():
+        for mesh_dim in order:
             start, shape[dim] = chunk_extent(shape[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
             offset[dim] = offset[dim] + start if shape[dim] else global_shape[dim]
     return LocalExtent(tuple(shape), tuple(offset))
@@ -168,7 +229,7 @@ def _normalized(
                 got=type(placement).__name__,
                 remedy="Redistribute the tensor to those first.",
             )
-        if isinstance(placement, _SHARDS) and not -ndim <= placement.dim < ndim:
+        if isinstance(placement, SHARDS) and not -ndim <= placement.dim < ndim:
             raise UsageError(
                 f"the placement {placement}",
                 expected=f"a dim of a tensor that has {ndim}",
@@ -262,25 +323,34 @@ def shard_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return tensor.new_empty(0)
-    return tensor[_slices(local_extent_of(tensor.shape, mesh.shape, placements, coordinate))]
+    return tensor[slices_of(local_extent_of(tensor.shape, mesh.shape, placements, coordinate))]
 
 
 def shard_strided(
     tensor: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], *, pad: bool = False
 ) -> list[Tensor]:
-    """The local tensor of every coordinate, in row-major order of the mesh: contiguous copies.
+    """The local tensor of every coordinate, in row-major order of the mesh.
 
     Args:
+        tensor: the whole, of any shape; it stays as it is.
         pad: zeros are appended in each sharded dim, so that all have the largest local shape, as collectives want.
+
+    Returns:
+        As many as the mesh has ranks, contiguous, of the dtype of `tensor`, each in memory of its own and no larger than it
+        has to be. A rank for which nothing is left has an empty tensor, or one of zeros if `pad`. Autograd knows where they
+        come from.
+
+    `extents_of` says which box of the tensor each coordinate has, `largest_shape` how large the largest of these boxes is;
+    `slices_of` and `front_of` make indices of boxes.
 
     Raises:
         What `local_extent_of` does, and UnsupportedError for Partial: which addend is whose, the sum does not tell.
     """
-    extents = _extents(tensor.shape, mesh_shape, placements)
+    extents = extents_of(tensor.shape, mesh_shape, placements)
     shards = []
     for extent in extents.values():
-        shard = tensor.new_zeros(_largest(extents) if pad else extent.shape)
-        shard[_front(extent)] = tensor[_slices(extent)]
+        shard = tensor.new_zeros(largest_shape(extents) if pad else extent.shape)
+        shard[front_of(extent)] = tensor[slices_of(extent)]
         shards.append(shard)
     return shards
 
@@ -293,13 +363,35 @@ def unshard_strided(
 ) -> Tensor:
     """The whole tensor, from the local tensors of all coordinates; the inverse of `shard_strided`.
 
-    Padding is taken off each shard, since in the whole it would be in the middle. Of replicas the first one counts.
+    Args:
+        shards: one for each coordinate of the mesh, in row-major order, with or without padding. They stay as they are.
+
+    Returns:
+        A tensor of `global_shape`, in memory of its own, of the shards' dtype and device. Autograd knows where it comes from.
+
+    `extents_of` says where in the whole each shard belongs. Its elements are the front of it, of the shape that its extent
+    has; what is behind them is padding, and stays out, since in the whole it would be in the middle. Several coordinates may
+    have the same extent: of replicas the first one counts, and the others are not looked at.
 
     Raises:
         UsageError: a shard that is smaller than its extent, or larger than padding makes it, or not one for each
-            coordinate; and what `shard_strided` raises.
+            coordinate (`check_shards` sees to all that); and what `shard_strided` raises.
     """
-    extents = _extents(global_shape, mesh_shape, placements)
+    extents = extents_of(global_shape, mesh_shape, placements)
+    check_shards(shards, mesh_shape, extents)
+    firsts: dict[LocalExtent, Tensor] = {}
+    for extent, shard in zip(extents.values(), shards):
+        firsts.setdefault(extent, shard)
+    whole = shards[0].new_empty(tuple(global_shape))
+    for extent, shard in firsts.items():
+        whole[slices_of(extent)] = shard[front_of(extent)]
+    return whole
+
+
+def check_shards(
+    shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int, ...], LocalExtent]
+) -> None:
+    """Raises UsageError if these cannot be the shards of these extents, by number and shape; replicas may be anything."""
     if len(shards) != len(extents):
         raise UsageError(
             "shards",
@@ -307,40 +399,40 @@ def unshard_strided(
             got=f"{len(shards)}",
             remedy="Give the shards of all ranks in row-major order, empty ones and replicas included.",
         )
-    whole, done = shards[0].new_empty(tuple(global_shape)), set()
+    largest, seen = largest_shape(extents), set()
     for (coordinate, extent), shard in zip(extents.items(), shards):
-        if extent in done:
+        if extent in seen:
             continue
-        done.add(extent)
-        bounds = zip(extent.shape, _largest(extents))
+        seen.add(extent)
+        bounds = zip(extent.shape, largest)
         if shard.ndim != len(extent.shape) or not all(a <= n <= b for n, (a, b) in zip(shard.shape, bounds)):
             raise UsageError(
                 f"the shard at {coordinate}",
-                expected=f"shape {extent.shape}, padded to {_largest(extents)} at most",
+                expected=f"shape {extent.shape}, padded to {largest} at most",
                 got=f"shape {tuple(shard.shape)}",
                 remedy="Compare the global shape, mesh and placements with those that it was cut by.",
             )
-        whole[_slices(extent)] = shard[_front(extent)]
-    return whole
 
 
-def _extents(
+def extents_of(
     global_shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> dict[tuple[int, ...], LocalExtent]:
     """The extent of every coordinate, in row-major order, for placements that say which values a rank has."""
-    placements = _normalized(placements, len(global_shape), known=(*_SHARDS, Replicate))
+    placements = _normalized(placements, len(global_shape), known=(*SHARDS, Replicate))
     coordinates = product(*map(range, mesh_shape))
     return {c: local_extent_of(global_shape, mesh_shape, placements, c) for c in coordinates}
 
 
-def _largest(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]:
+def largest_shape(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]:
     """The first rank's shape: no chunk is longer than the first, and cutting a longer one gives longer chunks."""
     return next(iter(extents.values())).shape
 
 
-def _slices(extent: LocalExtent) -> tuple[slice, ...]:
+def slices_of(extent: LocalExtent) -> tuple[slice, ...]:
+    """An index: `whole[slices_of(extent)]` is the box, a view."""
     return tuple(slice(start, start + n) for start, n in zip(extent.offset, extent.shape))
 
 
-def _front(extent: LocalExtent) -> tuple[slice, ...]:
+def front_of(extent: LocalExtent) -> tuple[slice, ...]:
+    """An index: `padded[front_of(extent)]` is what is no padding, a view."""
     return tuple(slice(n) for n in extent.shape)

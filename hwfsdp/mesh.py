@@ -99,7 +99,11 @@ class ShardMesh:
         return self.mesh[names[-1]] if self.mesh.ndim == 2 and names else self.mesh
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Of a plain parameter that is sharded along its dimension `dim`."""
+        """Of a plain parameter that is sharded along its dimension `dim`: one placement for each axis of `mesh`.
+
+        `Replicate()` over the axis of replicas, if there is one (`replicate` has a group), then `Shard(dim)` over the axis of
+        shards, if there is one. An axis may be there and have one rank only.
+        """
         replicate = (Replicate(),) if self.replicate.group else ()
         return (*replicate, Shard(dim)) if self.shard.group else replicate
 
@@ -140,11 +144,29 @@ def shard_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None
             got=f"an unnamed mesh of shape {tuple(mesh.shape)}",
             remedy="Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh.",
         )
-    replicate = _axis(mesh, 0) if mesh.ndim == 2 else Axis()
-    return ShardMesh(mesh, _axis(mesh, mesh.ndim - 1), replicate, device_of(mesh.device_type))
+    shard, replicate = data_parallel_axes(mesh)
+    return ShardMesh(mesh, shard, replicate, device_of(mesh.device_type))
 
 
-def _axis(mesh: DeviceMesh, dim: int) -> Axis:
+def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
+    """The axis to shard over and the one to replicate over, as this process sees them.
+
+    Args:
+        mesh: 1D: (shard); or 2D: (replicate, shard). An axis may have one rank only.
+
+    An `Axis` is made of the process group along one dimension of the mesh, `mesh.get_group(dim)`: those ranks that differ
+    from this one in that coordinate only. Its `size()` says how many they are, its `rank()` which of them this process
+    is; that is not its rank among all. An axis that the mesh does not have is `Axis()`: no group, one rank.
+
+    Returns:
+        (shard, replicate), in this order.
+    """
+    replicate = axis_along(mesh, 0) if mesh.ndim == 2 else Axis()
+    return axis_along(mesh, mesh.ndim - 1), replicate
+
+
+def axis_along(mesh: DeviceMesh, dim: int) -> Axis:
+    """This process's axis along one dimension of a mesh."""
     group = mesh.get_group(dim)
     return Axis(group, group.size(), group.rank())
 
@@ -159,8 +181,8 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardMesh:
             remedy="Name the axes in init_device_mesh(mesh_dim_names=…) and use those names.",
         )
     parts = [flat_axis(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
-    shard = _axis(parts[-1], 0) if dims.shard_names else Axis()
-    replicate = _axis(parts[0], 0) if dims.replicate_names else Axis()
+    shard = axis_along(parts[-1], 0) if dims.shard_names else Axis()
+    replicate = axis_along(parts[0], 0) if dims.replicate_names else Axis()
     joined = parts[0] if len(parts) == 1 else compat.join_meshes(parts)
     return ShardMesh(joined, shard, replicate, device_of(mesh.device_type), dims, mesh)
 
@@ -192,7 +214,7 @@ def smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
     key = (mesh.mesh, size)
     if key not in made:
         grid = DeviceMesh(mesh.mesh.device_type, mesh.mesh.mesh.view(-1, size))
-        made[key] = ShardMesh(grid, _axis(grid, 1), _axis(grid, 0), mesh.device)
+        made[key] = ShardMesh(grid, axis_along(grid, 1), axis_along(grid, 0), mesh.device)
     return made[key]
 
 

@@ -461,26 +461,42 @@ class FSDPParam:
         self.dtypes = resolve_dtypes(param.dtype, self.policy)
         self.extension = self.extension or Extension.of(self.local, self.fqn)
         if self.extension is None:
-            self._hold_rows(param)
+            self.hold_rows(param)
 
-    def _hold_rows(self, param: DTensor) -> None:
+    @torch.no_grad()
+    def hold_rows(self, param: DTensor) -> None:
+        """Makes the memory of `param`, the registered parameter, the one that gathers read: `padded_shard`.
+
+        `adopt_registered` calls it, for a parameter with this rank's rows, `local_shape`, in its local part (`local_of`).
+        That comes from the user, or from `to_empty`, and knows nothing of padding.
+
+        Afterwards, the local part is the front of `padded_shard` (Note [Padding lives in the shard]): an optimizer that
+        updates the one updates the other. `padded_shard` is flat, of `padded_numel` elements in the dtype of the rows, where
+        `_on_shard_device` puts it: the rows, as they were, then zeros. There are three cases.
+
+        - The local part begins where `padded_shard` does (`address_of` says where): nothing has changed, nothing to do.
+        - The rows need no padding, are contiguous, and `_on_shard_device` leaves them where they are: their own memory
+          becomes `padded_shard`, without a copy.
+        - Otherwise there is new memory of `padded_local_shape(self.rows, …)`, the rows are copied to its front, and that front
+          becomes the local part of `param` (`compat.replace_local`), which stays the object that it is. Nobody keeps the
+          memory where the rows were before.
+        """
         rows = local_of(param)
-        if _front(rows) == _front(self.padded_shard):
+        if address_of(rows) == address_of(self.padded_shard):
             return
-        padded_shape = padded_local_shape(self.rows, self.mesh.size)
         if rows.numel() == self.padded_numel and rows.is_contiguous() and self._on_shard_device(rows) is rows:
             self.padded_shard = rows.view(-1)
             return
-        padded = self._on_shard_device(rows.new_zeros(padded_shape)).view(-1)
-        front = padded[: self.local_numel].view(self.local_shape)
+        padded_shape = padded_local_shape(self.rows, self.mesh.size)
+        self.padded_shard = self._on_shard_device(rows.new_zeros(padded_shape)).view(-1)
+        front = self.padded_shard[: self.local_numel].view(self.local_shape)
         front.copy_(rows)
-        self.padded_shard = padded
         replace_local(param, front)
 
     def __repr__(self) -> str:
         return f"FSDPParam({self.fqn}, {tuple(self.shape)}, {self.state.name})"
 
 
-def _front(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+def address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]:
     """Where in memory a tensor begins, and how it is read."""
     return storage_key(tensor), int(tensor.storage_offset()), tensor.dtype

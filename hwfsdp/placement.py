@@ -16,7 +16,7 @@ that dp cut first, and give rows 2 and 3 to the wrong rank. Since TP cut first, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -76,10 +76,39 @@ def spread(param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> Spread:
     return Spread(dim, shape, stride, over(before, dim, mesh, fqn), before)
 
 
-def _cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
-    """FSDP's placement, when axes to its right have made these cuts already; each comes with the size of its axis."""
+def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
+    """FSDP's placement when it cuts tensor dim `dim` after others did: how one axis of the mesh says what came before it.
+
+    Args:
+        placements: of the axes on the right of FSDP's, which have made their cuts already, each with the number of
+            ranks along its axis.
+
+    Returns:
+        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. A plain
+        `Shard(dim)` if it is 1, and the tensor dim is still in one piece. `compat.is_shard` tells which placements cut, and
+        these have a `dim`, which may be another one.
+    """
     parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
     return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
+
+
+def joined_placements(
+    own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
+) -> tuple[Placement, ...]:
+    """Placements of a sharded parameter that was a DTensor before, on the mesh of both: data-parallel axes come first.
+
+    Args:
+        own: what FSDP would say of a plain parameter: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid sharding.
+        before: the parameter's placements before FSDP, one for each of its axes. They stay as they are.
+        sizes: the number of ranks along each of these axes.
+        dim: the tensor dim that FSDP cuts.
+
+    Returns:
+        One placement for each axis of the joined mesh. Where `own` cuts, it has to say that `before` has cut already
+        (`cut_after`); where it replicates, it still does.
+    """
+    cut = cut_after(zip(before, sizes, strict=True), dim)
+    return (*(cut if compat.is_shard(p) else p for p in own), *before)
 
 
 def _over_other_axes(before: Grid, dim: int, mesh: ShardMesh, fqn: str) -> Grid:
@@ -94,9 +123,7 @@ def _over_other_axes(before: Grid, dim: int, mesh: ShardMesh, fqn: str) -> Grid:
             remedy="Make one named mesh, init_device_mesh(…, mesh_dim_names=('dp', 'tp')), and slice both from it.",
         ) from error
     sizes = [before.mesh.size(i) for i in range(before.mesh.ndim)]
-    cut = _cut_after(zip(before.placements, sizes, strict=True), dim)
-    own = tuple(cut if compat.is_shard(p) else p for p in mesh.placements(dim))
-    return Grid(joined, (*own, *before.placements))
+    return Grid(joined, joined_placements(mesh.placements(dim), before.placements, sizes, dim))
 
 
 def _over_all_axes(before: Grid, dim: int, mesh: ShardMesh, fqn: str) -> Grid:
@@ -116,7 +143,7 @@ def _over_all_axes(before: Grid, dim: int, mesh: ShardMesh, fqn: str) -> Grid:
         return before
     first = names.index(mesh.dims.shard_names[0])
     right = [(before.placements[i], before.mesh.size(i)) for i in range(first + 1, len(names))]
-    placed[mesh.dims.shard_names[0]] = _cut_after(right, dim)
+    placed[mesh.dims.shard_names[0]] = cut_after(right, dim)
     if len(mesh.dims.shard_names) == 1:
         return Grid(before.mesh, tuple(placed.values()))
     return _with_flat_axis(before.mesh, placed, mesh.dims.shard_names, mesh.dims.replicate_names)

@@ -20,14 +20,18 @@ T = TypeVar("T")
 
 
 def next_in_forward(order: Sequence[T], position: int, current: T) -> T | None:
-    """The group to gather while the group that is `position`-th in this forward computes.
+    """The group to gather while `current` computes in a forward.
 
     Args:
-        order: the groups that the last forward entered, in that order.
-        position: how many groups this forward entered before `current`.
+        order: the groups that the last forward entered, in that order; a group that ran twice is there twice. Empty
+            before the first.
+        position: how many groups this forward has entered before `current`, 0 or more; possibly more than `order` has.
+        current: the group that this forward enters now.
 
     Returns:
-        The one that followed last time; None if `current` was not at this position then, or was the last.
+        The one that came after `current` last time, if the last forward had `current` at the same position: the same
+        object, as groups are told apart by `is`. None if it had another one there, or none, or `current` was its last: a
+        forward that takes another path is not guessed at until the paths agree again.
     """
     if position + 1 >= len(order) or order[position] is not current:
         return None
@@ -37,24 +41,35 @@ def next_in_forward(order: Sequence[T], position: int, current: T) -> T | None:
 def next_in_backward(order: Sequence[T], index: int) -> T | None:
     """The group to gather while the group at `order[index]` runs its backward.
 
+    Backward takes the reverse of the order in which forwards ended, and so does this.
+
     Args:
         order: groups in the order in which their forwards ended; a group that ran twice is there twice.
+        index: of the group whose backward comes now. It may lie outside the order, if that has been forgotten: then there
+            is no answer.
 
     Returns:
-        The one before it; None for the first.
+        The one before it; None for the first, and for an index below 0, or of no group.
     """
     return order[index - 1] if 0 < index < len(order) else None
 
 
 class ForwardOrder(Generic[T]):
-    """The order in which forwards enter groups, learned from one forward for the next."""
+    """The order in which forwards enter groups, learned from one forward for the next.
+
+    Attributes:
+        _last: the groups that the last forward entered, in that order. _current: those of the forward in progress so far.
+    """
 
     def __init__(self) -> None:
         self._last: list[T] = []
         self._current: list[T] = []
 
     def enter(self, group: T) -> T | None:
-        """Notes that this forward enters `group`; returns the group to gather meanwhile, if known."""
+        """Notes in `_current` that this forward enters `group`; returns the group to gather meanwhile, if known.
+
+        What to gather, `next_in_forward` says, from the order of the last forward and the place of `group` in this one.
+        """
         position = len(self._current)
         self._current.append(group)
         return next_in_forward(self._last, position, group)

@@ -41,7 +41,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hwfsdp import divergence, events, history
+from hwfsdp import compat, divergence, events, history
 from hwfsdp.errors import CollectiveError, UsageError
 from hwfsdp.events import HostMark, Mark
 
@@ -544,3 +544,11 @@ def streams_for(device_type: str) -> StreamSet:
             remedy="Use a mesh on a device that is here.",
         )
     return _device_streams(device_type)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls `function` once, when the backward in progress has issued all of its work; there one waits for what is in flight.
+
+    Only callable from inside a backward, such as from the hook of a tensor.
+    """
+    compat.call_after_backward(function)

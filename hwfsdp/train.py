@@ -178,7 +178,7 @@ class _Run:
         with ExitStack() as recording:
             while progress.step < config.steps and not result.stopped:
                 if result.log is None and progress.step >= config.steps - config.record_last:
-                    result.log = recording.enter_context(record())
+                    result.log = recording.enter_context(record(first_step=progress.step))
                 result.step_ms.append(self.step())
                 if self.snapshots:
                     result.stopped = self.any_asked_to_stop() and progress.step < config.steps

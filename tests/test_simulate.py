@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import published
 from hwfsdp import UsageError, fully_shard
 from hwfsdp.models.gpt import GPT, GPTConfig
 from hwfsdp.models.zoo import build
@@ -316,33 +317,18 @@ def test_if_one_row_and_one_block_are_too_large_nothing_is_said_to_fit() -> None
 # --- Published figures -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """Measured by others: tokens per second and GPU, and GiB of memory, if they say."""
-
-    model: str
-    gpus: int
-    device: str
-    batch: int
-    seq: int
-    checkpoint: str
-    rate: float
-    gib: float | None = None
-
-
-PUBLISHED = {
-    # torchtitan, docs/performance.md: Llama 3.1 8B
-    "llama3-8b on 128": Row("llama3-8b", 128, "h100-96gb", 2, 8192, "selective", 5605, 67.0),
-    # llm-foundry, scripts/train/benchmarking
-    "llama2-13b on 64": Row("llama2-13b", 64, "a100-80gb", 2, 4096, "none", 2162),
+QUICK = {  # whose figures nothing was fitted to, and that take a second each
+    f"{row.model} on {row.gpus}": row
+    for row in published.ROWS
+    if not row.is_fitted and (row.model, row.gpus) in {("llama3-8b", 128), ("llama2-13b", 64)}
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", QUICK)
 def test_predictions_are_within_15_percent_of_published_figures(name: str) -> None:
-    row = PUBLISHED[name]
+    row = QUICK[name]
     found = simulate(row.model, row.gpus, row.device, batch=row.batch, seq=row.seq, checkpoint=row.checkpoint)
     assert found.fits
-    assert found.tokens_per_second_per_gpu == pytest.approx(row.rate, rel=0.15)
+    assert found.tokens_per_second_per_gpu == pytest.approx(row.speed, rel=0.15)
     if row.gib is not None:
         assert found.peak_memory_gib == pytest.approx(row.gib, rel=0.15)

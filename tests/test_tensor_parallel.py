@@ -60,6 +60,12 @@ Shape = tuple[int, ...]
 # --- Meshes ------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def without_checks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functional collectives of DTensors, under torch's checks of collectives, rarely end a rank with a damaged heap."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+
+
 @functools.cache
 def mesh_of(shape: Shape) -> DeviceMesh:
     """All ranks as (dp, tp), or as (replicate, shard, tp). Made once, because process groups take their time."""

@@ -199,7 +199,7 @@ def _scaling(runs: Runs) -> Figure:
         wire = sum(sent.values()) / _WIRE
         step = max(compute, wire)
         memory = sum(model_state_bytes([(_PARAMETERS,)], Strategy.ZERO3, gpus)) / 2**30
-        points.append(ScalingPoint(gpus, tokens / step, step, memory, (step - compute) / wire))
+        points.append(ScalingPoint(gpus, tokens / step, step, memory, (step - compute) / step))
     caption = (
         "Computed by hand: 6 operations per parameter and token at 300 TFLOP/s, every byte over a wire of 50 GB/s, compute"
         " hides all that it can. Memory is that of the model states. Left out: attention, activations, latencies, stragglers,"

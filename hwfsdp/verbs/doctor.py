@@ -42,6 +42,7 @@ def _examine(ranks: int) -> dict[str, Any]:
     import torch
     import torch.version
 
+    from hwfsdp.learn.confinement import limits_in_force
     from hwfsdp.ranks import launch
     from hwfsdp.virtual.devices import calibration_file
 
@@ -54,6 +55,7 @@ def _examine(ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "ranks_hear_each_other": launch(_greet, ranks) == [ranks] * ranks,
         "is_calibrated": calibration_file().exists(),
+        "limits_of_submissions": [limit._asdict() for limit in limits_in_force()],
     }
 
 
@@ -113,6 +115,13 @@ def _report(found: dict[str, Any]) -> str:
     else:
         rows.append(
             ("calibration", "there is one" if found["is_calibrated"] else "none: hwfsdp doctor --calibrate")
+        )
+    for number, limit in enumerate(found["limits_of_submissions"]):
+        rows.append(
+            (
+                "" if number else "submissions",
+                limit["name"] + (f": NOT in force, {why}" if (why := limit["why_not"]) else ""),
+            )
         )
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
