@@ -8,8 +8,7 @@ they are freed. Gradients are averaged over the ranks, and each rank keeps its o
     FSDPModule      parameters that travel together: unshard, wait_for_unshard, reshard, reduce_gradients
     pre_forward, post_forward, pre_backward, post_backward      the moments at which that happens
 
-Streams and collectives are those of `hwfsdp`; all the rest is here. Left out: meshes of several axes, the meta device,
-offloading, parameters tied between two groups.
+Streams and collectives are those of `hwfsdp`. Left out: meshes of several axes, the meta device, offloading, ties between groups.
 
 Note [Memory that comes and goes]
     Autograd keeps the weights of a forward for the backward. If each gather made a new tensor, the old ones would stay alive
@@ -23,9 +22,8 @@ Note [Who hands over the gradients]
     the module's inputs are: post-backward of an embedding needs no special care, nor does a module that runs twice.
 
 Note [Whose memory]
-    Memory belongs to the stream on which it was allocated: that stream may reuse it as soon as Python lets it go, whoever
-    else still reads it. So buffers that another stream reads are kept (`copied_out`, `reductions`) until their own
-    stream has waited for that.
+    Memory belongs to the stream on which it was allocated, which may reuse it once Python lets it go, whoever else still reads
+    it. So buffers that another stream reads are kept (`copied_out`, `reductions`) until their own stream has waited for that.
 """
 
 from __future__ import annotations
@@ -33,18 +31,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class Slot(NamedTuple):
@@ -62,29 +58,22 @@ class InFlight(NamedTuple):
 
 
 class FSDPCommContext:
-    """What the sharded modules of one model share.
-
-    Args:
-        device_type: of the mesh, for example "cuda".
-
-    Attributes:
-        streams: `compute`, `all_gather` and `reduce_scatter` (see `hwfsdp.streams`).
-        modules: all sharded modules, in the order in which they were sharded.
-        outermost: whose forward is running, with all others inside it.
-        post_forward_order: modules whose forward has ended, once per forward, to be gathered from the end in backward.
-        in_backward: whether a backward is running; then a forward is a recomputation (activation checkpointing).
-        copied_out: the last gather's buffer, until compute has copied out of it (Note [Whose memory]).
-        reductions: inputs of reductions, until the gradients are there.
-    """
+    """What the sharded modules of one model share; `device_type` is that of the mesh, for example "cuda"."""
 
     def __init__(self, device_type: str) -> None:
-        self.streams = streams_for(device_type)
-        self.modules: list[FSDPModule] = []
-        self.outermost: FSDPModule | None = None
-        self.post_forward_order: list[FSDPModule] = []
-        self.in_backward = False
-        self.copied_out: InFlight | None = None
-        self.reductions: deque[InFlight] = deque()
+        self.streams = streams_for(device_type)  # compute, all_gather and reduce_scatter
+        self.modules: list[FSDPModule] = []  # all sharded ones, in the order in which they were sharded
+        self.outermost: FSDPModule | None = None  # whose forward is running, with all others inside it
+        self.post_forward_order: list[FSDPModule] = (
+            []
+        )  # whose forward has ended, once per forward; backward goes from the end
+        self.in_backward = (
+            False  # a backward is running: a forward is a recomputation now (activation checkpointing)
+        )
+        self.copied_out: InFlight | None = (
+            None  # the last gather's buffer, until compute has copied out of it
+        )
+        self.reductions: deque[InFlight] = deque()  # inputs of reductions, until the gradients are there
 
     def release_gather_buffer(self) -> None:
         """The all-gather stream may reuse the last gather's buffer once compute has copied out of it."""
@@ -102,18 +91,15 @@ class FSDPParam:
     """One parameter, sharded by rows over the ranks of a mesh.
 
     With W ranks and d0 rows, rank r has the rows from `r * chunk` on, `chunk = ceil(d0 / W)` of them; the last ranks may have
-    fewer, or none. Ranks contribute equally to collectives, so every shard is padded with zeros to a full chunk:
+    fewer, or none. Ranks contribute equally to collectives, so every shard is padded with zeros to a full chunk. All padding
+    is at the end of what is gathered, whose front therefore is the parameter:
 
         d0 = 5, W = 2, chunk = 3        rank 0: 0 1 2        rank 1: 3 4 .
 
-    All padding is at the end of what is gathered, whose front therefore is the parameter.
-
     Args:
-        param: as the user made it; it may be on another device.
-        module_info: all places where it is registered. param_fqn: its name in the model.
+        param: as the user made it, maybe on another device; module_info: all places where it is registered; param_fqn: its name.
         mesh: one axis; device: of its kind, where the parameter is to live.
-        mp_policy: `param_dtype` is gathered and computed with (None: the parameter's own), `reduce_dtype` is what gradients
-            are reduced in (None: their own).
+        mp_policy: `param_dtype` is gathered and computed with, gradients are reduced in `reduce_dtype` (None: in their own).
 
     Attributes:
         padded_shard: [chunk * rest], original dtype: this rank's rows, then zeros.
@@ -152,8 +138,7 @@ class FSDPParam:
     def shard(self, param: nn.Parameter, device: torch.device) -> None:
         """Sets `padded_shard` and `sharded_param`: this rank's rows of `param`, in memory of their own on `device`.
 
-        The shard has the values, the dtype and the `requires_grad` of `param`. Any number of rows will do, fewer than ranks
-        too. `as_dtensor` makes a DTensor of this rank's rows.
+        Values, dtype and `requires_grad` are those of `param`, which may have fewer rows than there are ranks (`as_dtensor`).
         """
         first = min(self.mesh.get_local_rank() * self.chunk, self.shape[0])
         rows = param.detach()[first : first + self.chunk].to(device)
@@ -169,19 +154,12 @@ class FSDPParam:
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def allocate(self) -> Tensor:
-        """Memory for the whole parameter, contents undefined.
-
-        Returns:
-            [W, padded_numel]: row r is for what rank r has. Writing to it writes `unsharded_param`, unnoticed by autograd.
-        """
+        """Memory for the whole parameter, to be filled: [W, padded_numel], row r with what rank r has; see `gathered`."""
         self.gathered.untyped_storage().resize_(self.gathered.numel() * self.gathered.element_size())
         return self.gathered.view(self.world_size, self.padded_numel)
 
     def to_unsharded(self) -> None:
-        """The modules have `unsharded_param` from now on; its memory is there and filled.
-
-        It requires a gradient if and only if `sharded_param` does: the user may have changed that.
-        """
+        """The modules have `unsharded_param`, filled before, from now on; it requires a gradient iff `sharded_param` does now."""
         self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
         self.register(self.unsharded_param)
 
@@ -211,8 +189,7 @@ class FSDPParam:
     def add_sharded_grad(self, reduced: Tensor) -> None:
         """Adds this rank's rows of a reduced gradient to `sharded_param.grad`, a DTensor laid out as the parameter.
 
-        Args:
-            reduced: [padded_numel], reduce dtype: the rows, then padding. The gradient has the parameter's own dtype.
+        `reduced` is [padded_numel], reduce dtype: the rows, then padding. The gradient has the parameter's own dtype.
         """
         rows = reduced[: self.local_shape.numel()].view(self.local_shape).to(self.orig_dtype)
         grad, before = self.as_dtensor(rows), self.sharded_param.grad
@@ -224,50 +201,45 @@ class HandOverGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, module: FSDPModule, params: list[FSDPParam], *wholes: Tensor) -> tuple[Tensor, ...]:
-        """Returns `wholes`, the `unsharded_param` of each of `params`.
-
-        What backward needs is kept on `ctx`. Where there is no gradient, it shall get None, not zeros.
-        """
+        """Returns `wholes`, each the `unsharded_param` of one of `params`; backward shall get None for no gradient, not zeros."""
         ctx.module, ctx.params = module, params
         ctx.set_materialize_grads(False)
         return wholes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        """Calls `post_backward(module, found)`, `found` being pairs of a parameter and its gradient, where there is one.
-
-        Nothing is left to autograd: `unsharded_param.grad` stays None. Returns None for every argument of forward.
-        """
+        """Calls `post_backward` with pairs of a parameter and its gradient, where there is one; no gradient is left to autograd."""
         found = [(p, grad) for p, grad in zip(ctx.params, grads, strict=True) if grad is not None]
         post_backward(ctx.module, found)
         return (None, None, *(None for _ in grads))
 
 
 class FSDPModule:
-    """What every sharded module also is: the owner of parameters that are gathered, freed and reduced together.
-
-    Attributes:
-        module_fqn: names the group in errors and in the event log. fsdp_params: its parameters, in the order in which they
-            lie in flat buffers; one collective moves all of them.
-        reshard_after_forward: free the whole parameters after forward, and gather them again for backward.
-        reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
-        requires_gradient_sync: reduce gradients in backward; off, whole gradients add up on each rank.
-        is_unsharded: whether the modules have the whole parameters.
-        has_backward: whether pre-backward came, and post-backward has not.
-    """
+    """What every sharded module also is: the owner of parameters that are gathered, freed and reduced together."""
 
     def claim(
-        self, fqn: str, params: list[FSDPParam], comm_ctx: FSDPCommContext, reshard: bool, policy: Any
+        self, fqn: str, params: list[FSDPParam], ctx: FSDPCommContext, reshard: bool, policy: Any
     ) -> None:
         """Makes the module, whose class has just become this one, the owner of `params`."""
-        self.module_fqn, self.fsdp_params, self.comm_ctx = fqn, params, comm_ctx
+        self.module_fqn, self.comm_ctx = fqn, ctx  # the name is for errors and the event log
+        self.fsdp_params = (
+            params  # in the order in which they lie in flat buffers; one collective moves all of them
+        )
         self.mp_policy: MixedPrecisionPolicy = policy
-        self.reshard_after_forward = reshard
-        self.reshard_after_backward = self.requires_gradient_sync = True
-        self.is_unsharded = self.has_backward = False
+        self.reshard_after_forward = (
+            reshard  # free the whole parameters after forward, gather them again for backward
+        )
+        self.reshard_after_backward = (
+            True  # free them after backward; off, they stay for the next micro-batch
+        )
+        self.requires_gradient_sync = (
+            True  # reduce gradients in backward; off, whole gradients add up on each rank
+        )
+        self.is_unsharded = False  # the modules have the whole parameters
+        self.has_backward = False  # pre-backward came, and post-backward has not
         self._gathered: InFlight | None = None
         self._positions: list[int] = []  # in comm_ctx.post_forward_order
-        comm_ctx.modules.append(self)
+        ctx.modules.append(self)
 
     def set_requires_gradient_sync(self, value: bool) -> None:
         """Whether the next backwards reduce gradients, of this module and all below it; see torch's method of this name."""
@@ -302,10 +274,9 @@ class FSDPModule:
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
-        """The modules have the whole parameters afterwards, if `unshard` was called before.
+        """The modules have the whole parameters afterwards, if a gather is in flight; else nothing happens.
 
-        Does nothing if no gather is in flight. Otherwise compute waits for it and copies every parameter's columns of the
-        buffer to its own memory. The buffer is kept as `comm_ctx.copied_out`, until that is over.
+        Compute waits for it and copies every parameter's columns of the buffer, kept as `comm_ctx.copied_out`, to its memory.
         """
         if self._gathered is None:
             return
@@ -352,12 +323,10 @@ class FSDPModule:
     def reduce_gradients(self) -> None:
         """Averages the unsharded gradients over the ranks, and adds each rank's rows to the shards' gradients.
 
-        Starts the reduction and returns. Parameters without a gradient take no part, and if there are none, nothing happens.
-        Otherwise the gradients are packed in one flat buffer, row r of it for rank r, in the dtype in which they were summed;
-        one `reduce_scatter_flat` on the reduce-scatter stream, which waits for the packing. Then, on that stream
-        (`Stream.then`), every parameter gets its piece of the result (`add_sharded_grad`).
-
-        At most one reduction is in flight: those before it are waited for first. `comm_ctx.reductions` keeps the buffer.
+        Starts the reduction and returns; at most one is in flight, so those before it are waited for first. Parameters without a
+        gradient take no part; if none has one, nothing more happens. Otherwise the gradients are packed in one flat buffer, row r
+        of it for rank r, in the dtype in which they were summed, and `comm_ctx.reductions` keeps it. The reduce-scatter stream
+        waits for the packing; one `reduce_scatter_flat` there, and then (`Stream.then`) `add_sharded_grad` for each piece.
         """
         self.comm_ctx.wait_for_reductions()
         params = [p for p in self.fsdp_params if p.unsharded_grad is not None]
@@ -385,10 +354,8 @@ def pre_forward(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Hook before the forward of a sharded module; returns the arguments, cast as the policy says.
 
     The outermost forward begins an iteration: gathers must see what the optimizer wrote, so the all-gather stream waits for
-    compute, and the order of an earlier forward is forgotten (`forget_order`). A recomputation begins nothing.
-
-    Afterwards the module has its whole parameters (`hand_out`). Floating-point tensors in the arguments are in `param_dtype`, if
-    the policy has one and `cast_forward_inputs`.
+    compute, and the order of an earlier forward is forgotten (`forget_order`). A recomputation begins nothing. Afterwards the
+    module has its whole parameters (`hand_out`). Arguments are cast to `param_dtype`, if there is one and `cast_forward_inputs`.
     """
     ctx, policy = module.comm_ctx, module.mp_policy
     if ctx.outermost in (None, module) and not ctx.in_backward:
@@ -408,8 +375,8 @@ def post_forward(module: FSDPModule, args: Any, output: Any) -> Any:
 
     Frees the parameters, if they are to be freed; if they stay whole, the modules have `unsharded_param` again. If there may be
     a backward, the forward is recorded, and every tensor in the output that requires a gradient calls `pre_backward` when it
-    has its own. In a recomputation the parameters stay, and nothing is recorded. When the outermost forward is over, no buffer
-    of a gather is kept (`comm_ctx.release_gather_buffer`), and none is the outermost.
+    has its own. In a recomputation parameters stay, and nothing is recorded. When the outermost forward is over, none is the
+    outermost, and no buffer of a gather is kept (`comm_ctx.release_gather_buffer`).
     """
     ctx = module.comm_ctx
     if module.reshard_after_forward and not ctx.in_backward:
@@ -448,10 +415,7 @@ def pre_backward(module: FSDPModule, grad: Tensor) -> None:
 
 
 def post_backward(module: FSDPModule, grads: Sequence[tuple[FSDPParam, Tensor]]) -> None:
-    """When all gradients of a module's parameters are there: adds them up, frees the parameters, starts the reduction.
-
-    The parameters stay whole if `reshard_after_backward` is off, the gradients stay whole if `requires_gradient_sync` is.
-    """
+    """All gradients are there: adds them up, frees if `reshard_after_backward`, starts to reduce if `requires_gradient_sync`."""
     module.has_backward = False
     for p, grad in grads:
         p.add_unsharded_grad(grad)
@@ -503,8 +467,7 @@ def fully_shard(
         module_fqn: its name. comm_ctx: one for all modules of a model. The rest as for torch's function of this name.
 
     Raises:
-        ValueError: the module is sharded already, the mesh has several axes, or the parameters would be gathered in several
-            dtypes.
+        ValueError: it is sharded already, the mesh has several axes, or parameters would be gathered in several dtypes.
     """
     if isinstance(module, FSDPModule) or mesh.ndim != 1:
         what = "is sharded already" if mesh.ndim == 1 else f"got a mesh of {mesh.ndim} axes; take one of them"
@@ -512,9 +475,7 @@ def fully_shard(
     device = torch.device(mesh.device_type)
     found = list(unclaimed_params(module))
     if len(dtypes := {mp_policy.param_dtype or param.dtype for _, param, _ in found}) > 1:
-        raise ValueError(
-            f"fully_shard: parameters of {module_fqn} have several dtypes: {dtypes}; set param_dtype"
-        )
+        raise ValueError(f"fully_shard: parameters of {module_fqn} have dtypes {dtypes}; set param_dtype")
     params = [FSDPParam(param, slots, fqn, mesh, device, mp_policy) for fqn, param, slots in found]
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):
@@ -530,8 +491,7 @@ def fully_shard(
 def unclaimed_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Slot]]]:
     """The parameters below `module` that no earlier call of `fully_shard` has taken, in the order of `named_parameters`.
 
-    Yields:
-        The name below `module`, the parameter, and all places where it is registered. Each parameter once, a tied one too.
+    Yields each of them once, a tied one too: its name below `module`, itself, and all places where it is registered.
     """
     slots: dict[nn.Parameter, list[Slot]] = {}
     names: dict[nn.Parameter, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,13 @@ def test_its_readme_speaks_of_what_is_there(edition: Path) -> None:
         word for word in ("hwfsdp grade", "hwfsdp release", "solutions/", "benchmarks/") if word in text
     ]
     assert "hwfsdp check 1" in text and "hwfsdp lab" in text
+
+
+def test_its_pages_link_to_what_is_there(edition: Path) -> None:
+    pages = [*edition.glob("*.md"), *edition.glob("docs/*.md"), *edition.glob("exercises/*/*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", page.read_text())]
+    assert len(links) > 30
+    assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
 
 
 def test_what_must_not_travel_does_not(edition: Path) -> None:

@@ -29,9 +29,9 @@ from hwfsdp.learn.release import bodies
 from hwfsdp.learn.release.leaks import find_leaks, secrets_of
 from hwfsdp.learn.submission import KEPT_STARTER, starter
 
-_LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/performance.md docs/grading.md
-    hwfsdp/learn/release/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py hwfsdp/learn/killrate.py
-    hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
+_LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
+    hwfsdp/learn/release/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
+    hwfsdp/learn/killrate.py hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
     hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
 _KEPT_TESTS = "tests/exercises/"
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
@@ -140,9 +140,10 @@ def _put_starter(exercise: Exercise, folder: Path) -> None:
 def _change_files(out: Path) -> None:
     """The files at the top that speak of what is not there."""
     for name, change in (
-        (("Makefile"), _student_makefile),
+        ("Makefile", _student_makefile),
         ("README.md", _student_readme),
         ("setup.cfg", _student_setup),
+        ("docs/course.md", _student_course),
         (".gitignore", _student_ignored),
     ):
         path = out / name
@@ -157,10 +158,13 @@ def _change_files(out: Path) -> None:
 
 def _student_readme(text: str) -> str:
     """Without commands and folders that are not there."""
-    text = re.sub(r"^(?:hwfsdp (?:grade|release) |\| `benchmarks/`).*\n", "", text, flags=re.MULTILINE)
-    return text.replace("`exercises/`, `solutions/`", "`exercises/`").replace(
-        ", [speed](docs/performance.md)", ""
-    )
+    gone = r"^(?:hwfsdp (?:grade|release) |\| `benchmarks/`|Grading a class, ).*\n"
+    text = re.sub(gone, "", text, flags=re.MULTILINE)
+    return text.replace("`exercises/`, `solutions/`", "`exercises/`")
+
+
+def _student_course(text: str) -> str:
+    return re.sub(r" For those who grade a class[^.]*: \[instructors.md\]\(instructors.md\)\.", "", text)
 
 
 def _student_makefile(text: str) -> str:
