@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from hwfsdp.errors import UsageError
 from hwfsdp.learn import grader_report, workbook
 from hwfsdp.learn.manifest import Course, Exercise, find_course
+from hwfsdp.learn.pool import grading_pool
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,15 +41,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(course: Course, chosen: Sequence[Exercise]) -> int:
-    found = 0
-    for problem in workbook.problems(course):
-        print(problem, file=sys.stderr)
-        found += 1
+    found = list(workbook.problems(course))
     for exercise in chosen:
         workbook.compiles_alone(exercise)
-        for problem in workbook.grading_problems(course, exercise):
-            print(problem, file=sys.stderr)
-            found += 1
+    with grading_pool(course) as pool:
+        for problems in [pool.find_problems(exercise) for exercise in chosen]:
+            found += problems.result()
+    for problem in found:
+        print(problem, file=sys.stderr)
     if not found:
         print(f"{len(chosen)} exercises: starters, solutions, holes and checks fit.")
     return 1 if found else 0

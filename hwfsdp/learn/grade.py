@@ -133,12 +133,14 @@ class Options:
         seed: of the inputs; None draws one.
         run_seconds: that one run of ranks may take; one that takes longer hangs.
         world_size: of runs whose number of ranks does not matter, 1 to 4.
+        thorough: off, nothing is judged any more once a check has failed; for who asks only whether one does.
     """
 
     mine: bool = False
     seed: int | None = None
     run_seconds: float = RUN_SECONDS
     world_size: int = WORLD_SIZE
+    thorough: bool = True
 
     def draw_seed(self) -> int:
         return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
@@ -194,7 +196,7 @@ def grade(
             overlay, printed.append, options.run_seconds, options.world_size, off_limits(course, folder)
         )
         paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
-        run_checks(result, ranks, paths, holes, on_check)
+        run_checks(result, ranks, paths, holes, on_check, options.thorough)
     except Finding as finding:
         reject(result, finding)
     result.seconds, result.printed = time.monotonic() - began, "".join(printed)
@@ -227,9 +229,14 @@ def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted
 
 
 def run_checks(
-    result: Grade, ranks: Ranks, paths: Sequence[str], holes: Sequence[str], on_check: OnCheck
+    result: Grade,
+    ranks: Ranks,
+    paths: Sequence[str],
+    holes: Sequence[str],
+    on_check: OnCheck,
+    thorough: bool = True,
 ) -> None:
-    """Runs the checks in order.
+    """Runs the checks in order; see `Options.thorough`.
 
     Raises:
         Finding: nothing counts.
@@ -245,6 +252,8 @@ def run_checks(
         on_check(checked)
         if checked.finding and checked.finding.misconception in FATAL:
             raise checked.finding
+        if checked.finding and not thorough:
+            break
     result.status = "passed" if all(passed.values()) else "failed"
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import torch.version
@@ -36,7 +37,7 @@ _FOOT = """
 - *Mutants* are mistakes made by a machine, in every hole: an operator swapped, a statement dropped, a condition negated. One is
   *noticed* if it gets less than everything. Those that do the *same as the reference* are listed, with the reason, in
   `tests/learn/survivors/`.
-- *Right answers graded*: the reference, and the right answers in turn, with {sizes} ranks and {seeds} seeds each.
+- *Right answers graded*: the reference and the right answers in turn, with {sizes} ranks and {seeds} seeds for each number of ranks.
 """
 
 
@@ -83,17 +84,16 @@ def examine(course: Course, exercises: Sequence[Exercise]) -> Iterator[ExerciseR
 
 
 def _find_false_failures(course: Course, report: ExerciseReport) -> None:
-    right = report.answers.right
+    texts = {"the reference": solved(course, report.exercise)}
+    texts |= {f"right answer {number}": text for number, text in enumerate(report.answers.right)}
+    in_turn = cycle(texts.items())
     with grading_pool(course) as pool:
         grades: list[tuple[str, Future[Grade]]] = []
-        for number, (world_size, seed) in enumerate((w, s) for w in WORLD_SIZES for s in SEEDS):
-            options = Options(seed=seed, world_size=world_size)
-            texts = {"the reference": solved(course, report.exercise)}
-            if right:
-                texts[f"right answer {number % len(right)}"] = right[number % len(right)]
-            for name, text in texts.items():
-                where = f"{name}, {world_size} ranks, seed {seed}"
-                grades.append((where, pool.submit(report.exercise, text, options)))
+        for world_size, seed in product(WORLD_SIZES, SEEDS):
+            name, text = next(in_turn)
+            options = Options(seed=seed, world_size=world_size, thorough=False)
+            where = f"{name}, {world_size} ranks, seed {seed}"
+            grades.append((where, pool.submit(report.exercise, text, options)))
         report.runs = len(grades)
         report.false_failures = [where for where, grade in grades if not grade.result().has_everything]
 

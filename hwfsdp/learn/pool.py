@@ -18,7 +18,7 @@ from hwfsdp.learn.capstone.homework import FOLDER
 from hwfsdp.learn.grade import Grade, Options
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 from hwfsdp.learn.run import PATIENCE, warm_up
-from hwfsdp.learn.workbook import graded
+from hwfsdp.learn.workbook import graded, grading_problems
 
 WORKERS = max(1, (os.cpu_count() or 2))
 
@@ -32,6 +32,10 @@ class GradingPool:
     def submit(self, exercise: Exercise, text: str, options: Options) -> Future[Grade]:
         """The grade of a text for this exercise, some time."""
         return self._executor.submit(_grade, self._root, exercise.number, text, options)
+
+    def find_problems(self, exercise: Exercise) -> Future[list[str]]:
+        """What grading of an exercise's own files should give and does not, some time (`workbook.grading_problems`)."""
+        return self._executor.submit(_find_problems, self._root, exercise.number)
 
 
 @contextmanager
@@ -54,3 +58,8 @@ def _grade(root: Path, number: str, text: str, options: Options) -> Grade:
     if number == FOLDER:
         return graded_homework(course, text, options)
     return graded(course.exercise(number), course, text, options)
+
+
+def _find_problems(root: Path, number: str) -> list[str]:
+    course = find_course(root)
+    return list(grading_problems(course, course.exercise(number)))

@@ -105,7 +105,7 @@ def grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
         yield f"{exercise.number}: the solution gets {full.score} of {exercise.points} points: {failures(full)}"
     for place in exercise.places:
         text = holes.blank(solution(exercise), place.name, exercise.number)
-        if graded(exercise, course, text).status == "passed":
+        if graded(exercise, course, text, Options(seed=SEED, thorough=False)).status == "passed":
             yield f"{exercise.number}: {place.name} can be left blank and every check passes."
 
 
