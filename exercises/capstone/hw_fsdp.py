@@ -1,15 +1,13 @@
 """Fully sharded data parallel training, in one file.
 
-Every rank keeps one chunk of rows of every parameter. Before a module computes, its parameters are gathered; after that
-they are freed. Gradients are averaged over the ranks, and each rank keeps its own rows of them.
+Every rank keeps one chunk of rows of every parameter. Before a module computes, its parameters are gathered; after that they
+are freed. Gradients are averaged over the ranks, and each rank keeps its own rows of them. Streams and collectives are those of
+`hwfsdp`. Left out: meshes of several axes, the meta device, offloading, parameters tied between two groups.
 
     fully_shard     turns a module into an `FSDPModule` that owns the parameters below it, but for those owned already
     FSDPParam       one parameter: the shard that stays, and the whole that comes and goes
     FSDPModule      parameters that travel together: unshard, wait_for_unshard, reshard, reduce_gradients
     pre_forward, post_forward, pre_backward, post_backward      the moments at which that happens
-
-Streams and collectives are those of `hwfsdp`; all the rest is here. Left out: meshes of several axes, the meta device,
-offloading, parameters tied between two groups.
 
 Note [Memory that comes and goes]
     Autograd keeps the weights of a forward for the backward. If each gather made a new tensor, the old ones would stay alive
@@ -23,9 +21,8 @@ Note [Who hands over the gradients]
     the module's inputs are: post-backward of an embedding needs no special care, nor does a module that runs twice.
 
 Note [Whose memory]
-    Memory belongs to the stream on which it was allocated: that stream may reuse it as soon as Python lets it go, whoever
-    else still reads it. So buffers that another stream reads are kept (`copied_out`, `reductions`) until their own
-    stream has waited for that.
+    Memory belongs to the stream on which it was allocated, which may reuse it once Python lets it go, whoever else still reads
+    it. So buffers that another stream reads are kept (`copied_out`, `reductions`) until their own stream has waited for that.
 """
 
 from __future__ import annotations
@@ -33,18 +30,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class Slot(NamedTuple):
@@ -62,32 +57,19 @@ class InFlight(NamedTuple):
 
 
 class FSDPCommContext:
-    """What the sharded modules of one model share.
-
-    Args:
-        device_type: of the mesh, for example "cuda".
-
-    Attributes:
-        streams: `compute`, `all_gather` and `reduce_scatter` (see `hwfsdp.streams`).
-        modules: all sharded modules, in the order in which they were sharded.
-        outermost: whose forward is running, with all others inside it.
-        post_forward_order: modules whose forward has ended, once per forward, to be gathered from the end in backward.
-        in_backward: whether a backward is running; then a forward is a recomputation (activation checkpointing).
-        copied_out: the last gather's buffer, until compute has copied out of it (Note [Whose memory]).
-        reductions: inputs of reductions, until the gradients are there.
-    """
+    """What the sharded modules of one model share; `device_type` is that of the mesh, for example "cuda"."""
 
     def __init__(self, device_type: str) -> None:
-        self.streams = streams_for(device_type)
-        self.modules: list[FSDPModule] = []
-        self.outermost: FSDPModule | None = None
-        self.post_forward_order: list[FSDPModule] = []
-        self.in_backward = False
-        self.copied_out: InFlight | None = None
-        self.reductions: deque[InFlight] = deque()
+        self.streams = streams_for(device_type)  # compute, all_gather and reduce_scatter
+        self.modules: list[FSDPModule] = []  # all sharded ones, in the order in which they were sharded
+        self.outermost: FSDPModule | None = None  # whose forward is running, with all others inside it
+        self.post_forward_order: list[FSDPModule] = []  # one for each forward that ended, in that order
+        self.in_backward = False  # while a backward is running, a forward is a recomputation (checkpointing)
+        self.copied_out: InFlight | None = None  # the last gather's buffer, until it is copied out
+        self.reductions: deque[InFlight] = deque()  # inputs of reductions, until the gradients are there
 
     def release_gather_buffer(self) -> None:
-        """The all-gather stream may reuse the last gather's buffer once compute has copied out of it."""
+        """The all-gather stream may reuse the last gather's buffer once compute has copied out of it (Note [Whose memory])."""
         if self.copied_out is not None:
             self.streams.all_gather.wait(self.copied_out.done)
             self.copied_out = None
@@ -101,19 +83,10 @@ class FSDPCommContext:
 class FSDPParam:
     """One parameter, sharded by rows over the ranks of a mesh.
 
-    With W ranks and d0 rows, rank r has the rows from `r * chunk` on, `chunk = ceil(d0 / W)` of them; the last ranks may have
-    fewer, or none. Ranks contribute equally to collectives, so every shard is padded with zeros to a full chunk:
+    With W ranks and d0 rows, rank r has those from `r * chunk` on, `chunk = ceil(d0 / W)` of them. The last ranks may have
+    fewer, or none; they pad with zeros, as all ranks send equally much. So the front of what is gathered is the parameter:
 
         d0 = 5, W = 2, chunk = 3        rank 0: 0 1 2        rank 1: 3 4 .
-
-    All padding is at the end of what is gathered, whose front therefore is the parameter.
-
-    Args:
-        param: as the user made it; it may be on another device.
-        module_info: all places where it is registered. param_fqn: its name in the model.
-        mesh: one axis; device: of its kind, where the parameter is to live.
-        mp_policy: `param_dtype` is gathered and computed with (None: the parameter's own), `reduce_dtype` is what gradients
-            are reduced in (None: their own).
 
     Attributes:
         padded_shard: [chunk * rest], original dtype: this rank's rows, then zeros.
@@ -121,27 +94,26 @@ class FSDPParam:
             `padded_shard`, so what an optimizer updates is what the next gather sends.
         gathered: [W * chunk * rest], param dtype: the memory of the whole parameter (Note [Memory that comes and goes]).
         unsharded_param: the shape of `param`, param dtype: the front of `gathered`.
-        unsharded_grad: the shape of `param`: the sum of gradients that are not reduced yet; else None.
     """
 
     def __init__(
         self,
-        param: nn.Parameter,
-        module_info: Sequence[Slot],
-        param_fqn: str,
-        mesh: DeviceMesh,
-        device: torch.device,
-        mp_policy: MixedPrecisionPolicy,
+        param: nn.Parameter,  # as the user made it; it may be on another device
+        module_info: Sequence[Slot],  # all places where it is registered
+        param_fqn: str,  # its name, for errors
+        mesh: DeviceMesh,  # of one axis
+        device: torch.device,  # of the mesh's kind: where the parameter is to live
+        mp_policy: MixedPrecisionPolicy,  # dtypes of gathers and compute, and of reductions; None: no cast
     ) -> None:
         if param.ndim == 0:
             raise ValueError(f"{param_fqn}: a scalar has no rows to shard; make it a parameter of shape (1,)")
-        self.module_info, self.fqn, self.mesh = tuple(module_info), param_fqn, mesh
+        self.module_info, self.fqn = tuple(module_info), param_fqn
         self.shape, self.orig_dtype = param.shape, param.dtype
         self.dtype, self.reduce_dtype = mp_policy.param_dtype or param.dtype, mp_policy.reduce_dtype
-        self.world_size = mesh.size()
+        self.mesh, self.world_size = mesh, mesh.size()
         self.chunk = -(-param.shape[0] // self.world_size)
         self.padded_numel = self.chunk * param.shape[1:].numel()
-        self.unsharded_grad: Tensor | None = None
+        self.unsharded_grad: Tensor | None = None  # like `param`: the sum of gradients not reduced yet
         self.shard(param, device)
         self.gathered = torch.empty(self.world_size * self.padded_numel, dtype=self.dtype, device=device)
         whole = self.gathered.data[: self.shape.numel()].view(self.shape)
@@ -152,8 +124,7 @@ class FSDPParam:
     def shard(self, param: nn.Parameter, device: torch.device) -> None:
         """Sets `padded_shard` and `sharded_param`: this rank's rows of `param`, in memory of their own on `device`.
 
-        The shard has the values, the dtype and the `requires_grad` of `param`. Any number of rows will do, fewer than ranks
-        too. `as_dtensor` makes a DTensor of this rank's rows.
+        Values, dtype and `requires_grad` are those of `param`. Any number of rows will do, fewer than ranks too (`as_dtensor`).
         """
         # TODO(capstone, task 1)
         raise NotImplementedError
@@ -164,19 +135,12 @@ class FSDPParam:
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def allocate(self) -> Tensor:
-        """Memory for the whole parameter, contents undefined.
-
-        Returns:
-            [W, padded_numel]: row r is for what rank r has. Writing to it writes `unsharded_param`, unnoticed by autograd.
-        """
+        """Memory for the whole parameter, [W, padded_numel], row r for rank r's shard; filling it fills `unsharded_param`."""
         self.gathered.untyped_storage().resize_(self.gathered.numel() * self.gathered.element_size())
         return self.gathered.view(self.world_size, self.padded_numel)
 
     def to_unsharded(self) -> None:
-        """The modules have `unsharded_param` from now on; its memory is there and filled.
-
-        It requires a gradient if and only if `sharded_param` does: the user may have changed that.
-        """
+        """From now on the modules have `unsharded_param`, filled already; it requires a gradient iff `sharded_param` does."""
         # TODO(capstone, task 1)
         raise NotImplementedError
 
@@ -203,70 +167,56 @@ class FSDPParam:
     def add_sharded_grad(self, reduced: Tensor) -> None:
         """Adds this rank's rows of a reduced gradient to `sharded_param.grad`, a DTensor laid out as the parameter.
 
-        Args:
-            reduced: [padded_numel], reduce dtype: the rows, then padding. The gradient has the parameter's own dtype.
+        `reduced` is [padded_numel], reduce dtype: the rows, then padding. The gradient has the parameter's own dtype.
         """
         # TODO(capstone, task 1)
         raise NotImplementedError
 
 
 class HandOverGradients(torch.autograd.Function):
-    """The identity on a module's whole parameters; its backward gives all their gradients to post-backward at once."""
+    """The identity on the `unsharded_param` of parameters; backward gives all their gradients to post-backward at once."""
 
     @staticmethod
     def forward(ctx: Any, module: FSDPModule, params: list[FSDPParam], *wholes: Tensor) -> tuple[Tensor, ...]:
-        """Returns `wholes`, the `unsharded_param` of each of `params`.
-
-        What backward needs is kept on `ctx`. Where there is no gradient, it shall get None, not zeros.
-        """
+        """Returns `wholes`; keeps the rest on `ctx`. Where there is no gradient, backward shall get None, not zeros."""
         # TODO(capstone, task 1)
         raise NotImplementedError
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        """Calls `post_backward(module, found)`, `found` being pairs of a parameter and its gradient, where there is one.
-
-        Nothing is left to autograd: `unsharded_param.grad` stays None. Returns None for every argument of forward.
-        """
+        """Calls `post_backward` with pairs of parameter and gradient, where there is one; returns None for each argument."""
         # TODO(capstone, task 1)
         raise NotImplementedError
 
 
 class FSDPModule:
-    """What every sharded module also is: the owner of parameters that are gathered, freed and reduced together.
+    """What every sharded module also is: the owner of parameters that are gathered, freed and reduced together."""
 
-    Attributes:
-        module_fqn: names the group in errors and in the event log. fsdp_params: its parameters, in the order in which they
-            lie in flat buffers; one collective moves all of them.
-        reshard_after_forward: free the whole parameters after forward, and gather them again for backward.
-        reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
-        requires_gradient_sync: reduce gradients in backward; off, whole gradients add up on each rank.
-        is_unsharded: whether the modules have the whole parameters.
-        has_backward: whether pre-backward came, and post-backward has not.
-    """
-
-    def claim(
-        self, fqn: str, params: list[FSDPParam], comm_ctx: FSDPCommContext, reshard: bool, policy: Any
-    ) -> None:
+    def claim(self, fqn: str, params: list[FSDPParam], ctx: FSDPCommContext, reshard: bool, mp: Any) -> None:
         """Makes the module, whose class has just become this one, the owner of `params`."""
-        self.module_fqn, self.fsdp_params, self.comm_ctx = fqn, params, comm_ctx
-        self.mp_policy: MixedPrecisionPolicy = policy
-        self.reshard_after_forward = reshard
-        self.reshard_after_backward = self.requires_gradient_sync = True
-        self.is_unsharded = self.has_backward = False
+        self.module_fqn, self.comm_ctx = fqn, ctx  # the name is for errors and the event log
+        self.fsdp_params = params  # in the order of flat buffers; one collective moves all of them
+        self.mp_policy: MixedPrecisionPolicy = mp
+        self.reshard_after_forward = reshard  # free parameters after forward, gather them again for backward
+        self.reshard_after_backward = True  # free them after backward; off: keep them for the next forward
+        self.requires_gradient_sync = True  # reduce in backward; off: whole gradients add up on each rank
+        self.is_unsharded = False  # the modules have the whole parameters
+        self.has_backward = False  # pre-backward came, and post-backward has not
         self._gathered: InFlight | None = None
         self._positions: list[int] = []  # in comm_ctx.post_forward_order
-        comm_ctx.modules.append(self)
+        ctx.modules.append(self)
 
-    def set_requires_gradient_sync(self, value: bool) -> None:
+    def set_requires_gradient_sync(self: Any, value: bool) -> None:
         """Whether the next backwards reduce gradients, of this module and all below it; see torch's method of this name."""
-        for module in sharded_modules(self):
-            module.requires_gradient_sync = value
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.requires_gradient_sync = value
 
-    def set_reshard_after_backward(self, value: bool) -> None:
+    def set_reshard_after_backward(self: Any, value: bool) -> None:
         """Whether the next backwards free the whole parameters, of this module and all below it; see torch's method."""
-        for module in sharded_modules(self):
-            module.reshard_after_backward = value
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard_after_backward = value
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -281,10 +231,9 @@ class FSDPModule:
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
-        """The modules have the whole parameters afterwards, if `unshard` was called before.
+        """The modules have the whole parameters afterwards, if a gather is in flight; else nothing happens.
 
-        Does nothing if no gather is in flight. Otherwise compute waits for it and copies every parameter's columns of the
-        buffer to its own memory. The buffer is kept as `comm_ctx.copied_out`, until that is over.
+        Compute waits and copies each parameter's columns to its memory; `comm_ctx.copied_out` keeps the buffer until it has.
         """
         # TODO(capstone, task 1)
         raise NotImplementedError
@@ -316,12 +265,10 @@ class FSDPModule:
     def reduce_gradients(self) -> None:
         """Averages the unsharded gradients over the ranks, and adds each rank's rows to the shards' gradients.
 
-        Starts the reduction and returns. Parameters without a gradient take no part, and if there are none, nothing happens.
-        Otherwise the gradients are packed in one flat buffer, row r of it for rank r, in the dtype in which they were summed;
-        one `reduce_scatter_flat` on the reduce-scatter stream, which waits for the packing. Then, on that stream
-        (`Stream.then`), every parameter gets its piece of the result (`add_sharded_grad`).
-
-        At most one reduction is in flight: those before it are waited for first. `comm_ctx.reductions` keeps the buffer.
+        Starts the reduction and returns; at most one is in flight: those before it are waited for first. Parameters without a
+        gradient take no part; if none has one, that is all. Otherwise gradients are packed in one flat buffer, row r for rank
+        r, in the dtype in which they were summed; `comm_ctx.reductions` keeps it. On the reduce-scatter stream, which waits for
+        the packing: one `reduce_scatter_flat`, then (`Stream.then`) every parameter gets its piece (`add_sharded_grad`).
         """
         # TODO(capstone, tasks 1 and 3)
         raise NotImplementedError
@@ -331,10 +278,9 @@ def pre_forward(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Hook before the forward of a sharded module; returns the arguments, cast as the policy says.
 
     The outermost forward begins an iteration: gathers must see what the optimizer wrote, so the all-gather stream waits for
-    compute, and the order of an earlier forward is forgotten (`forget_order`). A recomputation begins nothing.
-
-    Afterwards the module has its whole parameters (`hand_out`). Floating-point tensors in the arguments are in `param_dtype`, if
-    the policy has one and `cast_forward_inputs`.
+    compute, and the order of an earlier forward is forgotten (`forget_order`). A recomputation begins nothing. Afterwards the
+    module has its whole parameters (`hand_out`), and floating-point tensors in the arguments are in `param_dtype`, if the
+    policy has one and `cast_forward_inputs`.
     """
     # TODO(capstone, task 1)
     raise NotImplementedError
@@ -343,10 +289,10 @@ def pre_forward(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def post_forward(module: FSDPModule, args: Any, output: Any) -> Any:
     """Hook after the forward of a sharded module; returns the output, floating-point tensors in `output_dtype` if there is one.
 
-    Frees the parameters, if they are to be freed; if they stay whole, the modules have `unsharded_param` again. If there may be
-    a backward, the forward is recorded, and every tensor in the output that requires a gradient calls `pre_backward` when it
-    has its own. In a recomputation the parameters stay, and nothing is recorded. When the outermost forward is over, no buffer
-    of a gather is kept (`comm_ctx.release_gather_buffer`), and none is the outermost.
+    Frees the parameters if `reshard_after_forward`; else, and in a recomputation, the modules have `unsharded_param` again. If
+    there may be a backward, every tensor in the output that requires a gradient calls `pre_backward` when it has its own, and
+    the forward is recorded, unless it is a recomputation. When the outermost forward is over, none is the outermost, and no
+    buffer of a gather is kept (`comm_ctx.release_gather_buffer`).
     """
     # TODO(capstone, task 1 and the bonuses)
     raise NotImplementedError
@@ -363,10 +309,7 @@ def pre_backward(module: FSDPModule, grad: Tensor) -> None:
 
 
 def post_backward(module: FSDPModule, grads: Sequence[tuple[FSDPParam, Tensor]]) -> None:
-    """When all gradients of a module's parameters are there: adds them up, frees the parameters, starts the reduction.
-
-    The parameters stay whole if `reshard_after_backward` is off, the gradients stay whole if `requires_gradient_sync` is.
-    """
+    """When all gradients are there: adds them up, frees if `reshard_after_backward`, reduces if `requires_gradient_sync`."""
     # TODO(capstone, task 1 and the bonuses)
     raise NotImplementedError
 
@@ -374,8 +317,7 @@ def post_backward(module: FSDPModule, grads: Sequence[tuple[FSDPParam, Tensor]])
 def finish_backward(ctx: FSDPCommContext) -> None:
     """When a backward is over: the shards have their gradients, and nothing is left in flight, or whole by mistake.
 
-    Modules for which post-backward never came, because all of their parameters are frozen or nothing depends on them, are
-    freed now, and gradients that earlier micro-batches left in modules that this one did not use are reduced.
+    Modules whose post-backward never came (frozen, or unused) are freed; gradients left by earlier micro-batches are reduced.
     """
     ctx.in_backward = False
     for module in ctx.modules:
@@ -398,23 +340,19 @@ def forget_order(ctx: FSDPCommContext) -> None:
 def fully_shard(
     module: nn.Module,
     *,
-    module_fqn: str,
-    comm_ctx: FSDPCommContext,
+    module_fqn: str,  # its name in the model
+    comm_ctx: FSDPCommContext,  # one for all modules of a model
     mesh: DeviceMesh,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy,
 ) -> nn.Module:
     """Shards the parameters of `module`, in place, over the ranks of a mesh with one axis; returns it.
 
-    It takes all parameters below it but for those that an earlier call has taken; so call it from the inside out. The
-    module's class becomes one that is an `FSDPModule`, too. Buffers move to the device of the mesh.
-
-    Args:
-        module_fqn: its name. comm_ctx: one for all modules of a model. The rest as for torch's function of this name.
+    It takes all parameters below it but for those that an earlier call has taken; so call it from the inside out. The module
+    becomes an `FSDPModule`, too; buffers move to the device of the mesh. Options are those of torch's function of this name.
 
     Raises:
-        ValueError: the module is sharded already, the mesh has several axes, or the parameters would be gathered in several
-            dtypes.
+        ValueError: it is sharded already, the mesh has several axes, or parameters would be gathered in several dtypes.
     """
     if isinstance(module, FSDPModule) or mesh.ndim != 1:
         what = "is sharded already" if mesh.ndim == 1 else f"got a mesh of {mesh.ndim} axes; take one of them"
@@ -422,9 +360,7 @@ def fully_shard(
     device = torch.device(mesh.device_type)
     found = list(unclaimed_params(module))
     if len(dtypes := {mp_policy.param_dtype or param.dtype for _, param, _ in found}) > 1:
-        raise ValueError(
-            f"fully_shard: parameters of {module_fqn} have several dtypes: {dtypes}; set param_dtype"
-        )
+        raise ValueError(f"fully_shard: parameters of {module_fqn} have dtypes {dtypes}; set param_dtype")
     params = [FSDPParam(param, slots, fqn, mesh, device, mp_policy) for fqn, param, slots in found]
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):
@@ -438,18 +374,9 @@ def fully_shard(
 
 
 def unclaimed_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Slot]]]:
-    """The parameters below `module` that no earlier call of `fully_shard` has taken, in the order of `named_parameters`.
-
-    Yields:
-        The name below `module`, the parameter, and all places where it is registered. Each parameter once, a tied one too.
-    """
+    """Yields what `module.named_parameters` does, each with all its places, but for what `fully_shard` has taken before."""
     # TODO(capstone, task 1)
     raise NotImplementedError
-
-
-def sharded_modules(module: Any) -> list[FSDPModule]:
-    """The sharded modules at `module` and below."""
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -1,14 +1,13 @@
 """Fully sharded data parallel training, in one file.
 
-Every rank keeps one chunk of rows of every parameter. Before a module computes, its parameters are gathered; after that
-they are freed. Gradients are averaged over the ranks, and each rank keeps its own rows of them.
+Every rank keeps one chunk of rows of every parameter. Before a module computes, its parameters are gathered; after that they
+are freed. Gradients are averaged over the ranks, and each rank keeps its own rows of them. Streams and collectives are those of
+`hwfsdp`. Left out: meshes of several axes, the meta device, offloading, parameters tied between two groups.
 
     fully_shard     turns a module into an `FSDPModule` that owns the parameters below it, but for those owned already
     FSDPParam       one parameter: the shard that stays, and the whole that comes and goes
     FSDPModule      parameters that travel together: unshard, wait_for_unshard, reshard, reduce_gradients
     pre_forward, post_forward, pre_backward, post_backward      the moments at which that happens
-
-Streams and collectives are those of `hwfsdp`. Left out: meshes of several axes, the meta device, offloading, ties between groups.
 
 Note [Memory that comes and goes]
     Autograd keeps the weights of a forward for the backward. If each gather made a new tensor, the old ones would stay alive
@@ -64,19 +63,13 @@ class FSDPCommContext:
         self.streams = streams_for(device_type)  # compute, all_gather and reduce_scatter
         self.modules: list[FSDPModule] = []  # all sharded ones, in the order in which they were sharded
         self.outermost: FSDPModule | None = None  # whose forward is running, with all others inside it
-        self.post_forward_order: list[FSDPModule] = (
-            []
-        )  # whose forward has ended, once per forward; backward goes from the end
-        self.in_backward = (
-            False  # a backward is running: a forward is a recomputation now (activation checkpointing)
-        )
-        self.copied_out: InFlight | None = (
-            None  # the last gather's buffer, until compute has copied out of it
-        )
+        self.post_forward_order: list[FSDPModule] = []  # one for each forward that ended, in that order
+        self.in_backward = False  # while a backward is running, a forward is a recomputation (checkpointing)
+        self.copied_out: InFlight | None = None  # the last gather's buffer, until it is copied out
         self.reductions: deque[InFlight] = deque()  # inputs of reductions, until the gradients are there
 
     def release_gather_buffer(self) -> None:
-        """The all-gather stream may reuse the last gather's buffer once compute has copied out of it."""
+        """The all-gather stream may reuse the last gather's buffer once compute has copied out of it (Note [Whose memory])."""
         if self.copied_out is not None:
             self.streams.all_gather.wait(self.copied_out.done)
             self.copied_out = None
@@ -90,16 +83,10 @@ class FSDPCommContext:
 class FSDPParam:
     """One parameter, sharded by rows over the ranks of a mesh.
 
-    With W ranks and d0 rows, rank r has the rows from `r * chunk` on, `chunk = ceil(d0 / W)` of them; the last ranks may have
-    fewer, or none. Ranks contribute equally to collectives, so every shard is padded with zeros to a full chunk. All padding
-    is at the end of what is gathered, whose front therefore is the parameter:
+    With W ranks and d0 rows, rank r has those from `r * chunk` on, `chunk = ceil(d0 / W)` of them. The last ranks may have
+    fewer, or none; they pad with zeros, as all ranks send equally much. So the front of what is gathered is the parameter:
 
         d0 = 5, W = 2, chunk = 3        rank 0: 0 1 2        rank 1: 3 4 .
-
-    Args:
-        param: as the user made it, maybe on another device; module_info: all places where it is registered; param_fqn: its name.
-        mesh: one axis; device: of its kind, where the parameter is to live.
-        mp_policy: `param_dtype` is gathered and computed with, gradients are reduced in `reduce_dtype` (None: in their own).
 
     Attributes:
         padded_shard: [chunk * rest], original dtype: this rank's rows, then zeros.
@@ -107,27 +94,26 @@ class FSDPParam:
             `padded_shard`, so what an optimizer updates is what the next gather sends.
         gathered: [W * chunk * rest], param dtype: the memory of the whole parameter (Note [Memory that comes and goes]).
         unsharded_param: the shape of `param`, param dtype: the front of `gathered`.
-        unsharded_grad: the shape of `param`: the sum of gradients that are not reduced yet; else None.
     """
 
     def __init__(
         self,
-        param: nn.Parameter,
-        module_info: Sequence[Slot],
-        param_fqn: str,
-        mesh: DeviceMesh,
-        device: torch.device,
-        mp_policy: MixedPrecisionPolicy,
+        param: nn.Parameter,  # as the user made it; it may be on another device
+        module_info: Sequence[Slot],  # all places where it is registered
+        param_fqn: str,  # its name, for errors
+        mesh: DeviceMesh,  # of one axis
+        device: torch.device,  # of the mesh's kind: where the parameter is to live
+        mp_policy: MixedPrecisionPolicy,  # dtypes of gathers and compute, and of reductions; None: no cast
     ) -> None:
         if param.ndim == 0:
             raise ValueError(f"{param_fqn}: a scalar has no rows to shard; make it a parameter of shape (1,)")
-        self.module_info, self.fqn, self.mesh = tuple(module_info), param_fqn, mesh
+        self.module_info, self.fqn = tuple(module_info), param_fqn
         self.shape, self.orig_dtype = param.shape, param.dtype
         self.dtype, self.reduce_dtype = mp_policy.param_dtype or param.dtype, mp_policy.reduce_dtype
-        self.world_size = mesh.size()
+        self.mesh, self.world_size = mesh, mesh.size()
         self.chunk = -(-param.shape[0] // self.world_size)
         self.padded_numel = self.chunk * param.shape[1:].numel()
-        self.unsharded_grad: Tensor | None = None
+        self.unsharded_grad: Tensor | None = None  # like `param`: the sum of gradients not reduced yet
         self.shard(param, device)
         self.gathered = torch.empty(self.world_size * self.padded_numel, dtype=self.dtype, device=device)
         whole = self.gathered.data[: self.shape.numel()].view(self.shape)
@@ -138,7 +124,7 @@ class FSDPParam:
     def shard(self, param: nn.Parameter, device: torch.device) -> None:
         """Sets `padded_shard` and `sharded_param`: this rank's rows of `param`, in memory of their own on `device`.
 
-        Values, dtype and `requires_grad` are those of `param`, which may have fewer rows than there are ranks (`as_dtensor`).
+        Values, dtype and `requires_grad` are those of `param`. Any number of rows will do, fewer than ranks too (`as_dtensor`).
         """
         first = min(self.mesh.get_local_rank() * self.chunk, self.shape[0])
         rows = param.detach()[first : first + self.chunk].to(device)
@@ -154,12 +140,12 @@ class FSDPParam:
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def allocate(self) -> Tensor:
-        """Memory for the whole parameter, to be filled: [W, padded_numel], row r with what rank r has; see `gathered`."""
+        """Memory for the whole parameter, [W, padded_numel], row r for rank r's shard; filling it fills `unsharded_param`."""
         self.gathered.untyped_storage().resize_(self.gathered.numel() * self.gathered.element_size())
         return self.gathered.view(self.world_size, self.padded_numel)
 
     def to_unsharded(self) -> None:
-        """The modules have `unsharded_param`, filled before, from now on; it requires a gradient iff `sharded_param` does now."""
+        """From now on the modules have `unsharded_param`, filled already; it requires a gradient iff `sharded_param` does."""
         self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
         self.register(self.unsharded_param)
 
@@ -197,18 +183,18 @@ class FSDPParam:
 
 
 class HandOverGradients(torch.autograd.Function):
-    """The identity on a module's whole parameters; its backward gives all their gradients to post-backward at once."""
+    """The identity on the `unsharded_param` of parameters; backward gives all their gradients to post-backward at once."""
 
     @staticmethod
     def forward(ctx: Any, module: FSDPModule, params: list[FSDPParam], *wholes: Tensor) -> tuple[Tensor, ...]:
-        """Returns `wholes`, each the `unsharded_param` of one of `params`; backward shall get None for no gradient, not zeros."""
+        """Returns `wholes`; keeps the rest on `ctx`. Where there is no gradient, backward shall get None, not zeros."""
         ctx.module, ctx.params = module, params
         ctx.set_materialize_grads(False)
         return wholes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        """Calls `post_backward` with pairs of a parameter and its gradient, where there is one; no gradient is left to autograd."""
+        """Calls `post_backward` with pairs of parameter and gradient, where there is one; returns None for each argument."""
         found = [(p, grad) for p, grad in zip(ctx.params, grads, strict=True) if grad is not None]
         post_backward(ctx.module, found)
         return (None, None, *(None for _ in grads))
@@ -217,39 +203,31 @@ class HandOverGradients(torch.autograd.Function):
 class FSDPModule:
     """What every sharded module also is: the owner of parameters that are gathered, freed and reduced together."""
 
-    def claim(
-        self, fqn: str, params: list[FSDPParam], ctx: FSDPCommContext, reshard: bool, policy: Any
-    ) -> None:
+    def claim(self, fqn: str, params: list[FSDPParam], ctx: FSDPCommContext, reshard: bool, mp: Any) -> None:
         """Makes the module, whose class has just become this one, the owner of `params`."""
         self.module_fqn, self.comm_ctx = fqn, ctx  # the name is for errors and the event log
-        self.fsdp_params = (
-            params  # in the order in which they lie in flat buffers; one collective moves all of them
-        )
-        self.mp_policy: MixedPrecisionPolicy = policy
-        self.reshard_after_forward = (
-            reshard  # free the whole parameters after forward, gather them again for backward
-        )
-        self.reshard_after_backward = (
-            True  # free them after backward; off, they stay for the next micro-batch
-        )
-        self.requires_gradient_sync = (
-            True  # reduce gradients in backward; off, whole gradients add up on each rank
-        )
+        self.fsdp_params = params  # in the order of flat buffers; one collective moves all of them
+        self.mp_policy: MixedPrecisionPolicy = mp
+        self.reshard_after_forward = reshard  # free parameters after forward, gather them again for backward
+        self.reshard_after_backward = True  # free them after backward; off: keep them for the next forward
+        self.requires_gradient_sync = True  # reduce in backward; off: whole gradients add up on each rank
         self.is_unsharded = False  # the modules have the whole parameters
         self.has_backward = False  # pre-backward came, and post-backward has not
         self._gathered: InFlight | None = None
         self._positions: list[int] = []  # in comm_ctx.post_forward_order
         ctx.modules.append(self)
 
-    def set_requires_gradient_sync(self, value: bool) -> None:
+    def set_requires_gradient_sync(self: Any, value: bool) -> None:
         """Whether the next backwards reduce gradients, of this module and all below it; see torch's method of this name."""
-        for module in sharded_modules(self):
-            module.requires_gradient_sync = value
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.requires_gradient_sync = value
 
-    def set_reshard_after_backward(self, value: bool) -> None:
+    def set_reshard_after_backward(self: Any, value: bool) -> None:
         """Whether the next backwards free the whole parameters, of this module and all below it; see torch's method."""
-        for module in sharded_modules(self):
-            module.reshard_after_backward = value
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard_after_backward = value
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -276,7 +254,7 @@ class FSDPModule:
     def wait_for_unshard(self) -> None:
         """The modules have the whole parameters afterwards, if a gather is in flight; else nothing happens.
 
-        Compute waits for it and copies every parameter's columns of the buffer, kept as `comm_ctx.copied_out`, to its memory.
+        Compute waits and copies each parameter's columns to its memory; `comm_ctx.copied_out` keeps the buffer until it has.
         """
         if self._gathered is None:
             return
@@ -323,10 +301,10 @@ class FSDPModule:
     def reduce_gradients(self) -> None:
         """Averages the unsharded gradients over the ranks, and adds each rank's rows to the shards' gradients.
 
-        Starts the reduction and returns; at most one is in flight, so those before it are waited for first. Parameters without a
-        gradient take no part; if none has one, nothing more happens. Otherwise the gradients are packed in one flat buffer, row r
-        of it for rank r, in the dtype in which they were summed, and `comm_ctx.reductions` keeps it. The reduce-scatter stream
-        waits for the packing; one `reduce_scatter_flat` there, and then (`Stream.then`) `add_sharded_grad` for each piece.
+        Starts the reduction and returns; at most one is in flight: those before it are waited for first. Parameters without a
+        gradient take no part; if none has one, that is all. Otherwise gradients are packed in one flat buffer, row r for rank
+        r, in the dtype in which they were summed; `comm_ctx.reductions` keeps it. On the reduce-scatter stream, which waits for
+        the packing: one `reduce_scatter_flat`, then (`Stream.then`) every parameter gets its piece (`add_sharded_grad`).
         """
         self.comm_ctx.wait_for_reductions()
         params = [p for p in self.fsdp_params if p.unsharded_grad is not None]
@@ -355,7 +333,8 @@ def pre_forward(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     The outermost forward begins an iteration: gathers must see what the optimizer wrote, so the all-gather stream waits for
     compute, and the order of an earlier forward is forgotten (`forget_order`). A recomputation begins nothing. Afterwards the
-    module has its whole parameters (`hand_out`). Arguments are cast to `param_dtype`, if there is one and `cast_forward_inputs`.
+    module has its whole parameters (`hand_out`), and floating-point tensors in the arguments are in `param_dtype`, if the
+    policy has one and `cast_forward_inputs`.
     """
     ctx, policy = module.comm_ctx, module.mp_policy
     if ctx.outermost in (None, module) and not ctx.in_backward:
@@ -373,10 +352,10 @@ def pre_forward(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def post_forward(module: FSDPModule, args: Any, output: Any) -> Any:
     """Hook after the forward of a sharded module; returns the output, floating-point tensors in `output_dtype` if there is one.
 
-    Frees the parameters, if they are to be freed; if they stay whole, the modules have `unsharded_param` again. If there may be
-    a backward, the forward is recorded, and every tensor in the output that requires a gradient calls `pre_backward` when it
-    has its own. In a recomputation parameters stay, and nothing is recorded. When the outermost forward is over, none is the
-    outermost, and no buffer of a gather is kept (`comm_ctx.release_gather_buffer`).
+    Frees the parameters if `reshard_after_forward`; else, and in a recomputation, the modules have `unsharded_param` again. If
+    there may be a backward, every tensor in the output that requires a gradient calls `pre_backward` when it has its own, and
+    the forward is recorded, unless it is a recomputation. When the outermost forward is over, none is the outermost, and no
+    buffer of a gather is kept (`comm_ctx.release_gather_buffer`).
     """
     ctx = module.comm_ctx
     if module.reshard_after_forward and not ctx.in_backward:
@@ -415,7 +394,7 @@ def pre_backward(module: FSDPModule, grad: Tensor) -> None:
 
 
 def post_backward(module: FSDPModule, grads: Sequence[tuple[FSDPParam, Tensor]]) -> None:
-    """All gradients are there: adds them up, frees if `reshard_after_backward`, starts to reduce if `requires_gradient_sync`."""
+    """When all gradients are there: adds them up, frees if `reshard_after_backward`, reduces if `requires_gradient_sync`."""
     module.has_backward = False
     for p, grad in grads:
         p.add_unsharded_grad(grad)
@@ -428,8 +407,7 @@ def post_backward(module: FSDPModule, grads: Sequence[tuple[FSDPParam, Tensor]])
 def finish_backward(ctx: FSDPCommContext) -> None:
     """When a backward is over: the shards have their gradients, and nothing is left in flight, or whole by mistake.
 
-    Modules for which post-backward never came, because all of their parameters are frozen or nothing depends on them, are
-    freed now, and gradients that earlier micro-batches left in modules that this one did not use are reduced.
+    Modules whose post-backward never came (frozen, or unused) are freed; gradients left by earlier micro-batches are reduced.
     """
     ctx.in_backward = False
     for module in ctx.modules:
@@ -452,19 +430,16 @@ def forget_order(ctx: FSDPCommContext) -> None:
 def fully_shard(
     module: nn.Module,
     *,
-    module_fqn: str,
-    comm_ctx: FSDPCommContext,
+    module_fqn: str,  # its name in the model
+    comm_ctx: FSDPCommContext,  # one for all modules of a model
     mesh: DeviceMesh,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy,
 ) -> nn.Module:
     """Shards the parameters of `module`, in place, over the ranks of a mesh with one axis; returns it.
 
-    It takes all parameters below it but for those that an earlier call has taken; so call it from the inside out. The
-    module's class becomes one that is an `FSDPModule`, too. Buffers move to the device of the mesh.
-
-    Args:
-        module_fqn: its name. comm_ctx: one for all modules of a model. The rest as for torch's function of this name.
+    It takes all parameters below it but for those that an earlier call has taken; so call it from the inside out. The module
+    becomes an `FSDPModule`, too; buffers move to the device of the mesh. Options are those of torch's function of this name.
 
     Raises:
         ValueError: it is sharded already, the mesh has several axes, or parameters would be gathered in several dtypes.
@@ -489,10 +464,7 @@ def fully_shard(
 
 
 def unclaimed_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Slot]]]:
-    """The parameters below `module` that no earlier call of `fully_shard` has taken, in the order of `named_parameters`.
-
-    Yields each of them once, a tied one too: its name below `module`, itself, and all places where it is registered.
-    """
+    """Yields what `module.named_parameters` does, each with all its places, but for what `fully_shard` has taken before."""
     slots: dict[nn.Parameter, list[Slot]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, submodule in module.named_modules():
@@ -502,11 +474,6 @@ def unclaimed_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, lis
                 names.setdefault(param, f"{prefix}.{name}" if prefix else name)
     for param, places in slots.items():
         yield names[param], param, places
-
-
-def sharded_modules(module: Any) -> list[FSDPModule]:
-    """The sharded modules at `module` and below."""
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

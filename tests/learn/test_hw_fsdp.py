@@ -146,3 +146,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     assert "scale" in scalar and "scalar" in scalar
     assert "bfloat16" in mixed and "it" in mixed
     assert "it is sharded already" in twice
+
+
+def test_it_can_be_read_in_one_sitting() -> None:
+    assert len(PATH.read_text().splitlines()) <= 500
