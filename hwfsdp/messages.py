@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 LARGEST_MESSAGE = 8 << 30  # bytes of what a rank returns
+LARGEST_REPORT = 64 << 20  # of what a rank returns that nobody trusts
 
 
 class Inbox:
@@ -28,8 +29,8 @@ class Inbox:
     so many bytes (`multiprocessing.connection`).
     """
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    def __init__(self, largest: int = LARGEST_MESSAGE) -> None:
+        self._data, self.largest = bytearray(), largest
 
     def take(self, connection: Connection) -> Iterator[tuple[str, Any]]:
         """Reads what is there, which has to be something, and gives the messages that are complete.
@@ -48,7 +49,7 @@ class Inbox:
         start, length = 4, int.from_bytes(self._data[:4], "big", signed=True)
         if length == -1:
             start, length = 12, int.from_bytes(self._data[4:12], "big")
-        if not 0 <= length <= LARGEST_MESSAGE:
+        if not 0 <= length <= self.largest:
             raise ValueError(f"a message of {length:,} bytes")
         if len(self._data) < start + length:
             return None

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from hwfsdp import history
 from hwfsdp.divergence import Report, describe_divergence, place_in
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, UsageError, in_one_line
-from hwfsdp.messages import Inbox
+from hwfsdp.messages import LARGEST_REPORT, Inbox
 from hwfsdp.server import start_server
 from hwfsdp.worker import (
     Task,
@@ -263,6 +263,8 @@ class _Caller:
     ) -> None:
         self.ranks, self.deadline, self.timeout = ranks, deadline, timeout
         self.write, self.unpickle = write, unpickle
+        for rank in ranks if unpickle is None else ():
+            rank.inbox.largest = LARGEST_REPORT
 
     def collect(self) -> list[Any]:
         """What each rank returned; raises RankError for the first that failed."""

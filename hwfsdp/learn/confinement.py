@@ -24,12 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from hwfsdp.learn import landlock, privileges
 from hwfsdp.learn.manifest import PACKAGE
-from hwfsdp.learn.processes import FILE, MEMORY, PROCESSES, limit_this_process
+from hwfsdp.learn.processes import FILE, MEMORY, PROCESSES, close_pipes, limit_this_process
 
-_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/opt", "/etc", "/proc", "/sys", "/dev")
-_WRITABLE = ("/dev/null", "/dev/zero", "/dev/shm")
+_SYSTEM = tuple(
+    """/usr /lib /lib32 /lib64 /bin /sbin /opt /sys /dev /proc/self /proc/cpuinfo /proc/meminfo /proc/stat /proc/sys /proc/net
+    /etc/ld.so.cache /etc/localtime /etc/hosts /etc/host.conf /etc/nsswitch.conf /etc/resolv.conf /etc/gai.conf /etc/passwd
+    /etc/group /etc/protocols /etc/services""".split()
+)
+_WRITABLE = ("/dev/null", "/dev/zero")
+_TORCHS_OWN = Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"
+_CHECKS = tuple(PACKAGE / "learn" / name for name in ("checks", "capstone", "lab"))
 _FIRST_USER, _USERS = (
     60_600,
     500,
@@ -49,7 +57,9 @@ class Confinement:
     """What a rank gives up; it travels to the rank by value.
 
     Attributes:
-        read, write: paths that it may use, if the system has Landlock; it starts in the first that it may write to. look: folders whose entries it may list.
+        read, write: paths that it may use, if the system has Landlock; it starts in the first that it may write to. look: folders
+            whose entries it may list.
+        later: `read` and `look` from the moment on when it has loaded what it runs (`hide_checks`).
         user: that it becomes; None: it keeps the grader's. reads_all: see `privileges.become`.
         network: a path in /proc; None: it keeps the grader's.
     """
@@ -57,6 +67,7 @@ class Confinement:
     read: tuple[Path, ...]
     write: tuple[Path, ...]
     look: tuple[Path, ...]
+    later: tuple[tuple[Path, ...], tuple[Path, ...]]
     user: int | None
     reads_all: bool
     network: str | None
@@ -69,16 +80,30 @@ class Confinement:
         """
         importlib.import_module("hwfsdp.learn.run")  # what will be called, while its files can be read
         limit_this_process(own_user=self.user is not None)
+        close_pipes()
         os.chdir(self.write[0])
         if self.network is not None:
             privileges.enter_network(self.network)
         if self.user is not None:
+            privileges.leave_shared_memory()
+            privileges.hide_environment()
             for path in (*self.write, Path(folder)):
                 _give(path, self.user)
         if landlock.version():
             landlock.restrict_files(self.read, (*self.write, Path(folder)), self.look)
         if self.user is not None:
             privileges.become(self.user, self.reads_all)
+
+    def hide_checks(self, folder: str) -> None:
+        """From now on the rank cannot read the checks either: it has loaded what it needs of them."""
+        if landlock.version():
+            read, look = self.later
+            landlock.restrict_files(read, (*self.write, Path(folder)), look)
+
+    @property
+    def hidden(self) -> tuple[Path, ...]:
+        """What the guard keeps closed from then on: the checks, and torch's own FSDP."""
+        return (*_CHECKS, _TORCHS_OWN)
 
 
 def _give(folder: Path, user: int) -> None:
@@ -95,13 +120,15 @@ def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = (
         folder: that they may write to.
         modules: of the package, whose text they must not see. off_limits: other paths that they must not.
     """
-    hidden = {path for module in modules for path in _files_of(module)} | set(off_limits)
+    hidden = {path for module in modules for path in files_of(module)} | set(off_limits)
     read, look = _readable(hidden)
+    later = _readable(hidden | {*_CHECKS})
     reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
     return Confinement(
         tuple(read),
         (folder, *map(Path, _WRITABLE)),
         tuple(look),
+        (tuple(later[0]), tuple(later[1])),
         _user() if privileges.may_change_user() and (landlock.version() or not reads_all) else None,
         reads_all,
         _network(),
@@ -118,7 +145,7 @@ def _network() -> str | None:
     return None if fd is None else f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _files_of(module: str) -> Iterator[Path]:
+def files_of(module: str) -> Iterator[Path]:
     """A module's text, and what Python has compiled of it."""
     path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
     yield path

@@ -20,6 +20,7 @@ from hwfsdp.learn.diagnose import Finding, explain_broken, explain_failure
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.misconceptions import FATAL
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
+from hwfsdp.learn.rules import check_rules
 from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Unreported
 from hwfsdp.learn.submission import find_source, inspect, is_started
 
@@ -190,6 +191,8 @@ def grade(
         submitted = [inspect(exercise, source)]
         if options.mine:
             submitted = [*_earlier(exercise, folder, course), *submitted]
+        for each in submitted:
+            check_rules(each.path, each.text)
         exercises = [course.exercise(s.number) for s in submitted]
         overlay = Overlay(blanked(exercises), tuple(submitted))
         ranks = Ranks(

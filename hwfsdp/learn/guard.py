@@ -2,7 +2,7 @@
 
 Three looks, none of which a right answer comes near:
 
-    audit       files of the course and other programs, opened or started from Python (https://docs.python.org/3/library/sys.html#sys.addaudithook)
+    audit       files of the course and other programs, opened or started from Python; frames, code and objects of others (`trust`)
     forgotten   functions that the holes were cut out of, and torch's own `fully_shard`, raise if somebody digs them out
     rewired     functions and classes of the package, or of torch.distributed, exchanged for others
 
@@ -13,16 +13,19 @@ the plain sentence in the report.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.distributed import distributed_c10d
+
 from hwfsdp.learn.manifest import PACKAGE, Place
 from hwfsdp.learn.overlay import SUBMITTED
+from hwfsdp.learn.trust import digging, is_trusted
 
 FOREIGN = tuple(  # what the course is about, ready-made
     f"torch.distributed.fsdp._fully_shard.{name}"
@@ -31,6 +34,7 @@ FOREIGN = tuple(  # what the course is about, ready-made
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _NEAR = 8  # frames
+_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
 
 
 class Blocked(BaseException):
@@ -57,12 +61,23 @@ class Guard:
         self._bound = dict(_bindings())
         pid, off_limits, seen = os.getpid(), self._off_limits, self.seen
 
+        looking: set[int] = set()  # threads that are here: to ask for a frame is an event, too
+        thread, frame_of = threading.get_ident, sys._getframe
+
         def look(event: str, args: tuple[Any, ...]) -> None:
-            tried = _tried(event, args, pid, off_limits)
+            here = thread()
+            if here in looking:
+                return
+            looking.add(here)
+            try:
+                tried = _tried(event, args, pid, off_limits) or digging(event, args, frame_of(1))
+            finally:
+                looking.discard(here)
             if tried is not None:
                 seen.append(tried)
                 raise Blocked(tried)
 
+        _guard_groups(seen)
         sys.addaudithook(look)
 
     def finish(self) -> list[str]:
@@ -84,8 +99,7 @@ def _is_known(value: Any) -> bool:
     code = getattr(getattr(plain, "__wrapped__", plain), "__code__", None)
     if code is None:
         return value is None or type(value).__module__ in ("builtins", "functools")  # gone, or native
-    filename: str = code.co_filename
-    return filename.startswith((sys.prefix, sys.base_prefix, str(PACKAGE), "<hwfsdp."))
+    return is_trusted(code)
 
 
 def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, ...]) -> str | None:
@@ -162,6 +176,27 @@ def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
                         yield _Binding(module_name, f"{name}.{inner}"), method
 
 
+def _guard_groups(seen: list[str]) -> None:
+    """A process group's own collectives, which no instrument sees, can be called by torch and the package only."""
+    for kind in (distributed_c10d.ProcessGroup, distributed_c10d.Backend):
+        for name in dir(kind):
+            method = getattr(kind, name)
+            if name.lstrip("_").startswith(_COLLECTIVES) and callable(method):
+                setattr(kind, name, _for_the_package(method, name, seen))
+
+
+def _for_the_package(method: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:
+    frame_of, known = sys._getframe, is_trusted
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not known(frame_of(1).f_code):
+            seen.append(f"calls {name} of a process group itself, which no instrument sees")
+            raise Blocked(seen[-1])
+        return method(*args, **kwargs)
+
+    return call
+
+
 # --- Forgetting --------------------------------------------------------------------------------------------
 
 
@@ -171,32 +206,7 @@ def forget(places: Iterable[Place]) -> None:
         if place.module in sys.modules:
             _blank_at(vars(sys.modules[place.module]), place.name, "the package's own")
     for name in FOREIGN:
-        if name in sys.modules:
-            _blank_module(sys.modules[name])
-    sys.meta_path.insert(0, _ForeignFinder())
-
-
-class _ForeignFinder(importlib.abc.MetaPathFinder):
-    """Finds torch's own FSDP as usual, but its functions raise: torch's tensor parallelism imports it, and calls none."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in FOREIGN else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _BlankingLoader(spec.loader)
-        return spec
-
-
-class _BlankingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        made: types.ModuleType | None = self.loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        self.loader.exec_module(module)
-        _blank_module(module)
+        _blank_module(importlib.import_module(name))  # now: later, nobody can read them
 
 
 def _blank_module(module: types.ModuleType) -> None:

@@ -13,8 +13,10 @@ import socket
 import struct
 import sys
 import threading
+from pathlib import Path
 
-_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_CLONE_NEWIPC, _CLONE_NEWNET = 0x08000000, 0x40000000  # linux/sched.h
+_SET_MEMORY, _ENVIRONMENT_END = 35, 11  # PR_SET_MM, PR_SET_MM_ENV_END in linux/prctl.h
 _SIOCSIFFLAGS = 0x8914  # linux/sockios.h
 _UP_AND_RUNNING = 0x41  # IFF_UP | IFF_RUNNING
 _SET_DUMPABLE, _KEEP_CAPABILITIES, _DROP_BOUND = 4, 8, 24  # linux/prctl.h
@@ -53,6 +55,20 @@ def become(uid: int, reads_all: bool) -> None:
     if libc.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)):
         raise OSError(ctypes.get_errno(), "capset")
     libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or its own files in /proc would be root's
+
+
+def leave_shared_memory() -> None:
+    """Shared memory and message queues of System V that this process makes are its own, and end with it."""
+    ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWIPC)  # where the system forbids it, they stay
+
+
+def hide_environment() -> None:
+    """What /proc shows of this process's environment is what it was started with, the grader's; shows nothing afterwards."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin = int(fields[47])  # env_start; see proc_pid_stat(5), whose field 3 is the first here
+    ctypes.CDLL(None, use_errno=True).prctl(
+        _SET_MEMORY, _ENVIRONMENT_END, ctypes.c_ulong(begin), 0, 0
+    )  # forbidden in some containers: Landlock does not help, but the grader starts ranks with little
 
 
 def make_network() -> int | None:

@@ -6,19 +6,22 @@ are limited by the system, and processes by a watcher, which ends everything whe
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MEMORY = 4 << 30  # bytes of a rank, besides what it was forked with
 FILE = 1 << 30  # bytes of the largest file
 FILES = 2 << 30, 4_000  # bytes of all files of a run, and how many they may be
 PROCESSES = 64  # that all ranks of a run, and what they start, may be at once
+_STACKS = 1 << 30  # bytes of addresses for threads and their arenas
 _THREADS = 16 * PROCESSES  # Linux counts threads; those of torch are many
 _PROC = Path("/proc")
 
@@ -33,14 +36,30 @@ def limit_this_process(own_user: bool = False) -> None:
     used = (
         int((_PROC / "self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") if _on_linux() else 0
     )
+    mapped = (
+        int((_PROC / "self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if _on_linux() else 0
+    )
     for what, limit in (
         (resource.RLIMIT_DATA, used + MEMORY),
+        *(
+            [(resource.RLIMIT_AS, mapped + MEMORY + _STACKS)] if _on_linux() else []
+        ),  # shared mappings are no data
         (resource.RLIMIT_FSIZE, FILE),
         (resource.RLIMIT_CORE, 0),
         *([(resource.RLIMIT_NPROC, _THREADS)] if own_user else []),
     ):
         _, most = resource.getrlimit(what)
         resource.setrlimit(what, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
+def close_pipes() -> None:
+    """Closes what this process could write to of others: the pipe to the tracker of shared memory, which trusts all it reads."""
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
+        with suppress(OSError):
+            fd = int(name)
+            mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
+            if fd > 2 and stat.S_ISFIFO(mode) and flags & os.O_ACCMODE != os.O_RDONLY:
+                os.close(fd)
 
 
 def _on_linux() -> bool:

@@ -27,7 +27,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,10 @@ from hwfsdp import ranks, worker
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import COLLECTIVES, Event, Sample
-from hwfsdp.learn.confinement import confine
+from hwfsdp.learn.confinement import Confinement, confine, files_of
 from hwfsdp.learn.guard import BLOCKED, Guard, forget
 from hwfsdp.learn.manifest import compiled_body
+from hwfsdp.learn.oracles import keep_only
 from hwfsdp.learn.overlay import Overlay, install
 from hwfsdp.learn.packing import pack, unpack
 from hwfsdp.learn.processes import nothing_left_behind
@@ -173,10 +174,11 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Learner:
-    """A learner's functions, and paths that they have no business with."""
+    """A learner's functions, paths that they have no business with, and what the ranks that have them give up."""
 
     overlay: Overlay
     off_limits: tuple[Path, ...]
+    confinement: Confinement | None = None
 
 
 _references: dict[str, Run] = {}  # runs with the package as it is; the same whoever asks
@@ -287,7 +289,9 @@ def _launch(
         order = _Order(probe.__module__, probe.__name__, arguments, learner, name)
         prepare = None
         if learner is not None:
-            prepare = confine(folder, learner.overlay.modules, learner.off_limits).enter
+            confinement = confine(folder, learner.overlay.modules, learner.off_limits)
+            prepare = confinement.enter
+            order = replace(order, learner=replace(learner, confinement=confinement))
         try:
             with nothing_left_behind(folder) as watch:
                 packed = ranks.run_ranks(
@@ -378,34 +382,58 @@ def _run_on_rank(order: _Order) -> bytes:
     """Loads the package, calls the probe and packs what it reported."""
     report: Report = {}
     raised: dict[str, Any] | None = None
-    guard: Guard | None = None
+    finish: Callable[[], list[str]] = list
+    sealed, described = pack, _described  # taken before the learner's code could exchange them
     redirect_errors(Path(order.folder) / str(dist.get_rank()))
     try:
-        if order.learner is not None:
+        if order.learner is None:
+            probe = _probe_of(order)
+        else:
             worker.describe_wait = describe_wait
-            guard = _let_in(order.learner)
-        probe = getattr(importlib.import_module(order.module), order.name)
+            guard = _guard_for(order.learner)
+            finish = guard.finish
+            probe = _let_in(order, order.learner, guard)
         probe(report, **order.arguments)
     except Exception as error:
-        raised = _described(error)
-    blocked = guard.finish() if guard else []
+        raised = described(error)
+    blocked = finish()
     try:
-        return pack({"report": report, "raised": raised, "blocked": blocked})
+        return sealed({"report": report, "raised": raised, "blocked": blocked})
     except Exception as error:  # a learner's function returned something that is no data
-        return pack({"report": {}, "raised": raised or _described(error), "blocked": blocked})
+        return sealed({"report": {}, "raised": raised or described(error), "blocked": blocked})
 
 
-def _let_in(learner: _Learner) -> Guard:
-    """Loads a learner's functions, with a guard that watches from before their file is run."""
-    overlay, guard = learner.overlay, Guard([str(path) for path in learner.off_limits])
+def _probe_of(order: _Order) -> Probe:
+    probe: Probe = getattr(importlib.import_module(order.module), order.name)
+    return probe
+
+
+def _guard_for(learner: _Learner) -> Guard:
+    hidden = learner.confinement.hidden if learner.confinement else ()
+    texts = [path for module in learner.overlay.modules for path in files_of(module)]
+    return Guard([str(path) for path in (*learner.off_limits, *hidden, *texts)])
+
+
+def _let_in(order: _Order, learner: _Learner, guard: Guard) -> Probe:
+    """Loads the probe, forgets all else of the checks, and then loads a learner's functions under the eyes of a guard."""
+    overlay, found = learner.overlay, list[Probe]()
     forget(place for submitted in overlay.submitted for place in submitted.places)
-    install(overlay, when_loaded=guard.arm)
-    return guard
+
+    def close_the_door() -> None:
+        found.append(_probe_of(order))
+        keep_only(found[0])
+        if learner.confinement is not None:
+            learner.confinement.hide_checks(order.folder)
+        guard.arm()
+
+    install(overlay, when_loaded=close_the_door)
+    return found[0]
 
 
 def redirect_errors(path: Path) -> None:
-    """What native code writes to standard error goes to a file; what Python writes there is printed like the rest."""
+    """What native code writes goes to a file; what Python writes to standard error is printed like the rest."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)  # what Python prints does not go there
     os.dup2(file, 2)
     os.close(file)
     sys.stderr = sys.stdout

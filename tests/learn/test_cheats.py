@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import marshal
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from hwfsdp.learn import landlock, privileges
@@ -14,6 +18,7 @@ from hwfsdp.learn.confinement import limits_in_force
 from hwfsdp.learn.grade import Grade, Options, grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import descendants, server_pid
+from hwfsdp.learn.rules import find_digging
 from hwfsdp.learn.submission import solution, starter
 from hwfsdp.learn.workbook import graded
 
@@ -26,15 +31,21 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 TRIED = starter(MATH).replace("raise NotImplementedError", "return 1", 1)
 
 
+def unseen(lines: str) -> str:
+    """The same, in words that no reading of the text finds."""
+    packed = base64.b64encode(lines.encode()).decode()
+    return f"import base64\nexec(base64.b64decode({packed!r}).decode(), globals())\n"
+
+
 def at_import(lines: str, text: str = TRIED) -> str:
     """The text with lines before its first import of the package."""
     head, _, rest = text.partition("from hwfsdp")
-    return f"{head}{lines}\nfrom hwfsdp{rest}"
+    return f"{head}{unseen(lines)}\nfrom hwfsdp{rest}"
 
 
 def filled(lines: str) -> str:
     """The starter of 01; `lines`, at its end, leave the functions of its holes in `found`."""
-    return starter(MATH) + "\n" + lines + TAKE
+    return starter(MATH) + "\n" + unseen(lines) + TAKE
 
 
 TAKE = """
@@ -55,7 +66,50 @@ def local_shape(shape, world_size, rank):
     return found["local_shape"](shape, world_size, rank)
 """
 
+BYTES = base64.b64encode(marshal.dumps(compile(solution(MATH), "x", "exec"))).decode()
+
+
+def _solved() -> bytes:
+    names: dict[str, object] = {}
+    exec(compile(solution(MATH), "x", "exec"), names)
+    return bytes(cloudpickle.dumps({hole: names[hole] for hole in MATH.hole_names}))
+
+
 CHEATS = {
+    "the oracles called": filled(
+        "from hwfsdp.learn.checks import shard_math as checks\nfrom hwfsdp.sharding import Extent\n"
+        "found = {'chunk_length': checks.full_chunk, 'padded_length': lambda n, w: checks.full_chunk(n, w) * w,\n"
+        "         'chunk_extent': lambda *a: Extent(*checks.far_extent(*a)), 'local_shape': lambda s, w, r: s}"
+    ),
+    "the oracles read": filled(
+        "import hwfsdp, os\nfound = {'__name__': 'x'}\n"
+        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'learn', 'checks', 'shard_math.py')\n"
+        "exec(open(path).read(), found)"
+    ),
+    "answers brought along, compiled": filled(
+        f"import marshal, base64\nfound = {{'__name__': 'x'}}\nexec(marshal.loads(base64.b64decode({BYTES!r})), found)"
+    ),
+    "answers brought along, compiled, in a file": filled(
+        "import importlib.machinery, importlib.util, base64, os\n"
+        f"data = base64.b64decode({BYTES!r})\n"
+        "open('brought.dat', 'wb').write(importlib.util.MAGIC_NUMBER + bytes(12) + data)\n"
+        "found = importlib.machinery.SourcelessFileLoader('brought', os.path.abspath('brought.dat')).load_module().__dict__"
+    ),
+    "answers brought along, pickled": filled(f"import cloudpickle\nfound = cloudpickle.loads({_solved()!r})"),
+    "code under a name of the package": filled(
+        "found = {}\nexec(compile('import sys; frame = sys._getframe(2)', '<hwfsdp.mine>', 'exec'), found)"
+    ),
+    "the frames of others": filled(
+        "import sys\nframe = sys._getframe()\nwhile frame.f_code.co_name != '_run_on_rank':\n    frame = frame.f_back\n"
+        "frame.f_globals['pack'] = lambda tree: b''\nfound = {}"
+    ),
+    "the frames of others, from an exception": filled(
+        "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    found = error.__traceback__.tb_frame.f_back.f_globals"
+    ),
+    "the frames of others, handed on": filled(
+        "import inspect\nfound = inspect.currentframe().f_back.f_globals"
+    ),
+    "native code": filled("import ctypes\nctypes.CDLL(None).getpid()\nfound = {}"),
     "the solution imported": filled(f"import runpy\nfound = runpy.run_path({str(SOLVED)!r})"),
     "the solution read": filled(f"found = {{}}\nexec(open({str(SOLVED)!r}).read(), found)"),
     "the solution read by another program": filled(
@@ -125,6 +179,17 @@ def test_a_cheat_scores_nothing_and_leaves_nothing(
 
 
 NAMED = {
+    "the oracles read": "opens learn/checks/shard_math.py",
+    "answers brought along, compiled": "compiled elsewhere",
+    "answers brought along, compiled, in a file": "compiled elsewhere",
+    "answers brought along, pickled": "makes code out of bytes",
+    "code under a name of the package": "compiles code under a name that is not its own",
+    "the frames of others": "looks into the frames of others",
+    "the frames of others, from an exception": "looks into the frames of others",
+    "the frames of others, handed on": "looks into the frames of others",
+    "native code": "calls native code by itself",
+    "the package's text run": "opens main/hwfsdp/sharding.py",
+    "the package's functions dug out": "looks for objects of others",
     "the solution imported": "opens solutions/",
     "the solution read": "opens solutions/",
     "the solution read by another program": "starts another program",
@@ -141,6 +206,83 @@ def test_what_reaches_for_what_is_not_its_own_is_told_so(name: str) -> None:
     result = graded(MATH, COURSE, CHEATS[name], Options(seed=2))
     assert result.status == "error" and result.finding is not None
     assert result.finding.misconception == "blocked" and NAMED[name] in result.finding.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import ctypes",
+        "from signal import signal",
+        "f.f_back",
+        "import hwfsdp.learn.checks.x",
+        "from hwfsdp import learn",
+    ],
+)
+def test_what_no_answer_needs_is_found_in_the_text(line: str) -> None:
+    use = find_digging(f"def f():\n    pass\n\n\n{line}\n")
+    assert use is not None and use.line == 5
+
+
+def test_no_right_answer_has_any_of_it() -> None:
+    assert not [e.number for e in COURSE.exercises if find_digging(solution(e)) or find_digging(starter(e))]
+
+
+WHOLE = """
+
+def all_ranks(input, group):
+    group = group or dist.group.WORLD
+    outputs = [torch.empty_like(input) for _ in range(dist.get_world_size(group))]
+    group.allgather([outputs], [input]).wait()
+    return torch.cat(outputs)
+
+
+def ring_all_gather(output, input, group):
+    output.copy_(all_ranks(input, group))
+
+
+def ring_reduce_scatter(output, input, group, mean):
+    output.copy_(all_ranks(input, group)[: output.numel()])
+"""
+
+
+def test_a_process_groups_own_collectives_cannot_be_called_past_the_instruments() -> None:
+    result = graded(RINGS, COURSE, starter(RINGS) + WHOLE, Options(seed=2))
+    assert result.score == 0 and "allgather of a process group itself" in described(result)
+
+
+@LINUX
+def test_a_submission_has_no_memory_that_outlives_it() -> None:
+    lines = (
+        "import mmap, os\n"
+        "try:\n    open('/dev/shm/hwfsdp-was-here', 'w'); print('shared memory')\nexcept OSError:\n    pass\n"
+        "try:\n    mmap.mmap(-1, 16 << 30); print('16 GiB')\nexcept OSError:\n    pass\n"
+        "print('looked')\n"
+    )
+    result = graded(MATH, COURSE, at_import(lines, solution(MATH)), Options(seed=2))
+    assert result.score == MATH.points and result.printed.split() == ["looked"], result.printed
+
+
+def test_a_rank_keeps_no_pipe_that_others_listen_to() -> None:
+    code = (
+        "import os\nfrom hwfsdp.learn.processes import close_pipes\n"
+        "read, write = os.pipe()\nfile = os.open(os.devnull, os.O_WRONLY)\nclose_pipes()\n"
+        "os.fstat(read), os.fstat(file)\n"
+        "try:\n    os.fstat(write)\nexcept OSError:\n    print('closed')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=COURSE.root)
+    assert ended.stdout == "closed\n", ended.stderr
+
+
+def test_a_message_that_never_ends_is_not_waited_for() -> None:
+    lines = (
+        "import os, struct\n"
+        "for fd in range(3, 64):\n"
+        "    try:\n        if os.readlink(f'/proc/self/fd/{fd}').startswith('socket'):\n"
+        "            os.write(fd, struct.pack('!iQ', -1, 1 << 30) + bytes(1000))\n"
+        "    except OSError:\n        pass\n"
+    )
+    result = graded(MATH, COURSE, at_import(lines, solution(MATH)), Options(seed=2))
+    assert result.score == 0 and leaves_nothing()
 
 
 def described(result: Grade) -> str:

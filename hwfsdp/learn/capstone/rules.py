@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hwfsdp.learn import holes
+from hwfsdp.learn import holes, rules
 from hwfsdp.learn.diagnose import Finding
 from hwfsdp.learn.manifest import module_source
 from hwfsdp.learn.submission import NOT_PYTHON, Source
@@ -19,7 +19,9 @@ from hwfsdp.learn.submission import NOT_PYTHON, Source
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 FROM_TORCHS_OWN = {"MixedPrecisionPolicy"}  # the policy is an argument
-ROUND_ABOUT = {"importlib", "__import__", "imp", "runpy", "pkgutil", "exec", "eval", "ctypes"}
+ROUND_ABOUT = set(
+    "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
+)
 NEEDED = {  # functions by name, with the arguments that the grader, or the homework, calls them with
     "fully_shard": ("module", "module_fqn", "comm_ctx", "mesh", "reshard_after_forward", "mp_policy"),
     "FSDPCommContext.__init__": ("self", "device_type"),
@@ -66,6 +68,7 @@ def check_rules(source: Source) -> None:
         if lacking := [a for a in arguments if a not in given and "*" not in given]:
             message = f"{name}: {function} has no argument {lacking[0]!r}."
             raise Finding("wrong-signature", message, ", ".join(arguments), ", ".join(given))
+    rules.check_rules(name, source.text)
     if use := next(forbidden_uses(tree), None):
         message = f"{name}, line {use.line}: {use.what}."
         raise Finding("not-alone", message, " and ".join(ALLOWED), use.what)
@@ -91,11 +94,19 @@ def forbidden_uses(tree: ast.Module) -> Iterator[Use]:
                 yield from _imported_name(node.module or "", node.level, alias.name, node.lineno)
                 if node.module == "hwfsdp":
                     aliases[alias.asname or alias.name] = f"hwfsdp.{alias.name}"
+    plain = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _names_plainly(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in ROUND_ABOUT:
             yield Use(f"{node.id}, which gets at anything", node.lineno)
+        elif isinstance(node, ast.Name) and node.id == "getattr" and id(node) not in plain:
+            yield Use("getattr of a name that is put together", node.lineno)
         elif isinstance(node, ast.Attribute):
             yield from _attribute(ast.unparse(node), aliases, node.lineno)
+
+
+def _names_plainly(call: ast.Call) -> bool:
+    """Whether the second argument, an attribute's name, is a text or a variable."""
+    return len(call.args) > 1 and isinstance(call.args[1], ast.Constant | ast.Name | ast.Attribute)
 
 
 def _imported_module(name: str, line: int) -> Iterator[Use]:
@@ -122,7 +133,11 @@ def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]
     first, _, rest = dotted.partition(".")
     whole = f"{aliases[first]}.{rest}" if first in aliases else dotted
     parts = whole.split(".")
-    if whole in ("sys.modules", "sys.meta_path") or "__globals__" in parts or "__builtins__" in parts:
+    if (
+        whole in ("sys.modules", "sys.meta_path", "sys.path", "sys.path_hooks")
+        or "__globals__" in parts
+        or "__builtins__" in parts
+    ):
         yield Use(f"{dotted}, which gets at anything", line)
     elif parts[0] == "hwfsdp" and first in aliases:
         module = ".".join(parts[:2])
