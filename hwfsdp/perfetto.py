@@ -116,6 +116,7 @@ def _meta(kind: str, pid: int, tid: int, /, **args: Any) -> TraceEvent:
 
 
 _GRID = 1 / 8  # µs; Note [Times on a grid]
+ROUNDING = 1e-6  # µs by which times that are equal may differ after a shift
 
 Interval = tuple[float, float]
 Place = tuple[int, int]  # rank, seq
@@ -150,7 +151,7 @@ def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
     tracks: dict[tuple[int, str], list[Drawn]] = {}
     for event in sorted(events, key=lambda e: (e.rank, e.stream, e.start_us, -e.dur_us, e.seq)):
         open_ones = tracks.setdefault((event.rank, event.stream), [])
-        while open_ones and open_ones[-1].end <= event.start_us:
+        while open_ones and open_ones[-1].end <= event.start_us + ROUNDING:
             open_ones.pop()
         end = min([event.end_us, *(other.end for other in open_ones)])
         start = event.start_us

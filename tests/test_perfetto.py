@@ -190,6 +190,17 @@ def test_a_slice_that_would_cross_the_end_of_an_earlier_one_is_cut_there() -> No
     assert list(nested_intervals(log).values()) == [(0, 10), (5, 10), (5, 15), (5, 15)]
 
 
+def test_a_slice_that_begins_where_the_one_before_ends_is_drawn_whole_though_rounding_says_otherwise() -> (
+    None
+):
+    log = [
+        Event(0, 0, "forward", "compute", start_us=0.1, dur_us=0.2),
+        Event(0, 1, "forward", "compute", start_us=0.3, dur_us=1.0),
+    ]
+    assert log[0].end_us > log[1].start_us
+    assert nested_intervals(log)[0, 1] == (0.3, 1.3)
+
+
 def test_a_slice_that_ends_with_the_one_around_it_does_so_in_the_viewers_nanoseconds_too() -> None:
     log = [
         Event(0, 0, "forward", "compute", start_us=0.0009, dur_us=9.9995),

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from hwfsdp.events import COLLECTIVES, STREAMS, Event
-from hwfsdp.perfetto import nested_intervals
+from hwfsdp.perfetto import ROUNDING, nested_intervals
 from hwfsdp.plot import sheet, style
 
 MAX_ARROWS = 120  # per rank; with more, they hide the bars
@@ -143,7 +143,7 @@ def _spans(events: Sequence[Event]) -> list[_Span]:
     for event in sorted(events, key=lambda e: (e.stream, e.start_us, -e.dur_us, e.seq)):
         start, end = drawn[event.rank, event.seq]
         stack = outer.setdefault(event.stream, [])
-        while stack and spans[stack[-1]].end <= start:
+        while stack and spans[stack[-1]].end <= start + ROUNDING:
             stack.pop()
         if stack:
             parent = spans[stack[-1]]
