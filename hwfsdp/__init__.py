@@ -69,6 +69,7 @@ a book, in this order; each imports only from those before it.
          plot          figures of a log
          trace         a run recorded, held against closed forms, compared
          demo          three times the same run: hwfsdp, FSDP2, unsharded
+         lesson        what notebooks need
     X    Classroom
          learn         exercises cut out of this package
          verbs         those of the command that have a room of their own

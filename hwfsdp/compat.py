@@ -329,6 +329,9 @@ def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Non
         setattr(module, name, param)
 
 
+USE_COUNT = "_storage_Use_Count"  # of torch, not documented
+
+
 def is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None:
     """Whether anything but this list refers to its storage at `index`; None if this torch cannot tell.
 
@@ -336,7 +339,7 @@ def is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -
     tell, because a view outlives its tensor. What counts in C++ is counted there, where no public function looks;
     Python's references to the storage count as one there, and are compared with those to something else in a list.
     """
-    use_count = getattr(torch._C, "_storage_Use_Count", None)
+    use_count = getattr(torch._C, USE_COUNT, None)
     if use_count is None:
         return None
     other = [object()]

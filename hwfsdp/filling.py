@@ -45,8 +45,9 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
         seed: of the whole model.
 
     First `reshard_all(model)`: where a forward left whole parameters, it is the shards that have to be filled. Then each
-    parameter of the model, once, by the name that `named_parameters` gives it: `require_memory`, `part_of`, `fill_part`.
-    Nothing else in the process changes, its random numbers included.
+    parameter of the model, once, by the name that `named_parameters` gives it: `require_memory(fqn, param)`,
+    `part_of(param)`, `fill_part(fqn, part, shape of the whole, init, seed)`. Nothing else in the process changes, its random
+    numbers included.
 
     Raises:
         StateError: a parameter is still on the meta device (`require_memory` sees to that).
@@ -79,9 +80,10 @@ def part_of(param: Tensor) -> Part:
     """What this rank holds of a parameter, which may be sharded or not.
 
     Returns:
-        Of a DTensor, its local part itself (`compat.local_of`), and the offset that `compute_local_shape_and_global_offset`
-        gives for its `shape`, `device_mesh` and `placements`. A parameter that is not sharded is all here: itself, at offset
-        0 in every dim.
+        `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
+        Of a DTensor, `local` is its local part itself (`compat.local_of(param)`), and `offset` the second of the two that
+        `compute_local_shape_and_global_offset(shape, mesh, placements)` gives for its `shape`, `device_mesh` and `placements`.
+        A parameter that is not sharded is all here: itself, at offset 0 in every dim.
     """
     if not isinstance(param, DTensor):
         return Part(param, (0,) * param.ndim)
@@ -93,7 +95,8 @@ def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: in
     """Fills a rank's part of a parameter, row by row. Called without gradients being recorded.
 
     Args:
-        fqn: the parameter's. part: filled in place; it may have no elements, and then there is nothing to do.
+        fqn: the parameter's. part: what this rank has, `part.local`, at `part.offset` in the whole (see `part_of`). It is
+            filled in place; it may have no elements, and then there is nothing to do.
         shape: of the whole parameter, with as many dims as the part. A parameter without dims is one row of no dims.
         init: called as `init(fqn, row, generator)` once for each row that the part has elements of, first row first.
         seed: of the whole model.

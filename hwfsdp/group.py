@@ -96,7 +96,7 @@ class FSDPCommContext:
         next gather into the same memory, however far compute has come (`collectives`, Note [Why flat buffers outlive…]). So
         a reference is kept, in `_copied_out`: `gathered`, and an event recorded on compute now. A buffer kept before is
         let go first (`release_gather_buffer`), as there is never more than one. And if the event is over already
-        (`StreamEvent.is_over`: on a CPU, where the host has copied), this one is let go at once, too.
+        (`event.is_over`, a property: on a CPU, where the host has copied), this one is let go at once, too.
         """
         self.release_gather_buffer()
         self._copied_out = gathered, self.streams.compute.record()
@@ -156,7 +156,7 @@ class FSDPCommContext:
 
         Called when the last backward of an iteration is over; the optimizer is next to read the gradients, on compute.
         - What is in flight is waited for (`wait_for_reductions`).
-        - What was put off until somebody waits is done (`settle`; a device puts nothing off).
+        - `self.settle()` does what was put off on these streams until somebody waits; a device puts nothing off.
         - Compute waits for every stream that reductions in `_reduced` are on: an event recorded there now is after all of
           them. Then these are forgotten.
         """
@@ -252,10 +252,10 @@ class ParamGroup:
         """Starts to gather all parameters of the group, in one collective; returns the gather in flight.
 
         - First `comm_ctx.release_gather_buffer()` lets go of the buffer of the gather before.
-        - What travels are the tensors of `FSDPParam.gather_inputs` of all parameters, in the order of `params`: a list of one
-          tensor each, or of more where the parameter has an extension. Since an extension may compute them, they are asked
-          for on the copy stream: `with comm_ctx.streams.copy.run():`.
-        - Each in the dtype that `FSDPParam.gather_dtypes` says, a list as long.
+        - What travels are the tensors that `FSDPParam.gather_inputs()` returns, of all parameters, in the order of `params`: a
+          list of one tensor each, or of more where the parameter has an extension. Since an extension may compute them,
+          they are asked for on the copy stream: `with comm_ctx.streams.copy.run():`.
+        - Each in the dtype that `FSDPParam.gather_dtypes` (a property) says, a list as long.
         - `collectives.all_gather` takes both lists, the axis to gather over, and `channel`. That axis is `gather_mesh.shard` of
           the parameters, which all have the same `gather_mesh`: between forward and backward it may be smaller than `mesh`.
           Frozen parameters travel like others: forward needs them.

@@ -100,10 +100,11 @@ class FSDPState:
     Attributes:
         modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
         parent: the state of the closest sharded module above; None at the root.
+        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
         to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
-        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_prefetch, backward_prefetch: states whose groups to gather next, if the user said so; else empty.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
     """
 
@@ -288,7 +289,7 @@ class FSDPState:
           next. It is not told, and nothing is learned, if this state has no group, if there is no outermost forward, or in a
           recomputation (`compat.in_backward()`), whose order is another.
         - If the user listed states (`forward_prefetch`, not empty), the groups of all of these are gathered, in that
-          order, in place of the one expected.
+          order, in place of the one expected. A listed state may have no group.
         - Every group gathered here is a guess, and is noted in `root.guessed`: when the forward is over, those that nobody
           came for are dropped, because the optimizer is about to change what they hold.
         """
@@ -469,7 +470,7 @@ class FSDPState:
         parameters in backward (`unshard_in_backward` is off) is left out.
 
         - If the user listed states (`backward_prefetch`, not empty), the groups of all of these are gathered, in that
-          order.
+          order. A listed state may have no group.
         - Else it is the one before this group in `comm_ctx.post_forward_order`, if there is one (`next_in_backward`). The places
           of a group there are in `group.post_forward_indices`, one per forward, in order; its backwards come in reverse, and
           each takes one away, from the end, whether or not a list decides. A state without a group, or a group without a

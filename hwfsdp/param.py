@@ -82,6 +82,7 @@ class FSDPParam:
     Attributes:
         fqn: fully qualified name from the root module.
         spread: how the parameter lies over the ranks, before and after sharding.
+        mesh: the `ShardMesh` whose ranks cut it: `mesh.size` of them, this one is `mesh.rank`.
         shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
         rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
         local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
@@ -470,16 +471,18 @@ class FSDPParam:
         `adopt_registered` calls it, for a parameter with this rank's rows, `local_shape`, in its local part (`local_of`).
         That comes from the user, or from `to_empty`, and knows nothing of padding.
 
-        Afterwards, the local part is the front of `padded_shard` (Note [Padding lives in the shard]): an optimizer that
-        updates the one updates the other. `padded_shard` is flat, of `padded_numel` elements in the dtype of the rows, where
-        `_on_shard_device` puts it: the rows, as they were, then zeros. There are three cases.
+        Afterwards, the local part is the front of `self.padded_shard` (Note [Padding lives in the shard]): an optimizer that
+        updates the one updates the other. `padded_shard` is flat, of `self.padded_numel` elements in the dtype of the rows,
+        where `self._on_shard_device(tensor)` puts it: the rows, as they were, then zeros. There are three cases.
 
-        - The local part begins where `padded_shard` does (`address_of` says where): nothing has changed, nothing to do.
-        - The rows need no padding, are contiguous, and `_on_shard_device` leaves them where they are: their own memory
-          becomes `padded_shard`, without a copy.
-        - Otherwise there is new memory of `padded_local_shape(self.rows, …)`, the rows are copied to its front, and that front
-          becomes the local part of `param` (`compat.replace_local`), which stays the object that it is. Nobody keeps the
-          memory where the rows were before.
+        - The local part begins where `padded_shard` does (`address_of(tensor)` says where): nothing has changed, nothing to do.
+        - The rows need no padding, are contiguous, and `_on_shard_device` returns the very tensor that it is given: their
+          own memory becomes `padded_shard`, without a copy.
+        - Otherwise there is new memory of shape `padded_local_shape(self.rows, self.mesh.size)`: `self.rows` is the shape
+          that ranks cut along dim 0, `self.mesh.size` the number of these ranks. The rows are copied to its front, as many
+          elements as `self.local_shape` has, and that front, in this shape, becomes the local part of `param`
+          (`compat.replace_local(param, front)`), which stays the object that it is. Nobody keeps the memory where the rows
+          were before.
         """
         rows = local_of(param)
         if address_of(rows) == address_of(self.padded_shard):

@@ -282,9 +282,11 @@ def _code(op: int, dtype: torch.dtype) -> int:
     return op * len(_DTYPES) + _DTYPES.index(dtype)
 
 
-def _described(call: int, nbytes: int) -> str:
+def _described(call: int, nbytes: int, ranks: int) -> str:
+    """In words, with the bytes of the whole tensor, as `history` and tables have them; `nbytes`: of a rank's input."""
     op, dtype = divmod(call, len(_DTYPES))
-    return f"{_OPS[op]} of {nbytes} bytes of {_DTYPES[dtype]}"
+    whole = nbytes * ranks if op == _OPS.index("all_gather") else nbytes
+    return f"{_OPS[op]} of {whole:,} bytes of {_DTYPES[dtype]}"
 
 
 class Neighbors:
@@ -373,8 +375,9 @@ class Neighbors:
         record = told[number]
         if (record.call, record.nbytes) != (call, nbytes):
             raise RuntimeError(
-                f"ranks call different collectives: number {number} of their group is {_described(call, nbytes)} "
-                f"on rank {self.rank}, {_described(record.call, record.nbytes)} on rank {peer}"
+                f"ranks call different collectives: number {number} of their group is "
+                f"{_described(call, nbytes, self.size)} on rank {self.rank}, "
+                f"{_described(record.call, record.nbytes, self.size)} on rank {peer}"
             )
         if not like.numel():
             return like

@@ -327,7 +327,7 @@ def different_collectives() -> str:
 def test_ranks_that_call_different_collectives_are_told_which():
     said = launch(different_collectives, 2, timeout=60)
     assert (
-        f"all_gather of 16 bytes of {FP32} on rank 0, reduce_scatter by sum of 32 bytes of {FP32} on rank 1"
+        f"all_gather of 32 bytes of {FP32} on rank 0, reduce_scatter by sum of 32 bytes of {FP32} on rank 1"
         in said[0]
     )
     assert (
@@ -397,7 +397,7 @@ def different_dtypes() -> str:
 
 def test_ranks_that_gather_different_dtypes_are_told_which():
     assert (
-        "torch.float16 on rank 0, all_gather of 8 bytes of torch.bfloat16 on rank 1"
+        "torch.float16 on rank 0, all_gather of 16 bytes of torch.bfloat16 on rank 1"
         in launch(different_dtypes, 2, timeout=60)[0]
     )
 
@@ -409,7 +409,7 @@ def different_sizes() -> str:
 
 def test_ranks_that_gather_different_sizes_are_told_which():
     said = launch(different_sizes, 2, timeout=60)[0]
-    assert f"16 bytes of {FP32} on rank 0, all_gather of 20 bytes of {FP32} on rank 1" in said
+    assert f"32 bytes of {FP32} on rank 0, all_gather of 40 bytes of {FP32} on rank 1" in said
 
 
 def a_rank_that_stays_away() -> str:

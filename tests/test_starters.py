@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import hwfsdp
 from hwfsdp import UsageError
 from hwfsdp.learn.holes import functions
+from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.provided import Provided, block, described
 from hwfsdp.learn.starters import Hole, render
 
 PACKAGE = Path(hwfsdp.__file__).parent
@@ -121,3 +124,135 @@ def test_methods_are_in_a_class_and_what_is_in_the_file_is_not_imported():
 def test_a_hole_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match="Did you mean 'padded_length'"):
         render([hole("sharding.padded_lenght")], "01", "T", solved=False)
+
+
+GIVEN = '''
+from enum import Enum, auto
+from typing import NamedTuple
+
+MANIFEST, _NEW = "manifest.json", "CURRENT.new"
+Init = Callable[[str, Tensor], object]
+LIMIT: int = 3
+
+
+class Kind(Enum):
+    ONE = auto()
+    TWO = auto()
+
+
+class Need(NamedTuple):
+    """What is read."""
+
+    entry: str
+    box: tuple[int, ...] = ()
+    seen: list[int] = field(default_factory=list)
+
+
+class Base:
+    def __init__(self, path: Path, *, keep: int | None = None) -> None:
+        self.path, self.keep = path, keep
+
+
+class Handle(Base):
+    """A handle."""
+
+    stream: Stream
+
+    def begin(self, staged: Any, /, target: int = 3, *rest: str, by: bool, **more: int) -> None:
+        self._count, self._word, self._set = 0, None, None
+        self._thread = self._made()
+        self.later: int | None = None
+
+    def _made(self) -> Thread: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    @functools.cached_property
+    def size(self): ...
+
+    @staticmethod
+    def of(tensor: Tensor) -> Handle: ...
+
+    @classmethod
+    def made_of(cls, tensor: Tensor) -> Handle: ...
+
+
+def place_of(view: View, *, pad: bool = False) -> tuple[int, int]: ...
+'''
+DESCRIBED = {
+    "place_of": "function place_of(view: View, *, pad: bool = False) -> tuple[int, int]",
+    "Handle.begin": "method Handle.begin(staged: Any, target: int = 3, *rest: str, by: bool, **more: int) -> None",
+    "Handle.is_over": "property Handle.is_over -> bool",
+    "Handle.size": "property Handle.size",
+    "Handle.of": "method Handle.of(tensor: Tensor) -> Handle",
+    "Handle.made_of": "method Handle.made_of(tensor: Tensor) -> Handle",
+    "Handle.stream": "attribute Handle.stream: Stream",
+    "Handle._count": "attribute Handle._count: int",
+    "Handle._word": "attribute Handle._word",
+    "Handle._thread": "attribute Handle._thread: Thread",
+    "Handle.later": "attribute Handle.later: int | None",
+    "Base.path": "attribute Base.path: Path",
+    "Handle": "class Handle(path: Path, *, keep: int | None = None)",
+    "Need": "class Need(entry: str, box: tuple[int, ...] = (), seen: list[int] = …)",
+    "Kind": "enum Kind: ONE, TWO",
+    "_NEW": "constant _NEW = 'CURRENT.new'",
+    "Init": "constant Init = Callable[[str, Tensor], object]",
+    "LIMIT": "constant LIMIT: int",
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_name_of_the_package_is_described_as_it_is_defined(name):
+    assert described(Provided("hwfsdp.given", GIVEN, name)) == DESCRIBED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("plase_of", "'place_of'"),
+        ("Handle.is_ower", "'is_over'"),
+        ("Nobody.x", "none"),
+        ("Handle.begin.x", "none"),
+    ],
+)
+def test_a_name_that_is_not_in_the_module_is_refused(name, remedy):
+    with pytest.raises(UsageError, match=f"calls: hwfsdp.given:{name}: .*{remedy}"):
+        described(Provided("hwfsdp.given", GIVEN, name))
+
+
+def test_names_stand_under_their_modules_in_lines_that_are_short_enough():
+    names = [Provided("hwfsdp.given", GIVEN, name) for name in DESCRIBED]
+    lines = block([*names, Provided("hwfsdp.other", GIVEN, "Kind")])
+    assert lines[:3] == ["# The package's own, that the docstrings name:", "#", "# hwfsdp.given"]
+    assert lines[-2:] == ["# hwfsdp.other", "#     enum       Kind: ONE, TWO"]
+    assert all(line.startswith("#") and len(line) <= 110 for line in lines)
+    joined = " ".join(" ".join(line[1:].split()) for line in lines)
+    assert all(text in joined for text in DESCRIBED.values())
+    assert block([]) == []
+
+
+def test_starter_and_solution_have_the_names_as_comments():
+    calls = [Provided("hwfsdp.given", GIVEN, "Handle.is_over")]
+    for solved in (False, True):
+        text = render([hole(name) for name in MIXED], "04", "T", solved=solved, calls=calls)
+        assert text.count("#     property   Handle.is_over -> bool\n") == 1
+        assert ast.unparse(ast.parse(text)) == ast.unparse(
+            ast.parse(render([hole(name) for name in MIXED], "04", "T", solved=solved))
+        )
+
+
+def test_signatures_of_the_course_say_what_python_says():
+    """Of functions: parameters in order; of properties, that they are some."""
+    for exercise in find_course(PACKAGE).exercises:
+        for name in exercise.provided:
+            kind, _, text = described(name).partition(" ")
+            found: Any = importlib.import_module(name.module)
+            for part in name.name.split("."):
+                found = getattr(found, part, None)
+            if kind in ("function", "method"):
+                function = getattr(found, "__wrapped__", found)
+                parameters = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+                assert [p for p in parameters if p not in text] == []
+            elif kind in ("property", "attribute"):
+                assert isinstance(found, property) == (kind == "property"), name.name

@@ -8,6 +8,11 @@ from torch import Tensor
 
 from hwfsdp.ring import exchange
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.ring
+#     function   exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None
+
 
 def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fills `output` with every rank's `input`, in rank order: block r is what rank r of the group gives.

@@ -18,6 +18,22 @@ from hwfsdp.accounting import (
 )
 from hwfsdp.sharding import local_shape, padded_local_numel
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.accounting
+#     function   gathers_per_step(group: GroupSizes) -> int
+#     function   unsharded_bytes(group: GroupSizes, world_size: int) -> int
+#     function   mesh_shape(strategy: Strategy, world_size: int, shards: int | None = None) -> MeshShape
+#     class      MeshShape(replicate: int, shard: int)
+#     class      GroupSizes(shapes: Sequence[Sequence[int]], gather_itemsize: int = 4,
+#                    reduce_itemsize: int = 4, resharded_after_forward: bool = True)
+#     method     GroupSizes.padded_numel(world_size: int) -> int
+#     class      StateBytes(params: int, grads: int, optimizer: int)
+#     enum       Strategy: DDP, ZERO1, ZERO2, ZERO3, HSDP
+# hwfsdp.sharding
+#     function   local_shape(shape: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]
+#     function   padded_local_numel(shape: Sequence[int], world_size: int) -> int
+
 
 def on_the_wire(collective: str, nbytes: int, world_size: int) -> int:
     """Bytes that one rank sends, by the ring algorithm, for a collective over `nbytes`.

@@ -13,6 +13,40 @@ from hwfsdp.hooks import Phase
 from hwfsdp.param import ShardedState
 from hwfsdp.watch import WatchedOutputs
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.group
+#     property   ParamGroup.is_unsharded -> bool
+#     attribute  ParamGroup._gathered: Gathered | None
+#     method     ParamGroup._gather() -> Gathered
+#     method     ParamGroup.wait_for_gather() -> None
+#     method     ParamGroup.drop_gather() -> None
+#     method     ParamGroup.reshard_after_forward() -> None
+#     method     FSDPCommContext.keep_until_copied_out(gathered: Gathered) -> None
+#     method     FSDPCommContext.note_forward(group: ParamGroup) -> None
+# hwfsdp.param
+#     method     FSDPParam.allocate() -> list[Tensor]
+#     method     FSDPParam.to_unsharded() -> None
+#     method     FSDPParam.to_sharded() -> None
+#     attribute  FSDPParam.state
+#     attribute  FSDPParam.gather_mesh: ShardMesh
+# hwfsdp.collectives
+#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent)
+#     function   copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None
+# hwfsdp.hooks
+#     property   FSDPState.groups -> list[ParamGroup]
+#     attribute  FSDPState.comm_ctx: FSDPCommContext
+#     method     FSDPState.prefetch_forward() -> None
+#     attribute  FSDPState.phase
+#     attribute  FSDPState.to_run: set[nn.Module]
+#     attribute  FSDPState.root: RootContext
+#     attribute  RootContext.backwards: int
+# hwfsdp.compat
+#     function   in_backward() -> bool
+# hwfsdp.watch
+#     class      WatchedOutputs(before_backward: Callable[[], None], backwards: Callable[[], int])
+#     method     WatchedOutputs.watch(output: Any) -> None
+
 
 class ParamGroup:
     """Parameters that travel together.
@@ -78,10 +112,11 @@ class FSDPState:
     Attributes:
         modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
         parent: the state of the closest sharded module above; None at the root.
+        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
         to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
-        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_prefetch, backward_prefetch: states whose groups to gather next, if the user said so; else empty.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
     """
 

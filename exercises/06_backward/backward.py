@@ -16,6 +16,35 @@ from hwfsdp.compat import local_of
 from hwfsdp.hooks import Phase
 from hwfsdp.sharding import chunk_length
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.sharding
+#     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
+#     function   chunk_length(n: int, world_size: int) -> int
+#     function   padded_local_numel(shape: Sequence[int], world_size: int) -> int
+# hwfsdp.collectives
+#     class      Scaling(before: float, scatter: Any, all_reduce: Any, after: float)
+# hwfsdp.param
+#     method     FSDPParam._own_part(grad: DTensor) -> Tensor
+#     method     FSDPParam._to_memory_of_grads(grad: Tensor, used_at_once: bool) -> Tensor
+# hwfsdp.compat
+#     function   wrap_like(local: Tensor, like: DTensor) -> DTensor
+#     function   local_of(tensor: DTensor) -> Tensor
+#     function   post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]
+# hwfsdp.hooks
+#     property   FSDPState.groups -> list[ParamGroup]
+#     attribute  FSDPState.phase
+#     attribute  FSDPState.comm_ctx: FSDPCommContext
+#     method     FSDPState.queue_final_callback() -> None
+#     method     FSDPState.prefetch_backward() -> None
+# hwfsdp.group
+#     attribute  ParamGroup.unshard_in_backward: bool
+#     method     ParamGroup.unshard() -> None
+#     method     ParamGroup.wait_for_gather() -> None
+#     method     ParamGroup.finish_unshard() -> None
+#     method     ParamGroup.finish_gradients() -> None
+#     method     FSDPCommContext.finish_reductions() -> None
+
 
 def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
     """Cuts gradients into the chunks of the ranks, so that row r of `flat` is what rank r shall get.
@@ -63,6 +92,7 @@ class FSDPParam:
     Attributes:
         fqn: fully qualified name from the root module.
         spread: how the parameter lies over the ranks, before and after sharding.
+        mesh: the `ShardMesh` whose ranks cut it: `mesh.size` of them, this one is `mesh.rank`.
         shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
         rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
         local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
@@ -120,10 +150,11 @@ class FSDPState:
     Attributes:
         modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
         parent: the state of the closest sharded module above; None at the root.
+        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
         to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
-        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_prefetch, backward_prefetch: states whose groups to gather next, if the user said so; else empty.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
     """
 

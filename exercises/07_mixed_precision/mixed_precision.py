@@ -16,6 +16,26 @@ from hwfsdp.nested import map_tensors
 from hwfsdp.param import FSDPParam
 from hwfsdp.precision import Dtypes, MixedPrecisionPolicy
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.precision
+#     class      Dtypes(orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None)
+#     class      MixedPrecisionPolicy(param_dtype: torch.dtype | None = None,
+#                    reduce_dtype: torch.dtype | None = None, output_dtype: torch.dtype | None = None,
+#                    cast_forward_inputs: bool = True)
+# hwfsdp.nested
+#     function   map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any
+# hwfsdp.hooks
+#     attribute  FSDPState.policy: MixedPrecisionPolicy
+# hwfsdp.param
+#     attribute  FSDPParam.dtypes: Dtypes
+#     method     FSDPParam.add_sharded_grad(grad: Tensor) -> None
+# hwfsdp.group
+#     method     ParamGroup.pieces(params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam,
+#                    Tensor]]
+# hwfsdp.errors
+#     class      UsageError(subject: str, *, expected: str, got: str, remedy: str)
+
 
 def resolve_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     """The dtypes of a parameter of dtype `orig` under `policy`, casts that change nothing left out.
@@ -67,10 +87,11 @@ class FSDPState:
     Attributes:
         modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
         parent: the state of the closest sharded module above; None at the root.
+        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
         to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
-        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_prefetch, backward_prefetch: states whose groups to gather next, if the user said so; else empty.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
     """
 

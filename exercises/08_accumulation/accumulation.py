@@ -5,6 +5,23 @@ from __future__ import annotations
 from hwfsdp import advice
 from hwfsdp.compat import outside_autograd
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.group
+#     attribute  ParamGroup.mesh: ShardMesh
+#     attribute  ParamGroup.reshard_mesh: ShardMesh | None
+#     method     ParamGroup.reshard() -> None
+#     method     ParamGroup._reshard_to(mesh: ShardMesh) -> None
+#     method     ParamGroup.take_grads() -> tuple[list[FSDPParam], list[Tensor]]
+#     method     ParamGroup.reduce(params: Sequence[FSDPParam], grads: list[Tensor]) -> None
+# hwfsdp.param
+#     method     FSDPParam.take_grad() -> Tensor | None
+#     attribute  FSDPParam.dtypes: Dtypes
+# hwfsdp.precision
+#     class      Dtypes(orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None)
+# hwfsdp.advice
+#     function   note_unsynchronized(group: Any, unsynchronized: bool) -> None
+
 
 class ParamGroup:
     """Parameters that travel together.
@@ -61,6 +78,7 @@ class FSDPParam:
     Attributes:
         fqn: fully qualified name from the root module.
         spread: how the parameter lies over the ranks, before and after sharding.
+        mesh: the `ShardMesh` whose ranks cut it: `mesh.size` of them, this one is `mesh.rank`.
         shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
         rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
         local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.

@@ -9,6 +9,36 @@ from hwfsdp.collectives import Gathered
 from hwfsdp.prefetch import T
 from hwfsdp.streams import StreamEvent, StreamSet
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.streams
+#     attribute  StreamSet.compute: Stream
+#     attribute  StreamSet.copy: Stream
+#     attribute  StreamSet.all_gather: Stream
+#     method     Stream.run() -> AbstractContextManager[Any]
+#     method     Stream.record() -> StreamEvent
+#     method     Stream.wait(event: StreamEvent | None) -> None
+#     property   StreamEvent.is_over -> bool
+# hwfsdp.collectives
+#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent)
+# hwfsdp.group
+#     method     ParamGroup.unshard() -> None
+#     attribute  ParamGroup._gathered: Gathered | None
+#     attribute  ParamGroup.comm_ctx: FSDPCommContext
+#     attribute  FSDPCommContext._copied_out: tuple[Gathered, StreamEvent] | None
+# hwfsdp.prefetch
+#     attribute  ForwardOrder._last: list[T]
+#     attribute  ForwardOrder._current: list[T]
+# hwfsdp.hooks
+#     attribute  FSDPState.group: ParamGroup | None
+#     attribute  FSDPState.root: RootContext
+#     attribute  FSDPState.forward_prefetch: list[FSDPState]
+#     attribute  FSDPState.forward_order: ForwardOrder[ParamGroup]
+#     attribute  RootContext.forward_root: FSDPState | None
+#     attribute  RootContext.guessed: list[ParamGroup]
+# hwfsdp.compat
+#     function   in_backward() -> bool
+
 
 def pack_then_gather(streams: StreamSet, pack: Callable[[], None], gather: Callable[[], None]) -> StreamEvent:
     """Issues the two halves of a gather on their streams, and returns while they may still be under way.
@@ -81,7 +111,7 @@ class FSDPCommContext:
         next gather into the same memory, however far compute has come (`collectives`, Note [Why flat buffers outlive…]). So
         a reference is kept, in `_copied_out`: `gathered`, and an event recorded on compute now. A buffer kept before is
         let go first (`release_gather_buffer`), as there is never more than one. And if the event is over already
-        (`StreamEvent.is_over`: on a CPU, where the host has copied), this one is let go at once, too.
+        (`event.is_over`, a property: on a CPU, where the host has copied), this one is let go at once, too.
         """
         # TODO(09)
         raise NotImplementedError
@@ -136,10 +166,11 @@ class FSDPState:
     Attributes:
         modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
         parent: the state of the closest sharded module above; None at the root.
+        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
         to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
-        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_prefetch, backward_prefetch: states whose groups to gather next, if the user said so; else empty.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
     """
 
@@ -154,7 +185,7 @@ class FSDPState:
           next. It is not told, and nothing is learned, if this state has no group, if there is no outermost forward, or in a
           recomputation (`compat.in_backward()`), whose order is another.
         - If the user listed states (`forward_prefetch`, not empty), the groups of all of these are gathered, in that
-          order, in place of the one expected.
+          order, in place of the one expected. A listed state may have no group.
         - Every group gathered here is a guess, and is noted in `root.guessed`: when the forward is over, those that nobody
           came for are dropped, because the optimizer is about to change what they hold.
         """

@@ -10,6 +10,31 @@ from hwfsdp.collectives import Reducing
 from hwfsdp.prefetch import T
 from hwfsdp.streams import StreamEvent, StreamSet
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.hooks
+#     attribute  FSDPState.group: ParamGroup | None
+#     attribute  FSDPState.comm_ctx: FSDPCommContext
+#     attribute  FSDPState.backward_prefetch: list[FSDPState]
+# hwfsdp.group
+#     method     ParamGroup.unshard() -> None
+#     attribute  ParamGroup.unshard_in_backward: bool
+#     attribute  ParamGroup.post_forward_indices: list[int]
+#     attribute  FSDPCommContext.post_forward_order: list[ParamGroup]
+#     attribute  FSDPCommContext._reducing: deque[Reducing]
+#     attribute  FSDPCommContext._reduced: list[Reducing]
+#     method     FSDPCommContext.settle() -> None
+# hwfsdp.streams
+#     attribute  StreamSet.compute: Stream
+#     attribute  StreamSet.reduce_scatter: Stream
+#     method     Stream.run() -> AbstractContextManager[Any]
+#     method     Stream.record() -> StreamEvent
+#     method     Stream.wait(event: StreamEvent | None) -> None
+# hwfsdp.collectives
+#     class      Reducing(owner: str, flat: Tensor, result: Tensor, divide: float, stream: Stream,
+#                    done: StreamEvent)
+#     method     Reducing.awaited_by(stream: Stream) -> None
+
 
 def next_in_backward(order: Sequence[T], index: int) -> T | None:
     """The group to gather while the group at `order[index]` runs its backward.
@@ -34,10 +59,11 @@ class FSDPState:
     Attributes:
         modules: those given to `fully_shard`; fqn: their names from the root, the root's is its class.
         parent: the state of the closest sharded module above; None at the root.
+        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: true below the root, false at the root.
         to_run: modules whose forward the one in progress waits for (Note [Several modules, one group]).
-        forward_prefetch, backward_prefetch: whose groups to gather next, if the user said so.
+        forward_prefetch, backward_prefetch: states whose groups to gather next, if the user said so; else empty.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
     """
 
@@ -49,7 +75,7 @@ class FSDPState:
         parameters in backward (`unshard_in_backward` is off) is left out.
 
         - If the user listed states (`backward_prefetch`, not empty), the groups of all of these are gathered, in that
-          order.
+          order. A listed state may have no group.
         - Else it is the one before this group in `comm_ctx.post_forward_order`, if there is one (`next_in_backward`). The places
           of a group there are in `group.post_forward_indices`, one per forward, in order; its backwards come in reverse, and
           each takes one away, from the end, whether or not a list decides. A state without a group, or a group without a
@@ -121,7 +147,7 @@ class FSDPCommContext:
 
         Called when the last backward of an iteration is over; the optimizer is next to read the gradients, on compute.
         - What is in flight is waited for (`wait_for_reductions`).
-        - What was put off until somebody waits is done (`settle`; a device puts nothing off).
+        - `self.settle()` does what was put off on these streams until somebody waits; a device puts nothing off.
         - Compute waits for every stream that reductions in `_reduced` are on: an event recorded there now is after all of
           them. Then these are forgotten.
         """

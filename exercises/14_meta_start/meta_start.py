@@ -14,6 +14,33 @@ from hwfsdp.layout import compute_local_shape_and_global_offset
 from hwfsdp.param import address_of
 from hwfsdp.sharding import padded_local_shape
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.compat
+#     function   local_of(tensor: DTensor) -> Tensor
+#     function   replace_local(tensor: DTensor, local: Tensor) -> None
+# hwfsdp.layout
+#     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
+#                    placements: Sequence[Placement], skip_offset: bool = False) -> tuple[tuple[int, ...],
+#                    tuple[int, ...]]
+# hwfsdp.filling
+#     class      Part(local: Tensor, offset: tuple[int, ...])
+#     constant   Init = Callable[[str, Tensor, torch.Generator], object]
+#     function   reshard_all(model: nn.Module) -> None
+#     function   require_memory(fqn: str, param: Tensor) -> None
+# hwfsdp.param
+#     function   address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]
+#     method     FSDPParam._on_shard_device(tensor: Tensor) -> Tensor
+#     attribute  FSDPParam.mesh: ShardMesh
+#     attribute  FSDPParam.rows
+#     attribute  FSDPParam.local_shape
+#     attribute  FSDPParam.padded_numel
+#     attribute  FSDPParam.padded_shard: Tensor
+# hwfsdp.mesh
+#     property   ShardMesh.size -> int
+# hwfsdp.sharding
+#     function   padded_local_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...]
+
 
 def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
     """A CPU generator for one row of one parameter.
@@ -34,9 +61,10 @@ def part_of(param: Tensor) -> Part:
     """What this rank holds of a parameter, which may be sharded or not.
 
     Returns:
-        Of a DTensor, its local part itself (`compat.local_of`), and the offset that `compute_local_shape_and_global_offset`
-        gives for its `shape`, `device_mesh` and `placements`. A parameter that is not sharded is all here: itself, at offset
-        0 in every dim.
+        `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
+        Of a DTensor, `local` is its local part itself (`compat.local_of(param)`), and `offset` the second of the two that
+        `compute_local_shape_and_global_offset(shape, mesh, placements)` gives for its `shape`, `device_mesh` and `placements`.
+        A parameter that is not sharded is all here: itself, at offset 0 in every dim.
     """
     # TODO(14)
     raise NotImplementedError
@@ -46,7 +74,8 @@ def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: in
     """Fills a rank's part of a parameter, row by row. Called without gradients being recorded.
 
     Args:
-        fqn: the parameter's. part: filled in place; it may have no elements, and then there is nothing to do.
+        fqn: the parameter's. part: what this rank has, `part.local`, at `part.offset` in the whole (see `part_of`). It is
+            filled in place; it may have no elements, and then there is nothing to do.
         shape: of the whole parameter, with as many dims as the part. A parameter without dims is one row of no dims.
         init: called as `init(fqn, row, generator)` once for each row that the part has elements of, first row first.
         seed: of the whole model.
@@ -74,8 +103,9 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
         seed: of the whole model.
 
     First `reshard_all(model)`: where a forward left whole parameters, it is the shards that have to be filled. Then each
-    parameter of the model, once, by the name that `named_parameters` gives it: `require_memory`, `part_of`, `fill_part`.
-    Nothing else in the process changes, its random numbers included.
+    parameter of the model, once, by the name that `named_parameters` gives it: `require_memory(fqn, param)`,
+    `part_of(param)`, `fill_part(fqn, part, shape of the whole, init, seed)`. Nothing else in the process changes, its random
+    numbers included.
 
     Raises:
         StateError: a parameter is still on the meta device (`require_memory` sees to that).
@@ -90,6 +120,7 @@ class FSDPParam:
     Attributes:
         fqn: fully qualified name from the root module.
         spread: how the parameter lies over the ranks, before and after sharding.
+        mesh: the `ShardMesh` whose ranks cut it: `mesh.size` of them, this one is `mesh.rank`.
         shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
         rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
         local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
@@ -114,16 +145,18 @@ class FSDPParam:
         `adopt_registered` calls it, for a parameter with this rank's rows, `local_shape`, in its local part (`local_of`).
         That comes from the user, or from `to_empty`, and knows nothing of padding.
 
-        Afterwards, the local part is the front of `padded_shard` (Note [Padding lives in the shard]): an optimizer that
-        updates the one updates the other. `padded_shard` is flat, of `padded_numel` elements in the dtype of the rows, where
-        `_on_shard_device` puts it: the rows, as they were, then zeros. There are three cases.
+        Afterwards, the local part is the front of `self.padded_shard` (Note [Padding lives in the shard]): an optimizer that
+        updates the one updates the other. `padded_shard` is flat, of `self.padded_numel` elements in the dtype of the rows,
+        where `self._on_shard_device(tensor)` puts it: the rows, as they were, then zeros. There are three cases.
 
-        - The local part begins where `padded_shard` does (`address_of` says where): nothing has changed, nothing to do.
-        - The rows need no padding, are contiguous, and `_on_shard_device` leaves them where they are: their own memory
-          becomes `padded_shard`, without a copy.
-        - Otherwise there is new memory of `padded_local_shape(self.rows, …)`, the rows are copied to its front, and that front
-          becomes the local part of `param` (`compat.replace_local`), which stays the object that it is. Nobody keeps the
-          memory where the rows were before.
+        - The local part begins where `padded_shard` does (`address_of(tensor)` says where): nothing has changed, nothing to do.
+        - The rows need no padding, are contiguous, and `_on_shard_device` returns the very tensor that it is given: their
+          own memory becomes `padded_shard`, without a copy.
+        - Otherwise there is new memory of shape `padded_local_shape(self.rows, self.mesh.size)`: `self.rows` is the shape
+          that ranks cut along dim 0, `self.mesh.size` the number of these ranks. The rows are copied to its front, as many
+          elements as `self.local_shape` has, and that front, in this shape, becomes the local part of `param`
+          (`compat.replace_local(param, front)`), which stays the object that it is. Nobody keeps the memory where the rows
+          were before.
         """
         # TODO(14)
         raise NotImplementedError

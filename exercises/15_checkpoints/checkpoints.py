@@ -20,6 +20,37 @@ from hwfsdp.checkpoint.saves import CURRENT, MANIFEST, _NEW, _current_bytes, _pu
 from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.layout import compute_local_shape_and_global_offset
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.checkpoint.boxes
+#     class      Box(offset: tuple[int, ...], shape: tuple[int, ...])
+#     property   Box.slices -> tuple[slice, ...]
+#     function   find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None
+# hwfsdp.layout
+#     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
+#                    placements: Sequence[Placement], skip_offset: bool = False) -> tuple[tuple[int, ...],
+#                    tuple[int, ...]]
+# hwfsdp.checkpoint.plan
+#     function   _refuse(path: KeyPath, expected: str, got: str) -> None
+# hwfsdp.checkpoint.matching
+#     class      Match(manifest: Manifest, tensors: dict[KeyPath, Tensor] = …, values: dict[KeyPath, Any] = …)
+#     class      Need(entry: TensorEntry, chunk: Chunk, box: Box, shared: Box)
+# hwfsdp.checkpoint.manifest
+#     attribute  Manifest.entries: dict[KeyPath, Entry]
+#     method     Manifest.chunks_of(entry: TensorEntry) -> tuple[Chunk, ...]
+#     class      TensorEntry(path: KeyPath, dtype: torch.dtype, shape: tuple[int, ...], chunks: tuple[Chunk,
+#                    ...] = (), same_as: KeyPath | None = None)
+#     class      Chunk(file: int, at: int, box: Box, crc32: tuple[int, ...] = ())
+# hwfsdp.checkpoint.saves
+#     constant   MANIFEST = 'manifest.json'
+#     constant   CURRENT = 'CURRENT'
+#     constant   _NEW = 'CURRENT.new'
+#     function   _current_bytes(save_id: str, digest: str) -> bytes
+#     function   _put_back(path: Path, before: bytes | None) -> None
+# hwfsdp.checkpoint.blocks
+#     function   write_small_file(path: Path, data: bytes) -> None
+#     function   sync_directory(path: Path) -> None
+
 
 def intersection(one: Box, other: Box) -> Box | None:
     """What two parts of one tensor have in common.
@@ -105,8 +136,9 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
         are met; those that several ranks have are there once.
 
     Raises:
-        UsageError: by `_refuse(path, expected, got)`. Two ranks have the same box with different checksums: `got` shows
-            both. Or the distinct boxes do not tile the shape: `got` is what `find_fault` says.
+        UsageError: by `_refuse(path, expected, got)`, which raises it. Two ranks have the same box with different
+            checksums: `got` shows both, in decimal or hexadecimal digits. Or the distinct boxes do not tile the shape: `got`
+            is what `find_fault(shape, boxes)` says.
     """
     # TODO(15)
     raise NotImplementedError
@@ -125,8 +157,11 @@ def needs_of(matched: Match) -> Iterator[Need]:
             itself.
 
     Returns:
-        A `Need` for each pair of a target and a chunk that have elements in common, for others none. Those of one target
-        tile its box.
+        One after the other, in any order, a `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have
+        elements in common, for others none. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of the
+        `Chunk`s of that tensor, whose part of it is `chunk.box`. `box`: what `box_of` says of the target. `shared`: what
+        `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor. The `shared`
+        of one target tile its `box`.
     """
     # TODO(15)
     raise NotImplementedError

@@ -25,6 +25,51 @@ from hwfsdp.checkpoint.staging import (
 from hwfsdp.checkpoint.traverse import Path, map_leaves
 from hwfsdp.compat import is_referred_to_elsewhere, wrap_like
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.checkpoint.staging
+#     constant   Storage = torch.UntypedStorage
+#     attribute  StateDictStager._pools: WeakKeyDictionary[Storage, list[Storage]]
+#     method     StateDictStager._allocate(size: int) -> Storage
+#     method     StateDictStager._add(pool: list[Storage], size: int) -> Storage
+#     method     StateDictStager.stage(state_dict: T) -> T
+#     class      _View(begin: int, end: int, shape: tuple[int, ...], stride: tuple[int, ...],
+#                    dtype: torch.dtype, lazy: tuple[bool, bool])
+#     function   _view_of(tensor: Tensor) -> _View
+#     class      _Block(views: list[_View], begin: int, nbytes: int, closed_up: bool)
+#     function   _blocks(views: list[_View]) -> list[_Block]
+#     function   _place_of(view: _View, block: _Block) -> tuple[int, tuple[int, ...]]
+#     function   _over(storage: Storage, dtype: torch.dtype, offset: int, shape: Sequence[int],
+#                    stride: Sequence[int]) -> Tensor
+#     class      _Copy(target: Tensor, source: Tensor, waits: bool)
+#     function   _copy_of(block: _Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy
+#     function   _copied(path: Path, value: Any, memo: dict[int, Any]) -> Any
+# hwfsdp.compat
+#     function   is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None
+#     function   wrap_like(local: Tensor, like: DTensor) -> DTensor
+# hwfsdp.checkpoint.traverse
+#     constant   Path = tuple[Any, ...]
+#     function   map_leaves(fn: Callable[[Path, Any, Any], Any], tree: Any, companion: Any = ABSENT, *,
+#                    by_path: bool = False) -> Any
+# hwfsdp.checkpoint.saving
+#     class      Target(path: Path, overwrite: bool = False, keep: int | None = None)
+#     class      Unstaged(error: Exception)
+#     function   save_agreed(agreement: Agreement, state_dict: Any, target: Target) -> str
+# hwfsdp.checkpoint.agreement
+#     class      Agreement(group: dist.ProcessGroup | None, what: str)
+# hwfsdp.checkpoint.background
+#     attribute  SaveHandle._agreement: Agreement
+#     attribute  SaveHandle._state_dict: Any
+#     attribute  SaveHandle._target: Target
+#     attribute  SaveHandle._save_id: str
+#     attribute  SaveHandle._error: BaseException | None
+#     attribute  SaveHandle._heard: bool
+#     attribute  SaveHandle._thread
+#     attribute  SaveQueue.stager: StateDictStager
+#     attribute  SaveQueue.last: SaveHandle | None
+#     method     SaveQueue.end_before(agreement: Agreement) -> None
+#     method     SaveQueue.begin(agreement: Agreement, staged: Any, target: Target) -> SaveHandle
+
 
 class StateDictStager:
     """Copies state dicts to the CPU, over and over, into memory that it reuses (Note [Lent memory]).
@@ -95,10 +140,10 @@ def _rebuilt(state_dict: Any, staged: dict[int, Tensor]) -> Any:
             staged tensor, for a DTensor that of the local part.
 
     Returns:
-        What `map_leaves` makes of it: it calls a function with path, leaf and one argument more for every leaf, once for each
-        object, and returns new containers of the same types with what that returned. A tensor becomes its staged one; a
-        DTensor is wrapped again, `wrap_like(staged part, the DTensor)`; anything else is copied by `_copied(path, leaf,
-        memo)`, with one dict `memo` for all, so that what is one object inside of two leaves stays one.
+        What `map_leaves(fn, state_dict)` makes of it: it calls `fn(path, leaf, other)` for every leaf, once for each object
+        (`other` is of no use here), and returns new containers of the same types with what `fn` returned. A tensor becomes
+        its staged one; a DTensor is wrapped again, `wrap_like(staged part, the DTensor)`; anything else is copied by
+        `_copied(path, leaf, memo)`, with one dict `memo` for all, so that what is one object inside of two leaves stays one.
 
     Raises:
         UsageError: a leaf that cannot be copied.
@@ -119,10 +164,11 @@ class SaveHandle:
     def _run(self) -> None:
         """The save, in a thread of its own.
 
-        `save_agreed(agreement, state_dict, target)` does it, with what the handle was made with, and returns the save's id,
-        which goes to `_save_id`. Whatever it raises (any BaseException) goes to `_error`: nobody would see an exception of
-        this thread. However it ends, `_state_dict` is then None: the handle may live long, and buffers that it refers to
-        could not be lent to the next save.
+        `save_agreed(agreement, state_dict, target)` does it, with what the handle was made with, `self._agreement`,
+        `self._state_dict` and `self._target`, and returns the save's id, which goes to `_save_id`. Whatever it raises (any
+        BaseException) goes to `_error`, and no further: nobody would see an exception of this thread. However it ends,
+        `_state_dict` is then None: the handle may live long, and buffers that it refers to could not be lent to the next
+        save.
         """
         # TODO(16)
         raise NotImplementedError
@@ -151,9 +197,10 @@ class SaveQueue:
         """`store.async_save`: returns as soon as changes to the tensors cannot change the save any more.
 
         In this order: an `Agreement(group, "save")`, which every rank has to make at the same place of its program; the end
-        of the save before (`end_before`), since its copy and a new one would take twice the memory, and saves are to end in
-        the order in which they began; the copy (`stage`), here, in the thread that trains, as it is the one that would
-        change the values meanwhile; and the handle (`begin`), whose thread does the rest. That is not waited for.
+        of the save before (`self.end_before(agreement)`), since its copy and a new one would take twice the memory, and saves
+        are to end in the order in which they began; the copy (`self.stage(state_dict)`), here, in the thread that trains, as
+        it is the one that would change the values meanwhile; and the handle (`self.begin(agreement, staged, target)` returns
+        it), whose thread does the rest. That is not waited for.
 
         Args:
             state_dict, group: as for `store.async_save`. target: where the save goes.

@@ -45,10 +45,11 @@ class SaveHandle:
     def _run(self) -> None:
         """The save, in a thread of its own.
 
-        `save_agreed(agreement, state_dict, target)` does it, with what the handle was made with, and returns the save's id,
-        which goes to `_save_id`. Whatever it raises (any BaseException) goes to `_error`: nobody would see an exception of
-        this thread. However it ends, `_state_dict` is then None: the handle may live long, and buffers that it refers to
-        could not be lent to the next save.
+        `save_agreed(agreement, state_dict, target)` does it, with what the handle was made with, `self._agreement`,
+        `self._state_dict` and `self._target`, and returns the save's id, which goes to `_save_id`. Whatever it raises (any
+        BaseException) goes to `_error`, and no further: nobody would see an exception of this thread. However it ends,
+        `_state_dict` is then None: the handle may live long, and buffers that it refers to could not be lent to the next
+        save.
         """
         try:
             self._save_id = save_agreed(self._agreement, self._state_dict, self._target)
@@ -102,9 +103,10 @@ class SaveQueue:
         """`store.async_save`: returns as soon as changes to the tensors cannot change the save any more.
 
         In this order: an `Agreement(group, "save")`, which every rank has to make at the same place of its program; the end
-        of the save before (`end_before`), since its copy and a new one would take twice the memory, and saves are to end in
-        the order in which they began; the copy (`stage`), here, in the thread that trains, as it is the one that would
-        change the values meanwhile; and the handle (`begin`), whose thread does the rest. That is not waited for.
+        of the save before (`self.end_before(agreement)`), since its copy and a new one would take twice the memory, and saves
+        are to end in the order in which they began; the copy (`self.stage(state_dict)`), here, in the thread that trains, as
+        it is the one that would change the values meanwhile; and the handle (`self.begin(agreement, staged, target)` returns
+        it), whose thread does the rest. That is not waited for.
 
         Args:
             state_dict, group: as for `store.async_save`. target: where the save goes.

@@ -257,8 +257,11 @@ def needs_of(matched: Match) -> Iterator[Need]:
             itself.
 
     Returns:
-        A `Need` for each pair of a target and a chunk that have elements in common, for others none. Those of one target
-        tile its box.
+        One after the other, in any order, a `Need(entry, chunk, box, shared)` for each pair of a target and a chunk that have
+        elements in common, for others none. `entry`: the `TensorEntry` at the path of the target. `chunk`: one of the
+        `Chunk`s of that tensor, whose part of it is `chunk.box`. `box`: what `box_of` says of the target. `shared`: what
+        `box` and `chunk.box` have in common. All three boxes count from the first element of the whole tensor. The `shared`
+        of one target tile its `box`.
     """
     for path, target in matched.tensors.items():
         entry, box = matched.manifest.entries[path], box_of(target)

@@ -350,8 +350,9 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
         are met; those that several ranks have are there once.
 
     Raises:
-        UsageError: by `_refuse(path, expected, got)`. Two ranks have the same box with different checksums: `got` shows
-            both. Or the distinct boxes do not tile the shape: `got` is what `find_fault` says.
+        UsageError: by `_refuse(path, expected, got)`, which raises it. Two ranks have the same box with different
+            checksums: `got` shows both, in decimal or hexadecimal digits. Or the distinct boxes do not tile the shape: `got`
+            is what `find_fault(shape, boxes)` says.
     """
     holders: dict[tuple[KeyPath, Box], list[int]] = {}
     for rank, entry in enumerate(by_rank):

@@ -434,10 +434,10 @@ def _rebuilt(state_dict: Any, staged: dict[int, Tensor]) -> Any:
             staged tensor, for a DTensor that of the local part.
 
     Returns:
-        What `map_leaves` makes of it: it calls a function with path, leaf and one argument more for every leaf, once for each
-        object, and returns new containers of the same types with what that returned. A tensor becomes its staged one; a
-        DTensor is wrapped again, `wrap_like(staged part, the DTensor)`; anything else is copied by `_copied(path, leaf,
-        memo)`, with one dict `memo` for all, so that what is one object inside of two leaves stays one.
+        What `map_leaves(fn, state_dict)` makes of it: it calls `fn(path, leaf, other)` for every leaf, once for each object
+        (`other` is of no use here), and returns new containers of the same types with what `fn` returned. A tensor becomes
+        its staged one; a DTensor is wrapped again, `wrap_like(staged part, the DTensor)`; anything else is copied by
+        `_copied(path, leaf, memo)`, with one dict `memo` for all, so that what is one object inside of two leaves stays one.
 
     Raises:
         UsageError: a leaf that cannot be copied.

@@ -50,7 +50,7 @@ def check(
     """Grades one exercise and prints the verdict; `began`, by the monotonic clock, is when the command did."""
     course = find_course()
     exercise = _exercise(course, number)
-    folder = _folder(course, submission)
+    folder = _folder(course, submission, exercise)
     options = Options(mine=mine, seed=seed)
     warm_up()
     result: Grade
@@ -73,10 +73,10 @@ def _exercise(course: Course, number: str) -> Exercise:
     return read_homework(course) if number == FOLDER else course.exercise(number)
 
 
-def _folder(course: Course, submission: Path | None) -> Path:
+def _folder(course: Course, submission: Path | None, wanted: Exercise) -> Path:
     if submission is None:
         return course.root / "exercises"
-    check_folder(submission, course.exercises)
+    check_folder(submission, (*course.exercises, wanted))
     return submission
 
 

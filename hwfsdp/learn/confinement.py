@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+import torch.distributed.fsdp
 
 from hwfsdp.learn import landlock, privileges
 from hwfsdp.learn.manifest import PACKAGE
@@ -36,7 +36,7 @@ _SYSTEM = tuple(
     /etc/group /etc/protocols /etc/services""".split()
 )
 _WRITABLE = ("/dev/null", "/dev/zero")
-_TORCHS_OWN = Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"
+_TORCHS_OWN = Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard"
 _CHECKS = tuple(PACKAGE / "learn" / name for name in ("checks", "capstone", "lab"))
 _FIRST_USER, _USERS = (
     60_600,

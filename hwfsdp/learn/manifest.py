@@ -1,7 +1,7 @@
 """What an exercise is: its manifest, and where its files are.
 
     exercises/04_sharded_parameter/
-        exercise.toml     written by hand: title, points, holes, hints
+        exercise.toml     written by hand: title, points, holes, hints; calls, what of the package their docstrings name
         README.md         written by hand: the idea, a picture, what to predict
         picture.png       drawn by the package
         sharded_parameter.py   the starter, made from the package; learners edit it in place
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import hwfsdp
 from hwfsdp.errors import UsageError
+from hwfsdp.learn.provided import Provided
 from hwfsdp.learn.starters import Hole
 
 PACKAGE = Path(hwfsdp.__file__).parent
@@ -47,6 +48,7 @@ class Exercise:
             module with the checks.
         holes: in the order in which they are to be filled.
         hints: from a nudge to nearly the answer.
+        calls: what of the package the docstrings of the holes name; starters have the signatures.
     """
 
     number: str
@@ -56,6 +58,7 @@ class Exercise:
     places: tuple[Place, ...]
     hints: tuple[str, ...]
     folder: Path
+    calls: tuple[Place, ...] = ()
 
     @property
     def directory(self) -> str:
@@ -79,6 +82,11 @@ class Exercise:
     def holes(self) -> list[Hole]:
         """With the package's source, as it is on disk now."""
         return [Hole(place.module, module_source(place.module), place.name) for place in self.places]
+
+    @cached_property
+    def provided(self) -> list[Provided]:
+        """What `calls` names, with the package's source, as it is on disk now."""
+        return [Provided(place.module, module_source(place.module), place.name) for place in self.calls]
 
 
 class Course(NamedTuple):
@@ -114,8 +122,8 @@ def module_source(module: str, package: Path = PACKAGE) -> str:
             return file.read()
     except OSError as error:
         raise UsageError(
-            f"hole in {module!r}",
-            expected="a module of hwfsdp",
+            f"module {module!r} in a manifest",
+            expected="one of hwfsdp",
             got=error.strerror or "no file",
             remedy="See the list in hwfsdp/__init__.py.",
         ) from None
@@ -157,14 +165,15 @@ def read_manifest(path: Path) -> Exercise:
         places = tuple(map(Place.parse, _texts(found["holes"])))
         title, points = str(found["title"]), int(found["points"])
         hints = tuple(" ".join(hint.split()) for hint in _texts(found["hints"]))
+        calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"manifest {path.parent.name}/{path.name}",
-            expected="title, points, holes (module:name) and hints",
+            expected="title, points, holes (module:name) and hints, perhaps calls (module:name)",
             got=f"{type(error).__name__}: {error}",
             remedy="Compare with that of another exercise.",
         ) from None
-    return Exercise(number, topic, title, points, places, hints, path.parent)
+    return Exercise(number, topic, title, points, places, hints, path.parent, calls)
 
 
 def _texts(value: Any) -> Sequence[str]:

@@ -103,6 +103,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "every rank keeps the whole (this is DDP)",
         "Which part of the whole does this rank need once the step is over?",
     ),
+    "aliased": Misconception(
+        "what is to have memory of its own is a view of something else",
+        "Who writes to that memory, and who reads it without knowing?",
+    ),
     "not-a-view": Misconception(
         "the rows are a copy of what is gathered, not a part of it",
         "After an optimizer step on the rows: does the next gather send the old values or the new ones?",
@@ -201,6 +205,14 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "a parameter keeps what happened to be in its memory",
         "Which parameters of a model are no DTensors, or not sharded at the moment, and who fills them?",
     ),
+    "initialized-twice": Misconception(
+        "a parameter is initialized once more, by another of its names",
+        "How many names has a tied parameter, and which of them does it have if every parameter is met once?",
+    ),
+    "resharded-too-late": Misconception(
+        "parameters are filled before their shards are registered",
+        "What does a forward leave registered, and what becomes of it when its group is resharded?",
+    ),
     "rows-of-others": Misconception(
         "init is called for rows that are not this rank's",
         "How many rows of each parameter does this rank hold, and what should a rank without any do?",
@@ -274,6 +286,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "unbounded-reductions": Misconception(
         "more reductions are in flight than there may be",
         "How many buffers of gradients are alive at that moment, and which wait would free one?",
+    ),
+    "newest-first": Misconception(
+        "the newest reduction is waited for while older ones are in flight",
+        "Which reduction of a stream is over first, and what is over by then if you wait for the last one?",
     ),
     "wrong-stream": Misconception(
         "work is issued on another stream than its own",
@@ -516,6 +532,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "parts-overlap": Misconception(
         "parts that overlap pass for a whole",
         "Can parts have as many elements as the tensor, and still leave some out?",
+    ),
+    "fault-missed": Misconception(
+        "parts pass that cannot be parts of this tensor",
+        "How many numbers are in an offset, and how many in a shape, of a part of a tensor with two dims?",
     ),
     "good-parts-refused": Misconception(
         "parts that make up the tensor are refused", "Which element is missing, or there twice?"

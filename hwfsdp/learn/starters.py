@@ -5,6 +5,7 @@ A starter and its solution are the same file but for the bodies, and both are ma
     imports      those of the modules whose names the functions use; names of a module itself are imported from it
     functions    signature, decorators, docstring; then a hole, or the package's body
     methods      inside a class of their name with the package's docstring, one per class of the package
+    comment      signatures of what the docstrings name and the file does not have (`provided`)
 
 So a starter shows no more of a module than its holes, and an import at its top is a hint at most.
 """
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from hwfsdp.learn import holes
+from hwfsdp.learn import holes, provided
 
 WIDTH = 110  # of a line
 
@@ -61,17 +62,27 @@ class Import(NamedTuple):
         )
 
 
-def render(chosen: Sequence[Hole], label: str, title: str, *, solved: bool) -> str:
+def render(
+    chosen: Sequence[Hole],
+    label: str,
+    title: str,
+    *,
+    solved: bool,
+    calls: Sequence[provided.Provided] = (),
+) -> str:
     """The text of a starter, or of its solution.
 
     Args:
         chosen: the holes in the order in which they are to be filled; those of one class follow each other.
         label: of the exercise, for example "04". title: the first line of the file.
+        calls: of the package, what the docstrings name; those of one module follow each other.
 
     Raises:
-        UsageError: a hole is not in its module.
+        UsageError: a hole, or one of `calls`, is not in its module.
     """
     lines = [f'"""{title}"""', "", "from __future__ import annotations", "", *_import_lines(chosen)]
+    if calls:
+        lines += ["", *provided.block(calls)]
     for (_, owner), group in groupby(chosen, key=lambda hole: (hole.module, hole.owner)):
         lines += ["", ""]
         if owner:

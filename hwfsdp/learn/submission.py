@@ -71,11 +71,17 @@ def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
 
 
 def is_started(exercise: Exercise, text: str) -> bool:
-    """Whether any hole has been filled; a file that is not Python has been worked on."""
-    if text.splitlines() == starter(exercise).splitlines():
+    """Whether any hole has been filled, or something is there that may fill one when the file is loaded.
+
+    A file that is not Python has been worked on.
+    """
+    given = starter(exercise)
+    if text.splitlines() == given.splitlines():
         return False
     try:
-        return any(not _is_blank(node) for node in _defined(exercise, text).values())
+        if any(not _is_blank(node) for node in _defined(exercise, text).values()):
+            return True
+        return bool(_effects(exercise, text) - _effects(exercise, given))
     except NOT_PYTHON:
         return True
 
@@ -86,7 +92,7 @@ def starter(exercise: Exercise) -> str:
     if kept.exists():  # in a student's edition the package has no bodies to make it from
         return kept.read_text()
     title = f"Exercise {exercise.number}: {exercise.title}"
-    return starters.render(exercise.holes, exercise.number, title, solved=False)
+    return starters.render(exercise.holes, exercise.number, title, solved=False, calls=exercise.provided)
 
 
 def solution(exercise: Exercise) -> str:
@@ -103,7 +109,7 @@ def solution(exercise: Exercise) -> str:
             remedy="Ask your instructor.",
         )
     title = f"Exercise {exercise.number}: {exercise.title}"
-    return starters.render(exercise.holes, exercise.number, title, solved=True)
+    return starters.render(exercise.holes, exercise.number, title, solved=True, calls=exercise.provided)
 
 
 def inspect(exercise: Exercise, source: Source) -> Submitted:
@@ -144,6 +150,29 @@ def _defined(exercise: Exercise, text: str) -> dict[str, ast.FunctionDef]:
         for name, node in holes.definitions(text)
         if name in names and isinstance(node, ast.FunctionDef)
     }
+
+
+def _effects(exercise: Exercise, text: str) -> set[str]:
+    """What of a file may bind the names of its holes, besides functions: `chunk_length = m.chunk_length`, decorators, base
+    classes, imports of these names, whatever else is carried out. Comments, constants and other imports do nothing.
+    """
+    names = {part for place in exercise.places for part in place.name.split(".")} | {"*"}
+    waiting: list[ast.stmt] = list(ast.parse(text).body)
+    found: list[ast.AST] = []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [alias for alias in node.names if (alias.asname or alias.name) in names]
+        elif isinstance(node, ast.ClassDef):
+            found += [*node.decorator_list, *node.bases, *node.keywords]
+            waiting += node.body
+        elif isinstance(node, ast.FunctionDef):
+            found += node.decorator_list
+        elif isinstance(node, ast.AsyncFunctionDef):
+            found.append(node)
+        elif not isinstance(node, ast.Pass) and not isinstance(getattr(node, "value", None), ast.Constant):
+            found.append(node)
+    return {ast.unparse(node) for node in found}
 
 
 def _is_blank(node: ast.FunctionDef) -> bool:

@@ -26,6 +26,11 @@ def add_grade(verbs: Any) -> None:
     )
     grade.add_argument("--single", action="store_true", help="each DIR is one submission, whatever is in it")
     grade.add_argument("--json", action="store_true", help="print JSON instead of text")
+    grade.add_argument(
+        "--require-isolation",
+        action="store_true",
+        help="refuse to grade unless all limits of submissions are in force (hwfsdp doctor shows them)",
+    )
     _add_how(grade)
     _add_output(grade)
     _add_lateness(grade)
@@ -78,14 +83,20 @@ def _add_lateness(grade: argparse.ArgumentParser) -> None:
         "--submitted",
         type=Path,
         metavar="FILE",
-        help="CSV of name,time (default: newest entry of an archive, commit of a checkout, or newest file)",
+        help="CSV of name,time (default: what students can write: newest entry of an archive, commit of a checkout, or newest "
+        "file; a time that cannot be counts as that of grading)",
     )
 
 
 def _add_elsewhere(grade: argparse.ArgumentParser) -> None:
     elsewhere = grade.add_argument_group("elsewhere", "each writes a file and grades nothing")
     elsewhere.add_argument("--make-autograder", type=Path, metavar="ZIP", help="an autograder for Gradescope")
-    elsewhere.add_argument("--make-workflow", type=Path, metavar="FILE", help="a workflow for GitHub")
+    elsewhere.add_argument(
+        "--make-workflow",
+        type=Path,
+        metavar="FILE",
+        help="a workflow for GitHub, for the staff's own repository",
+    )
 
 
 def _count(text: str) -> int:
@@ -129,11 +140,12 @@ def _grade(args: argparse.Namespace) -> int:
         raise UsageError(
             "--resume", expected="--out of the run to go on with", got="none", remedy="Give the same --out."
         )
-    from hwfsdp.learn.gradebook import command
+    from hwfsdp.learn.gradebook import command, conditions
     from hwfsdp.learn.gradebook.grading import Settings
     from hwfsdp.learn.gradebook.hidden_inputs import read_secret
     from hwfsdp.learn.gradebook.late import LatePolicy, parse_rule, parse_time, read_times
 
+    conditions.refuse_second_copy()
     deadline = parse_time(args.deadline, "--deadline") if args.deadline else None
     policy = LatePolicy(deadline, parse_rule(args.late) if args.late else None)
     if policy.rule and deadline is None:
@@ -148,22 +160,26 @@ def _grade(args: argparse.Namespace) -> int:
         time_limit=args.timeout,
         submitted=read_times(args.submitted, policy.zone) if args.submitted else {},
         zone=policy.zone,
+        left_out=tuple(path for path in (args.secret, args.submitted) if path is not None),
     )
     where = command.output(args.format, args.out, args.reports)
-    return command.grade_submissions(args.submission, settings, policy, where, args.json)
+    return command.grade_submissions(
+        args.submission, settings, policy, where, args.json, args.require_isolation
+    )
 
 
 def _make(args: argparse.Namespace) -> int:
     from hwfsdp.learn.gradebook import autograder
     from hwfsdp.learn.manifest import find_course
 
-    limit = args.timeout or autograder.SECONDS
     if args.make_autograder:
+        limit = args.timeout or autograder.SECONDS
         files = autograder.make_autograder(args.make_autograder, find_course(), limit)
         print(f"Written: {args.make_autograder}, {files} files. Upload it to Gradescope as it is.")
     if args.make_workflow:
-        autograder.make_workflow(args.make_workflow, limit)
+        autograder.make_workflow(args.make_workflow, args.timeout or autograder.CLASS_SECONDS)
         print(
-            f"Written: {args.make_workflow}. Put it into .github/workflows/ of the assignment's repository."
+            f"Written: {args.make_workflow}. Put it into .github/workflows/ of the course's own repository, the staff's; "
+            "never into a student's, who could read its secrets."
         )
     return 0

@@ -9,6 +9,33 @@ from hwfsdp import compat
 from hwfsdp.param import ShardedState
 from hwfsdp.sharding import chunk_extent, padded_local_shape
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.param
+#     method     FSDPParam.rows_of(whole: Tensor) -> Tensor
+#     method     FSDPParam._on_shard_device(tensor: Tensor) -> Tensor
+#     method     FSDPParam._free() -> None
+#     method     FSDPParam._unpack_extension() -> None
+#     attribute  FSDPParam.mesh: ShardMesh
+#     attribute  FSDPParam.slots
+#     attribute  FSDPParam.spread: Spread
+#     class      Slot(module: nn.Module, name: str)
+#     enum       ShardedState: SHARDED, UNSHARDED, POST_FORWARD
+# hwfsdp.placement
+#     class      Spread(dim: int, shape: tuple[int, ...], stride: tuple[int, ...], sharded: Grid,
+#                    unsharded: Grid | None = None)
+#     class      Grid(mesh: DeviceMesh, placements: tuple[Placement, ...])
+# hwfsdp.mesh
+#     property   ShardMesh.rank -> int
+#     property   ShardMesh.size -> int
+# hwfsdp.sharding
+#     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
+#     function   padded_local_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...]
+# hwfsdp.compat
+#     function   dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
+#                    shape: Sequence[int], stride: Sequence[int]) -> DTensor
+#     function   register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None
+
 
 def allocate(tensor: Tensor) -> None:
     """Gives the tensor's storage its full size, contents undefined; nothing happens if it has it.
@@ -42,6 +69,7 @@ class FSDPParam:
     Attributes:
         fqn: fully qualified name from the root module.
         spread: how the parameter lies over the ranks, before and after sharding.
+        mesh: the `ShardMesh` whose ranks cut it: `mesh.size` of them, this one is `mesh.rank`.
         shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
         rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
         local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.

@@ -14,6 +14,46 @@ from hwfsdp.compat import outside_autograd
 from hwfsdp.hooks import state_of
 from hwfsdp.param import FSDPParam, Slot
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.hooks
+#     function   state_of(module: nn.Module) -> FSDPState | None
+# hwfsdp.claim
+#     class      Unclaimed(param: nn.Parameter, fqn: str, slots: list[Slot])
+# hwfsdp.param
+#     class      Slot(module: nn.Module, name: str)
+#     method     FSDPParam.gather_inputs() -> list[Tensor]
+#     property   FSDPParam.gather_dtypes -> list[torch.dtype]
+#     attribute  FSDPParam.gather_mesh: ShardMesh
+#     method     FSDPParam.take_grad() -> Tensor | None
+#     attribute  FSDPParam.sharded_param: nn.Parameter
+#     attribute  FSDPParam.unsharded_param: nn.Parameter | None
+#     attribute  FSDPParam.partial_grad: Tensor | None
+#     attribute  FSDPParam.dtypes: Dtypes
+#     attribute  FSDPParam.local_shape
+#     attribute  FSDPParam.padded_numel
+# hwfsdp.precision
+#     class      Dtypes(orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None)
+#     property   Dtypes.gathered -> torch.dtype
+# hwfsdp.group
+#     attribute  ParamGroup.comm_ctx: FSDPCommContext
+#     attribute  ParamGroup.channel: Channel
+#     attribute  ParamGroup.mesh: ShardMesh
+#     attribute  ParamGroup.reduce_unused: bool
+#     attribute  ParamGroup.all_reduce_grads: bool
+#     attribute  FSDPCommContext.streams
+#     method     FSDPCommContext.release_gather_buffer() -> None
+# hwfsdp.streams
+#     attribute  StreamSet.copy: Stream
+#     method     Stream.run() -> AbstractContextManager[Any]
+# hwfsdp.mesh
+#     attribute  ShardMesh.shard: Axis
+#     attribute  ShardMesh.device: torch.device
+# hwfsdp.collectives
+#     function   all_gather(shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], axis: Axis,
+#                    channel: Channel) -> Gathered
+#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent)
+
 
 def managed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose parameters a call of `fully_shard` is about, with their prefixes.
@@ -120,10 +160,10 @@ class ParamGroup:
         """Starts to gather all parameters of the group, in one collective; returns the gather in flight.
 
         - First `comm_ctx.release_gather_buffer()` lets go of the buffer of the gather before.
-        - What travels are the tensors of `FSDPParam.gather_inputs` of all parameters, in the order of `params`: a list of one
-          tensor each, or of more where the parameter has an extension. Since an extension may compute them, they are asked
-          for on the copy stream: `with comm_ctx.streams.copy.run():`.
-        - Each in the dtype that `FSDPParam.gather_dtypes` says, a list as long.
+        - What travels are the tensors that `FSDPParam.gather_inputs()` returns, of all parameters, in the order of `params`: a
+          list of one tensor each, or of more where the parameter has an extension. Since an extension may compute them,
+          they are asked for on the copy stream: `with comm_ctx.streams.copy.run():`.
+        - Each in the dtype that `FSDPParam.gather_dtypes` (a property) says, a list as long.
         - `collectives.all_gather` takes both lists, the axis to gather over, and `channel`. That axis is `gather_mesh.shard` of
           the parameters, which all have the same `gather_mesh`: between forward and backward it may be smaller than `mesh`.
           Frozen parameters travel like others: forward needs them.

@@ -14,6 +14,40 @@ from hwfsdp.group import divided
 from hwfsdp.mesh import Axis, axis_along
 from hwfsdp.param import FSDPParam
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.mesh
+#     class      Axis(group: dist.ProcessGroup | None = None, size: int = 1, rank: int = 0)
+#     attribute  ShardMesh.mesh: DeviceMesh
+#     attribute  ShardMesh.shard: Axis
+#     attribute  ShardMesh.replicate: Axis
+# hwfsdp.collectives
+#     attribute  Channel.streams: StreamSet
+#     attribute  Channel.replicate: Axis
+#     class      Reducing(owner: str, flat: Tensor, result: Tensor, divide: float, stream: Stream,
+#                    done: StreamEvent)
+#     method     Reducing.then(function: Callable[[Tensor], None]) -> None
+#     function   start_all_reduce(tensor: Tensor, operation: Any, axis: Axis, stream: Stream,
+#                    channel: Channel) -> None
+#     function   scaling_of(channel: Channel, dtype: torch.dtype) -> Scaling
+#     class      Scaling(before: float, scatter: Any, all_reduce: Any, after: float)
+#     function   all_reduce(reducing: Reducing, channel: Channel) -> Reducing
+# hwfsdp.streams
+#     attribute  StreamSet.all_reduce: Stream
+#     method     Stream.run() -> AbstractContextManager[Any]
+#     method     Stream.record() -> StreamEvent
+#     method     Stream.wait(event: StreamEvent | None) -> None
+# hwfsdp.group
+#     attribute  ParamGroup.mesh: ShardMesh
+#     attribute  ParamGroup.channel: Channel
+#     attribute  ParamGroup.all_reduce_grads: bool
+#     method     ParamGroup.pieces(params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam,
+#                    Tensor]]
+#     method     ParamGroup.add_sharded_grads(params: Sequence[FSDPParam], result: Tensor) -> None
+#     function   divided(tensor: Tensor, by: float) -> Tensor
+# hwfsdp.param
+#     attribute  FSDPParam.partial_grad: Tensor | None
+
 
 def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
     """The axis to shard over and the one to replicate over, as this process sees them.

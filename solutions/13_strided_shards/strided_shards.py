@@ -25,6 +25,26 @@ from hwfsdp.layout import (
 )
 from hwfsdp.sharding import chunk_extent
 
+# The package's own, that the docstrings name:
+#
+# hwfsdp.compat
+#     function   strided_shard(dim: int, split_factor: int) -> Placement
+#     function   is_shard(placement: Placement) -> bool
+# hwfsdp.sharding
+#     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
+# hwfsdp.layout
+#     constant   SHARDS = (StridedShard, Shard)
+#     class      LocalExtent(shape: tuple[int, ...], offset: tuple[int, ...])
+#     function   impossible_factor(mesh_shape: Sequence[int], mesh_dim: int, placement: Placement,
+#                    pieces: Sequence[int]) -> UsageError
+#     function   extents_of(global_shape: Sequence[int], mesh_shape: Sequence[int],
+#                    placements: Sequence[Placement]) -> dict[tuple[int, ...], LocalExtent]
+#     function   largest_shape(extents: Mapping[tuple[int, ...], LocalExtent]) -> tuple[int, ...]
+#     function   slices_of(extent: LocalExtent) -> tuple[slice, ...]
+#     function   front_of(extent: LocalExtent) -> tuple[slice, ...]
+#     function   check_shards(shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int,
+#                    ...], LocalExtent]) -> None
+
 
 def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
     """FSDP's placement when it cuts tensor dim `dim` after others did: how one axis of the mesh says what came before it.
@@ -82,8 +102,9 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
         mesh (2, 3, 2), [StridedShard(0, split_factor=2), Shard(1), Shard(0)]         {0: [2, 0], 1: [1]}
 
     Raises:
-        UsageError: there is no such place, because the cuts so far never make so many pieces. `impossible_factor` makes
-            the error.
+        UsageError: there is no such place, because the cuts so far never make so many pieces. `impossible_factor(mesh_shape,
+            mesh_dim, placement, pieces)` returns the error to raise; `pieces` are all numbers of pieces that there are
+            places for, 1 among them.
     """
     orders: defaultdict[int, list[int]] = defaultdict(list)
     for mesh_dim, placement in reversed(list(enumerate(placements))):
@@ -141,8 +162,10 @@ def shard_strided(
         has to be. A rank for which nothing is left has an empty tensor, or one of zeros if `pad`. Autograd knows where they
         come from.
 
-    `extents_of` says which box of the tensor each coordinate has, `largest_shape` how large the largest of these boxes is;
-    `slices_of` and `front_of` make indices of boxes.
+    `extents_of(shape, mesh_shape, placements)` says which box of the tensor each coordinate has: a dict from coordinate to
+    `LocalExtent`, in row-major order. `largest_shape(extents)`, of that dict, is as large as the largest of them in each dim.
+    `slices_of(extent)` is the index of the box in the whole, `front_of(extent)` that of as many elements at the front of a
+    shard.
 
     Raises:
         What `local_extent_of` does, and UnsupportedError for Partial: which addend is whose, the sum does not tell.
@@ -170,13 +193,16 @@ def unshard_strided(
     Returns:
         A tensor of `global_shape`, in memory of its own, of the shards' dtype and device. Autograd knows where it comes from.
 
-    `extents_of` says where in the whole each shard belongs. Its elements are the front of it, of the shape that its extent
-    has; what is behind them is padding, and stays out, since in the whole it would be in the middle. Several coordinates may
-    have the same extent: of replicas the first one counts, and the others are not looked at.
+    `extents_of(global_shape, mesh_shape, placements)` says where in the whole each shard belongs: a dict from coordinate to
+    `LocalExtent`, in row-major order. The elements of a shard are the front of it, of the shape that its extent has
+    (`front_of(extent)`, and `slices_of(extent)` in the whole); what is behind them is padding, and stays out, since in the
+    whole it would be in the middle. Several coordinates may have the same extent: of replicas the first one counts, and the
+    others are not looked at.
 
     Raises:
         UsageError: a shard that is smaller than its extent, or larger than padding makes it, or not one for each
-            coordinate (`check_shards` sees to all that); and what `shard_strided` raises.
+            coordinate (`check_shards(shards, mesh_shape, extents)` sees to all that, given the dict); and what
+            `shard_strided` raises.
     """
     extents = extents_of(global_shape, mesh_shape, placements)
     check_shards(shards, mesh_shape, extents)

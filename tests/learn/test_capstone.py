@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,15 @@ def test_task_1_alone_earns_its_points() -> None:
 @pytest.mark.parametrize("target", ["GPU_FORWARD_US", "HOST_GATHERS_US", "HOST_REDUCTIONS_US", "HOST_PEAK"])
 def test_the_readme_states_the_targets_that_are_graded(target: str) -> None:
     assert f"{getattr(overlap, target):,.0f}" in README
+
+
+def test_the_shell_that_the_readme_begins_runs() -> None:
+    shell = next(text for text in re.findall(r"```python\n(.*?)```", README, re.S) if "hw_fsdp" in text)
+    text = f"{shell}layer.wait_for_unshard()\nprint(layer(torch.ones(2, 4)).shape)\n"
+    run = subprocess.run(
+        [sys.executable, "-c", text], cwd=solution_path(COURSE).parent, capture_output=True, text=True
+    )
+    assert run.stdout.splitlines() == ["torch.Size([20]) True", "torch.Size([2, 5])"], run.stderr
 
 
 @pytest.mark.parametrize(

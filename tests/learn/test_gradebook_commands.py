@@ -6,20 +6,26 @@ import csv
 import io
 import json
 import shutil
-from collections.abc import Iterator
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from classes import FILES, FIRST, SECOND, hand_in, small_course
 
 from hwfsdp.cli import main
+from hwfsdp.learn.confinement import Limit
+from hwfsdp.learn.gradebook import conditions
 from hwfsdp.learn.gradebook.grading import ClassRun, Progress
 from hwfsdp.learn.gradebook.progress_bar import ProgressBar
 from hwfsdp.learn.gradebook.results import Result
+from hwfsdp.learn.manifest import PACKAGE
 from hwfsdp.learn.submission import solution
 
 WRONG = solution(FIRST).replace("    return -(-n // world_size)\n", "    return n // world_size\n")
 SECRET = "correct-horse-battery-staple"
+LIMITS = [Limit("time", True), Limit("no network", False, "only root can")]
 
 
 @pytest.fixture
@@ -67,8 +73,12 @@ class FakeRun(ClassRun):
 
     made: list[Result] = []
     stop = False
+    graded: list[str] = []  # names of submissions that runs were to grade
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
 
     def results(self) -> Iterator[Result]:
+        self.graded += self.names
+        self.meanwhile()
         for result in self.made:
             self.journal.submission(result)
             yield result
@@ -87,6 +97,7 @@ def fake(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Fa
     monkeypatch.setattr(
         FakeRun, "made", [Result(n, tuple(exercises), submitted="2026-01-02T00:00Z") for n in ("ada", "bob")]
     )
+    monkeypatch.setattr(FakeRun, "graded", [])
     monkeypatch.setattr("hwfsdp.learn.gradebook.command.ClassRun", FakeRun)
     return FakeRun
 
@@ -113,6 +124,20 @@ def test_the_gradebook_shows_what_was_earned_taken_off_and_counts(
     assert "ada  1.5 of 10  24.0 h late, 2 earned" in capsys.readouterr().out
 
 
+def test_with_a_deadline_a_time_that_nobody_knows_is_an_error(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tarfile.open(tmp_path / "eve.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("notes.txt"))
+    words = ["grade", str(tmp_path / "eve.tar"), "--format", "csv"]
+    for late, told in (([], False), (["--deadline", "2020-01-01T00:00Z"], True)):
+        assert main([*words, *late]) == 1
+        said = capsys.readouterr()
+        assert ("hwfsdp: eve: time unknown" in said.err) is told
+        row = next(csv.DictReader(io.StringIO(said.out)))
+        assert row["submitted_by"] == "grading" and (float(row["late_hours"]) > 0) is told
+
+
 UNUSABLE = {
     "nothing": [],
     "resume without out": ["CLASS", "--resume"],
@@ -126,15 +151,32 @@ UNUSABLE = {
     "endless": ["CLASS", "--timeout", "inf"],
     "no table": ["CLASS", "--submitted", "nowhere"],
     "one file for many": ["CLASS", "--format", "gradescope"],
+    "one page for many": ["CLASS", "--format", "github"],
+    "one results.json for many": ["CLASS", "--format", "gradescope", "--out", "results.json"],
+    "a folder for one file": ["CLASS", "--format", "csv", "--out", "folder/"],
+    "out below a file": ["CLASS", "--out", "short/grades.csv"],
+    "out where nobody writes": ["CLASS", "--out", "/proc/none/grades.csv"],
+    "a long name": ["CLASS", "--out", f"{'x' * 255}.csv"],
+    "reports that are a file": ["CLASS", "--reports", "short"],
+    "reports where nobody writes": ["CLASS", "--reports", "/proc/none"],
+    "times of nobody": ["CLASS", "--submitted", "times"],
+    "no isolation": ["CLASS", "--require-isolation"],
     "nowhere to write": ["--make-workflow", "/proc/none/x.yml"],
 }
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_what_cannot_be_done_is_one_line_and_status_2(
-    name: str, fake: type[FakeRun], here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    fake: type[FakeRun],
+    here: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (here / "short").write_text("abc")
+    (here / "times").write_text("mallory,2026-01-01")
+    monkeypatch.setattr(conditions, "limits_in_force", lambda: LIMITS)
     words = [str(tmp_path / "class") if word == "CLASS" else word for word in UNUSABLE[name]]
     try:
         status = main(["grade", *words])
@@ -143,6 +185,85 @@ def test_what_cannot_be_done_is_one_line_and_status_2(
     error = capsys.readouterr().err.strip().splitlines()
     assert status == 2 and error[-1].startswith("hwfsdp")
     assert len(error) == 1 or error[0].startswith("usage:")
+    assert not fake.graded and not list(here.glob("*.journal"))
+
+
+# --- Before and after grading ------------------------------------------------------------------------------
+
+
+def test_the_gradebook_is_written_before_reports_and_what_fails_says_how_to_go_on(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, reports = tmp_path / "grades.csv", tmp_path / "reports"
+
+    def spoil() -> None:
+        reports.rmdir()
+        reports.write_text("no folder any more")
+
+    monkeypatch.setattr(fake, "meanwhile", staticmethod(spoil))
+    assert main(["grade", str(tmp_path / "class"), "--out", str(out), "--reports", str(reports)]) == 2
+    error = capsys.readouterr().err
+    assert "reports" in error and "--resume" in error and f"{out}.journal" in error
+    assert out.read_text().count("\n") == 3
+
+
+def test_a_gradebook_that_cannot_be_written_after_all_is_not_lost(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "grades.csv"
+    monkeypatch.setattr(fake, "meanwhile", staticmethod(out.mkdir))
+    assert main(["grade", str(tmp_path / "class"), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "--resume" in error and f"{out}.journal" in error
+
+
+def test_files_of_the_grader_among_submissions_are_no_students(fake: type[FakeRun], tmp_path: Path) -> None:
+    folder = tmp_path / "class"
+    (folder / "secret").write_text(SECRET)
+    (folder / "times.csv").write_text("ada,2026-01-01T00:00Z")
+    words = ["--secret", str(folder / "secret"), "--submitted", str(folder / "times.csv")]
+    words += ["--out", str(folder / "grades.csv"), "--reports", str(folder / "reports")]
+    for _ in range(3):
+        assert main(["grade", str(folder), *words]) == 0
+    assert (folder / "grades.csv.journal.old").exists() and (folder / "reports" / "ada.html").exists()
+    assert fake.graded == ["ada", "bob"] * 3
+
+
+def test_a_second_copy_of_the_package_is_refused(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "hwfsdp").symlink_to(PACKAGE)
+    (tmp_path / "notes" / "hwfsdp").mkdir(parents=True)
+    monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path / "same"), str(tmp_path / "notes")])
+    assert main(["grade", str(tmp_path / "class")]) == 0
+    (tmp_path / "notes" / "hwfsdp" / "__init__.py").write_text("")
+    capsys.readouterr()
+    fake.graded.clear()
+    assert main(["grade", str(tmp_path / "class")]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "notes" / "hwfsdp") in error and str(PACKAGE) in error and not fake.graded
+
+
+def test_limits_that_are_not_in_force_are_told(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conditions, "limits_in_force", lambda: LIMITS)
+    for words in (["--json"], ["--format", "json"]):
+        main(["grade", str(tmp_path / "class" / "ada"), *words])
+        said = capsys.readouterr()
+        assert said.err.splitlines() == [
+            "hwfsdp: limits of submissions that are not in force: no network (only root can)"
+        ]
+        assert json.loads(said.out)["limits"] == [limit._asdict() for limit in LIMITS]
+
+
+def test_with_all_limits_in_force_nothing_is_told(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conditions, "limits_in_force", lambda: LIMITS[:1])
+    assert main(["grade", str(tmp_path / "class"), "--require-isolation"]) == 0
+    assert not capsys.readouterr().err
 
 
 # --- The progress bar --------------------------------------------------------------------------------------

@@ -238,6 +238,7 @@ def test_the_file_of_a_submission_fits_the_published_schema(
 def test_the_file_of_a_class_fits_the_published_schema(name: str, book: Gradebook) -> None:
     found = json.loads("".join(pieces(book, name)))
     jsonschema.validate(found, ALL[name])
+    assert name != "json" or found["limits"] == []
     nobody = replace(book, results=lambda: iter(()))
     jsonschema.validate(json.loads("".join(pieces(nobody, name))), ALL[name])
 
@@ -318,6 +319,20 @@ def test_the_table_has_a_row_for_each_student_and_adds_up(book: Gradebook) -> No
         assert float(row["total"]) == float(row["raw"]) - float(row["penalty"])
     assert (found[0]["lab"], found[1]["lab"], found[1]["errors"]) == ("2", "", "x.py: a link")
     assert [float(row["late_hours"]) > 0 for row in found] == [False, True, False]
+
+
+def test_a_time_that_nobody_knows_is_shown_as_such(book: Gradebook) -> None:
+    ada = replace(results()[0], submitted="2026-12-02T20:00:00+01:00", submitted_by="grading")
+    known = replace(ada, submitted_by="commit")
+    for result, words in (
+        (ada, "time unknown, counts as"),
+        (known, "handed in 2026-12-02 20:00 +0100, says commit"),
+    ):
+        own = replace(book, results=lambda: iter([result]))
+        assert words in "".join(render_student(result, own))
+        assert rows("".join(pieces(own, "csv")))[0]["submitted_by"] == result.submitted_by
+        late = json.loads("".join(pieces(own, "json")))["submissions"][0]["late"]
+        assert (late["final"], late["time_unknown"]) == (0.5, result is ada)
 
 
 def test_nbgrader_reads_its_own_columns_and_scores_add_up() -> None:
@@ -517,7 +532,7 @@ def test_times_come_from_a_table(tmp_path: Path) -> None:
     assert found["bob"] - found["ada"] == timedelta(hours=1)
 
 
-@pytest.mark.parametrize("text", ["ada", "ada,yesterday", None])
+@pytest.mark.parametrize("text", ["ada", "ada,yesterday", "ada,2026-01-01\nada,2026-01-02", None])
 def test_a_table_of_times_that_is_none_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "times.csv").write_text(text)

@@ -7,15 +7,17 @@ import os
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from classes import FILES, fake_worker, hand_in, small_course
+from classes import FILES, commit, fake_worker, hand_in, hand_in_tar, small_course
 
 from hwfsdp import UsageError
 from hwfsdp.learn.gradebook.grading import ClassRun, Progress, Settings, grade_class
 from hwfsdp.learn.gradebook.hidden_inputs import draw_inputs, secret_inputs
-from hwfsdp.learn.gradebook.journal import Journal
+from hwfsdp.learn.gradebook.journal import Journal, make_folder, remove_folder
+from hwfsdp.learn.gradebook.late import LatePolicy, parse_rule
 from hwfsdp.learn.gradebook.results import Result
 from hwfsdp.learn.manifest import Course
 
@@ -253,13 +255,127 @@ def test_nothing_of_a_submission_is_left_on_disk(handed: Path, course: Course, s
 def test_times_that_are_given_go_before_those_of_files(
     handed: Path, course: Course, settings: Settings
 ) -> None:
-    from datetime import datetime, timezone
-
     at = datetime(2026, 5, 6, tzinfo=timezone.utc)
     hand_in(handed, "ada", first="# ada")
     hand_in(handed, "bob", first="# bob")
     found = by_name(grade_class([handed], course, replace(settings, submitted={"ada": at})))
     assert found["ada"].time == at and found["bob"].time != at
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resume", "anew"])
+def test_what_a_killed_run_has_left_on_disk_goes_with_the_next_one(
+    resume: bool, handed: Path, course: Course, settings: Settings
+) -> None:
+    hand_in(handed, "ada", first="# ada")
+    killed = ClassRun([handed], course, settings)
+    killed.__enter__()
+    (killed.folder / "0").mkdir()
+    (killed.folder / "0" / "answer.py").write_text("# ada")
+    killed.journal.close()
+    list(grade_class([handed], course, replace(settings, resume=resume)))
+    assert not killed.folder.exists()
+
+
+def test_only_folders_of_our_own_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ours = make_folder()
+    (tmp_path / "hwfsdp-class-link").symlink_to(ours)
+    (tmp_path / "hwfsdp-class-file").write_text("")
+    (tmp_path / "other").mkdir()
+    for path in [*tmp_path.iterdir(), tmp_path / "hwfsdp-class-none", Path("hwfsdp-class-\0")]:
+        if path != ours:
+            remove_folder(path)
+    with monkeypatch.context() as as_someone_else:
+        as_someone_else.setattr("os.geteuid", lambda: 12345)
+        remove_folder(ours)
+    assert len(list(tmp_path.iterdir())) == 4
+    remove_folder(ours)
+    assert not ours.exists()
+
+
+# --- Times -------------------------------------------------------------------------------------------------
+
+LATE = LatePolicy(datetime(2020, 1, 1, tzinfo=timezone.utc), parse_rule("50%/day max 50%"))
+TIMES = {  # how it is handed in → what the time is said to be
+    "a tar of 1970": lambda folder: hand_in_tar(folder, "eve", "# eve", 0),
+    "a tar of no number": lambda folder: hand_in_tar(folder, "eve", "# eve", 1_500_000_000, mtime="nan"),
+    "a tar of no end": lambda folder: hand_in_tar(folder, "eve", "# eve", 1_500_000_000, mtime="inf"),
+    "a tar of 2200": lambda folder: hand_in_tar(folder, "eve", "# eve", 7_258_118_400),
+    "a commit of 1999": lambda folder: commit(
+        hand_in(folder, "eve", first="# eve"), "1999-12-31T00:00:00 +0000"
+    ),
+    "a commit of 2099": lambda folder: commit(
+        hand_in(folder, "eve", first="# eve"), "2099-01-01T00:00:00 +0000"
+    ),
+    "a file of 1970": lambda folder: os.utime(hand_in(folder, "eve", first="# eve") / FILES["01"], (0, 0)),
+}
+
+
+SAID = {
+    "1970": "tells 1970-01-01, before 2000",
+    "1999": "tells 1999-12-31, before 2000",
+    "2099": "tells 2099-01-01, in the future",
+    "2200": "tells 2200-01-01, in the future",
+    "no number": "tells no time that can be read",
+    "no end": "tells no time that can be read",
+}
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_a_time_that_cannot_be_is_told_and_counts_as_that_of_grading(
+    name: str, handed: Path, course: Course, settings: Settings
+) -> None:
+    TIMES[name](handed)
+    (found,) = grade_class([handed], course, replace(settings, times_count=True))
+    (error,) = found.errors
+    assert SAID[name.rpartition(" of ")[2]] in error and "time unknown" in error and "--submitted" in error
+    assert found.submitted_by == "grading" and found.time is not None
+    assert abs(found.time - datetime.now(timezone.utc)) < timedelta(hours=1)
+    standing = LATE.standing(found)
+    assert (standing.raw, standing.final, standing.time_unknown) == (3, 1.5, True)
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_a_time_that_is_given_goes_before_one_that_cannot_be(
+    name: str, handed: Path, course: Course, settings: Settings
+) -> None:
+    TIMES[name](handed)
+    given = {"eve": datetime(2019, 12, 31, tzinfo=timezone.utc)}
+    (found,) = grade_class([handed], course, replace(settings, times_count=True, submitted=given))
+    assert (found.errors, found.submitted_by) == ((), "--submitted")
+    assert (LATE.standing(found).final, LATE.standing(found).time_unknown) == (3, False)
+
+
+def test_without_a_deadline_an_unknown_time_is_no_error(
+    handed: Path, course: Course, settings: Settings
+) -> None:
+    hand_in_tar(handed, "eve", "# eve", 0)
+    (found,) = grade_class([handed], course, settings)
+    assert (found.errors, found.submitted_by) == ((), "grading")
+
+
+def test_a_result_says_where_its_time_comes_from(handed: Path, course: Course, settings: Settings) -> None:
+    hand_in_tar(handed, "ada", "# ada", 1_700_000_000)
+    commit(hand_in(handed, "bob", first="# bob"), "2024-01-01T00:00:00 +0000")
+    hand_in(handed, "eve", first="# eve")
+    given = {"zoe.tar": datetime(2024, 1, 2, tzinfo=timezone.utc)}
+    hand_in_tar(handed, "zoe", "# zoe", 1_700_000_000)
+    found = by_name(grade_class([handed], course, replace(settings, submitted=given)))
+    told = {name: result.submitted_by for name, result in found.items()}
+    assert told == {"ada": "archive", "bob": "commit", "eve": "file", "zoe": "--submitted"}
+
+
+@pytest.mark.parametrize(
+    "names, told", [(["ada", "mallory"], "mallory"), (["ada", "ada.tar"], "ada.tar"), (["x"] * 1, "x")]
+)
+def test_a_time_for_no_submission_is_refused_before_anything_is_graded(
+    names: list[str], told: str, handed: Path, course: Course, settings: Settings, log: Path
+) -> None:
+    hand_in_tar(handed, "ada", "# ada", 1_700_000_000)
+    given = {name: datetime(2024, 1, 2, tzinfo=timezone.utc) for name in names}
+    with pytest.raises(UsageError, match=f"such as ada; got {told}"):
+        list(grade_class([handed], course, replace(settings, submitted=given)))
+    assert settings.journal is not None and not settings.journal.exists() and not begun(log)
 
 
 # --- The journal -------------------------------------------------------------------------------------------
@@ -309,7 +425,11 @@ def test_inputs_from_a_secret_are_the_same_for_everyone_and_differ_by_exercise_a
     drawn = [[inputs.options(number) for number in numbers] for inputs in (one, same, other)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(drawn[0])) == len(numbers)
-    assert {world_size for _, world_size in drawn[0] + drawn[2]} == {1, 2, 3, 4}
+    assert {world_size for _, world_size in drawn[0] + drawn[2]} == {
+        2,
+        3,
+        4,
+    }  # never 1, where nothing is sent
     assert one.fingerprint == same.fingerprint != other.fingerprint
     assert "correct" not in repr(one)
 

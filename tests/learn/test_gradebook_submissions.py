@@ -18,6 +18,7 @@ from hwfsdp import UsageError
 from hwfsdp.learn.gradebook.archives import Limits, Refused, open_source
 from hwfsdp.learn.gradebook.layout import choose, is_submission
 from hwfsdp.learn.gradebook.submissions import Handed, collect, find_submissions, unique_names
+from hwfsdp.learn.submission import is_started, starter
 
 EXERCISES = (FIRST, SECOND)
 TARGET, OTHER = FILES["01"], FILES["04"]
@@ -110,6 +111,27 @@ def test_a_path_without_submissions_is_refused(name: str, tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="submission"):
         find_submissions([tmp_path / name], EXERCISES)
+
+
+def test_what_the_grader_writes_among_submissions_is_none(tmp_path: Path) -> None:
+    ours = [tmp_path / name for name in ("grades.csv", "grades.csv.journal", "reports", "out/book.html")]
+    for path in (
+        "ada/x",
+        "bob.zip",
+        "grades.csv",
+        "grades.csv.journal",
+        "reports/ada.html",
+        "out/book.html",
+        "more/x",
+    ):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "grades.csv")
+    linked = tmp_path.parent / f"{tmp_path.name}-link"
+    linked.symlink_to(tmp_path)
+    for folder in (tmp_path, linked):
+        found = find_submissions([folder], EXERCISES, left_out=[*ours, tmp_path / "more" / "y"])
+        assert [handed.path.name for handed in found] == ["ada", "bob.zip", "link", "more"]
 
 
 def test_names_differ_for_any_two_submissions() -> None:
@@ -253,6 +275,29 @@ def traversing_tar(path: Path) -> None:
     make_tar("w")(path, {f"../{TARGET}": b"x", OTHER: b"y = 1"})
 
 
+def negative_tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, headers in ((OTHER, {}), (TARGET, {"size": "-5"}), ("later.txt", {})):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = 5, headers
+            archive.addfile(info, io.BytesIO(b"y = 1"))
+
+
+def backward_tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, headers in ((OTHER, {}), (TARGET, {"size": "-99999"})):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = 5, headers
+            archive.addfile(info, io.BytesIO(b"y = 1"))
+
+
+def damaged_tar(path: Path) -> None:
+    make_tar("w")(path, {OTHER: b"y = 1", TARGET: b"x = 1"})
+    data = bytearray(path.read_bytes())
+    data[1024 + 148 : 1024 + 154] = b"999999"  # the checksum of the second header
+    path.write_bytes(data)
+
+
 ONE_BAD = {  # how → words about the one file that is not read; the other one is
     encrypted: "encrypted",
     linked_zip: "symbolic link",
@@ -266,6 +311,9 @@ ONE_BAD = {  # how → words about the one file that is not read; the other one 
     not_text: "not UTF-8",
     traversing_zip: "leads out of the submission",
     traversing_tar: "leads out of the submission",
+    negative_tar: f"exercise 01: {TARGET}: a size below zero",
+    backward_tar: f"exercise 01: {TARGET}: a size below zero",
+    damaged_tar: f"the archive is damaged after '{OTHER}'",
 }
 
 
@@ -383,6 +431,70 @@ def test_names_in_other_letters_are_noted(tmp_path: Path) -> None:
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
     assert collected.notes == [f"HW/01_Shard_Math/Shard_math.py was taken for {TARGET}"]
     assert (tmp_path / "out" / TARGET).exists() and not collected.errors
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_a_file_without_anything_in_it_is_noted(content: bytes, tmp_path: Path) -> None:
+    make_zip(tmp_path / "in", {TARGET: content, OTHER: b"y = 1"})
+    collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
+    assert collected.notes == [f"{TARGET} is empty"] and not collected.errors
+
+
+def test_one_entry_of_a_tar_without_a_time_leaves_it_unknown(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "in", "w") as archive:
+        for name, headers in ((TARGET, {"mtime": "nan"}), (OTHER, {"mtime": "1700000000"})):
+            info = tarfile.TarInfo(name)
+            info.pax_headers = headers
+            archive.addfile(info)
+    collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
+    assert (collected.submitted, collected.submitted_by) == (None, "archive")
+
+
+def test_files_that_are_not_graded_do_not_tell_the_time(tmp_path: Path) -> None:
+    make_folder(tmp_path / "in", {TARGET: b"x = 1", "grades.csv": b""})
+    os.utime(tmp_path / "in" / TARGET, (0, 1_700_000_000))
+    collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
+    assert collected.submitted == datetime.fromtimestamp(1_700_000_000, timezone.utc)
+
+
+# --- Started or not ----------------------------------------------------------------------------------------
+
+BOUND = {  # what stands below the stubs and may fill them
+    "assigned": "import numpy as m\nchunk_length = m.chunk_length\n",
+    "imported": "from mine import chunk_length\n",
+    "imported as": "from mine import f as chunk_length\n",
+    "all imported": "from mine import *\n",
+    "in a branch": "if True:\n    chunk_length = max\n",
+    "by a call": "globals().update(chunk_length=max)\n",
+    "a lambda": "chunk_length = lambda n, world_size: -(-n // world_size)\n",
+    "a coroutine": "async def chunk_length(n, world_size):\n    raise NotImplementedError\n",
+    "a decorator": "@filled\ndef chunk_length(n, world_size):\n    raise NotImplementedError\n",
+    "in a class": "class C:\n    x = setattr(sys.modules[__name__], 'chunk_length', max)\n",
+}
+UNBOUND = {
+    "comments": "# the end\n",
+    "other imports": "import os\nfrom mine import helper\n",
+    "a text": "'notes'\n",
+    "a helper": "def helper():\n    return 1\n",
+    "a class": "class Helper:\n    'notes'\n",
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_file_that_may_fill_a_hole_otherwise_than_by_writing_it_is_started(name: str) -> None:
+    assert is_started(FIRST, starter(FIRST) + BOUND[name])
+
+
+@pytest.mark.parametrize("name", UNBOUND)
+def test_a_file_that_cannot_fill_a_hole_is_not_started(name: str) -> None:
+    assert not is_started(FIRST, starter(FIRST) + UNBOUND[name])
+
+
+def test_a_base_class_may_fill_a_hole() -> None:
+    class_line = next(line for line in starter(SECOND).splitlines() if line.startswith("class "))
+    derived = class_line.replace(":", "(mine.FSDPParam):")
+    assert not is_started(SECOND, starter(SECOND).replace("\n", "\r\n") + "# x\n")
+    assert is_started(SECOND, starter(SECOND).replace(class_line, derived))
 
 
 # --- Checkouts ---------------------------------------------------------------------------------------------

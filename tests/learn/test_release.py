@@ -65,7 +65,9 @@ def test_its_readme_speaks_of_what_is_there(edition: Path) -> None:
 
 def test_its_pages_link_to_what_is_there(edition: Path) -> None:
     pages = [*edition.glob("*.md"), *edition.glob("docs/*.md"), *edition.glob("exercises/*/*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", page.read_text())]
+    links = [
+        (page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", page.read_text())
+    ]
     assert len(links) > 30
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
 

@@ -88,6 +88,18 @@ def test_a_hole_that_is_not_in_the_package_is_named(course: Course) -> None:
     assert "chunk_lenght" in found and "Did you mean 'chunk_length'?" in found
 
 
+def test_a_name_in_calls_that_is_not_in_the_package_is_named(course: Course) -> None:
+    damaged(course.exercise(9).folder / "exercise.toml", "StreamEvent.is_over", "StreamEvent.is_ower")
+    found = [line for line in workbook.problems(find_course(course.root)) if "is_ower" in line]
+    assert len(found) == 1 and found[0].startswith("calls: hwfsdp.streams:StreamEvent.is_ower: expected ")
+    assert "Did you mean 'is_over'?" in found[0]
+
+
+def test_a_module_in_calls_that_is_not_in_the_package_is_named(course: Course) -> None:
+    damaged(course.exercise(9).folder / "exercise.toml", "hwfsdp.streams:", "hwfsdp.strems:")
+    assert any("hwfsdp.strems" in line for line in workbook.problems(find_course(course.root)))
+
+
 def test_grading_problems_are_named(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     exercise = course.exercise(1)
     wrong = workbook.solution(exercise).replace("-(-n // world_size)", "n // world_size")
@@ -103,6 +115,7 @@ MANIFESTS: dict[str, Callable[[str], str]] = {
     "no title": lambda text: text.replace("title", "name"),
     "holes are no list": lambda text: text.replace("holes = [", "holes = 3\nothers = ["),
     "points are no number": lambda text: text.replace("points = ", 'points = "many" # '),
+    "calls are no list": lambda text: text.replace("hints = [", "calls = 3\nhints = [", 1),
     "no hints": lambda text: text[: text.index("hints")] + "hints = []",
 }
 

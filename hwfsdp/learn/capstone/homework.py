@@ -73,7 +73,7 @@ def read_homework(course: Course) -> Homework:
             got=f"{type(error).__name__}: {error}",
             remedy="Take exercises/capstone/ as it was given.",
         ) from None
-    return Homework(FOLDER, "hw_fsdp", title, points, (), hints, path.parent, bonus, tasks)
+    return Homework(FOLDER, "hw_fsdp", title, points, (), hints, path.parent, bonus=bonus, tasks=tasks)
 
 
 def solution_path(course: Course) -> Path:

@@ -138,6 +138,13 @@ def judge_buffers(ranks: Ranks, seed: int) -> None:
     for rank, turns in enumerate(run["turns"]):
         for hold in ("nothing", *HOLDS):
             _compare_turns(f"rank {rank}, {hold} of the copy before is kept", turns[hold], hold, seed)
+    for rank, untold in enumerate(run["untold"]):
+        if not all(untold):
+            message = (
+                f"rank {rank}: is_referred_to_elsewhere is None for a buffer that a copy still refers to, and it is lent to the "
+                "next copy."
+            )
+            raise Finding("buffer-in-use", message, "memory of its own", "that of the copy before")
     for rank, bound in enumerate(run["bound"]):
         _compare_bound(rank, bound)
     for rank, (alive, counted) in enumerate(run["released"]):
@@ -279,6 +286,9 @@ def judge_errors(ranks: Ranks, seed: int) -> None:
         for time, got in zip(("first", "second"), found["a target that is there"], strict=True):
             where = f"rank {rank}: a save to a place that is taken, wait for the {time} time"
             _expect_error(where, got, TAKEN)
+        if found["kept by the handle"] != "NoneType":
+            message = f"rank {rank}: a save has failed, and its handle still refers to the copy: _state_dict is a {found['kept by the handle']}."
+            raise Finding("kept-alive", message, "None", found["kept by the handle"])
         _expect_none(
             f"rank {rank}: the save after one whose error wait has raised", found["after it was heard"][0]
         )
@@ -292,13 +302,15 @@ def judge_errors(ranks: Ranks, seed: int) -> None:
             message = f"{where}: async_save raises at once: {at_once}"
             raise Finding("raised-alone", message, "a handle whose wait raises", "an error at once")
         _expect_error(f"{where}, wait", waited[0], "'broken'")
+        [got] = found["a save that is ended"]
+        _expect_error(f"rank {rank}: save_agreed raises what is no Exception, wait", got, "signal", "Ended")
         _expect_none(f"rank {rank}: finish_saves, when every error was heard", found["at the end"][0])
 
 
-def _expect_error(where: str, got: str | None, part: str) -> None:
+def _expect_error(where: str, got: str | None, part: str, kind: str = "UsageError") -> None:
     if got is None:
-        raise Finding("error-swallowed", f"{where}: nothing is raised.", "UsageError", "nothing")
-    if not got.startswith("UsageError") or part not in got:
+        raise Finding("error-swallowed", f"{where}: nothing is raised.", kind, "nothing")
+    if not got.startswith(kind) or part not in got:
         raise Finding("error-swallowed", f"{where}: it raises {got}, and not why the save failed.", part, got)
 
 

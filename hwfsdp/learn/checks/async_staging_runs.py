@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ def probe_staging(report: Report, seed: int) -> None:
     attempt(report, "twins", lambda: _twins(seed))
     attempt(report, "bound", lambda: _bound(seed))
     attempt(report, "released", lambda: _released(seed))
+    attempt(report, "untold", lambda: _untold(seed))
 
 
 # --- A snapshot --------------------------------------------------------------------------------------------
@@ -267,3 +269,14 @@ def _released(seed: int) -> list[int]:
     del staged, source
     gc.collect()
     return [bytes_alive(watched), stager.nbytes]
+
+
+def _untold(seed: int) -> list[bool]:
+    """Two copies, the second where torch does not count references: whether the first keeps its values, and its memory."""
+    source = {"only": _numbers(sizes(seed)[0], 1)}
+    before, stager = source["only"].clone(), StateDictStager()
+    first = stager.stage(source)  # its buffer is in the pool
+    source["only"].fill_(77)
+    with mock.patch.object(compat, "USE_COUNT", "of no torch"):
+        second = stager.stage(source)
+    return [torch.equal(first["only"], before), not _share(first["only"], second["only"])]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
-from hwfsdp.checkpoint import background, blocks, store
+from hwfsdp.checkpoint import background, blocks, saving, store
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.learn.checks.async_staging_runs import Allocations, Data, make_dtensor, sizes
@@ -37,6 +37,7 @@ class Stage:
         self.gate, self.main = threading.Event(), threading.current_thread()
         self.gate.set()
         self.notes: list[list[Any]] = []
+        self.escaped: list[BaseException] = []  # what threads have raised to nobody
         self._starting = False
 
     def note(self, what: str, of: str = "") -> None:
@@ -91,7 +92,12 @@ class Stage:
             (f"threading.Thread.{name}", function)
             for name, function in zip(names, (run_at_the_gate, started, joined, asked), strict=True)
         ]
-        return [*found, ("threading.Condition.wait", waited)]
+
+        def escape(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None:
+                self.escaped.append(args.exc_value)
+
+        return [*found, ("threading.Condition.wait", waited), ("threading.excepthook", escape)]
 
     def _about_to_wait(self, name: str) -> bool:
         """Opens the gate, if the main thread would wait for what stands behind it; returns whether it was closed."""
@@ -175,6 +181,8 @@ def _saves(seed: int, folder: Path, stage: Stage) -> Data:
     _update(state, 4)
     stage.gate.set()
     ids = [handle.wait() for handle in handles]
+    if stage.escaped:
+        raise stage.escaped[0]
     notes = list(stage.notes)
     found: Data = {"notes": notes, "allocated": allocated, "ids": ids, "loaded": []}
     sources = {id(s): s for s in (t.untyped_storage() for t in _tensors(state))}
@@ -204,6 +212,7 @@ def _errors(seed: int, folder: Path) -> Data:
     found: Data = {}
     handle = store.async_save(state, taken)  # there is a checkpoint, and none may be overwritten
     found["a target that is there"] = [_raised(handle.wait), _raised(handle.wait)]
+    found["kept by the handle"] = type(handle._state_dict).__name__
     found["after it was heard"] = [_raised(lambda: store.async_save(state, folder / "a").wait())]
     _raised(lambda: store.async_save(state, taken))
     found["nobody waits"] = [_raised(lambda: store.async_save(state, folder / "b"))]
@@ -212,14 +221,25 @@ def _errors(seed: int, folder: Path) -> Data:
     handles: list[background.SaveHandle] = []
     at_once = _raised(lambda: handles.append(store.async_save(broken, folder / "d")))
     found["a copy that cannot be made"] = [at_once, *(_raised(handle.wait) for handle in handles)]
+    with mock.patch.object(saving._Saving, "run", _ended):
+        ended = store.async_save(state, folder / "e")
+        found["a save that is ended"] = [_raised(ended.wait)]
     found["at the end"] = [_raised(background.finish_saves)]
     return found
+
+
+class Ended(BaseException):
+    """What is no Exception, as KeyboardInterrupt and SystemExit are none."""
+
+
+def _ended(*_: Any) -> str:
+    raise Ended("by a signal")
 
 
 def _raised(call: Callable[[], Any]) -> str | None:
     """The kind and text of what it raises."""
     try:
         call()
-    except Exception as error:
+    except (Exception, Ended) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None

@@ -135,6 +135,11 @@ def judge_reductions(ranks: Ranks, seed: int) -> None:
         _check_queue(facts, inputs, inputs, last, "Four reductions")
     _check_host(found)
     _judge_all_reduced(run[all_reduced.__name__][0])
+    done = run["put off"][0]["after"]
+    left = [name for name in ("reduce_scatter", "all_reduce") if name not in done]
+    if left:
+        text = f"On the CPU, after `finish_reductions()`: what was put off on {' and '.join(left)} is still to be done."
+        raise Finding("left-in-flight", text, "done on reduce_scatter, all_reduce", ", ".join(done) or "none")
 
 
 def _judge_all_reduced(found: dict[str, Any]) -> None:
@@ -155,7 +160,7 @@ def _judge_all_reduced(found: dict[str, Any]) -> None:
 def _check_queue(
     facts: dict[str, Any], inputs: Sequence[int], results: Sequence[int], last: Issued | None, what: str
 ) -> None:
-    """Of one moment: too many buffers, then a wait that is too short or too long, then too few buffers."""
+    """Of one moment: too many buffers, the wrong ones, then a wait that is too short or too long, then too few buffers."""
     where = f"{what}, after `{facts['call']}`"
     kept = [("inputs", facts["inputs"], inputs), ("results", facts["results"], results)]
     for name, found, expected in kept:
@@ -164,6 +169,9 @@ def _check_queue(
             bounded = facts["call"].startswith("wait") and name == "inputs"
             kind = "unbounded-reductions" if bounded else "kept-alive"
             raise Finding(kind, text, _numbers(expected), _numbers(found))
+    if inputs and len(facts["inputs"]) == len(inputs) and max(facts["inputs"]) < max(inputs):
+        text = f"{where}: reductions {_numbers(facts['inputs'])} are left in flight, the oldest; expected {_numbers(inputs)}."
+        raise Finding("newest-first", text, _numbers(inputs), _numbers(facts["inputs"]))
     _check_compute(where, facts, last)
     for name, found, expected in kept:
         if list(found) != list(expected):

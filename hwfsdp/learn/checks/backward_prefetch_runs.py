@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp import collectives, fully_shard, record
 from hwfsdp.collectives import Reducing
 from hwfsdp.compat import local_of
+from hwfsdp.group import FSDPCommContext
 from hwfsdp.learn.checks.forward_prefetch_runs import LAYERS, WIDTH, Equal, Path, Paths, Stack, data
 from hwfsdp.learn.checks.lone_streams import Lone, host_watched
 from hwfsdp.learn.checks.virtual_clock import figures_of, simulate_here
@@ -38,6 +39,7 @@ def probe_alone(report: Report, seed: int) -> None:
     attempt(report, "streams", partial(_streams, seed))
     for scenario in (one_after_the_other, all_reduced):
         attempt(report, scenario.__name__, partial(_reductions, scenario, seed))
+    attempt(report, "put off", _put_off)
     attempt(report, "simulated", _simulated)
 
 
@@ -156,6 +158,24 @@ def _reductions(scenario: Callable[[Kept], None], seed: int) -> dict[str, Any]:
     with host_watched() as waited:
         scenario(found)
     return {"facts": found.facts, "host waited": waited}
+
+
+class Over:
+    """A collective that is over."""
+
+    def wait(self) -> None: ...
+
+
+def _put_off() -> dict[str, list[str]]:
+    """Streams of the CPU on which something was put off and is done now, before and after `finish_reductions`."""
+    context, done = FSDPCommContext("cpu"), list[str]()
+    for stream in (context.streams.reduce_scatter, context.streams.all_reduce):
+        with stream.run():
+            stream.collective(lambda async_op: Over(), stream.name, "group 0")
+            stream.then(partial(done.append, stream.name))
+    before = list(done)
+    context.finish_reductions()
+    return {"before": before, "after": done}
 
 
 def _simulated() -> dict[str, Any]:

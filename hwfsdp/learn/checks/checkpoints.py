@@ -4,6 +4,7 @@ pairs of world sizes; and every crash of a commit against the two checkpoints th
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from hwfsdp.learn.checks.checkpoints_commits import judge_commit
 from hwfsdp.learn.checks.checkpoints_pairs import (
+    SAVED,
+    TIED,
     Spread,
     coordinate,
     cut,
     more_spreads,
     probe_pairs,
     probe_parts,
+    saved_parts,
     spread_of,
     spreads,
     values_of,
@@ -53,8 +57,7 @@ def judge_boxes(ranks: Ranks, seed: int) -> None:
     """`intersection` and `within`."""
     run = ranks.run(probe_integers, 1, seed=seed)
     for (one, other), got in zip(pairs_of_parts(seed), run["shared"][0], strict=True):
-        sets = [set(range(a, a + n)) & set(range(b, b + m)) for a, n, b, m in zip(*one, *other, strict=True)]
-        wanted = [list(map(min, sets)), list(map(len, sets))] if all(sets) else None
+        wanted = _common([*map(list, one)], [*map(list, other)])
         if got == wanted:
             continue
         message = (
@@ -90,7 +93,7 @@ FAULTS = {
     "overlapping": ("parts-overlap", "two parts have elements in common"),
     "outside": ("past-the-end", "a part leaves the tensor"),
     "empty": ("empty-at-zero", "a part has no elements"),
-    "dims": ("wrong-rows", "a part has another number of dims"),
+    "dims": ("fault-missed", "a part has another number of dims than the tensor"),
     "differing": ("replicas-differ", "copies of a part have other bytes"),
 }
 
@@ -158,12 +161,19 @@ def _compare_refusal(case: Held, answer: dict[str, Any], where: str) -> None:
     if answer["error"] != "UsageError":
         message = f"{where}{crc}, raises {answer['error']}: {answer['message']}"
         raise Finding("crashed", message, "UsageError", answer["error"])
-    sums = {f"{c or 0:08x}" for c in case.crc32} if case.what == "differing" else set()
-    named = [number for number in sums if number in answer["message"]]
+    sums = {c or 0 for c in case.crc32} if case.what == "differing" else set()
     key = f"state_dict['model']['layers'][{len(case.parts)}]['{case.path[-1]}']"
+    named = sums & _numbers_in(answer["message"].removeprefix(key))
     if not answer["message"].startswith(key) or (sums and len(named) < 2):
         message = f"{where}{crc}: the error does not name what differs: {answer['message']}"
-        raise Finding("not-named", message, f"{key} {sorted(sums)}", answer["message"])
+        expected = f"{key}, and two of {', '.join(f'{c:08x}' for c in sorted(sums))}" if sums else key
+        raise Finding("not-named", message, expected, answer["message"])
+
+
+def _numbers_in(text: str) -> set[int]:
+    """What a text may name: each word of digits, read as a decimal number and as a hexadecimal one."""
+    words = re.findall(r"\b(?:0x)?([0-9a-f]+)\b", text.lower())
+    return {int(word, 16) for word in words} | {int(word) for word in words if word.isdecimal()}
 
 
 # --- Parts of ranks ----------------------------------------------------------------------------------------
@@ -240,7 +250,8 @@ def _of_part(got: Any, wanted: Any, spread: Spread) -> str:
 
 
 def judge_pairs(ranks: Ranks, seed: int) -> None:
-    """Every save, loaded on every mesh: all numbers, none read twice, in the tensors that were there."""
+    """`needs_of` by itself; then every save, loaded on every mesh: all numbers, none read twice."""
+    _judge_needs(ranks, seed)
     run = ranks.run(probe_pairs, 4, seed=seed)
     failed = [[pair for pair in raised if " to " in pair] for raised in run["raised"]]
     ok = {
@@ -250,7 +261,10 @@ def judge_pairs(ranks: Ranks, seed: int) -> None:
         for pair, (kind, text) in raised.items():
             same_only = pair.count(" to ") == 1 and ok and all(p[0] == p[-1] for p in ok)
             message = f"{_pair(pair)}, rank {rank}: {kind}: {text}"
-            raise Finding("same-world-only" if same_only else "crashed", message)
+            if same_only:
+                raise Finding("same-world-only", message)
+            assert run["causes"], "what a rank raised comes first, with its line"
+            raise Finding("crashed", message)
     wrong: dict[str, list[str]] = {}
     for saved in WORLDS:
         for world in WORLDS:
@@ -266,6 +280,53 @@ def judge_pairs(ranks: Ranks, seed: int) -> None:
     for rank, loaded in enumerate(run["loaded"]):
         for pair, found in loaded.items():
             _compare_reading(rank, pair, found)
+
+
+def _judge_needs(ranks: Ranks, seed: int) -> None:
+    """Boxes of needs that are there; which are missing, a load tells."""
+    run = ranks.run(probe_parts, 4, seed=seed)
+    for world in WORLDS:
+        for rank, by_saved in enumerate(run[f"needs {world}"]):
+            if "instead" in by_saved:
+                text = f"rank {rank}: needs_of returns a {by_saved['instead']}."
+                raise Finding("wrong-value", text, "Needs, one after the other", by_saved["instead"])
+            for saved, needs in by_saved.items():
+                for need in needs:
+                    where = f"needs_of, {_pair(f'{saved} to {world}')}, rank {rank}"
+                    _compare_need(where, need, int(saved), world, rank, seed)
+
+
+def _compare_need(where: str, need: Any, saved: int, world: int, rank: int, seed: int) -> None:
+    if isinstance(need, str):
+        raise Finding(
+            "wrong-value", f"{where}: it gives {need}.", "a Need of an entry, a chunk and two boxes", need
+        )
+    name, chunk, *boxes = need
+    wanted_box = part_at(spreads(seed, world)[SAVED[0] if name == TIED else name], rank)
+    if (tuple(map(tuple, chunk)) if chunk else None) not in saved_parts(name, seed, saved) or not wanted_box:
+        return
+    wanted = _common(wanted_box, chunk)
+    for field, got, right in zip(("box", "shared"), boxes, (wanted_box, wanted), strict=True):
+        if got == right or right is None:
+            continue
+        others = {
+            "its offset in the chunk": _from(wanted, chunk),
+            "its offset in this rank's part": _from(wanted, wanted_box),
+        }
+        why = next((what for what, box in others.items() if box == got), "")
+        text = f"{where}, {name}, the chunk {_text(chunk)}: {field} is {_text(got)}, expected {_text(right)}"
+        text += f", counted from the tensor's first element; that is {why}." if why else "."
+        same_shape = isinstance(got, list) and got[1] == right[1]
+        raise Finding("wrong-origin" if why or same_shape else "wrong-rows", text, _text(right), _text(got))
+
+
+def _common(one: list[list[int]], other: list[list[int]]) -> list[list[int]] | None:
+    sets = [set(range(a, a + n)) & set(range(b, b + m)) for a, n, b, m in zip(*one, *other, strict=True)]
+    return [list(map(min, sets)), list(map(len, sets))] if all(sets) else None
+
+
+def _from(box: list[list[int]] | None, origin: list[list[int]]) -> list[list[int]] | None:
+    return box and [[a - b for a, b in zip(box[0], origin[0], strict=True)], box[1]]
 
 
 def _pair(pair: str) -> str:

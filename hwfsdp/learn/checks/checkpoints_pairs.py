@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +22,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hwfsdp import compat
 from hwfsdp.checkpoint import matching, plan, store
+from hwfsdp.checkpoint.boxes import Box
+from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hwfsdp.checkpoint.traverse import leaves_of, show
-from hwfsdp.learn.checks.checkpoints_runs import ROWS, WORLDS, Numbers, plain_box
-from hwfsdp.learn.run import Report, attempt
+from hwfsdp.errors import FSDPError
+from hwfsdp.learn.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
+from hwfsdp.learn.run import FAILED, Report, attempt
 from hwfsdp.wrap import fully_shard
 
 
@@ -108,6 +112,8 @@ def probe_parts(report: Report, seed: int) -> None:
     """What every rank has on every mesh. Nothing is communicated but what meshes need, so nobody waits for anybody."""
     meshes = {w: _meshes(w) for w in WORLDS}
     report["parts"] = {str(w): _parts(seed, w, meshes[w]) for w in WORLDS}
+    for w in WORLDS:
+        attempt(report, f"needs {w}", lambda w=w: _needs(seed, w, meshes[w]))  # type: ignore[misc]
 
 
 def probe_pairs(report: Report, seed: int) -> None:
@@ -128,6 +134,8 @@ def probe_pairs(report: Report, seed: int) -> None:
                 _fill(target, seed, v, is_target=True)
                 pair = f"{w} to {v}"
                 _try(report, pair, lambda w=w: report["loaded"].update({pair: _load(target, folder / str(w), meshes[v])}))  # type: ignore[misc]
+    if "causes" not in report.get(FAILED, {}):
+        report["causes"] = None
     dist.barrier()
     if here == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -158,6 +166,13 @@ def _try(report: Report, key: str, part: Callable[[], None]) -> None:
         part()
     except Exception as error:
         report["raised"][key] = [type(error).__name__, " ".join(str(error).split())[:400]]
+        cause = error.__cause__ or error
+        if not isinstance(cause, FSDPError):
+            attempt(report, "causes", lambda: _raise(cause))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _spread_out(path: str, spread: Spread, meshes: Meshes, seed: int, ranks: int) -> DTensor:
@@ -186,6 +201,66 @@ def more_spreads(ranks: int) -> dict[str, Spread]:
             f"{n} rows cut twice": Spread((n, 2), (2, 2), (Shard(0), Shard(0))) for n in range(1, ROWS + 1)
         }
     return found
+
+
+SAVED = ("grid", "columns", "copies")  # of `spreads`
+TIED = "tied"  # in the save, one object with the first of these
+
+
+def saved_parts(name: str, seed: int, ranks: int) -> list[Part]:
+    """Offset and shape of what so many ranks have saved of a tensor: each part once, as `torch.chunk` cuts."""
+    spread = spreads(seed, ranks)[SAVED[0] if name == TIED else name]
+    numbers = torch.arange(prod(spread.shape)).view(spread.shape)
+    found = dict[Part, None]()
+    for rank in range(ranks):
+        mine = cut(numbers, spread, coordinate(rank, spread.mesh))
+        if mine.numel():
+            found[tuple(divmod(int(mine.flatten()[0]), spread.shape[1])), tuple(mine.shape)] = None
+    return list(found)
+
+
+def _needs(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
+    """By how many ranks have saved, what `needs_of` says on a mesh of `ranks`: path, chunk, box and shared of each."""
+    if dist.get_rank() >= ranks:
+        return {}
+    of = spreads(seed, ranks)
+    targets = {name: _spread_out(name, of[name], meshes, seed, ranks) for name in SAVED}
+    targets[TIED] = _spread_out(TIED, of[SAVED[0]], meshes, seed, ranks)
+    found = {}
+    for saved in WORLDS:
+        manifest = _manifest(seed, saved)
+        matched = matching.Match(manifest)
+        for name, target in targets.items():
+            if compat.local_of(target).numel():
+                matched.tensors["model", name] = target
+        needs: Any = matching.needs_of(matched)
+        if not isinstance(needs, Iterable):
+            return {"instead": type(needs).__name__}
+        found[str(saved)] = [_plain_need(need) for need in needs]
+    return found
+
+
+def _manifest(seed: int, ranks: int) -> Manifest:
+    """Of a save by so many ranks, as far as `needs_of` looks at it."""
+    entries = dict[tuple[str | int, ...], Any]()
+    for name in SAVED:
+        chunks = [Chunk(i, 0, Box(*part)) for i, part in enumerate(saved_parts(name, seed, ranks))]
+        shape = spreads(seed, ranks)[name].shape
+        entries["model", name] = TensorEntry(("model", name), torch.float32, shape, tuple(chunks))
+    first = entries["model", SAVED[0]]
+    entries["model", TIED] = replace(first, path=("model", TIED), chunks=(), same_as=first.path)
+    return Manifest("000001-0a1b2c3d", (), {(): "dict", ("model",): "dict"}, entries)
+
+
+def _plain_need(need: Any) -> Any:
+    """What a `Need` says; as text if it is none, or its fields are of other types."""
+    if type(need) is not matching.Need:
+        return f"a {type(need).__name__} in place of a Need"
+    for name, value, kind in (("entry", need.entry, TensorEntry), ("chunk", need.chunk, Chunk)):
+        if not isinstance(value, kind):
+            return f"a Need whose {name} is a {type(value).__name__}, expected a {kind.__name__}"
+    boxes = [plain_box(box) for box in (need.chunk.box, need.box, need.shared)]
+    return [str(need.entry.path[-1]), *boxes]
 
 
 def _state(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:

@@ -265,14 +265,14 @@ def judge_guesses(ranks: Ranks, seed: int) -> None:
             for step, facts in enumerate(steps):
                 where = f"Rank {rank}, {WORDS[name]}, forward {step + 1}"
                 _check_nothing_left(where, facts)
-                listed = listed_at(paths[0]) if name == "listed" and step == 1 else {}
+                listed = listed_at(paths[0], step) if name == "listed" else {}
                 last = paths[step - 1] if step else []
                 _check_words(where, words_of(log_of(facts)), expected_words(last, paths[step], listed))
 
 
 WORDS = {
     "changing": "a path that changes",
-    "listed": "a layer with forward prefetches listed in its second forward",
+    "listed": "a layer with forward prefetches listed in its second forward, and others in its third",
     "recomputed": "layers that are recomputed in backward",
 }
 

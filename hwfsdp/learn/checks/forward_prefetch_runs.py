@@ -227,14 +227,14 @@ def drawn_paths(seed: int) -> dict[str, list[Path]]:
     turned = [path[0], path[2], path[1], path[2], path[3]]
     return {
         "changing": [path, path, shorter, shorter, turned, path[:2], path, path],
-        "listed": [path, path, path],
+        "listed": [path, path, path, path],
         "recomputed": [path, path],
     }
 
 
-def listed_at(path: Path) -> dict[int, Path]:
-    """What the user lists for a layer of the path, in the second step of "listed"."""
-    return {path[0]: [path[2], path[1]]}
+def listed_at(path: Path, step: int) -> dict[int, Path]:
+    """What the user lists for a layer of the path, in a step of "listed": with the one expected, and without it."""
+    return {path[0]: {1: [path[2], path[1]], 2: [path[3]]}.get(step, [])}
 
 
 def data(seed: int, step: int, rank: int) -> Tensor:
@@ -258,8 +258,8 @@ def probe_paths(report: Report, seed: int) -> None:
         steps = []
         for step, path in enumerate(paths):
             if name == "listed":
-                for at, after in listed_at(path).items():
-                    listed = [model.stack.layers[n] for n in after] if step == 1 else []
+                for at, after in listed_at(path, step).items():
+                    listed = [model.stack.layers[n] for n in after]
                     model.stack.layers[at].set_modules_to_forward_prefetch(listed)
             steps.append(_step(model, path, seed, step))
         report[name] = steps

@@ -198,17 +198,27 @@ def _prepare(param: FSDPParam, case: Case, value: float) -> None:
 # --- A gather of tensors that no parameter has -------------------------------------------------------------
 
 
-class Travels:
-    """Stands for a parameter: what it contributes to a gather, and where that was asked for."""
+class Travels(FSDPParam):
+    """A parameter in all but what it contributes to a gather: that, and where it was asked for."""
 
-    def __init__(self, tensors: list[Tensor], dtypes: list[torch.dtype], mesh: ShardMesh) -> None:
-        self.tensors, self.gather_dtypes, self.gather_mesh = tensors, dtypes, mesh
+    def __init__(
+        self, tensors: list[Tensor], dtypes: list[torch.dtype], mesh: ShardMesh, over: ShardMesh
+    ) -> None:
+        module, param = nn.Module(), nn.Parameter(torch.ones(mesh.size, 2))
+        module.register_parameter("weight", param)
+        placed, policy = spread(param, 0, mesh, "weight"), MixedPrecisionPolicy()
+        super().__init__(param, [Slot(module, "weight")], "weight", mesh, policy, placed)
+        self.tensors, self.in_dtypes, self.gather_mesh = tensors, dtypes, over
         self.asked_on: list[str] = []
 
     def gather_inputs(self) -> list[Tensor]:
         recorder = events.active()
         self.asked_on.append(str(recorder.stream) if recorder else "")
         return list(self.tensors)
+
+    @property
+    def gather_dtypes(self) -> list[torch.dtype]:
+        return list(self.in_dtypes)
 
 
 def travelling(seed: int, kind: str, rank: int) -> list[tuple[list[Tensor], list[torch.dtype]]]:
@@ -233,7 +243,7 @@ def _gathers(seed: int, mesh: ShardMesh) -> dict[str, Any]:
     fewer, found = smaller_mesh(mesh, 1), {}
     for kind in GATHERS:
         over = fewer if kind == "from fewer ranks" else mesh
-        params = [Travels(*each, over) for each in travelling(seed, kind, mesh.rank)]
+        params = [Travels(*each, mesh, over) for each in travelling(seed, kind, mesh.rank)]
         group, released = _group(mesh, list(params)), []
         with record() as log:
             recorder = events.active()

@@ -150,8 +150,8 @@ def _compare_kept(mesh: Mesh, found: Mapping[str, Any], seed: int, rank: int) ->
                 sums.get(index),
             )
         if mesh.shards == 1 and found["shared"][number]:
-            text = f"{where}: a partial gradient lies in the buffer of the reduction, which is compute's to use again."
-            raise Finding("kept-alive", text, "a copy", "a view of the buffer")
+            text = f"{where}: a partial gradient is a view of the reduction's buffer, which compute may overwrite before it is read."
+            raise Finding("freed-too-early", text, "a copy", "a view of the buffer")
     for chosen, taken in zip(((0, 1, 3), CHOSEN[3]), found["taken"], strict=True):
         pieces = _pieces(seed, mesh, rank, chosen, taken["result"])
         for index in chosen:
@@ -214,6 +214,8 @@ def _compare_finish(mesh: Mesh, case: Finish, found: Mapping[str, Any], seed: in
         if in_part and grad is not None:
             text = f"{where}: p{index} has a gradient, that of a part of the replicas."
             raise Finding("reduced-too-often", text, "none", grad)
+        if in_part:
+            _compare_divided(f"{where}: the partial gradient of p{index}", kept, pieces[index], total)
         _compare_sum(f"{where}: the partial gradient of p{index}", kept, total if in_part else None)
         if in_part:
             continue
@@ -223,6 +225,16 @@ def _compare_finish(mesh: Mesh, case: Finish, found: Mapping[str, Any], seed: in
             text = f"{where}: the gradient of p{index} is not divided by reducing.divide, 4."
             raise Finding("summed-not-averaged", text, total / 4, grad)
         _compare_sum(f"{where}: the gradient of p{index}", grad, total / 4)
+
+
+def _compare_divided(what: str, kept: Tensor | None, piece: Tensor, total: Tensor) -> None:
+    """Raises if a partial gradient, or what was just added to it, was divided, as all of it will be in the end."""
+    too_early = total - piece + piece / 4, total / 4
+    if kept is None or not kept.numel() or kept.shape != total.shape or torch.equal(kept, total):
+        return
+    if any(torch.equal(kept, each) for each in too_early):
+        text = f"{what} is divided by reducing.divide, 4, and its sum over the replicas will be once more."
+        raise Finding("averaged-twice", text, total, kept)
 
 
 # --- Traffic -----------------------------------------------------------------------------------------------

@@ -220,9 +220,9 @@ FINISHES = (
 )
 
 
-def _finishes(seed: int, mesh: ShardMesh) -> list[Any]:
-    """What is there before the reduction is over, and after."""
-    alone, found = dist.new_group([dist.get_rank()], use_local_synchronization=True), []
+def _finishes(seed: int, mesh: ShardMesh, alone: dist.ProcessGroup) -> list[Any]:
+    """What is there before the reduction is over, and after; `alone`: the group of this rank."""
+    found = []
     for case in FINISHES:
         replicate = Axis(alone, 1, 0) if case.hybrid else Axis()
         group, work = _group(seed, mesh), Held()
@@ -348,15 +348,19 @@ def _grid(replicas: int) -> DeviceMesh:
 
 
 def probe_meshes(report: Report, seed: int, replicas: tuple[int, ...]) -> None:
-    """Everything on meshes of all ranks, with so many replicas; parts before steps."""
+    """Everything on meshes of all ranks, with so many replicas; parts before steps.
+
+    Parts are for each rank by itself: one that fails in a part leaves nobody waiting. So groups are made before.
+    """
     ready()
     grids = {number: _grid(number) for number in replicas}
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for number, grid in grids.items():
         mesh, parts = mesh_by_hand(grid), dict[str, Callable[[], Any]]()
         parts["axes"] = functools.partial(_axes, grid)
         parts["placements"] = functools.partial(_placements, grid)
         parts["partials"] = functools.partial(_partials, seed, mesh)
-        parts["finishes"] = functools.partial(_finishes, seed, mesh)
+        parts["finishes"] = functools.partial(_finishes, seed, mesh, alone)
         for name, part in parts.items():
             attempt(report, f"{number} {name}", part)
     for number, grid in grids.items():

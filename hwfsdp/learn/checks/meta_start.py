@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hwfsdp.learn.checks.meta_start_held import HELD, Data, Held
 from hwfsdp.learn.checks.meta_start_runs import (
+    ALIASES,
     CUTS,
     RUNS,
     SHARDED_DIM,
@@ -110,6 +111,7 @@ def judge_weights(ranks: Ranks, seed: int) -> None:
     for size, rank, found in _each(ranks, seed, "expected"):
         expected[size, rank] = found
     for size, rank, facts in _each(ranks, seed, "start"):
+        _check_names(_at(size, rank), facts)
         for name, (shape, dtype) in shapes(seed).items():
             _check_calls(
                 _Row(_at(size, rank), name, shape, dtype), facts, expected[size, rank][name], size, rank
@@ -118,7 +120,9 @@ def judge_weights(ranks: Ranks, seed: int) -> None:
     for cut, facts in zip(CUTS, ranks.run(probe_start, 1, seed=seed)["cuts"][0], strict=True):
         _check_cut(cut, facts)
     for size in RUNS:
-        for rank, facts in enumerate(ranks.run(probe_start, size, seed=seed)["again"]):
+        run = ranks.run(probe_start, size, seed=seed)
+        assert run["filled"] is not None, "what kept a rank from it is raised first"
+        for rank, facts in enumerate(run["again"]):
             for name, whole in expected[size, rank].items():
                 _check_again(_at(size, rank), name, facts, _piece(whole, name, size, rank))
 
@@ -154,6 +158,15 @@ class _Row:
             raise Finding("drawn-in-wrong-dtype", text, str(self.dtype), str(dtype))
         if kind != "Tensor":
             raise Finding("wrong-value", f"{self.where} init is called with a {kind}.", "Tensor", kind)
+
+
+def _check_names(where: str, facts: Data) -> None:
+    """A tied parameter goes by the first of its names, and by no other."""
+    for name, first in ALIASES.items():
+        if name in facts["calls"]:
+            text = f"{where}: init is called for {len(facts['calls'][name])} rows of {name}, which is {first}, the same parameter "
+            text += "under another name: its rows are drawn again, from another generator."
+            raise Finding("initialized-twice", text, first, name)
 
 
 def _check_calls(row: _Row, facts: Data, whole: Tensor, size: int, rank: int) -> None:
@@ -240,9 +253,12 @@ def _check_again(where: str, name: str, facts: Data, piece: Tensor) -> None:
     if local.shape != piece.shape:
         text += f"has shape {tuple(local.shape)}, expected {tuple(piece.shape)}: whole parameters were filled, not shards."
         raise Finding("not-initialized", text, list(piece.shape), list(local.shape))
-    raise Finding(
-        "not-initialized", f"{text}is not what the seed says, {first_difference(local, piece)}.", piece, local
-    )
+    text += f"is not what the seed says, {first_difference(local, piece)}"
+    if name in facts["drawn"] and name in facts["as before"]:
+        text += ": init was called for its rows, and they were written to the whole parameter, not to the shard, which is "
+        text += "registered again now and holds what it held before."
+        raise Finding("resharded-too-late", text, piece, local)
+    raise Finding("not-initialized", f"{text}.", piece, local)
 
 
 # --- Shards ------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ def shapes(seed: int) -> dict[str, tuple[list[int], torch.dtype]]:
         return {name: (list(param.shape), param.dtype) for name, param in Model(seed).named_parameters()}
 
 
+ALIASES = {"head.weight": "embed.weight"}  # second names of parameters, and their first ones
 SHARDED_DIM = {"columns.weight": 1, "scale": None, "shift": None}  # 0 for all others
 
 
@@ -88,11 +89,12 @@ def probe_start(report: Report, seed: int) -> None:
     attempt(report, "kinds", lambda: _kinds(seed))
     attempt(report, "cuts", lambda: _cuts(seed))
     attempt(report, "expected", lambda: _expected(seed))
-    everyone = DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("shard",))
-    attempt(report, "again", lambda: _again(seed, everyone))
     for size in RUNS[dist.get_world_size()]:
         part = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("shard",))
         _probe_mesh(report, seed, part)
+    _probe_again(
+        report, seed, DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("shard",))
+    )
 
 
 def _probe_mesh(report: Report, seed: int, mesh: DeviceMesh) -> None:
@@ -288,15 +290,54 @@ def _refused(seed: int, mesh: DeviceMesh) -> str:
         return type(error).__name__
 
 
-def _again(seed: int, mesh: DeviceMesh) -> Data:
-    """A model that has run, and was left with whole parameters, is started with another seed."""
-    model = started(seed, mesh)
-    filling.init_shards(model, noise, seed + 1)
+def _probe_again(report: Report, seed: int, mesh: DeviceMesh) -> None:
+    """A model that has run, and was left with whole parameters, is started with another seed.
+
+    Its forward and backward gather: they come last, and only if every rank has a model. A rank that raises in them leaves,
+    and says so.
+    """
+    models = list[Model]()
+    attempt(report, "filled", lambda: models.append(_filled(seed, mesh)))
+    if not _all_of(bool(models)):
+        return
+    [model] = models
+    before = _locals(model)
     x = torch.ones(2, WIDTH)
     model.wide.unshard()  # type: ignore[operator]
     model.uneven(x).sum().backward()
-    filling.init_shards(model, noise, seed)
-    return {"local": _locals(model), "kinds": [type(p).__name__ for p in model.wide.parameters()]}
+    attempt(report, "again", lambda: _restarted(seed, model, before))
+
+
+def _all_of(here: bool) -> bool:
+    """Whether it is so on every rank."""
+    flag = torch.tensor(int(here))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def _filled(seed: int, mesh: DeviceMesh) -> Model:
+    """With other numbers than the seed's."""
+    model = started(seed, mesh)
+    filling.init_shards(model, noise, seed + 1)
+    return model
+
+
+def _restarted(seed: int, model: Model, before: dict[str, Tensor | None]) -> Data:
+    """What is held after the second start; for which parameters init was called, and which hold what they held `before`."""
+    drawn = set[str]()
+
+    def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
+        drawn.add(fqn)
+        noise(fqn, row, generator)
+
+    filling.init_shards(model, init, seed)
+    local = _locals(model)
+    same = [name for name, rows in local.items() if _is_same(rows, before[name])]
+    return {"local": local, "drawn": sorted(drawn), "as before": same}
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 # --- Memory ------------------------------------------------------------------------------------------------

@@ -186,6 +186,11 @@ def _check_shards(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
         _check_shard(f"{where}, coordinate {coordinate}:", actual, expected, right, whole)
     if not facts["contiguous"]:
         raise Finding("wrong-value", f"{where}: a shard is not contiguous; a collective takes no other.")
+    if any(facts["views"]):
+        views = [c for c, is_view in zip(cuts.coordinates(), facts["views"], strict=True) if is_view]
+        text = f"{where}: the shards at {', '.join(map(str, views))} are views of the tensor that is cut: they keep all of it "
+        text += "alive, and whoever writes to a shard changes it."
+        raise Finding("aliased", text, "memory of its own", "the memory of the tensor")
     bytes_of = [prod(largest if pad else p.shape) * p.element_size() for p in pieces]
     if not facts["own"] or facts["bytes"] != bytes_of:
         text = f"{where}: the shards keep {facts['bytes']} B alive, expected {bytes_of} B in memory of their own."

@@ -250,6 +250,8 @@ def _refusal(call: Callable[[], object]) -> str:
         return " ".join(f"returned {call()!r}".split())[:120]
     except UsageError:
         return "refused"
+    except (TypeError, AttributeError, NameError):  # a wrong call, not another opinion
+        raise
     except Exception as error:
         return f"raised {type(error).__name__}: {error}"[:120]
 
@@ -305,6 +307,7 @@ def _sharded(case: Tensors, pad: int) -> dict[str, Any]:
         "shards": [shard.detach() for shard in shards],
         "contiguous": all(shard.is_contiguous() for shard in shards),
         "own": len(keys) == len(shards) and compat.storage_key(whole) not in keys,
+        "views": [compat.storage_key(shard) == compat.storage_key(whole) for shard in shards],
         "bytes": [shard.untyped_storage().nbytes() for shard in shards],
         "same": torch.equal(whole.detach(), kept),
         "grad": grad,

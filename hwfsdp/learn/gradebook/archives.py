@@ -218,9 +218,9 @@ class _Folder(Source):
                 raise Refused("no plain file")
             return file.read(self.limits.file + 1)
 
-    def written(self, path: str) -> datetime:
-        """When a file was last written."""
-        return datetime.fromtimestamp((self.root / path).stat().st_mtime, timezone.utc)
+    def written(self, path: str) -> datetime | None:
+        """When a file was last written; None if that is a time that no calendar has."""
+        return _instant((self.root / path).lstat().st_mtime)
 
 
 class _Zip(Source):
@@ -282,18 +282,20 @@ class _Tar(Source):
     def __init__(self, file: IO[bytes], size: int, magic: bytes, limits: Limits) -> None:
         super().__init__(limits)
         self.file, self.size, self.magic = file, size, magic
-        newest = 0.0
-        for member, _ in self._members():
-            if member.isdir():
-                continue
-            link = member.issym() or member.islnk()
-            self.add(
-                member.name,
-                "a link, which is not followed" if link else None if member.isreg() else "no plain file",
-            )
-            newest = max(newest, float(member.mtime))
-        if newest:
-            self.newest = datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=newest)
+        times: list[datetime | None] = []
+        last = ""
+        try:
+            for member, _ in self._members():
+                last = member.name
+                if not member.isdir():
+                    self.add(member.name, _why_not_of_tar(member))
+                    times.append(_instant(float(member.mtime)))
+        except _Torn as torn:
+            if torn.name:
+                self.add(torn.name, torn.reason)
+            self.problems.append(f"the archive is damaged after {last!r}; what follows was not read")
+        known = [at for at in times if at is not None]
+        self.newest = max(known, default=None) if len(known) == len(times) else None
 
     def _members(self) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
         self.file.seek(0)
@@ -305,7 +307,7 @@ class _Tar(Source):
         elif self.magic.startswith(b"\xfd7zXZ\0"):
             unpacked = lzma.LZMAFile(self.file)
         counted = _Counted(unpacked, self.size, self.limits)
-        with tarfile.open(fileobj=counted, mode="r|") as archive:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=counted, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
             for member in archive:
                 yield member, archive
 
@@ -316,6 +318,47 @@ class _Tar(Source):
                 file = archive.extractfile(member)
                 return file.read(self.limits.file + 1) if file else b""
         raise Refused("no longer in the archive")
+
+
+def _why_not_of_tar(member: tarfile.TarInfo) -> str | None:
+    if member.issym() or member.islnk():
+        return "a link, which is not followed"
+    return None if member.isreg() else "no plain file"
+
+
+def _instant(seconds: float) -> datetime | None:
+    """A time in seconds since 1970; None if there is none like that: not a number, or out of all bounds."""
+    try:
+        return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        return None
+
+
+class _Torn(tarfile.ReadError):
+    """A place in a tar from which on it cannot be read; the name of the file there, if that is known."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name or 'a header'}: {reason}")
+        self.name, self.reason = name, reason
+
+
+class _Member(tarfile.TarInfo):
+    """A file of a tar. `tarfile` takes a header that it cannot read for the end, and goes wherever a size leads; not so here."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _Member:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            is_end = type(error).__name__ in ("EOFHeaderError", "EmptyHeaderError")
+            if is_end or not archive.offset:
+                raise
+            raise _Torn("", str(error)) from None
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise _Torn(self.name, "a size below zero")
+        return int(super()._block(count))  # type: ignore[misc]
 
 
 class _Counted:

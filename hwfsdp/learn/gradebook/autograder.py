@@ -6,6 +6,9 @@ package, the manifests and starters, and the list of what pip has to install. It
 
 Whatever happens, `run_autograder` leaves a results.json: without points, and with the reason, if grading did not end.
 HWFSDP_AUTOGRADER_ROOT says where /autograder is, to try it elsewhere.
+
+The workflow is one of the staff's own repository, and fetches submissions: a workflow in a student's repository is the
+student's to edit, and with it go the secrets that it may read.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from hwfsdp.learn.gradebook.extras import EXTRAS
 from hwfsdp.learn.manifest import PACKAGE, Course
 
 SECONDS = 540.0  # Gradescope ends an autograder after ten minutes, if nothing else is set there
+CLASS_SECONDS = 18_000.0  # GitHub ends a job after six hours
 _FIXED_TIME = (2020, 1, 1, 0, 0, 0)  # so that the same course gives the same zip
 _SKIPPED = ("__pycache__", ".pyc", ".hwfsdp")
 _REQUIREMENTS = ("torch>=2.11", "numpy>=1.26", "cloudpickle>=3.0", "safetensors>=0.4", "matplotlib>=3.8")
@@ -76,50 +80,104 @@ if [ ! -s "$RESULTS" ]; then
 fi
 """
 
-WORKFLOW = r"""# Grades a push. It wants, in the settings of the repository or the organization,
-#   the variable HWFSDP_COURSE   owner/name of the repository with hwfsdp and its exercises, the staff's
-#   the secret   HWFSDP_TOKEN    a token that may read it, if it is private
-#   the secret   HWFSDP_SECRET   optional: inputs of checks are drawn from it
-# What counts is that repository's course, not the copy that a student may have changed.
-name: Autograding Tests
-on: [push, workflow_dispatch]
+WORKFLOW = r"""# Grades a class. This lies in the staff's own repository, that of the course, in .github/workflows/, and nowhere else: who
+# may edit a workflow, or run one beside it, can read its secrets. So no part of it, and no secret, goes into a repository of
+# a student; these are only read. Let only staff write to the course's repository, and only staff read it: runs and their
+# artifacts are open to whoever can read it.
+#
+# It is started by hand (Actions, Grade, Run workflow), with repositories of students as input, or without: then it reads the
+# list .github/submissions.txt; by a schedule, if one is set below, which reads the list; or by an event:
+#   gh api repos/OWNER/COURSE/dispatches -f event_type=grade -f 'client_payload[repositories]=owner/name other/name@branch'
+# A repository is owner/name or owner/name@branch; a line of the list has any number of them, and # begins a remark.
+#
+# Secrets, in the settings of the course's repository:
+#   HWFSDP_TOKEN    may read the contents of students' repositories and nothing more; not needed if they are public
+#   HWFSDP_SECRET   optional: inputs of checks are drawn from it
+# The run's summary has the gradebook; its artifact `grades` has that and the students' reports. Nothing is sent to students.
+name: Grade
+on:
+  workflow_dispatch:
+    inputs:
+      repositories:
+        description: "owner/name of students' repositories; empty: those of .github/submissions.txt"
+        type: string
+        required: false
+  repository_dispatch:
+    types: [grade]
+  # schedule:
+  #   - cron: "17 3 * * *"
 permissions:
   contents: read
 jobs:
-  run-autograding-tests:
+  grade:
     runs-on: ubuntu-latest
-    if: github.actor != 'github-classroom[bot]'
     timeout-minutes: @MINUTES@
     steps:
       - uses: actions/checkout@v4
         with:
-          path: submission
-          persist-credentials: false
-      - uses: actions/checkout@v4
-        with:
-          repository: ${{ vars.HWFSDP_COURSE }}
-          token: ${{ secrets.HWFSDP_TOKEN || github.token }}
-          path: course
           persist-credentials: false
       - uses: actions/setup-python@v5
         with:
           python-version: "3.12"
       - name: Install
-        run: python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu ./course
+        # as it lies: a second copy of the package would be one that submissions can read
+        run: python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu --editable .
+      - name: Fetch
+        env:
+          REPOSITORIES: ${{ inputs.repositories || github.event.client_payload.repositories }}
+          TOKEN: ${{ secrets.HWFSDP_TOKEN }}
+        run: |
+          mkdir -p "$RUNNER_TEMP/submissions"
+          if [ -z "${REPOSITORIES// /}" ]; then
+            REPOSITORIES="$(sed 's/#.*//' .github/submissions.txt)"
+          fi
+          if [ -n "$TOKEN" ]; then  # for git alone, and for this step: no checkout keeps it
+            export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0="http.$GITHUB_SERVER_URL/.extraheader"
+            GIT_CONFIG_VALUE_0="Authorization: Basic $(printf 'x-access-token:%s' "$TOKEN" | base64 -w0)"
+            export GIT_CONFIG_VALUE_0
+          fi
+          unset TOKEN
+          export GIT_TERMINAL_PROMPT=0 GIT_LFS_SKIP_SMUDGE=1
+          set -f
+          for each in $REPOSITORIES; do
+            if ! [[ "$each" =~ ^[A-Za-z0-9][A-Za-z0-9-]*/[A-Za-z0-9._-]+(@[A-Za-z0-9][A-Za-z0-9._/-]*)?$ ]]; then
+              echo "::error::expected owner/name or owner/name@branch; got $each. Nothing was graded."
+              exit 1
+            fi
+            name="${each%%@*}"
+            branch=()
+            [ "$each" = "$name" ] || branch=(--branch "${each#*@}")
+            folder="$RUNNER_TEMP/submissions/${name/\//__}"
+            [ ! -e "$folder" ] || continue
+            if ! git clone --quiet --depth 1 --no-recurse-submodules "${branch[@]}" \
+                "$GITHUB_SERVER_URL/$name.git" "$folder"; then
+              echo "::error::$each could not be read; it is graded as handed in without files."
+              mkdir -p "$folder"
+            fi
+          done
       - name: Grade
-        id: grade
-        working-directory: course
         env:
           HWFSDP_SECRET: ${{ secrets.HWFSDP_SECRET }}
-        run: >-
-          python -m hwfsdp grade ../submission --single --timeout @LIMIT@
-          --format github --out "$RUNNER_TEMP/results.json"
-      - name: Keep the result
+        # as root, so that submissions get users of their own, without rights and network
+        run: |
+          mkdir -p "$RUNNER_TEMP/grades"
+          status=0
+          sudo --preserve-env=HWFSDP_SECRET env "LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}" "$(command -v python)" -m hwfsdp \
+            grade "$RUNNER_TEMP/submissions" --jobs 2 --timeout @LIMIT@ --require-isolation \
+            --out "$RUNNER_TEMP/grades/grades.csv" --reports "$RUNNER_TEMP/grades/reports" || status=$?
+          sudo chown -R "$(id -u)" "$RUNNER_TEMP/grades"
+          if [ -f "$RUNNER_TEMP/grades/grades.csv" ]; then
+            printf '%s\n' '## Grades' '' '```' "$(cat "$RUNNER_TEMP/grades/grades.csv")" '```' >> "$GITHUB_STEP_SUMMARY"
+          fi
+          exit "$status"
+      - name: Keep the grades
         if: always()
         uses: actions/upload-artifact@v4
         with:
-          name: results
-          path: ${{ runner.temp }}/results.json
+          name: grades
+          path: |
+            ${{ runner.temp }}/grades/grades.csv
+            ${{ runner.temp }}/grades/reports/
           if-no-files-found: ignore
 """
 
@@ -149,8 +207,11 @@ def make_autograder(path: Path, course: Course, limit: float = SECONDS) -> int:
     return len(files)
 
 
-def make_workflow(path: Path, limit: float = SECONDS) -> None:
+def make_workflow(path: Path, limit: float = CLASS_SECONDS) -> None:
     """Writes the workflow for GitHub.
+
+    Args:
+        limit: seconds for the class; what is not graded by then counts nothing, and says so.
 
     Raises:
         UsageError: it cannot be written.

@@ -6,7 +6,7 @@ here, the same in every format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -30,6 +30,7 @@ class Gradebook:
         results: gives them one by one, in order, from the begin each time it is called.
         hidden: inputs of checks are hidden, so what students read must not tell of them.
         version: of the course. made: when.
+        limits: what kept submissions in their place, as `hwfsdp doctor --json` has it.
     """
 
     course: Course
@@ -38,6 +39,7 @@ class Gradebook:
     hidden: bool = False
     version: str = ""
     made: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    limits: Sequence[Data] = ()
 
     def __post_init__(self) -> None:
         found = [(exercise, check) for exercise in self.course.exercises for check in checks_of(exercise)]

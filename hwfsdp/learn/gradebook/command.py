@@ -1,5 +1,7 @@
 """What `hwfsdp grade` does: grades, writes a gradebook, says what went wrong.
 
+What could not be written is refused before anything is graded.
+
 Exit status: for one submission 0 for full marks and 1 for less; for a class, or with a file to write, 0 if everything could
 be read and graded.
 """
@@ -12,17 +14,20 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hwfsdp.errors import UsageError
+from hwfsdp.learn.gradebook import conditions
 from hwfsdp.learn.gradebook.book import Gradebook
 from hwfsdp.learn.gradebook.formats import (
     BY_SUFFIX,
     FORMATS,
+    check_form,
     file_name,
     first_results,
     pieces,
+    try_writing,
     write,
     write_text,
 )
@@ -31,7 +36,7 @@ from hwfsdp.learn.gradebook.grading import ClassRun, Settings
 from hwfsdp.learn.gradebook.html_student import render_student
 from hwfsdp.learn.gradebook.late import LatePolicy
 from hwfsdp.learn.gradebook.progress_bar import ProgressBar
-from hwfsdp.learn.gradebook.results import Result
+from hwfsdp.learn.gradebook.results import UNKNOWN, Result
 from hwfsdp.learn.manifest import find_course
 
 
@@ -56,6 +61,34 @@ class Output:
             return None
         return self.out.with_name(f"{self.out.name}.journal")
 
+    @property
+    def files(self) -> list[Path]:
+        """All that is written; folders with what is in them."""
+        journal = self.journal
+        journals = [journal, journal.with_name(f"{journal.name}.old")] if journal else []
+        return [path for path in (self.out, self.reports, *journals) if path is not None]
+
+    def check(self, count: int) -> None:
+        """Raises UsageError if the results of so many submissions cannot be written so."""
+        if self.format is not None:
+            check_form(self.format, count, self.folder)
+        if self.out is not None:
+            _check_place("--out", self.out, self.out / "_" if self.folder else self.out)
+        if self.reports is not None:
+            _check_place("--reports", self.reports, self.reports / "_")
+
+
+def _check_place(option: str, named: Path, path: Path) -> None:
+    try:
+        try_writing(path)
+    except OSError as error:
+        raise UsageError(
+            f"{option} {named}",
+            expected="a place that can be written",
+            got=error.strerror or type(error).__name__,
+            remedy="Give another one; nothing has been graded.",
+        ) from None
+
 
 def output(name: str | None, out: str | None, reports: Path | None) -> Output:
     """What the command line asks for.
@@ -78,18 +111,42 @@ def output(name: str | None, out: str | None, reports: Path | None) -> Output:
 
 
 def grade_submissions(
-    paths: Sequence[Path], settings: Settings, policy: LatePolicy, output: Output, as_json: bool
+    paths: Sequence[Path],
+    settings: Settings,
+    policy: LatePolicy,
+    output: Output,
+    as_json: bool,
+    isolated: bool = False,
 ) -> int:
-    """Grades what is at these paths; returns the exit status."""
+    """Grades what is at these paths; returns the exit status.
+
+    Args:
+        isolated: not without all limits of submissions.
+
+    Raises:
+        UsageError: something cannot be graded, or written, so.
+    """
     course, bar = find_course(), ProgressBar()
-    settings = Settings(**{**settings.__dict__, "journal": output.journal, "on_progress": bar})
-    with ClassRun(paths, course, settings) as run:
+    settings = replace(
+        settings,
+        journal=output.journal,
+        left_out=(*settings.left_out, *output.files),
+        times_count=policy.deadline is not None,
+        on_progress=bar,
+    )
+    run = ClassRun(paths, course, settings)
+    output.check(len(run.handed))
+    limits = conditions.limits(isolated)
+    if missing := conditions.in_one_line(limits):
+        print(f"hwfsdp: limits of submissions that are not in force: {missing}", file=sys.stderr)
+    with run:
         plain = output.format is None and len(run.handed) == 1
         book = Gradebook(
             course, lambda: run.journal.results(run.names), policy, run.inputs.hidden, run.version
         )
+        book.limits = [limit._asdict() for limit in limits]
         try:
-            with _ending_as_by_hand():
+            with _ending_as_by_hand(), _saying_how_to_go_on(output):
                 for result in run.results():
                     bar.clear()
                     if not plain:
@@ -116,6 +173,20 @@ def _ending_as_by_hand() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _saying_how_to_go_on(output: Output) -> Iterator[None]:
+    """What cannot be written costs no results: they are in the journal."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"hwfsdp grade: {error.filename or output.journal or 'results'}",
+            expected="room, and the right, to write it",
+            got=error.strerror or type(error).__name__,
+            remedy=_way_on(output),
+        ) from None
 
 
 def _way_on(output: Output) -> str:
@@ -146,11 +217,9 @@ def _refuse_nothing(book: Gradebook, path: Path) -> None:
 
 def _finish(book: Gradebook, output: Output, as_json: bool, single: bool) -> int:
     """Writes and prints; the exit status."""
-    if output.reports:
-        for result in book.results():
-            write_text(output.reports / f"{file_name(result.name)}.html", render_student(result, book))
     if output.out is not None and output.format is not None:
-        written = write(book, output.format, output.out, output.folder)
+        with _saying_how_to_go_on(output):
+            written = write(book, output.format, output.out, output.folder)
         what = written[0] if len(written) == 1 else f"{len(written)} files below {output.out}"
         print(f"Written: {what}", file=sys.stderr)
     elif output.format is not None:
@@ -162,6 +231,10 @@ def _finish(book: Gradebook, output: Output, as_json: bool, single: bool) -> int
         _print_json(book, single)
     elif output.format is None:
         print("\n".join(_table(book) if not single else _lines(book)))
+    if output.reports:
+        with _saying_how_to_go_on(output):
+            for result in book.results():
+                write_text(output.reports / f"{file_name(result.name)}.html", render_student(result, book))
     return _status(book, plain=output.format is None and single)
 
 
@@ -174,7 +247,7 @@ def _status(book: Gradebook, plain: bool) -> int:
 def _print_json(book: Gradebook, single: bool) -> None:
     if single:
         (result,) = first_results(book, 1)
-        print(json.dumps(result.as_dict(), indent=2))
+        print(json.dumps({**result.as_dict(), "limits": list(book.limits)}, indent=2))
     else:
         sys.stdout.writelines(pieces(book, "json"))
 
@@ -210,8 +283,15 @@ def _total(result: Result, book: Gradebook) -> list[str]:
     lines = [f"{result.score} of {result.max_score} points"]
     if standing.late_seconds:
         hours = f"{standing.late_seconds / 3600:.1f} h late"
-        lines.append(f"{hours}: {standing.penalty:g} points less, {standing.final:g} count")
+        lines.append(f"{hours}{_by(result)}: {standing.penalty:g} points less, {standing.final:g} count")
     return lines
+
+
+def _by(result: Result) -> str:
+    """Where the time of a submission comes from."""
+    if result.submitted_by == UNKNOWN:
+        return " (time unknown)"
+    return f" (time by {result.submitted_by})" if result.submitted_by else ""
 
 
 def _table(book: Gradebook) -> list[str]:
@@ -220,7 +300,7 @@ def _table(book: Gradebook) -> list[str]:
     for result in book.results():
         standing = book.standing(result)
         late = (
-            f"{standing.late_seconds / 3600:.1f} h late, {standing.raw:g} earned"
+            f"{standing.late_seconds / 3600:.1f} h late{_by(result)}, {standing.raw:g} earned"
             if standing.late_seconds
             else ""
         )

@@ -16,11 +16,15 @@ from pathlib import Path
 
 SECONDS = 20.0
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-_COMMITTER = re.compile(rb"^committer .*> (\d{1,12}) ([+-])(\d\d)(\d\d)$", re.MULTILINE)
+NEVER = datetime(1970, 1, 1, tzinfo=timezone.utc)  # stands for a time that no calendar has
+_COMMITTER = re.compile(rb"^committer .*> (-?\d{1,20}) ([+-])(\d\d)(\d\d)$", re.MULTILINE)
 
 
 def commit_time(folder: Path) -> datetime | None:
-    """The committer's time of HEAD, with its offset; None if the folder is no checkout, or git is not there."""
+    """The committer's time of HEAD, with its offset; None if the folder is no checkout, or git is not there.
+
+    A commit without a time that can be is of NEVER, so that it is not believed.
+    """
     repository = folder / ".git"
     if not repository.is_dir() or repository.is_symlink() or shutil.which("git") is None:
         return None
@@ -33,13 +37,13 @@ def commit_time(folder: Path) -> datetime | None:
         return None
     found = _COMMITTER.search(text.partition(b"\n\n")[0])
     if found is None:
-        return None
+        return NEVER
     seconds, sign, hours, minutes = found.groups()
-    offset = timedelta(hours=int(hours), minutes=int(minutes)) * (-1 if sign == b"-" else 1)
     try:
+        offset = timedelta(hours=int(hours), minutes=int(minutes)) * (-1 if sign == b"-" else 1)
         return datetime.fromtimestamp(int(seconds), timezone(offset))
     except (ValueError, OverflowError, OSError):
-        return None
+        return NEVER
 
 
 def _head(repository: Path) -> str | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +29,9 @@ from hwfsdp.learn.gradebook import extras
 from hwfsdp.learn.gradebook.archives import Limits
 from hwfsdp.learn.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs
 from hwfsdp.learn.gradebook.jobs import Order, Outcome, Pool
-from hwfsdp.learn.gradebook.journal import Journal, Key
-from hwfsdp.learn.gradebook.results import Result
+from hwfsdp.learn.gradebook.journal import Journal, Key, make_folder, remove_folder
+from hwfsdp.learn.gradebook.late import implausible, match_times
+from hwfsdp.learn.gradebook.results import UNKNOWN, Result
 from hwfsdp.learn.gradebook.submissions import Collected, Handed, collect, find_submissions, printable
 from hwfsdp.learn.manifest import PACKAGE, Course, Exercise
 
@@ -61,6 +61,8 @@ class Settings:
         time_limit: seconds for everything; what is not graded by then counts nothing, and says so.
         run_seconds: that one run of ranks may take; None: as usual.
         submitted: name → when it was handed in; for others files tell. zone: of times that do not say theirs.
+        times_count: there is a deadline, so that a time nobody knows is an error.
+        left_out: files and folders of the grader's own, which are no submissions.
         worker: the command of a process that grades, if not ours (`worker`).
         on_progress: called now and then.
     """
@@ -75,6 +77,8 @@ class Settings:
     time_limit: float | None = None
     run_seconds: float | None = None
     submitted: Mapping[str, datetime] = field(default_factory=dict)
+    times_count: bool = False
+    left_out: tuple[Path, ...] = ()
     zone: tzinfo = timezone.utc
     limits: Limits = Limits()
     worker: tuple[str, ...] = ()
@@ -95,38 +99,49 @@ def grade_class(paths: Sequence[Path], course: Course, settings: Settings = Sett
 
 
 class ClassRun:
-    """One run over a class; `journal` holds its results."""
+    """One run over a class; `journal` holds its results.
+
+    Nothing is written before its block is entered, so that what is wrong with the class can be told before.
+    """
+
+    journal: Journal
+    inputs: Inputs
+    folder: Path
 
     def __init__(self, paths: Sequence[Path], course: Course, settings: Settings = Settings()) -> None:
         if settings.jobs < 1:
             raise UsageError("--jobs", expected="1 or more", got=str(settings.jobs), remedy="Leave it out.")
         self.course, self.settings = course, settings
-        self.handed = find_submissions(paths, course.exercises, settings.single)
+        self.handed = find_submissions(paths, course.exercises, settings.single, settings.left_out)
+        self.submitted = match_times(settings.submitted, self.handed)
         self.version = course_version(course)
         self.extras = [extra.name for extra in extras.available(course)]
-        hidden = secret_inputs(settings.secret) if settings.secret is not None else None
-        self.journal = Journal(settings.journal, settings.resume)
-        self.inputs = self._begin(hidden if settings.seed is None else None)
-        self.folder = Path(tempfile.mkdtemp(prefix="hwfsdp-class-"))
+        self._hidden = secret_inputs(settings.secret) if settings.secret is not None else None
         self._pending: dict[str, _Pending] = {}
         self._ready: deque[Result] = deque()
         self._again: list[Order] = []
         self._done = self._graded = 0
 
-    def _begin(self, hidden: Inputs | None) -> Inputs:
-        """Where inputs come from: the secret, the seed, or else the run that this one goes on with."""
+    def _begin(self) -> Inputs:
+        """Where inputs come from: the seed, the secret, or else the run that this one goes on with."""
         settings, key = self.settings, self.journal.header.get("inputs") if self.settings.resume else None
+        hidden = self._hidden if settings.seed is None else None
         inputs = hidden or draw_inputs(settings.seed, key)
         kept = None if inputs.hidden or settings.seed is not None else inputs.key.hex()
-        self.journal.begin(course=self.version, inputs=kept, fingerprint=inputs.fingerprint)
+        self.journal.begin(
+            course=self.version, inputs=kept, fingerprint=inputs.fingerprint, folder=str(self.folder)
+        )
         return inputs
 
     def __enter__(self) -> ClassRun:
+        self.journal = Journal(self.settings.journal, self.settings.resume)
+        self.folder = make_folder()
+        self.inputs = self._begin()
         return self
 
     def __exit__(self, *_: object) -> None:
+        remove_folder(self.folder)
         self.journal.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def names(self) -> list[str]:
@@ -258,22 +273,37 @@ class ClassRun:
 
     def _finish(self, pending: _Pending) -> None:
         collected = pending.collected
-        given = self.settings.submitted
-        names = (pending.handed.name, pending.handed.path.name)
-        at = next((given[name] for name in names if name in given), collected.submitted)
+        at, submitted_by = self._time(pending)
         result = Result(
             pending.handed.name,
             tuple(pending.graded[exercise.number] for exercise in self.course.exercises),
             pending.extra,
             tuple(printable(error) for error in collected.errors),
             tuple(printable(note) for note in collected.notes),
-            at.isoformat() if at else None,
+            at.isoformat(),
             hashlib.sha256(json.dumps(sorted(collected.digests.items())).encode()).hexdigest(),
+            submitted_by,
         )
         self.journal.submission(result)
         shutil.rmtree(collected.folder, ignore_errors=True)
         del self._pending[pending.handed.name]
         self._ready.append(result)
+
+    def _time(self, pending: _Pending) -> tuple[datetime, str]:
+        """When it was handed in and who says so (late, Note [Whose word a time is])."""
+        collected, now = pending.collected, datetime.now(timezone.utc).replace(microsecond=0)
+        if (given := self.submitted.get(pending.handed.name)) is not None:
+            return given, "--submitted"
+        why_not = implausible(collected.submitted, now)
+        if collected.submitted is not None and not why_not:
+            return collected.submitted, collected.submitted_by
+        if self.settings.times_count:
+            says = f"the {by} tells {why_not}" if (by := collected.submitted_by) else "nothing tells one"
+            collected.errors.append(
+                f"time unknown, {says}: it counts as handed in when it was graded, {now:%Y-%m-%d %H:%M} UTC; "
+                "give its time with --submitted"
+            )
+        return now, UNKNOWN
 
     def _tell(self, name: str) -> None:
         self.settings.on_progress(Progress(self._done, len(self.handed), self._graded, name))

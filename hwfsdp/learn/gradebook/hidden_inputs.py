@@ -18,6 +18,7 @@ ENVIRONMENT = "HWFSDP_SECRET"
 SEEDS = 1 << 20  # as many as `Options` draws from
 LONGEST = 1 << 16  # bytes of a file with a secret
 SHORTEST = 8
+RANKS = (2, 3, 4)  # not 1: alone, a collective does nothing, and what is wrong with it does not show
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Inputs:
     seed: int | None = None
 
     def options(self, what: str) -> tuple[int, int | None]:
-        """Seed, and number of ranks (1 to 4; None: as usual), of an exercise by its number, or of an extra by its name."""
+        """Seed, and number of ranks (of RANKS; None: as usual), of an exercise by its number, or of an extra by its name."""
         if self.seed is not None:
             return self.seed, None
         drawn = self._digest(b"inputs", what)
         seed = int.from_bytes(drawn[:8], "big") % SEEDS
-        return seed, 1 + drawn[8] % 4 if self.hidden else None
+        return seed, RANKS[drawn[8] % len(RANKS)] if self.hidden else None
 
     @property
     def fingerprint(self) -> str:

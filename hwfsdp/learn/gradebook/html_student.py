@@ -55,8 +55,11 @@ def section(result: Result, book: Gradebook, anchor: str, open_failed: bool) -> 
 
 def _facts(result: Result, book: Gradebook) -> Iterator[str]:
     standing = book.standing(result)
-    if result.time:
-        yield f"handed in {result.time:%Y-%m-%d %H:%M %z}"
+    if standing.time_unknown:
+        yield f"time unknown, counts as handed in when it was graded, {result.time:%Y-%m-%d %H:%M %z}"
+    elif result.time:
+        says = f", says {text(result.submitted_by)}" if result.submitted_by else ""
+        yield f"handed in {result.time:%Y-%m-%d %H:%M %z}{says}"
     if standing.late_seconds:
         yield f"{standing.late_seconds / 3600:.1f} h late"
         yield f"{standing.raw:g} earned, {standing.penalty:g} taken off"

@@ -2,10 +2,12 @@
 
 A file of JSON lines, each with its kind:
 
-    run         how this run grades: course version, where inputs come from
+    run         how this run grades: course version, where inputs come from, the folder that it lays submissions out in
     check       one check of an exercise that is still being graded
     exercise    an exercise, with a key made from what was graded; `final` is false if it is to be repeated
     submission  a submission, whole
+
+A run that was killed leaves that folder behind; the next one that opens its journal, to go on or anew, removes it.
 
 A run that goes on takes exercises from here whose key is still the same. The last line may be torn; it is cut off. Only
 places in the file are kept in memory, so that a class of any size can be graded. Two runs cannot write one journal.
@@ -16,6 +18,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +29,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.learn.gradebook.results import Result
 
 VERSION = 1
+FOLDER = "hwfsdp-class-"  # how the names of folders with submissions begin
 Line = dict[str, Any]
 
 
@@ -56,11 +61,19 @@ class Journal:
             self._file: IO[bytes] = tempfile.TemporaryFile()
             return
         self._file = _open(path)
+        self._remove_folders()
         if not resume and path.stat().st_size:
             os.replace(path, path.with_name(path.name + ".old"))
             self._file.close()
             self._file = _open(path)
         self._read()
+
+    def _remove_folders(self) -> None:
+        """What runs that are over have left; that they are is known, as nobody else holds the journal."""
+        for _, line in _lines(self._file):
+            found = _parsed(line)
+            if found.get("kind") == "run" and isinstance(found.get("folder"), str):
+                remove_folder(Path(found["folder"]))
 
     def _read(self) -> None:
         good = 0
@@ -120,6 +133,21 @@ class Journal:
     def _at(self, place: int) -> Line:
         self._file.seek(place)
         return _parsed(self._file.readline())
+
+
+def make_folder() -> Path:
+    """A private folder to lay submissions out in."""
+    return Path(tempfile.mkdtemp(prefix=FOLDER))
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder that `make_folder` made for this user, with what is in it; nothing else that lies at such a path."""
+    try:
+        about = folder.lstat()
+    except (OSError, ValueError):
+        return
+    if folder.name.startswith(FOLDER) and stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -5,6 +5,11 @@
     10%/day max 50% the same, but never more than half of the points earned
 
 A penalty never takes more than what was earned. A time without an offset is one of the deadline's own.
+
+Note [Whose word a time is]
+    Only `--submitted` is the staff's. Times of archives, commits and files were written by whoever made these, so they are
+    shown with where they come from, and one that cannot be is not believed: such a submission counts as handed in when it
+    was graded.
 """
 
 from __future__ import annotations
@@ -12,13 +17,15 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone, tzinfo
 from pathlib import Path
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn.gradebook.results import Result
+from hwfsdp.learn.gradebook.results import UNKNOWN, Result
+from hwfsdp.learn.gradebook.submissions import Handed
 
 UNITS = {
     "minute": 60,
@@ -30,6 +37,8 @@ UNITS = {
     "week": 604800,
     "w": 604800,
 }
+OLDEST = datetime(2000, 1, 1, tzinfo=timezone.utc)  # an older time is what tools write that know none
+AHEAD = timedelta(days=1)  # a clock may be wrong, and a zone
 _RULE = re.compile(
     r"\s*(?P<rate>\d+(?:\.\d+)?)\s*(?P<percent>%?)\s*/\s*(?P<unit>[a-z]+)"
     r"(?:\s*,?\s*max\s*(?P<most>\d+(?:\.\d+)?)\s*(?P<most_percent>%?))?\s*"
@@ -62,12 +71,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Standing:
-    """Of one submission: points earned, points taken off for being late, points that count, seconds late."""
+    """Of one submission: points earned, points taken off for being late, points that count, seconds late.
+
+    Attributes:
+        time_unknown: nobody knows when it was handed in, so all this is of when it was graded.
+    """
 
     raw: float
     penalty: float
     final: float
     late_seconds: int
+    time_unknown: bool = False
 
     def as_dict(self) -> dict[str, float | int]:
         return {
@@ -75,6 +89,7 @@ class Standing:
             "penalty": self.penalty,
             "final": self.final,
             "late_seconds": self.late_seconds,
+            "time_unknown": self.time_unknown,
         }
 
 
@@ -97,7 +112,8 @@ class LatePolicy:
             late = max(timedelta(0), result.time - self.deadline)
         penalty = self.rule.penalty(result.score, late) if self.rule else 0.0
         final = round(result.score - penalty, 2)
-        return Standing(result.score, penalty, final, math.ceil(late.total_seconds()))
+        seconds = math.ceil(late.total_seconds())
+        return Standing(result.score, penalty, final, seconds, result.submitted_by == UNKNOWN)
 
 
 def parse_rule(text: str) -> Rule:
@@ -168,5 +184,55 @@ def read_times(path: Path, zone: tzinfo) -> Mapping[str, datetime]:
             )
         if index == 0 and row[1].strip().casefold() in ("time", "submitted", "timestamp", "date"):
             continue
-        times[row[0].strip()] = parse_time(row[1], f"--submitted {path}, row {index + 1}", zone)
+        name, what = row[0].strip(), f"--submitted {path}, row {index + 1}"
+        if name in times:
+            raise UsageError(
+                what,
+                expected="one row for each name",
+                got=f"another for {name}",
+                remedy="Keep the one that counts.",
+            )
+        times[name] = parse_time(row[1], what, zone)
     return times
+
+
+def match_times(given: Mapping[str, datetime], handed: Sequence[Handed]) -> dict[str, datetime]:
+    """Times by the names of submissions; they are given by these, or by the names of files and folders.
+
+    Raises:
+        UsageError: a name is not that of one submission, or two mean the same one.
+    """
+    names, files = {each.name for each in handed}, defaultdict[str, list[str]](list)
+    for each in handed:
+        files[each.path.name].append(each.name)
+    found: dict[str, datetime] = {}
+    wrong = []
+    for name, at in given.items():
+        meant = [name] if name in names else files.get(name, [])
+        if len(meant) == 1 and meant[0] not in found:
+            found[meant[0]] = at
+        else:
+            wrong.append(name)
+    if wrong:
+        raise UsageError(
+            "--submitted",
+            expected=f"names of submissions, each once, such as {some_of(sorted(names))}",
+            got=some_of(wrong),
+            remedy="Correct these rows, or take them out.",
+        )
+    return found
+
+
+def some_of(names: Sequence[str], count: int = 5) -> str:
+    """The first of these, and how many more there are."""
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
+
+
+def implausible(at: datetime | None, now: datetime) -> str:
+    """Why nothing can have been handed in at a time that files tell; "" if it can."""
+    if at is None:
+        return "no time that can be read"
+    if at < OLDEST:
+        return f"{at:%Y-%m-%d}, before {OLDEST.year}"
+    return f"{at:%Y-%m-%d}, in the future" if at > now + AHEAD else ""

@@ -7,10 +7,11 @@ capstone say, stands apart under `extra` and never counts into the score.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+UNKNOWN = "grading"  # where a time comes from that nobody knows
 OPAQUE = ("message", "expected", "actual")  # fields of a check that would tell of hidden inputs
 TOLD = (
     *("id", "exercise", "status", "passed", "score", "max_score", "points", "max_points", "misconception"),
@@ -26,7 +27,9 @@ class Result:
         name: of the submission, unique in its class.
         exercises: by number, as docs/course.md has them. extra: by name, apart from the score.
         errors: what could not be read or graded, one line each. notes: what was read in a way worth knowing.
-        submitted: when it was handed in, ISO 8601 with an offset; None if nobody knows.
+        submitted: when it was handed in, ISO 8601 with an offset.
+        submitted_by: who says so: "--submitted", "commit", "archive" or "file"; "grading" if nobody knows, and it counts as
+            handed in when it was graded.
         digest: of the files that were graded, hexadecimal.
     """
 
@@ -37,6 +40,7 @@ class Result:
     notes: tuple[str, ...] = ()
     submitted: str | None = None
     digest: str = ""
+    submitted_by: str = ""
 
     @property
     def score(self) -> int:
@@ -77,7 +81,7 @@ def opaque(result: Result) -> Result:
         for exercise in result.exercises
     )
     extra = {name: _opaque_extra(found) for name, found in result.extra.items()}
-    return Result(result.name, exercises, extra, result.errors, result.notes, result.submitted, result.digest)
+    return replace(result, exercises=exercises, extra=extra)
 
 
 def _opaque_extra(found: dict[str, Any]) -> dict[str, Any]:

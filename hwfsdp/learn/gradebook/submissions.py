@@ -37,7 +37,7 @@ class Collected:
         digests: exercise number, or name of an extra → SHA-256 of what is there; only of what is.
         problems: exercise number, or name of an extra → why its file is not graded.
         errors, notes: for the gradebook, one line each.
-        submitted: when it was handed in, as far as files tell.
+        submitted: when it was handed in, as far as files tell; submitted_by: which, "commit", "archive" or "file".
     """
 
     folder: Path
@@ -46,20 +46,26 @@ class Collected:
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     submitted: datetime | None = None
+    submitted_by: str = ""
 
 
 def find_submissions(
-    paths: Sequence[Path], exercises: Sequence[Exercise], single: bool = False
+    paths: Sequence[Path],
+    exercises: Sequence[Exercise],
+    single: bool = False,
+    left_out: Iterable[Path] = (),
 ) -> list[Handed]:
     """The submissions at these paths: each is one itself, or a folder of them.
 
     Args:
         single: every path is one submission, whatever is in it.
+        left_out: files and folders of the grader, which may lie among the submissions.
 
     Raises:
         UsageError: a path is not there, or a folder is empty.
     """
     found: list[Path] = []
+    ours = {_placed(path) for path in left_out}
     for path in paths:
         if not path.exists():
             raise UsageError(
@@ -73,7 +79,9 @@ def find_submissions(
         ):
             found.append(path.resolve() if path.is_symlink() else path)  # who says it means it
             continue
-        entries = sorted(entry for entry in path.iterdir() if not _is_hidden(entry.name))
+        entries = sorted(
+            entry for entry in path.iterdir() if not _is_hidden(entry.name) and not _is_ours(entry, ours)
+        )
         if not entries:
             raise UsageError(
                 f"submission {path}",
@@ -87,6 +95,21 @@ def find_submissions(
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or is_junk(name)
+
+
+def _placed(path: Path) -> Path:
+    """Where a path is, itself not followed if it is a link."""
+    return path.parent.resolve() / path.name
+
+
+def _is_ours(path: Path, ours: set[Path]) -> bool:
+    """Whether a path is the grader's, or a folder in which nothing else is."""
+    place = _placed(path)
+    if place in ours:
+        return True
+    if path.is_symlink() or not path.is_dir() or not any(each.is_relative_to(place) for each in ours):
+        return False
+    return all(_is_ours(entry, ours) for entry in path.iterdir())
 
 
 def _near(folder: Path) -> list[str]:
@@ -153,15 +176,16 @@ def collect(
     collected = Collected(folder)
     try:
         with open_source(handed.path, zone, limits) as source:
-            _take(source, collected, exercises)
+            taken = _take(source, collected, exercises)
             collected.errors[:0] = source.problems
-            collected.submitted = _time_of(handed.path, source)
+            collected.submitted, collected.submitted_by = _time_of(handed.path, source, taken)
     except Refused as refused:
         collected.errors.append(str(refused))
     return collected
 
 
-def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -> None:
+def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -> list[str]:
+    """Writes what is to be graded, and says what is not; the paths in the submission that were chosen."""
     choice = choose(source.paths, exercises)
     numbers = {f"{e.directory}/{e.file_name}": e.number for e in exercises}
     for target, paths in choice.ambiguous.items():
@@ -176,27 +200,31 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
             collected.problems[key] = f"more than {EXTRA_FILES} files"
             continue
         try:
-            _write(collected, target, source.read(path), key)
+            text = _write(collected, target, source.read(path), key)
         except Refused as refused:
             collected.problems[key] = f"{path}: {refused}"
             continue
         if target in choice.renamed:
             collected.notes.append(f"{path} was taken for {target}")
+        if not text.strip():
+            collected.notes.append(f"{path} is empty")
     collected.errors += [f"{_called(key)}: {reason}" for key, reason in sorted(collected.problems.items())]
     if not choice.taken and not choice.ambiguous and not source.problems:
         first = exercises[0]
         collected.errors.append(
             f"no file of any exercise; expected files such as {first.directory}/{first.file_name}"
         )
+    return list(choice.taken.values())
 
 
 def _called(key: str) -> str:
     return key if key in EXTRAS else f"exercise {key}"
 
 
-def _write(collected: Collected, target: str, content: bytes, key: str) -> None:
+def _write(collected: Collected, target: str, content: bytes, key: str) -> str:
+    """Writes a file where graders look for it; its text."""
     try:
-        content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise Refused("bytes that are not UTF-8") from None
     path = collected.folder / target
@@ -204,15 +232,16 @@ def _write(collected: Collected, target: str, content: bytes, key: str) -> None:
     path.write_bytes(content)
     both = f"{collected.digests.get(key, '')}{target}".encode() + content
     collected.digests[key] = hashlib.sha256(both).hexdigest()
+    return text
 
 
-def _time_of(path: Path, source: Source) -> datetime | None:
-    """Of the commit that is checked out, or the archive's newest file, or the newest file that is graded."""
+def _time_of(path: Path, source: Source, taken: Iterable[str]) -> tuple[datetime | None, str]:
+    """When it was handed in, and what says so: the commit that is checked out, or the archive's newest file, or the newest
+    file that is graded.
+    """
     if (committed := commit_time(path)) is not None:
-        return committed
-    if source.newest is not None:
-        return source.newest
-    written: Iterable[datetime] = []
-    if hasattr(source, "written"):
-        written = [source.written(name) for name, reason in source.paths.items() if reason is None]
-    return max(written, default=None)
+        return committed, "commit"
+    if not hasattr(source, "written"):
+        return source.newest, "archive"
+    written = [source.written(name) for name in taken if source.paths[name] is None]
+    return (None if None in written else max(written, default=None)), "file"

@@ -192,6 +192,12 @@ WRONG = [
         "buffers-not-reused",
     ),
     Wrong(
+        "lent, if nobody can tell who refers to it",
+        lend(("is_referred_to_elsewhere(pool, index) is False", "not is_referred_to_elsewhere(pool, index)")),
+        "16.buffers",
+        "buffer-in-use",
+    ),
+    Wrong(
         "lent, whoever refers to it",
         lend(("is_referred_to_elsewhere(pool, index) is False", "True")),
         "16.buffers",
@@ -307,6 +313,31 @@ WRONG = [
         ),
         "16.background",
         "kept-alive",
+    ),
+    Wrong(
+        "the copy is kept after a save that failed",
+        run(
+            ("self._target)\n", "self._target)\n            self._state_dict = None\n"),
+            ("\n        finally:\n            self._state_dict = None", ""),
+        ),
+        "16.errors",
+        "kept-alive",
+    ),
+    Wrong(
+        "a thread that raises, and nobody catches it",
+        {"SaveHandle._run": """
+                def _run(self):
+                    self._save_id = save_agreed(self.agreement, self._state_dict, self._target)
+                    self._state_dict = None
+                """},
+        "16.background",
+        "crashed",
+    ),
+    Wrong(
+        "only an Exception is kept",
+        run(("except BaseException", "except Exception")),
+        "16.errors",
+        "error-swallowed",
     ),
     Wrong(
         "the error ends with the thread", run(("self._error = error", "pass")), "16.errors", "error-swallowed"

@@ -370,7 +370,7 @@ WRONG = [
                     self._reducing.pop().awaited_by(self.streams.compute)
             """},
         "10.reductions",
-        "no-overlap",
+        "newest-first",
     ),
     Wrong(
         "let go without a wait",
@@ -420,6 +420,19 @@ WRONG = [
                 self._reduced.clear()
             """},
         "10.waits",
+        "left-in-flight",
+    ),
+    Wrong(
+        "what was put off is not done",
+        {FINISH: """
+            def finish_reductions(self):
+                while self._reducing:
+                    self._reducing.popleft().awaited_by(self.streams.compute)
+                for reduced in self._reduced:
+                    self.streams.compute.wait(reduced.stream.record())
+                self._reduced.clear()
+            """},
+        "10.reductions",
         "left-in-flight",
     ),
     Wrong(

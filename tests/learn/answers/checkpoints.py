@@ -158,6 +158,12 @@ WRONG = [
     Wrong("not within the shape", find_fault(("a + n <= size", "True")), "15.whole", "past-the-end"),
     Wrong("empty parts pass", find_fault(("0 < n", "0 <= n")), "15.whole", "empty-at-zero"),
     Wrong(
+        "offsets may have more dims than the tensor",
+        find_fault((" or len(box.offset) != len(shape)", "")),
+        "15.whole",
+        "fault-missed",
+    ),
+    Wrong(
         "parts have to come in order",
         find_fault(("if find_overlap(boxes):", "if list(boxes) != sorted(boxes):")),
         "15.whole",
@@ -235,6 +241,37 @@ WRONG = [
         ),
         "15.parts",
         "rank-0-only",
+    ),
+    Wrong(
+        "what is shared counts from this rank's part",
+        needs(("Need(entry, chunk, box, shared)", "Need(entry, chunk, box, within(shared, box))")),
+        "15.pairs",
+        "wrong-origin",
+    ),
+    Wrong(
+        "what is shared counts from the chunk",
+        needs(("Need(entry, chunk, box, shared)", "Need(entry, chunk, box, within(shared, chunk.box))")),
+        "15.pairs",
+        "wrong-origin",
+    ),
+    Wrong(
+        "this rank's part counts from itself",
+        needs(("Need(entry, chunk, box, shared)", "Need(entry, chunk, whole(box.shape), shared)")),
+        "15.pairs",
+        "wrong-origin",
+        also="from hwfsdp.checkpoint.boxes import whole\n",
+    ),
+    Wrong(
+        "the path in place of the entry",
+        needs(("Need(entry, chunk, box, shared)", "Need(path, chunk, box, shared)")),
+        "15.pairs",
+        "wrong-value",
+    ),
+    Wrong(
+        "an entry that is looked for where there is none",
+        needs(("matched.manifest.entries[path]", "matched.entries[path]")),
+        "15.pairs",
+        "crashed",
     ),
     Wrong(
         "only the chunk that is the same",
@@ -499,6 +536,14 @@ RIGHT = [
             offset, shape = entry["box"]
             return Box(tuple(offset), tuple(shape))
         """,
+    ),
+    Right(
+        "checksums as decimal numbers",
+        holders(("{one:08x} and {two:08x}", "checksums {one} and {two}")),
+    ),
+    Right(
+        "checksums as hex, as Python writes it",
+        holders(("{one:08x} and {two:08x}", "{hex(one)} / {two:X}")),
     ),
     Right(
         "needs as a list, the last target first",

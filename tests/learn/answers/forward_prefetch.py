@@ -446,6 +446,21 @@ WRONG = [
         "guessed-wrong",
     ),
     Wrong(
+        "the list, and after it the guess",
+        {PREFETCH: """
+            def prefetch_forward(self):
+                outermost, learned = self.root.forward_root, None
+                if self.group is not None and outermost is not None and not compat.in_backward():
+                    learned = outermost.forward_order.enter(self.group)
+                for group in [state.group for state in self.forward_prefetch] + [learned]:
+                    if group is not None:
+                        group.unshard()
+                        self.root.guessed.append(group)
+            """},
+        "09.guesses",
+        "unbounded-prefetch",
+    ),
+    Wrong(
         "the list ignored",
         {PREFETCH: """
             def prefetch_forward(self):

@@ -295,6 +295,34 @@ WRONG = [
         "gathered-in-wrong-dtype",
     ),
     Wrong(
+        "in the dtype that the policy says for the parameter",
+        {GATHER: """
+            @outside_autograd
+            def _gather(self):
+                self.comm_ctx.release_gather_buffer()
+                with self.comm_ctx.streams.copy.run():
+                    pairs = [(shard, p.dtypes.gathered) for p in self.params for shard in p.gather_inputs()]
+                shards, dtypes = zip(*pairs)
+                return all_gather(shards, dtypes, self.params[0].gather_mesh.shard, self.channel)
+            """},
+        "11.gather",
+        "gathered-in-wrong-dtype",
+    ),
+    Wrong(
+        "one dtype per parameter, of several tensors too",
+        {GATHER: """
+            @outside_autograd
+            def _gather(self):
+                self.comm_ctx.release_gather_buffer()
+                with self.comm_ctx.streams.copy.run():
+                    shards = [shard for p in self.params for shard in p.gather_inputs()]
+                dtypes = [p.dtypes.gathered for p in self.params]
+                return all_gather(shards, dtypes, self.params[0].gather_mesh.shard, self.channel)
+            """},
+        "11.gather",
+        "crashed",
+    ),
+    Wrong(
         "always over all ranks",
         {GATHER: """
             @outside_autograd

@@ -339,6 +339,22 @@ WRONG = [
         "grad-kept",
     ),
     Wrong(
+        "partial gradients divided when they are kept",
+        {FINISH: """
+            def finish_reduction(self, params, reducing):
+                by = reducing.divide
+                if self.mesh.replicate.group is not None and not self.all_reduce_grads:
+                    reducing.then(lambda result: self.add_partial_grads(params, divided(result, by)))
+                    return reducing
+                reducing.then(lambda result: self.take_partial_grads(params, result))
+                reduced = all_reduce(reducing, self.channel)
+                reduced.then(lambda result: self.add_sharded_grads(params, divided(result, by)))
+                return reduced
+            """},
+        "12.finish",
+        "averaged-twice",
+    ),
+    Wrong(
         "partial gradients thrown away",
         {FINISH: """
             def finish_reduction(self, params, reducing):
@@ -485,7 +501,7 @@ WRONG = [
                     param.partial_grad = grad if param.partial_grad is None else param.partial_grad.add_(grad)
             """},
         "12.partials",
-        "kept-alive",
+        "freed-too-early",
     ),
     Wrong(
         "what was taken stays",

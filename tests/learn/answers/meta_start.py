@@ -292,13 +292,26 @@ WRONG = [
         "a tied parameter once more, by its other name",
         changed("init_shards", ("named_parameters()", "named_parameters(remove_duplicate=False)")),
         "14.weights",
-        "wrong-rows",
+        "initialized-twice",
     ),
     Wrong(
         "whole parameters are filled where a forward left them",
         changed("init_shards", ("        reshard_all(model)\n", "")),
         "14.weights",
         "not-initialized",
+    ),
+    Wrong(
+        "shards are registered when everything is filled",
+        {"init_shards": """
+            @torch.no_grad()
+            def init_shards(model, init, seed):
+                for fqn, param in model.named_parameters():
+                    require_memory(fqn, param)
+                    fill_part(fqn, part_of(param), tuple(param.shape), init, seed)
+                reshard_all(model)
+            """},
+        "14.weights",
+        "resharded-too-late",
     ),
     Wrong(
         "memory is not asked for",
@@ -420,6 +433,12 @@ WRONG = [
         ),
         "14.shard",
         "kept-alive",
+    ),
+    Wrong(
+        "an exception, on those ranks only that have padding",
+        changed("FSDPParam.hold_rows", ("replace_local(param, front)", "self.replace_local(param, front)")),
+        "14.shard",
+        "crashed",
     ),
     Wrong(
         "nothing is done",

@@ -227,6 +227,15 @@ WRONG = [
         "counted-as-cut",
     ),
     Wrong(
+        "impossible_factor is called with other arguments than it has",
+        changed(
+            "orders_of_cuts",
+            ("(mesh_shape, mesh_dim, placement, pieces)", "(mesh_shape, placements, mesh_dim)"),
+        ),
+        "13.order",
+        "crashed",
+    ),
+    Wrong(
         "a factor that no cuts make is taken for 1",
         changed(
             "orders_of_cuts",
@@ -403,7 +412,7 @@ WRONG = [
                 return shards
             """},
         "13.shards",
-        "replicated",
+        "aliased",
         "\nimport torch.nn.functional as F\n",
     ),
     Wrong(
@@ -421,7 +430,7 @@ WRONG = [
                 return shards
             """},
         "13.shards",
-        "replicated",
+        "aliased",
         "\nimport torch.nn.functional as F\n",
     ),
     Wrong(

@@ -41,6 +41,22 @@ FORMATS = {
 BY_SUFFIX = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
 
 
+def check_form(name: str, count: int, folder: bool = False) -> None:
+    """Raises UsageError if so many submissions cannot be written in this format, as one file or as a folder of them."""
+    chosen = FORMATS[name]
+    if folder and chosen.each is None:
+        raise UsageError(
+            f"--format {name}", expected="a file", got="a folder", remedy="Let --out name a file."
+        )
+    if not folder and chosen.whole is None and count != 1:
+        raise UsageError(
+            f"--format {name}",
+            expected="one submission, or a folder for one file each",
+            got=f"{count} submissions and one file",
+            remedy="Give --out a folder that is there, or a name that ends in '/'.",
+        )
+
+
 def pieces(book: Gradebook, name: str) -> Iterator[str]:
     """The text of a gradebook.
 
@@ -51,14 +67,10 @@ def pieces(book: Gradebook, name: str) -> Iterator[str]:
     results = list(first_results(book, 2))
     if chosen.each is not None and len(results) == 1:
         return iter([chosen.each(results[0], book)])
-    if chosen.whole is not None:
-        return chosen.whole(book)
-    raise UsageError(
-        f"--format {name}",
-        expected="one submission, or a folder for one file each",
-        got=f"{book.count()} submissions and one file",
-        remedy="Give --out a folder that is there, or a name that ends in '/'.",
-    )
+    if chosen.whole is None:
+        check_form(name, book.count())
+    assert chosen.whole is not None, "check_form has refused"
+    return chosen.whole(book)
 
 
 def first_results(book: Gradebook, count: int) -> Iterator[Result]:
@@ -79,10 +91,8 @@ def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[P
     each = FORMATS[name].each
     if not folder:
         return [write_text(out, pieces(book, name))]
-    if each is None:
-        raise UsageError(
-            f"--out {out}/", expected=f"a file, for format {name}", got="a folder", remedy="Name a file."
-        )
+    check_form(name, book.count(), folder)
+    assert each is not None, "check_form has refused"
     return [
         write_text(out / file_name(result.name) / FORMATS[name].file, [each(result, book)])
         for result in book.results()
@@ -92,12 +102,27 @@ def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[P
 def write_text(path: Path, texts: Iterable[str]) -> Path:
     """Writes a text beside its place and moves it there, so that a reader finds the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
+    draft = _draft(path)
     with draft.open("w", encoding="utf-8", newline="") as file:
         for text in texts:
             file.write(text)
     os.replace(draft, path)
     return path
+
+
+def try_writing(path: Path) -> None:
+    """Makes the folder that a file is to be in, and a file there, which is removed again.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _draft(path).touch()
+    _draft(path).unlink()
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.draft")
 
 
 def file_name(name: str) -> str:

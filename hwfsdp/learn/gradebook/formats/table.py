@@ -17,10 +17,22 @@ def safe_cell(text: str) -> str:
 
 
 def render(book: Gradebook) -> Iterator[str]:
-    """The gradebook: name, points of each exercise, what was earned, taken off and counts, and what is apart."""
+    """The gradebook: name, points of each exercise, what was earned, taken off and counts, what is apart, the time."""
     numbers = [exercise.number for exercise in book.course.exercises]
     extra = sorted({name for result in book.results() for name in result.extra})
-    head = ["name", *numbers, "raw", "penalty", "total", "max", *extra, "submitted", "late_hours", "errors"]
+    head = [
+        "name",
+        *numbers,
+        "raw",
+        "penalty",
+        "total",
+        "max",
+        *extra,
+        "submitted",
+        "submitted_by",
+        "late_hours",
+        "errors",
+    ]
     yield _row(head)
     for result in book.results():
         standing = book.standing(result)
@@ -33,6 +45,7 @@ def render(book: Gradebook) -> Iterator[str]:
                 result.max_score,
                 *(result.extra.get(name, {}).get("score", "") for name in extra),
                 result.submitted or "",
+                result.submitted_by,
                 f"{standing.late_seconds / 3600:.2f}",
                 safe_cell("; ".join(result.errors)),
             ]
