@@ -135,6 +135,7 @@ class Options:
         run_seconds: that one run of ranks may take; one that takes longer hangs.
         world_size: of runs whose number of ranks does not matter, 1 to 4.
         thorough: off, nothing is judged any more once a check has failed; for who asks only whether one does.
+        upto: id of the last check to be judged, for who asks only about that one; None: all of them.
     """
 
     mine: bool = False
@@ -142,6 +143,7 @@ class Options:
     run_seconds: float = RUN_SECONDS
     world_size: int = WORLD_SIZE
     thorough: bool = True
+    upto: str | None = None
 
     def draw_seed(self) -> int:
         return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
@@ -199,7 +201,7 @@ def grade(
             overlay, printed.append, options.run_seconds, options.world_size, off_limits(course, folder)
         )
         paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
-        run_checks(result, ranks, paths, holes, on_check, options.thorough)
+        run_checks(result, ranks, paths, holes, on_check, options)
     except Finding as finding:
         reject(result, finding)
     result.seconds, result.printed = time.monotonic() - began, "".join(printed)
@@ -237,9 +239,9 @@ def run_checks(
     paths: Sequence[str],
     holes: Sequence[str],
     on_check: OnCheck,
-    thorough: bool = True,
+    options: Options = Options(),
 ) -> None:
-    """Runs the checks in order; see `Options.thorough`.
+    """Runs the checks in order, up to where the options say.
 
     Raises:
         Finding: nothing counts.
@@ -255,7 +257,7 @@ def run_checks(
         on_check(checked)
         if checked.finding and checked.finding.misconception in FATAL:
             raise checked.finding
-        if checked.finding and not thorough:
+        if (checked.finding and not options.thorough) or check.id == options.upto:
             break
     result.status = "passed" if all(passed.values()) else "failed"
 

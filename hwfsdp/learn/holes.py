@@ -13,6 +13,7 @@ Blanking holes and splicing in what was extracted gives the module back, byte fo
 from __future__ import annotations
 
 import ast
+import functools
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,13 +61,23 @@ def functions(source: str) -> dict[str, Span]:
     return {name: span for name, span in found.items() if name not in twice}
 
 
+@functools.lru_cache(maxsize=128)
+def parsed(source: str) -> ast.Module:
+    """The tree of a text, which nobody may change: modules of the package are read again and again.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python.
+    """
+    return ast.parse(source)
+
+
 def definitions(source: str) -> Iterator[tuple[str, Function]]:
     """Every function and method of a module by name, in order; a name that is defined twice comes twice.
 
     Raises:
         SyntaxError: the source is not Python.
     """
-    yield from _definitions(ast.parse(source).body, "")
+    yield from _definitions(parsed(source).body, "")
 
 
 def _definitions(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from hwfsdp.errors import UsageError
+from hwfsdp.learn import holes
 
 WIDTH = 110  # of a line
 TITLE = "# The package's own, that the docstrings name:"
@@ -69,13 +71,14 @@ def _wrapped(text: str) -> list[str]:
     return [line.replace(_TIED, " ") for line in lines]
 
 
+@functools.lru_cache(maxsize=1024)
 def described(name: Provided) -> str:
     """What it is, in one word, then its signature or type.
 
     Raises:
         UsageError: it is not in its module.
     """
-    body: Sequence[ast.stmt] = ast.parse(name.source).body
+    body: Sequence[ast.stmt] = holes.parsed(name.source).body
     owner, _, last = name.name.rpartition(".")
     for part in owner.split(".") if owner else ():
         body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == part), [])

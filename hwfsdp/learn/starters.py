@@ -96,7 +96,7 @@ def render(
 def _class_docstring(chosen: Sequence[Hole], owner: str) -> list[str]:
     """That of a class, as it stands in its module: it says what attributes there are."""
     source = next(hole.source for hole in chosen if hole.owner == owner)
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(holes.parsed(source)):
         if isinstance(node, ast.ClassDef) and node.name == owner and ast.get_docstring(node):
             first = node.body[0]
             return [*source.splitlines()[first.lineno - 1 : first.end_lineno], ""]
@@ -131,7 +131,7 @@ def _origin(line: str) -> int:
 
 def _imports(hole: Hole, chosen: Sequence[Hole]) -> Iterator[Import]:
     """What a hole's function needs from elsewhere, its body included."""
-    tree = ast.parse(hole.source)
+    tree = holes.parsed(hole.source)
     imported = {found.alias: found for found in _imported(tree)}
     defined = {name for statement in tree.body for name in _defined(statement)}
     here = {other.owner.partition(".")[0] or other.name for other in chosen}

@@ -47,7 +47,8 @@ def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]
             exercise, *answers = item.callspec.params.values()
             for each in answers:
                 text = answer(solution(exercise), each.functions, each.also)
-                found[item.name] = pool.submit(exercise, text, Options(seed=SEED))
+                upto = each.check if isinstance(each, Wrong) else None
+                found[item.name] = pool.submit(exercise, text, Options(seed=SEED, upto=upto))
         yield found
 
 

@@ -95,7 +95,7 @@ def grade_capstone(
         ranks = Ranks(
             Overlay({}, (submitted,)), printed.append, options.run_seconds, options.world_size, off_limits
         )
-        grading.run_checks(result, ranks, [submitted.path], homework.hole_names, on_check, options.thorough)
+        grading.run_checks(result, ranks, [submitted.path], homework.hole_names, on_check, options)
     except Finding as finding:
         grading.reject(result, finding)
     if result.status == "failed" and result.score == result.max_score:
