@@ -7,7 +7,7 @@ BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check exercises mutants format bench notebooks clean
+.PHONY: help setup demo test check exercises mutants format bench notebooks docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -60,9 +60,11 @@ format: setup  ## rewrite the sources in the project's format
 bench: setup  ## measure against FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks
 
-notebooks: setup  ## execute every notebook from top to bottom
-	@for nb in notebooks/*.ipynb; do test -e "$$nb" || continue; \
-	    $(BIN)/jupyter nbconvert --to notebook --execute --inplace "$$nb" || exit 1; done
+notebooks: setup  ## run every notebook from top to bottom, and keep what it shows; NB="03 07" runs these
+	$(BIN)/python notebooks/write.py $(NB)
+
+docs: setup  ## build the site into docs/_build/html; a broken link is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .hypothesis .coverage*

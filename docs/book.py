@@ -1,0 +1,204 @@
+"""The book of the package, written when the site is built: a page per part, a section per chapter, from the sources themselves.
+
+The table of contents is that of `hwfsdp/__init__.py`; a chapter's text is its module's docstring, notes included; its tests are those
+that import it. Nothing is kept twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hwfsdp"
+FOLDER = Path(__file__).parent / "book"
+TESTS = 4  # that a chapter names
+
+
+class Chapter(NamedTuple):
+    """A module, or a package, and what the table of contents says of it."""
+
+    name: str
+    about: str
+
+
+class Part(NamedTuple):
+    """Chapters under one Roman number."""
+
+    number: str
+    title: str
+    chapters: list[Chapter]
+
+
+def read_contents() -> list[Part]:
+    """The parts of the table of contents, in order."""
+    parts: list[Part] = []
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())) or ""
+    for line in docstring.splitlines():
+        if part := re.fullmatch(r" {4}([IVX]+)\s+(\S.*)", line):
+            parts.append(Part(part[1], part[2], []))
+        elif chapter := re.fullmatch(r" {9}(\w+)\s+(\S.*)", line):
+            parts[-1].chapters.append(Chapter(chapter[1], chapter[2]))
+    return parts
+
+
+def sources_of(chapter: Chapter) -> list[Path]:
+    """Its files, the one with the chapter's own docstring first."""
+    module = PACKAGE / f"{chapter.name}.py"
+    return [module] if module.exists() else sorted((PACKAGE / chapter.name).glob("*.py"))
+
+
+def tests_of(chapter: Chapter) -> list[str]:
+    """Paths of the tests that import it, those named after it first."""
+    wanted = re.compile(rf"\bfrom hwfsdp\.{chapter.name}\b|\bfrom hwfsdp import [^\n]*\b{chapter.name}\b")
+    paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if wanted.search(path.read_text())]
+    paths.sort(key=lambda path: path.stem != f"test_{chapter.name}")
+    return [str(path.relative_to(ROOT)) for path in paths[:TESTS]]
+
+
+def section(chapter: Chapter) -> Iterator[str]:
+    """The lines of a chapter's section, in Markdown."""
+    sources = sources_of(chapter)
+    yield from ("", f"## `{chapter.name}`: {chapter.about}", "")
+    yield from ("```{eval-rst}", f".. automodule:: hwfsdp.{chapter.name}", "   :no-index:", "```", "")
+    if len(sources) > 1:
+        for path in sources[1:]:
+            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+            yield f"- `{path.relative_to(PACKAGE)}`: {first}"
+        yield ""
+    lines = sum(len(path.read_text().splitlines()) for path in sources)
+    yield f"*Source:* `{sources[0].relative_to(ROOT)}`, {lines:,} lines with docstrings and comments."
+    if tests := tests_of(chapter):
+        yield f" *Tests:* {', '.join(f'`{test}`' for test in tests)}."
+
+
+def write_book(app: Any = None) -> None:
+    """Writes the pages into docs/book/."""
+    FOLDER.mkdir(exist_ok=True)
+    for number, part in enumerate(read_contents(), 1):
+        lines = [f"# {part.number} · {part.title}", *(line for c in part.chapters for line in section(c))]
+        _write(FOLDER / f"{number:02d}.md", "\n".join(lines) + "\n")
+    _write(FOLDER / "index.md", "\n".join(_index(read_contents())) + "\n")
+
+
+def _index(parts: list[Part]) -> Iterator[str]:
+    yield from (
+        "# The book of the package",
+        "",
+        "Chapters are modules. Each imports only from those before it; a test holds them to that.",
+    )
+    yield from (
+        "",
+        "```{toctree}",
+        ":hidden:",
+        "",
+        *(f"{number:02d}" for number in range(1, len(parts) + 1)),
+        "```",
+    )
+    for number, part in enumerate(parts, 1):
+        yield from (
+            "",
+            f"**[{part.number} · {part.title}]({number:02d}.md)**",
+            "",
+            "| chapter | is about |",
+            "| --- | --- |",
+        )
+        yield from (f"| `{chapter.name}` | {chapter.about} |" for chapter in part.chapters)
+
+
+def copy_notebooks(app: Any = None) -> None:
+    """Puts the notebooks where Sphinx finds them, and an index of their titles."""
+    folder = Path(__file__).parent / "notebooks"
+    folder.mkdir(exist_ok=True)
+    paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    for path in paths:
+        _write(folder / path.name, path.read_text())
+    _write(
+        folder / "index.md",
+        "# Notebooks\n\nEach has one idea, and was run from top to bottom as it stands here. Run them yourself: "
+        "`.venv/bin/jupyter lab notebooks`.\n\n```{toctree}\n"
+        + "\n".join(path.stem for path in paths)
+        + "\n```\n",
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """Leaves a file alone that is so already: Sphinx reads again what is newer."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def set_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Makes reStructuredText of a docstring: what is indented after an empty line is verbatim, and so is a table."""
+    lines[:] = _mark_verbatim(_mark_returns(lines))
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _mark_verbatim(lines: list[str]) -> list[str]:
+    marked: list[str] = []
+    before, verbatim = 0, -1  # depth of the last line that is not empty; of the text around what is verbatim
+    for number, line in enumerate(lines):
+        if not line.strip():
+            marked.append(line)
+            continue
+        if verbatim >= 0 and _depth(line) <= verbatim and not line.lstrip().startswith("|"):
+            verbatim = -1
+        if verbatim < 0:
+            alone = number > 0 and not lines[number - 1].strip()
+            if alone and _depth(line) > before:
+                marked += [" " * before + "::", ""]
+                verbatim = before
+            elif line.lstrip().startswith("|"):
+                marked += ["", " " * _depth(line) + "::", ""]
+                verbatim = _depth(line)
+        table = line.lstrip().startswith("|") and verbatim == _depth(line)
+        marked.append("   " + line if table else line)
+        before = _depth(line) if verbatim < 0 else before
+    return marked
+
+
+def _mark_returns(lines: list[str]) -> list[str]:
+    """What a function returns is text, or a list of names; not a type and a colon, as elsewhere."""
+    for at, line in enumerate(lines):
+        if line.strip() not in ("Returns:", "Yields:"):
+            continue
+        end = at + 1
+        while end < len(lines) and (not lines[end].strip() or _depth(lines[end]) > _depth(line)):
+            end += 1
+        block = [each for each in lines[at + 1 : end] if each.strip()]
+        base = _depth(block[0])
+        items = [
+            n for n, each in enumerate(block) if _depth(each) == base and re.match(r"[\w, ]+: ", each.strip())
+        ]
+        if len(items) > 1:
+            block = [
+                (
+                    " " * base + ("- " if _depth(each) == base else "  ") + each.strip()
+                    if _depth(each) == base or n > items[0]
+                    else each
+                )
+                for n, each in enumerate(block)
+            ]
+        depth = " " * _depth(line)
+        said = [
+            f"{depth}:{line.strip()[:-1].lower()}:",
+            *("" for _ in items[:1] if len(items) > 1),
+            *block,
+            "",
+        ]
+        return [*lines[:at], "", *said, *_mark_returns(lines[end:])]
+    return lines
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.connect("builder-inited", write_book)
+    app.connect("builder-inited", copy_notebooks)
+    app.connect("autodoc-process-docstring", set_docstring, priority=400)  # before sections are read
+    return {"parallel_read_safe": True}

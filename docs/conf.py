@@ -1,0 +1,25 @@
+"""How Sphinx builds the site: `make docs` writes it to docs/_build/html. Nothing is fetched; a broken link is an error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+import hwfsdp  # noqa: E402
+
+project, author = "hwfsdp", "the authors of hwfsdp"
+version = release = hwfsdp.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "book"]
+exclude_patterns = ["_build", "README.md"]
+html_theme = "furo"
+html_title = "hwfsdp"
+nb_execution_mode = "off"  # notebooks come with what they showed
+myst_heading_anchors = 3
+default_role = "code"
+highlight_language = "none"  # drawings with characters are no Python
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+napoleon_use_ivar = True

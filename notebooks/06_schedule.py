@@ -1,0 +1,272 @@
+# %% [markdown]
+# # 06 · The schedule
+#
+# A gather has to be over before its layer computes, and a reduction cannot start before its layer has computed. So when is there
+# ever something to overlap with?
+#
+# Four layers, on GPUs where gathering a layer takes 1.45 ms, its forward 2.2 ms, its backward 4.3 ms and reducing its gradients 2.8
+# ms. Every layer is gathered twice, for forward and for backward, and reduced once.
+#
+# **Write down two numbers before you go on:** for how many ms does the GPU wait for the network in a step if nothing overlaps? And
+# for how many at least, however clever the schedule is?
+
+# %%
+try:
+    from hwfsdp import lesson
+except (ImportError, SyntaxError) as missing:
+    raise SystemExit(
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
+        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+    ) from None
+lesson.begin()
+
+# %% [markdown]
+# ## A schedule with switches
+#
+# Times are what matters here, so the GPUs are virtual: 16 H100 on two nodes, whose clock is arithmetic and gives the same times on
+# every machine. What runs is the package itself, as rank 0, on tensors without values. Its schedule overlaps all it can. To see
+# what each part of that is good for, switch it off:
+#
+# - **Forward prefetch** gathers the next layer under the current one's forward. Which is next, the forward before has shown. A list
+#   of your own replaces the guess, and a layer that lists itself gathers nobody: its own gather has started already.
+# - **Backward prefetch** does the same in reverse order, and has a list, too.
+# - **Reduce overlap** lets the next backward run while gradients are reduced. There is no switch for it, but `fully_shard` takes
+#   the object that knows what is in flight, an `FSDPCommContext`, and that can be told to wait.
+#
+# In all of them the host reads a number of every layer's output, as one does who logs norms. Why, we will see at the end.
+
+# %%
+import torch
+from torch import nn
+
+from hwfsdp import FSDPCommContext, MixedPrecisionPolicy, fully_shard
+from hwfsdp.virtual import simulate
+
+LAYERS, WIDTH, TOKENS = 4, 16384, 2048
+
+
+def sharded_layers(in_flight):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for module in (*model, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), comm_ctx=in_flight)
+    return model.to_empty(device="cpu")
+
+
+def training(*overlapped, host_reads=True):
+    in_flight = FSDPCommContext("cpu")  # what virtual tensors say they are on
+    model = sharded_layers(in_flight)
+
+    def read(module, args, output):
+        output.register_hook(after_gradient)
+        if host_reads:
+            in_flight.streams.compute.synchronize()
+
+    def after_gradient(gradient):
+        if "reduce" not in overlapped:
+            in_flight.finish_reductions()
+        if host_reads:
+            in_flight.streams.compute.synchronize()
+
+    for layer in model:
+        layer.register_forward_hook(read, prepend=True)
+        if "forward" not in overlapped:
+            layer.set_modules_to_forward_prefetch([layer])
+        if "backward" not in overlapped:
+            layer.set_modules_to_backward_prefetch([layer])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def simulated(*overlapped, host_reads=True, device="h100"):
+    def start():
+        model, optimizer = training(*overlapped, host_reads=host_reads)
+
+        def step():
+            model(torch.zeros(TOKENS, WIDTH)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return simulate(start, gpus=16, device=device)  # a step to warm up, and a recorded one
+
+
+# %% [markdown]
+# ## Nothing overlaps
+
+# %%
+from hwfsdp.plot.timeline import plot_timeline
+
+serial = simulated()
+plot_timeline(serial.log, step=0)
+
+# %% [markdown]
+# Time runs to the right, a row is a stream, a number is a layer, a pale bar is the model around them. What runs on one stream runs
+# in order; what is on two may run at the same time, if nothing waits. Here everything waits: hatched is time in which compute
+# stands still until a gather or a reduction is over.
+
+
+# %%
+def report(runs):
+    print(f"{'':<36}{'step':>9}{'waiting':>11}{'most memory':>15}")
+    for name, run in runs.items():
+        step = run.step_seconds * 1e3
+        waiting = run.exposed_comm_fraction * step
+        print(f"{name:<36}{step:6.1f} ms{waiting:8.1f} ms{run.peak_allocated_gib:11.2f} GiB")
+
+
+def took(op):
+    return max(event.dur_us for event in serial.log.select(op)) / 1e3  # all take the same time
+
+
+report({"no overlap": serial})
+gather, reduction = took("all_gather"), took("reduce_scatter")
+total = 2 * LAYERS * gather + LAYERS * reduction
+print(
+    f"{2 * LAYERS} gathers of {gather:.2f} ms and {LAYERS} reductions of {reduction:.2f} ms: {total:.1f} ms"
+)
+
+# %% [markdown]
+# That is your first number. Nothing is wrong in this step, and more than two fifths of it are spent waiting.
+#
+# ## One ahead
+#
+# Now one part after the other. All bands are on one axis of time, and a dashed line is the end of a step.
+
+# %%
+from hwfsdp.plot.comparison import plot_comparison
+
+runs = {
+    "no overlap": serial,
+    "forward prefetch": simulated("forward"),
+    "both prefetches": simulated("forward", "backward"),
+    "all overlap": simulated("forward", "backward", "reduce"),
+}
+plot_comparison({name: run.log for name, run in runs.items()}, step=0)
+
+# %%
+report(runs)
+print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
+
+# %% [markdown]
+# Follow layer 1 down the page.
+#
+# - **Second band.** Its green bar in forward has moved under the forward of layer 0. A gather needs nothing of the layer before:
+#   the shards are there since the last optimizer step. Only the gather of layer 0 has nothing to hide behind.
+# - **Third band.** In backward its gather has moved under the backward of layer 2. The first backward, that of layer 3, has nothing
+#   before it.
+# - **Last band.** Its reduction has moved under the backward of layer 0. Only that of layer 0 has nothing after it.
+#
+# So three things cannot be hidden: the first gather, the gather of the first backward, and the last reduction. That is your second
+# number, 5.7 ms. The run is 0.3 ms above it: layer 0 needs no gradient of its input, so its backward is half as long as the
+# others', too short for the reduction beneath it.
+#
+# Whatever the number of layers, it is these three. A model of 80 layers waits for as long as one of 4, in twenty times the compute.
+# This is a reason for small groups: the smaller a group, the shorter what is exposed at both ends.
+#
+# ## What it costs
+#
+# Memory, as the last column says. Each part holds on to something for longer, so that it can travel while something else runs. One
+# group ahead, one reduction in flight: no more are needed to hide them, and without a bound it would be the whole model again. Each
+# schedule is bounded by construction, not by luck.
+
+# %%
+from hwfsdp.plot.lifetimes import plot_lifetimes
+
+lesson.explore(lambda overlap: plot_lifetimes(runs[overlap].log), overlap=tuple(runs))
+
+# %% [markdown]
+# In the upper picture one group at a time is anything but sharded. In the lower one the next group is on its way while one
+# computes; it waits, gathered, for its turn. Never are there three.
+#
+# ## What may overlap
+#
+# Two events may run at the same time if neither has to wait for the other. The log can tell: `happens_before` says whether streams
+# and waits *prove* an order, whatever times came out.
+
+
+# %%
+def order_of(log, first, second):
+    return "in order" if log.happens_before(first, second) else "at the same time, maybe"
+
+
+def facts(log):
+    def of(op, layer):
+        return log.select(op, owner=str(layer), phase="backward")[-1]
+
+    return {
+        "gather 1, then copy it out": order_of(log, of("all_gather", 1), of("copy_out", 1)),
+        "backward 2, then pack its gradients": order_of(log, of("backward", 2), of("copy_in", 2)),
+        "reduce 2, then backward 1": order_of(log, of("reduce_scatter", 2), of("backward", 1)),
+    }
+
+
+before, after = facts(serial.log), facts(runs["all overlap"].log)
+for fact in before:
+    print(f"{fact:<38}{before[fact]:<12}{after[fact]}")
+
+# %% [markdown]
+# Left without overlap, right with all of it. The first two orders are needed: a schedule that loses them computes with garbage, and
+# perhaps only on days when the network is slow. The third was never needed. A good schedule keeps all orders of the first kind, and
+# none of the second.
+#
+# ## What no schedule hides
+#
+# So far every GPU had 400 Gb/s to other nodes. The slower the network, the longer the green and vermilion bars; compute stays as it
+# is.
+
+# %%
+from dataclasses import replace
+
+from hwfsdp.virtual.devices import device_named
+
+H100 = device_named("h100")
+ALL = ("forward", "backward", "reduce")
+
+
+def draw(gbit):
+    slower = replace(H100, network=gbit * 1e9 / 8)
+    both = {
+        "no overlap": simulated(device=slower),
+        f"all overlap, {gbit} Gb/s": simulated(*ALL, device=slower),
+    }
+    return plot_comparison({name: run.log for name, run in both.items()}, step=0)
+
+
+lesson.explore(draw, gbit=(200, 100, 50))
+
+# %% [markdown]
+# At 50 Gb/s for each GPU compute is the short part. Overlap hides compute behind communication now, not the other way round, and
+# the step cannot be shorter than what the busiest stream has to do. What helps then is something else: more tokens per GPU, which
+# makes compute longer and leaves the bytes as they are; fewer bytes (notebook 07); fewer of them over the slow links (notebook 08).
+#
+# On virtual GPUs streams do not slow each other down. On real ones gathers and reductions share the network, and their kernels take
+# some of the GPU's units from compute; see `docs/virtual.md`.
+#
+# ## Why the host reads numbers
+#
+# Last question: what if it does not?
+
+# %%
+report(
+    {
+        "no prefetch, the host reads": simulated("reduce"),
+        "no prefetch, the host does not": simulated("reduce", host_reads=False),
+        "prefetch, the host reads": runs["all overlap"],
+        "prefetch, the host does not": simulated(*ALL, host_reads=False),
+    }
+)
+
+# %% [markdown]
+# A host that never has to look at a result issues everything long before it runs. Then the gather of the next layer is in its
+# stream in time, prefetch or not, and the streams do the rest: with few waits between them, they overlap by themselves.
+#
+# Prefetching on purpose is for a host that *is* held up: by a number that it reads, by tokens that it routes to experts, by many
+# short kernels, or because the host is what computes, as on a CPU. PyTorch's first FSDP got its forward prefetch for hosts that are
+# slow to issue ([Zhao et al., 2023](https://arxiv.org/abs/2304.11277), section 3.3).
+#
+# **Try:** layer 3 is freed after its forward, and gathered again at once for its backward. Which argument of `fully_shard` saves
+# that gather, and how many ms of the 6.0? Which other layers would profit from it?
+#
+# **Next:** [07, mixed precision](07_mixed_precision.ipynb). **Write it yourself:** `exercises/09_forward_prefetch` and
+# `exercises/10_backward_prefetch`.

@@ -1,0 +1,276 @@
+# %% [markdown]
+# # 07 · Mixed precision
+#
+# A number in bf16 takes half the bytes of one in fp32, and GPUs compute with it many times faster. So why not keep everything in
+# bf16?
+#
+# **Write down two numbers before you go on:** in a step every parameter is gathered twice, and its gradient is reduced once.
+# Parameters now travel in bf16 instead of fp32, gradients are still reduced in fp32: to what fraction of the bytes does the step
+# come down? And a weight is 1.0, and a hundred steps of SGD subtract 0.001 each: what is it after that, if it is kept in bf16?
+
+# %%
+try:
+    from hwfsdp import lesson
+except (ImportError, SyntaxError) as missing:
+    raise SystemExit(
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
+        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+    ) from None
+lesson.begin()
+
+# %% [markdown]
+# ## Three dtypes of one weight
+#
+# A policy names dtypes for two of them: `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. The third is the dtype that the
+# parameter had when it was sharded. Here is the way of one weight through a step, from top to bottom, on two real ranks under three
+# policies. A bar is as long as it has bytes.
+
+# %%
+from hwfsdp.plot.lessons import mixed_precision
+
+mixed_precision.draw()
+
+# %% [markdown]
+# What is kept (first line) and what the optimizer works with (last line) is fp32, whatever the policy. Only what lies between them
+# changes: what is gathered, what forward and backward compute with, what is reduced. A policy takes nothing from a weight that it
+# does not get back before the update.
+#
+# ## What travels
+#
+# Now a small GPT under the same three policies. Filled bars are measured by both ranks, hollow ones are closed forms: elements
+# times the bytes of the dtype that travels.
+
+# %%
+import torch
+
+from hwfsdp import EventLog, MixedPrecisionPolicy, fully_shard, launch, record
+from hwfsdp.accounting import GroupSizes, step_traffic
+from hwfsdp.models import GPTConfig
+from hwfsdp.plot.traffic import plot_traffic
+from hwfsdp.train import build_model, shard_model
+
+FP32, BF16 = torch.float32, torch.bfloat16
+POLICIES = {
+    "no policy": MixedPrecisionPolicy(),
+    "param bf16, reduce fp32": MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32),
+    "param bf16": MixedPrecisionPolicy(BF16, output_dtype=FP32),
+}
+config = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
+
+
+def recorded_step(policy, kept_in=FP32):
+    model = build_model(config, seed=0).to(kept_in)
+    shard_model(model, fully_shard, mp_policy=policy, reshard_after_forward=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # the first one makes the optimizer's state
+        with record() as log:
+            model(torch.randint(256, (4, config.seq_len))).logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return log
+
+
+def recorded_steps():
+    return {name: recorded_step(policy) for name, policy in POLICIES.items()}
+
+
+results = launch(recorded_steps, 2)
+logs = {name: EventLog.merge(result[name] for result in results) for name in POLICIES}
+
+# %%
+whole = build_model(config, seed=0)
+inside = {param for block in whole.blocks for param in block.parameters()}
+rest = [param for param in whole.parameters() if param not in inside]
+groups = [*(list(block.parameters()) for block in whole.blocks), rest]
+
+
+def closed_form(gather_bytes, reduce_bytes):
+    sizes = [GroupSizes([tuple(p.shape) for p in group], gather_bytes, reduce_bytes) for group in groups]
+    return step_traffic(sizes, 2)
+
+
+CLOSED = {
+    "no policy": closed_form(4, 4),
+    "param bf16, reduce fp32": closed_form(2, 4),
+    "param bf16": closed_form(2, 2),
+}
+
+
+def draw(policy):
+    mine = {f"{policy}, closed form": CLOSED[policy]}
+    others = {f"{name}, closed form": closed for name, closed in CLOSED.items() if name != policy}
+    return plot_traffic(logs[policy], mine | others)
+
+
+lesson.explore(draw, policy=tuple(POLICIES))
+
+# %%
+totals = {name: sum(closed.values()) for name, closed in CLOSED.items()}
+for name, total in totals.items():
+    print(f"{name:<25}{total:>12,} B, {total / totals['no policy']:.3f} of fp32")
+
+# %% [markdown]
+# Two thirds, not half: of 4 + 4 + 4 bytes for each parameter, 2 + 2 + 4 are left. Half it is when gradients are reduced in bf16,
+# too. That is what happens if a policy names no `reduce_dtype`: gradients are reduced in the dtype in which backward leaves them.
+# Do not forget it by accident.
+#
+# ## What is kept
+#
+# The ledger, of rank 0. In the last line there is no policy: the model itself was cast to bf16 before it was sharded.
+
+# %%
+logs["model cast to bf16"] = launch(recorded_step, 2, MixedPrecisionPolicy(output_dtype=FP32), BF16)[0]
+kinds = ("sharded_param", "sharded_grad", "optimizer_state", "unsharded_param")
+print(f"{'most bytes of':<25}" + "".join(f"{kind:>17}" for kind in kinds))
+for name, log in logs.items():
+    peak = log.peak_bytes_by_kind()
+    print(f"{name:<25}" + "".join(f"{peak[kind]:>17,}" for kind in kinds))
+
+# %% [markdown]
+# A policy halves what comes and goes, and saves nothing of what stays. Why pay for that, if casting the model halves all of it?
+#
+# ## Master weights
+#
+# Because of your second number. The weight of this layer is 1.0, its gradient 1.0, and a learning rate of 0.001 makes the step.
+
+# %%
+from torch import nn
+
+
+def hundred_steps(kept_in, policy):
+    layer = nn.Linear(1, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    fully_shard(layer.to(kept_in), mp_policy=policy)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.001)
+    for _ in range(100):
+        y = layer(torch.ones(1, 1, dtype=kept_in))
+        y.backward(torch.ones_like(y))  # now the gradient is 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return layer.weight.to_local()[0].item()
+
+
+SETTINGS = {
+    "all fp32": (FP32, MixedPrecisionPolicy()),
+    "kept in fp32, computed in bf16": (FP32, POLICIES["param bf16, reduce fp32"]),
+    "all bf16": (BF16, MixedPrecisionPolicy(reduce_dtype=FP32)),
+}
+
+
+def under_each(train):
+    return {name: train(*setting) for name, setting in SETTINGS.items()}
+
+
+for name, weight in launch(under_each, 2, hundred_steps)[0].items():
+    print(f"{name:<32}{weight:.4f}")
+
+# %% [markdown]
+# In bf16 a hundred steps did nothing at all. Below 1.0 its next number is 0.99609, 1/256 away, and a step that comes less than half
+# as far is rounded back. Forward and backward can live with that. An update cannot: many small steps in one direction are what
+# training consists of.
+#
+# A weight in full precision beside a copy in low precision is called a *master weight* ([Micikevicius et al.,
+# 2018](https://arxiv.org/abs/1710.03740)). FSDP gets it for nothing: the master is the shard, 1/W of the model, and the copy is
+# what the gather makes anyway. The cast is part of the copy-in.
+#
+# What comes of it: a layer learns to imitate another one, with Adam, on two ranks.
+
+# %%
+from hwfsdp.plot.loss import plot_losses
+
+
+def imitate(kept_in, policy, steps=200):
+    torch.manual_seed(0)
+    layer, example = nn.Linear(64, 64), nn.Linear(64, 64)
+    x = torch.randn(128, 64)
+    wanted = example(x).detach()
+    fully_shard(layer.to(kept_in), mp_policy=policy)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=2e-4)
+    losses = []
+    for _ in range(steps):
+        loss = (layer(x.to(kept_in)).float() - wanted).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+plot_losses(launch(under_each, 2, imitate)[0])
+
+# %% [markdown]
+# Computing in bf16 costs next to nothing here: two curves lie on each other. Keeping weights in bf16 costs much of the learning:
+# many of the steps are too small for their weight, and are lost. There is no error and no NaN. A loss that falls too slowly is all
+# one sees of it.
+#
+# ## A sum has a dtype, too
+#
+# Gradients are added up in two places: over the ranks, and over micro-batches. Every addition in bf16 rounds to 8 significant bits.
+# Here 4 ranks each make a gradient of about 0.8 per micro-batch. These are bf16 numbers themselves, and known. So fp64 can say what
+# their mean is, and all that differs from it is due to sums.
+
+# %%
+import torch.distributed as dist
+
+ELEMENTS = 1024
+
+
+def reduced(reduce_dtype, micro_batches):
+    layer = fully_shard(
+        nn.Linear(1, ELEMENTS, bias=False), mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype)
+    )
+    torch.manual_seed(0)
+    random = torch.rand(dist.get_world_size(), micro_batches, ELEMENTS)
+    gradients = (0.75 + random / 8).to(BF16)  # [ranks, micro-batches, elements]
+    for micro, gradient in enumerate(gradients[dist.get_rank()]):
+        layer.set_requires_gradient_sync(micro == micro_batches - 1)
+        layer(torch.ones(1, 1)).backward(gradient[None])
+    exact = gradients.double().sum(1).mean(0)
+    return (layer.weight.grad.full_tensor().flatten().double() - exact).norm() / exact.norm()
+
+
+def errors():
+    return {count: [reduced(dtype, count).item() for dtype in (BF16, FP32)] for count in (1, 16, 512)}
+
+
+table = launch(errors, 4)[0]
+print("error of the mean    summed in bf16    in fp32")
+for count, (low, full) in table.items():
+    print(f"{count:>4} micro-batch{'es' if count > 1 else '':<6}{low:>13.2%}{full:>13.0e}")
+
+# %% [markdown]
+# With one micro-batch the error is that of a few roundings, and many trainings would not notice. With 512 the sum has outgrown its
+# terms: next to 256, bf16 numbers are 2 apart. What is added is less than half of that, and the sum stands still. It makes no
+# difference where the terms come from: a ring of 1000 ranks adds 999 times. Hence `reduce_dtype=torch.float32`. And `fully_shard`
+# adds up in it between micro-batches as well, not only on the wire.
+#
+# ## What is not cast
+#
+# A bf16 weight wants bf16 activations. So floating-point inputs of a forward are cast to the param dtype. Other inputs are not:
+
+
+# %%
+def dtypes_in_and_out(policy):
+    seen = {}
+
+    def note(module, args, output):
+        seen[type(module).__name__] = (args[0].dtype, output.dtype)
+
+    model = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mp_policy=policy).register_forward_hook(note)
+    seen["whole model"] = (torch.int64, model(torch.tensor([257])).dtype)
+    return seen
+
+
+for place, (taken, given) in launch(dtypes_in_and_out, 2, MixedPrecisionPolicy(BF16, FP32))[0].items():
+    print(f"{place:<14} takes {str(taken):<16} gives {given}")
+print("257 in bf16:", torch.tensor(257).to(BF16).item())
+
+# %% [markdown]
+# Token 257 would be token 256. Outputs stay as they are unless a policy has an `output_dtype`. The GPT above has one, fp32, for the
+# whole model: its loss is computed in full precision.
+#
+# **Try:** cast the model to bf16 and train with a learning rate ten times as high. Does it learn now? Why is that no way out?
+#
+# **Next:** [08, switches](08_switches.ipynb). **Write it yourself:** `exercises/07_mixed_precision`.

@@ -1,0 +1,293 @@
+# %% [markdown]
+# # 08 · Switches
+#
+# ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, DDP, gradient accumulation: are these seven programs, or one?
+#
+# **Write down two numbers before you go on:** a step has four micro-batches. FSDP as it comes (ZeRO-3) gathers every layer for
+# forward and for backward, and reduces its gradients after that. How many times the size of the model does it communicate in the
+# step, with everything in fp32? And how few times would do, for the same update?
+
+# %%
+try:
+    from hwfsdp import lesson
+except (ImportError, SyntaxError) as missing:
+    raise SystemExit(
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
+        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+    ) from None
+lesson.begin()
+
+# %% [markdown]
+# ## One program
+#
+# Two functions. The first builds a model of six layers, each a group of its own, and has two switches. The second takes a step of
+# some micro-batches, and has three.
+
+# %%
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hwfsdp import MixedPrecisionPolicy, fully_shard
+
+LAYERS, WIDTH = 6, 256
+MODEL_BYTES = 4 * LAYERS * WIDTH * WIDTH
+
+
+def build(width=WIDTH, *, mesh=(1, 4), reshard_after_forward=True, policy=MixedPrecisionPolicy()):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+    ranks = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    for module in (*model, model):
+        fully_shard(module, mesh=ranks, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def take_step(model, optimizer, batches, *, reduce_each=True, all_reduce_each=True, stay_whole=False):
+    for micro, batch in enumerate(batches):
+        last = micro == len(batches) - 1
+        model.set_requires_gradient_sync(reduce_each or last)
+        model.set_requires_all_reduce(all_reduce_each or last)
+        model.set_reshard_after_backward(last or not stay_whole)
+        model(batch).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# %% [markdown]
+# The first two switches give strategies their names:
+#
+# - `reshard_after_forward=False` keeps parameters whole from forward to backward, which saves the second gather. What is sharded
+#   then while it matters are gradients and optimizer state: stage 2 of [ZeRO](https://arxiv.org/abs/1910.02054).
+# - `mesh` arranges the ranks in a grid. Ranks of one row shard, ranks of one column replicate. For four ranks, 1 × 4 is FSDP, 2 × 2
+#   is hybrid sharding (HSDP), and 4 × 1, in which nothing is sharded, is plain data parallelism (DDP).
+
+# %%
+from hwfsdp.plot.meshmap import plot_mesh
+
+plot_mesh({"replicate": 2, "shard": 2}, node=2)
+
+# %% [markdown]
+# ## What one micro-batch moves
+#
+# Four real ranks run the program with one micro-batch under four settings. Filled bars are measured, hollow ones are the closed
+# forms of `hwfsdp.accounting`, which know shapes and nothing of what happened.
+
+# %%
+import torch.distributed as dist
+
+from hwfsdp import EventLog, launch, record
+from hwfsdp.accounting import GroupSizes, MeshShape, Strategy, bytes_sent, strategy_traffic
+from hwfsdp.plot.traffic import plot_traffic
+
+STEPS = ("reduce_each", "all_reduce_each", "stay_whole")  # the switches of take_step
+
+
+def run(switches, micro_batches):
+    own = {name: value for name, value in switches.items() if name in STEPS}
+    model, optimizer = build(**{name: value for name, value in switches.items() if name not in STEPS})
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):  # the first one makes the optimizer's state
+        batches = [torch.randn(8, WIDTH, generator=random) for _ in range(micro_batches)]
+        with record() as log:
+            take_step(model, optimizer, batches, **own)
+    return log, model[0].weight.full_tensor().detach()
+
+
+def run_all(settings, micro_batches):
+    return {name: run(switches, micro_batches) for name, switches in settings.items()}
+
+
+STRATEGIES = {
+    "ZeRO-3": {},
+    "ZeRO-2": {"reshard_after_forward": False},
+    "HSDP": {"mesh": (2, 2)},
+    "DDP": {"mesh": (4, 1)},
+}
+results = launch(run_all, 4, STRATEGIES, 1)
+logs = {name: EventLog.merge(result[name][0] for result in results) for name in STRATEGIES}
+
+# %%
+sizes = [GroupSizes([(WIDTH, WIDTH)])] * LAYERS
+KINDS = {"ZeRO-3": Strategy.ZERO3, "ZeRO-2": Strategy.ZERO2, "HSDP": Strategy.HSDP, "DDP": Strategy.DDP}
+CLOSED = {name: strategy_traffic(sizes, strategy, 4, shards=2) for name, strategy in KINDS.items()}
+
+
+def draw(setting):
+    return plot_traffic(logs[setting], {setting: CLOSED[setting], **CLOSED})
+
+
+lesson.explore(draw, setting=tuple(KINDS))
+
+# %% [markdown]
+# The model has 1.5 MiB. ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3 does,
+# and all-reduces what the reduce-scatter has left, half of it, across the replicas. DDP all-reduces the gradients and gathers
+# nothing.
+#
+# Bytes are those of whole tensors. What a rank sends for them depends on the W ranks that take part: (W − 1) / W of the bytes of a
+# gather or a reduction, twice that for an all-reduce (notebook 02).
+#
+# ## What stays
+#
+# Between steps, and while the optimizer runs, nothing is whole but what the mesh replicates:
+
+# %%
+from hwfsdp.plot.states import MeasuredState, plot_model_states
+
+STATES = ("sharded_param", "sharded_grad", "optimizer_state")
+
+
+def state_bytes(log):
+    before_optimizer = [sample for sample in log.samples[0] if sample.bytes_by_kind["sharded_grad"]][-1]
+    return sum(before_optimizer.bytes_by_kind[kind] for kind in STATES)
+
+
+measured = [MeasuredState(KINDS[name], 4, state_bytes(logs[name])) for name in ("ZeRO-3", "HSDP", "DDP")]
+plot_model_states([(WIDTH, WIDTH)] * LAYERS, (1, 2, 4, 8), shards=2, measured=measured)
+
+# %% [markdown]
+# ZeRO-2 has no point of its own. Of what stays, this program always keeps a shard only, so its ZeRO-2 lies where ZeRO-3 does: whole
+# parameters are there from forward to backward, and gone when the optimizer runs. The lines of ZeRO-1 and ZeRO-2 are those of the
+# paper, which keeps parameters whole all the time.
+#
+# ## Four micro-batches
+#
+# Now accumulation. A batch that does not fit is cut into micro-batches, whose gradients are added up before the optimizer sees
+# them. Three more switches:
+#
+# - `set_requires_gradient_sync(False)` reduces nothing: whole gradients add up on each rank, and the last micro-batch reduces their
+#   sum.
+# - `set_requires_all_reduce(False)` goes half of the way under HSDP: gradients are reduced in a row, and wait there, sharded, for
+#   the last micro-batch to take them across.
+# - `set_reshard_after_backward(False)` keeps parameters whole for the next micro-batch, which has nothing to gather then.
+
+# %%
+ZERO2 = {"reshard_after_forward": False}
+SETTINGS = {
+    "ZeRO-3": {},
+    "ZeRO-3, reduce once": {"reduce_each": False},
+    "ZeRO-2": ZERO2,
+    "gather once, reduce once": ZERO2 | {"reduce_each": False, "stay_whole": True},
+    "HSDP": {"mesh": (2, 2)},
+    "HSDP, all-reduce once": {"mesh": (2, 2), "all_reduce_each": False},
+    "DDP": {"mesh": (4, 1)},
+    "DDP, reduce once": {"mesh": (4, 1), "reduce_each": False},
+}
+results = launch(run_all, 4, SETTINGS, 4)[0]
+
+
+def moved(name):
+    return results[name][0].summary()["bytes_by_op"]
+
+
+def mesh_of(name):
+    return MeshShape(*SETTINGS[name].get("mesh", (1, 4)))
+
+
+def sent(name):
+    return sum(bytes_sent(moved(name), mesh_of(name)).values())
+
+
+def kept(name):
+    return max(sum(sample.bytes_by_kind.values()) for sample in results[name][0].samples[0])
+
+
+ops = ("all_gather", "reduce_scatter", "all_reduce")
+heads = "".join(f"{op:>15}" for op in ops)
+print(f"{'in sizes of the model':<26}{heads}{'sent by a rank':>17}{'most memory':>14}")
+for name in SETTINGS:
+    by_op = "".join(f"{moved(name).get(op, 0) / MODEL_BYTES:15.2f}" for op in ops)
+    print(f"{name:<26}{by_op}{sent(name) / MODEL_BYTES:17.2f}{kept(name) / MODEL_BYTES:14.2f}")
+
+# %%
+reference = results["ZeRO-3"][1]
+most = max((weight - reference).abs().max().item() for _, weight in results.values())
+print(
+    f"Weights after two steps differ by at most {most:.0e} between settings, and are up to {reference.abs().max():.2f}."
+)
+
+# %% [markdown]
+# Twelve is your first number, two your second: one gather, one reduction. All eight make the same update, up to the order in which
+# sums are rounded. They differ in what they move and in what they keep, and that is one picture. (Memory is what the ledger counts:
+# states, whole parameters and gradients, buffers. Activations are the same for all, and are left out.)
+
+# %%
+from matplotlib.figure import Figure
+
+from hwfsdp.plot import style
+
+LEFT = ("ZeRO-2", "HSDP, all-reduce once")  # names on the other side of their point
+
+
+def draw_costs():
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    colors = {1: style.BLUE, 2: style.GREEN, 4: style.BLACK}  # by replicas
+    for name in SETTINGS:
+        x, y = sent(name) / MODEL_BYTES, kept(name) / MODEL_BYTES
+        axes.plot(x, y, "o", color=colors[mesh_of(name).replicate], markersize=9)
+        place, side = (-9, "right") if name in LEFT else (9, "left")
+        axes.annotate(name, (x, y), (place, 0), textcoords="offset points", ha=side, va="center")
+    axes.set(xlim=(0, 11), ylim=(0, 5), xlabel="sent by a rank in a step, in sizes of the model")
+    axes.set_ylabel("most memory of a rank, in sizes of the model")
+    axes.grid(color=style.GREYS[1])
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+draw_costs()
+
+# %% [markdown]
+# Downwards is a larger model, to the left is a slower network. No setting is best in both.
+#
+# - **ZeRO-3** sends the most of all and keeps the least. From there, every switch that saves bytes costs memory.
+# - **Gather once, reduce once** sends as little as DDP that reduces once, and keeps less, for it still shards the optimizer's
+#   state. Whole parameters and whole gradients are there through the step. What it moves is what ZeRO-1 moves.
+# - **Accumulating without reducing** is not free. Whole gradients of all layers are there from the first micro-batch to the last. A
+#   model that only just fits with ZeRO-3 does not fit with it.
+#
+# With six layers, buffers are a good part of that memory: a layer or two on their way, one being reduced. With eighty layers they
+# would be a few percent.
+#
+# ## What HSDP is for
+#
+# In the picture HSDP does not look good: nearly as much to send as ZeRO-3, and twice the states. Four ranks on one machine are the
+# wrong place to see its point. It is about *where* bytes go. In the mesh above, gathers stay within a node, and only a part of the
+# gradients crosses.
+#
+# So, the same two functions again, on virtual H100, eight to a node. The layers are 8192 wide now.
+
+# %%
+from hwfsdp.virtual import simulate
+
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def on_virtual(gpus, mesh, **switches):
+    def start():
+        model, optimizer = build(8192, mesh=mesh, policy=POLICY)
+        return lambda: take_step(model, optimizer, [torch.zeros(4096, 8192)] * 4, **switches)
+
+    return simulate(start, gpus=gpus, device="h100")
+
+
+print("  GPUs   ZeRO-3                   HSDP within a node, all-reduce once")
+for gpus in (16, 512, 4096):
+    runs = on_virtual(gpus, (1, gpus)), on_virtual(gpus, (gpus // 8, 8), all_reduce_each=False)
+    texts = [f"{run.step_seconds * 1e3:9.0f} ms{run.peak_allocated_gib:8.2f} GiB" for run in runs]
+    print(f"{gpus:>6}{'   '.join(texts)}")
+
+# %% [markdown]
+# On two nodes there is nothing to win. With thousands of GPUs every gather of ZeRO-3 visits all of them, and takes a little for
+# each; a layer's forward is as short as before, and cannot hide that any more. A gather within a node does not know how many nodes
+# there are. What it costs is memory: one copy of the states in every node, however many nodes one buys.
+#
+# `reshard_after_forward=8` is the way between: states are sharded over all, as with ZeRO-3, and the second gather, that of
+# backward, stays within groups of eight, which keep a copy between them from forward to backward.
+#
+# **Try:** change `build` so that only the last two layers have `reshard_after_forward=False`. Where in the picture will that lie?
+# Why is the last layer the best one to begin with?
+#
+# **Next:** [09, strided shards](09_strided_shards.ipynb). **Write it yourself:** `exercises/08_accumulation` and
+# `exercises/12_hybrid_sharding`.

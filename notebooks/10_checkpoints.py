@@ -1,0 +1,226 @@
+# %% [markdown]
+# # 10 · Checkpoints
+#
+# A rank dies in the midst of a save. What is the checkpoint now: the old one, the new one, or a mixture?
+#
+# **Write down two numbers before you go on:** a GPT has P parameters in fp32 and is trained with Adam. How many bytes does its
+# checkpoint need for each of them? And: the run saves after every 6 steps, and a rank is killed during the save that follows
+# step 18. With which step does the resumed run begin?
+
+# %%
+try:
+    from hwfsdp import lesson
+except (ImportError, SyntaxError) as missing:
+    raise SystemExit(
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
+        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+    ) from None
+lesson.begin()
+# %% [markdown]
+# ## A run that nothing happens to
+#
+# Two ranks train a small GPT for 24 steps. This is the curve that all others are held against.
+
+# %%
+import json
+import os
+import shutil
+import signal
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hwfsdp import launch
+from hwfsdp.errors import CheckpointError, RankError
+from hwfsdp.models import GPTConfig
+from hwfsdp.snapshots import SnapshotConfig
+from hwfsdp.train import TrainConfig, build_model, train
+
+temporary = tempfile.TemporaryDirectory()
+folder = Path(temporary.name) / "checkpoint"
+config = TrainConfig(GPTConfig(dim=64, layers=2, heads=4, seq_len=32), batch=4, steps=24, lr=3e-3)
+untouched = launch(train, 2, config)[0].losses
+parameters = sum(param.numel() for param in build_model(config.model, 0).parameters())
+print(
+    f"{parameters:,} parameters; loss {untouched[0]:.3f} in the first step, {untouched[-1]:.3f} in the last"
+)
+
+# %% [markdown]
+# ## The accident
+#
+# The same run again, now with a save after every 6 steps. Rank 0 is rigged: in its third save it writes half of the first piece
+# of data, and then sends itself SIGKILL. That signal cannot be caught. No handler runs, no file is closed, nothing is tidied
+# up. Rank 0 is also the one that has to declare a save complete, so it is the worst one to lose.
+
+
+# %%
+def train_until_killed(config):
+    saves, write = config.snapshots.path, os.write
+
+    def die_at_the_third(file, data):
+        if len(data) > 64 and any(saves.glob("000003-*")):  # the first 64 bytes are the file's header
+            write(file, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(file, data)
+
+    if dist.get_rank() == 0:
+        os.write = die_at_the_third
+    return train(config)
+
+
+saving = replace(config, snapshots=SnapshotConfig(folder, every=6, keep=2, blocking=True))
+try:
+    launch(train_until_killed, 2, saving, timeout=60)
+except RankError as error:
+    print(f"rank {error.rank} {error.reason}: {error.got}")
+
+# %% [markdown]
+# `launch` names the rank that died, and ends the others. What did it leave on the disk?
+
+
+# %%
+def show(path):
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.is_file():
+            print(f"{name:<40} {file.stat().st_size:>9,} bytes")
+    print(f"CURRENT names {json.loads((path / 'CURRENT').read_text())['save']}")
+
+
+show(folder)
+
+# %% [markdown]
+# Three folders, one for each save that began. The third has no `manifest.json`: the manifest is written when every rank has
+# reported that its file is on the disk, and rank 0 never got so far. `CURRENT` is replaced after that, so it still names the
+# second. What exists of the third is garbage, and nothing ever reads it.
+#
+# The usual way to lose a run is to write the new checkpoint over the old one. Then the dead rank would have left a file that
+# has rows of two steps in it, and a loader that compares no checksums would take them.
+
+# %%
+from hwfsdp.checkpoint import inspect
+
+LOSSES = "state_dict['losses']"
+found = inspect(folder)
+print(f"saves that count: {', '.join(name[:6] for name in found.saves)}; in the newest one:")
+print(f"  {len(found.tensors)} tensors, written by {found.ranks} ranks")
+print(f"  {found.tensors[LOSSES].shape[0]} losses, one for each step that is done")
+print(f"  {found.nbytes:,} bytes, {found.nbytes / parameters:.2f} for each parameter")
+
+# %% [markdown]
+# There are your two numbers. Of each parameter the weight and Adam's two moments are kept, 4 + 4 + 4 bytes; headers, the state
+# of the random generators and Adam's counts of steps make the rest. Gradients are not kept: the next step makes new ones. And
+# six steps are lost, no more: the run goes on after step 12.
+#
+# ## It goes on
+#
+# Two copies of the folder as the accident left it. One is resumed with two ranks, as before; the other with four. Nobody
+# converts anything: each rank reads the blocks that overlap with what it is to hold, and the batch of 8 rows is shared out
+# anew.
+
+
+# %%
+def resume(ranks):
+    copy = shutil.copytree(folder, folder.with_name(f"resumed on {ranks}"))
+    return (
+        copy,
+        launch(train, ranks, replace(saving, snapshots=replace(saving.snapshots, path=copy, resume=True)))[0],
+    )
+
+
+(_, on_two), (copy, on_four) = resume(2), resume(4)
+f"they begin after step {on_two.resumed_at} and step {on_four.resumed_at}"
+
+# %%
+from hwfsdp.plot.loss import plot_losses
+
+plot_losses(
+    {
+        "never interrupted": untouched,
+        "what the save knew": untouched[: on_four.resumed_at],
+        "resumed on 2 ranks": on_two.losses,
+        "resumed on 4 ranks": on_four.losses,
+    }
+)
+
+# %% [markdown]
+# The curves lie on each other. On two ranks they are equal to the last bit: weights, both moments, the counts of steps that
+# Adam corrects them by, and the position in the data all came back. Leave one of them out, and the curves part at step 12. On
+# four ranks sums are added up in another order, so the last digits may differ; the legend says by how much.
+#
+# ## Who holds what
+#
+# Why can four ranks read what two wrote? The file does not say "rank 0's part". It says which box of which tensor it holds.
+# Here is one weight of the model, on two ranks and on four:
+
+# %%
+from torch.distributed.tensor import Shard
+
+from hwfsdp.plot.grid import LaidOut, plot_sharding
+
+weight = build_model(config.model, 0).head.weight
+
+
+def lay_out(ranks):
+    return plot_sharding([LaidOut("head.weight", tuple(weight.shape), (Shard(0),))], {"shard": ranks})
+
+
+lesson.explore(lay_out, ranks=(2, 3, 4))
+
+# %%
+for path in (folder, copy):
+    entry = next(entry for key, entry in inspect(path).tensors.items() if "head.weight" in key)
+    print(f"{path.name}: head.weight is in {', '.join(str(chunk.box) for chunk in entry.chunks)}")
+show(copy)
+
+# %% [markdown]
+# The resumed run has cleared away what the dead one had left, and has written saves of its own, with four files each.
+#
+# ## One bit
+#
+# Disks and networks flip bits. A weight with a wrong exponent bit is a spike in the loss, or, worse, no spike. So one bit of
+# one file is flipped now:
+
+# %%
+from hwfsdp.checkpoint import verify
+
+verify(copy)  # all is well, or this would raise
+damaged = inspect(copy).path / "00002.bin"
+data = bytearray(damaged.read_bytes())
+data[len(data) // 2] ^= 1 << 6
+damaged.write_bytes(data)
+
+
+def tell(error):
+    print(str(error).replace(str(copy.parent), "…"))
+
+
+try:
+    verify(copy)
+except CheckpointError as error:
+    tell(error)
+
+# %% [markdown]
+# The message names the file, the tensor, and where in it. `load` makes the same comparison before it gives anything out, so a
+# run cannot resume from it by accident. But the save before is whole, and can be had by its name:
+
+# %%
+try:
+    resumed = replace(saving, batch=2, steps=30, snapshots=replace(saving.snapshots, path=copy, resume=True))
+    launch(train, 4, resumed)
+except RankError as error:
+    tell(error.__cause__)
+before = inspect(copy).saves[0]
+print(f"{before[:6]}: {str(verify(copy / before)).partition(': ')[2]}, intact")
+
+# %%
+temporary.cleanup()
+
+# %% [markdown]
+# Two things to try: let rank 1 be the one that dies (what does rank 0 do about the third folder?), and look at what
+# `resume` does with three ranks.
+#
+# **Next:** [11, virtual GPUs](11_virtual_gpus.ipynb). **Write it yourself:** `exercises/15_checkpoints` and
+# `exercises/16_async_staging`.

@@ -1,0 +1,213 @@
+# %% [markdown]
+# # 11 · Virtual GPUs
+#
+# The model trains on 8 GPUs. You are offered 4096. What will become of it?
+#
+# **Write down two numbers before you go on:** from 8 GPUs to 4096, by which factor does the number of bytes grow that one GPU
+# receives in an all-gather of the same block? And the speed of one GPU, in tokens per second: which share of it is left?
+
+# %%
+try:
+    from hwfsdp import lesson
+except (ImportError, SyntaxError) as missing:
+    raise SystemExit(
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
+        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+    ) from None
+lesson.begin()
+# %% [markdown]
+# ## One step on 512 GPUs
+#
+# `simulate` runs a training step of this package as rank 0 of a world that does not exist. `fully_shard`, its hooks and its
+# prefetching are the real ones; tensors have shapes and no values; what passes is arithmetic, not time. Order, bytes and counts
+# are exact. Times are a model, of equal ranks without stragglers or congestion. `docs/virtual.md` says how far it is to be
+# trusted.
+#
+# The model has 6 blocks of the width of an 8B Llama: thick enough to be real, and few enough to wait for.
+
+# %%
+from hwfsdp.models.llama import LlamaConfig
+from hwfsdp.virtual import simulate
+
+MODEL = LlamaConfig(dim=4096, layers=6, heads=32, kv_heads=8, hidden=14336, seq_len=4096, vocab=32000)
+
+
+def show(runs):
+    print(f"{'':<26} tokens/s/GPU   step    exposed   alive at the peak   fits")
+    for name, run in runs.items():
+        rate = 1 / run.step_seconds * TOKENS.get(name, 4096)
+        text = f"{rate:>12,.0f} {run.step_seconds * 1e3:>7.0f} ms {run.exposed_comm_fraction:>7.1%}"
+        print(f"{name:<26} {text} {run.peak_allocated_gib:>14.1f} GiB    {'yes' if run.fits else 'NO'}")
+
+
+TOKENS = {}  # of a GPU in a step, where they are not 4096
+scaled = {f"{gpus} GPUs": simulate(MODEL, gpus, "h100") for gpus in (8, 64, 512, 4096)}
+show(scaled)
+
+# %%
+from hwfsdp.plot.scaling import ScalingPoint, plot_scaling
+from hwfsdp.virtual.run import LIMITS
+
+
+def point(run):
+    speed = run.plan.batch * run.plan.seq / run.step_seconds
+    return ScalingPoint(run.gpus, speed, run.step_seconds, run.peak_memory_gib, run.exposed_comm_fraction)
+
+
+plot_scaling(
+    [point(run) for run in scaled.values()],
+    title="6 blocks of an 8B Llama on virtual H100s, 4096 tokens each",
+    caption=f"Predicted: {LIMITS}.",
+)
+
+# %% [markdown]
+# Up to 512 GPUs it is nearly flat: twice the GPUs, twice the tokens. At 4096 it breaks. Memory does not break: it falls from 8
+# GPUs to 64 and then no more, for what is left are activations and a few whole blocks, which nobody shards.
+#
+# ## Where it breaks
+#
+# The bytes are not to blame. In a gather over W ranks each receives (W − 1) / W of the block, which is nearly all of it from
+# the start. Here is the time of one block's gather, split into what its bytes take and what W takes:
+
+# %%
+from hwfsdp.virtual.devices import device_named
+from hwfsdp.virtual.run import placed
+from hwfsdp.virtual.topology import collective_us, span_of
+
+block = max(event.bytes for event in scaled["8 GPUs"].log.select("all_gather") if "blocks" in event.owner)
+print(f"a block in bf16: {block / 1e6:.0f} MB")
+for gpus in (8, 64, 512, 4096):
+    device = placed(device_named("h100"), gpus, None)
+    span = span_of(range(gpus), device.per_node)
+    start, whole = (collective_us("all_gather", nbytes, span, device) / 1e3 for nbytes in (0, block))
+    received = (gpus - 1) / gpus * block / 1e6
+    print(
+        f"{gpus:>4} GPUs: receives {received:.0f} MB in {whole - start:.2f} ms, after {start:.2f} ms of starting"
+    )
+
+# %% [markdown]
+# Bytes grow by the factor 8/7 · 4095/4096 = 1.14, and your second number is in the table above: the last rate by the first.
+# What grows is the start. A ring has W hops, and each costs a little: 1.5 µs inside a node and 6 µs between nodes in this
+# model. Of 4096 ranks each owns a 4096th of the block, a hundred kilobytes, so the pieces are small and the ring is long.
+# Compute has not changed. Once a gather takes longer than the block that it should hide behind, all that it takes longer is
+# exposed.
+#
+# The streams of one step show it, deterministic to the microsecond:
+
+# %%
+from hwfsdp.plot.timeline import plot_timeline
+
+lesson.explore(lambda gpus: plot_timeline(scaled[gpus].log), gpus=tuple(scaled))
+
+# %% [markdown]
+# On 8 GPUs the green bars are short and lie under blue ones. In the forward on 4096 they follow each other without a gap, and
+# compute waits. The last bar on 4096 is the norm of the gradients, which clipping needs: one number, and an all-reduce around
+# the ring twice. It is all start.
+#
+# Two ways out. Hybrid sharding gathers within a node of 8, where hops are few, and only sums gradients across nodes; it pays
+# with memory, since every node has all of the state. Or give each GPU more to do: four times the tokens per step take four
+# times the compute, and the same gathers.
+
+# %%
+TOKENS["4096 GPUs, 4 sequences"] = 4 * 4096
+remedies = {
+    "4096 GPUs": scaled["4096 GPUs"],
+    "4096 GPUs, HSDP": simulate(MODEL, 4096, "h100", hsdp=True),
+    "4096 GPUs, 4 sequences": simulate(MODEL, 4096, "h100", batch=4),
+}
+show(remedies)
+
+# %% [markdown]
+# The second is not free either: a step over 4096 GPUs then has 67 million tokens, and a batch that large may train worse.
+#
+# ## What is a group?
+#
+# You choose which modules are groups of their own. Between two extremes, everything in one group and every linear layer by
+# itself, lies the usual choice, a group for each block. Which of the three needs the least memory on 512 GPUs, and which is the
+# fastest?
+
+# %%
+import torch
+import torch.nn.functional as F
+
+from hwfsdp import MixedPrecisionPolicy, fully_shard
+from hwfsdp.models import zoo
+
+
+def step_of(modules_of):
+    """A program to simulate: the groups are the modules that `modules_of(model)` gives, and the rest."""
+
+    def build():
+        model, policy = zoo.build(MODEL), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for module in (*modules_of(model), model):
+            fully_shard(module, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.zeros(1, MODEL.seq_len, dtype=torch.int64)
+
+        def step():
+            F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+def linears(model):
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+POLICIES = {
+    "one group": lambda model: (),
+    "a group per block": lambda model: model.blocks,
+    "a group per linear": linears,
+}
+wrapped = {name: simulate(step_of(modules), 512, "h100") for name, modules in POLICIES.items()}
+show(wrapped)
+for name, run in wrapped.items():
+    gathers, whole = run.log.select("all_gather"), run.log.peak_bytes_by_kind()["unsharded_param"]
+    largest = max(gather.bytes for gather in gathers)
+    print(
+        f"{name:<20} {len(gathers):>3} × all_gather, the largest {largest / 1e6:>5,.0f} MB; whole at once {whole / 1e9:.1f} GB"
+    )
+
+# %%
+lesson.explore(lambda groups: plot_timeline(wrapped[groups].log), groups=tuple(wrapped))
+
+# %% [markdown]
+# - **One group.** One gather, of everything, before the first layer: there is no compute yet to hide it behind. One reduction,
+#   of everything, after the last: no compute is left. And the whole model is in memory for the whole step; only between steps
+#   is anything sharded.
+# - **A group per linear.** The least memory, but seven gathers where one would do, each with its start. The narrow layers of
+#   attention (keys and values) compute for less than a tenth of a millisecond, and their gathers take 1.1.
+# - **A group per block** is large enough that bytes outweigh the start, and small enough that two of them fit.
+#
+# A group is right when its compute is longer than the gather of the next one. With more ranks the start grows, and with it the
+# smallest group that is right.
+#
+# ## What no number of GPUs mends
+#
+# Sharding divides parameters, gradients and optimizer state. Activations are of this GPU's own tokens, and stay. Longer
+# sequences on 512 GPUs:
+
+# %%
+long = {
+    "16,384 tokens": simulate(MODEL, 512, "h100", seq=1 << 14),
+    "65,536 tokens": simulate(MODEL, 512, "h100", seq=1 << 16),
+    "65,536, recomputed": simulate(MODEL, 512, "h100", seq=1 << 16, checkpoint="full"),
+}
+TOKENS.update({name: run.plan.seq for name, run in long.items()})
+show(long)
+for name, run in long.items():
+    activations, alive = (n / 2**30 for n in (run.peak_by_kind["activation"], sum(run.peak_by_kind.values())))
+    print(f"{name:<20} activations {activations:6.1f} GiB, everything else {alive - activations:.1f} GiB")
+
+# %% [markdown]
+# Everything that more GPUs could divide is in the last column, and it is next to nothing. To compute activations a second time
+# in the backward, instead of keeping them, costs time and does help. Before you ask for more GPUs, look at what fills the ones
+# that you have.
+#
+# The same from a terminal, for a model of yours: `hwfsdp simulate --model module:function --gpus 512`.
+#
+# **Next:** [12, traces](12_traces.ipynb). **Write it yourself:** `exercises/12_hybrid_sharding`.

@@ -1,0 +1,221 @@
+# %% [markdown]
+# # 12 · Traces
+#
+# The loss falls, the step is slow or the memory is full, and no error says why. What do you look at first?
+#
+# **Write down two numbers before you go on:** a GPT of four blocks is sharded by block, on two ranks. How many all-gathers does
+# one step make? (The blocks are four groups. The rest of the model is a fifth, which stays whole from forward to backward.) And
+# if rank 1 waits 0.2 s for its data in each step: which rank, 0 or 1, then has the long all-gather?
+
+# %%
+try:
+    from hwfsdp import lesson
+except (ImportError, SyntaxError) as missing:
+    raise SystemExit(
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
+        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+    ) from None
+lesson.begin()
+# %% [markdown]
+# ## A healthy run
+#
+# Learn what healthy looks like first. Two ranks, three steps to warm up, one recorded.
+
+# %%
+import re
+import time
+
+import torch
+import torch.distributed as dist
+
+from hwfsdp import EventLog, fully_shard, launch, record
+from hwfsdp.errors import RankError
+from hwfsdp.models import GPTConfig, next_byte_loss
+from hwfsdp.train import build_model, shard_model, train_step
+
+CONFIG = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
+
+
+def train_and_record(prepare=lambda model: None, before=lambda model, tokens: None):
+    """`prepare` is called once with the sharded model, `before` in each step, before its forward."""
+    model = shard_model(build_model(CONFIG, seed=0), fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(model)
+    for _ in range(4):  # the log that stays is that of the last step
+        tokens = torch.randint(256, (8, CONFIG.seq_len + 1))
+        with record() as log:
+            before(model, tokens)
+            train_step(model, optimizer, tokens[:, :-1], tokens[:, 1:])
+    return log
+
+
+healthy = EventLog.merge(launch(train_and_record, 2))
+
+# %% [markdown]
+# A trace is one file. `hwfsdp trace show FILE` prints the following, and `hwfsdp trace run SCRIPT` records it from a script as
+# it is.
+
+# %%
+from hwfsdp.trace.findings import examine
+from hwfsdp.trace.findings_text import describe
+
+print(describe(examine(healthy), "healthy"))
+
+# %% [markdown]
+# There is your first number. Read it from above, in this order:
+#
+# 1. **What moved.** `equal` means: as many calls and bytes as the shapes of the parameters demand, no more, no less. The closed
+#    form has not looked at the run.
+# 2. **Which strategy.** Is it the one that you think you run?
+# 3. **Time.** Who waits, for how long, and who is late.
+# 4. **Memory**, by kind.
+# 5. **Races**: accesses whose order nothing proves. They may turn out well a thousand times, so no output will tell you.
+#
+# Counts and bytes are the same in every run of a program. Times are not. So begin with what is exact.
+#
+# ## Broken: more bytes than there should be
+#
+# Somebody wanted to see how the model does on a batch before it trains on it. The line is harmless on one GPU.
+
+
+# %%
+def look_at_loss(model, tokens):
+    with torch.no_grad():
+        next_byte_loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+looking = EventLog.merge(launch(train_and_record, 2, before=look_at_loss))
+print("\n".join(describe(examine(looking), "looking").splitlines()[2:14]))
+
+# %%
+from hwfsdp.plot.traffic import plot_traffic
+
+expected = {op: moved.bytes for op, moved in examine(healthy).expected.items()}
+plot_traffic(looking, {"closed form": expected})
+
+# %% [markdown]
+# Gradients move as they should, parameters do not: *it moves what no strategy does*. The extra gathers are those of one more
+# forward. The trace says where they are: the first event that healthy and broken do not have in common.
+
+# %%
+from hwfsdp.trace.comparison import compare
+from hwfsdp.trace.comparison_text import describe as describe_difference
+
+print("\n".join(describe_difference(compare(healthy, looking), ("healthy", "looking")).splitlines()[:14]))
+
+# %% [markdown]
+# This is the upper part of `hwfsdp trace diff`. Evaluate every hundred steps, not in every one; on a cluster each of these
+# forwards gathers the whole model again.
+#
+# ## Broken: right bytes at the wrong time
+#
+# Somebody read that prefetching hides communication, and asked for all of it: when the first block begins, gather all others.
+
+
+# %%
+def prefetch_everything(model):
+    model.set_modules_to_forward_prefetch(list(model.blocks))
+
+
+eager = EventLog.merge(launch(train_and_record, 2, prefetch_everything))
+difference = compare(healthy, eager)
+print(f"as many calls and bytes: {difference.same_traffic}")
+for name, log in (("healthy", healthy), ("eager", eager)):
+    print(f"{name:<8} most in buffers of gathers: {log.peak_bytes_by_kind()['all_gather_buffer']:>9,} bytes")
+
+# %% [markdown]
+# Counts and bytes do not show it, the peak does. A picture shows why:
+
+# %%
+from hwfsdp.plot.lifetimes import plot_lifetimes
+
+runs = {"healthy": healthy, "eager": eager}
+lesson.explore(lambda run: plot_lifetimes(runs[run]), run=tuple(runs))
+
+# %% [markdown]
+# A row is a group, green is the time in which its gather is under way or lies in a buffer. In the healthy run a block is
+# gathered while the one before it computes, so there are two blocks in buffers at most. In the eager one all gathers are issued
+# at the start, and all four blocks lie in memory until their turn comes. That is how a job with room for two blocks runs out of
+# memory. And where the compute of one block covers the gather of the next, nothing is won by it.
+#
+# ## Broken: slow, and the wrong one looks guilty
+#
+# The step has become slow. Rank 1 gets its data from a slow disk, 0.2 s for each batch.
+
+
+# %%
+def wait_for_data(model, tokens):
+    if dist.get_rank() == 1:
+        time.sleep(0.2)
+
+
+slow = EventLog.merge(launch(train_and_record, 2, before=wait_for_data))
+for rank, step, exposed, _ in examine(slow).by_rank:
+    print(f"rank {rank}: exposed communication {exposed / 1e3:6.1f} ms")
+late = slow.summary()
+print(
+    f"a collective begins up to {late['skew_max_us'] / 1e3:.0f} ms apart; late by the most: rank {late['slowest_rank']}"
+)
+
+# %%
+from hwfsdp.plot.timeline import plot_timeline
+
+plot_timeline(slow)
+
+# %% [markdown]
+# There is your second answer. The long all-gather is on rank 0, and rank 0 is healthy: a collective ends when the last rank has
+# come, so whoever is on time waits *inside* of it. In a profile of rank 0 alone the network looks slow. Two ranks on one axis
+# of time show that rank 1 begins the same collective later. A long collective is a symptom; look for the rank on which it is
+# short.
+#
+# ## Broken: no trace at all
+#
+# The data do not divide evenly, and rank 1 gets one batch less. It leaves the loop, and goes on to report its loss.
+
+
+# %%
+def train_on_what_there_is():
+    model = shard_model(build_model(CONFIG, seed=0), fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with record():  # notes collectives that are not those of fully_shard, too
+        for _ in range(3 if dist.get_rank() == 0 else 2):
+            tokens = torch.randint(256, (8, CONFIG.seq_len + 1))
+            loss = train_step(model, optimizer, tokens[:, :-1], tokens[:, 1:])
+        dist.all_reduce(loss)
+
+
+try:
+    launch(train_on_what_there_is, 2, timeout=15)
+except RankError as error:
+    print(re.sub(r"/\S*/ipykernel_\d+/\d+\.py", "this cell", error.table))
+
+# %% [markdown]
+# On a cluster this hangs until a timeout, and then every rank complains. A run that hangs leaves no trace file. But every rank
+# remembers what it called last, and the table holds them side by side. Read the first line in which they differ: rank 0 begins
+# another forward and gathers, rank 1 is done and adds up losses. Neither call is wrong by itself. Ranks have to make the same
+# calls in the same order, so whatever decides about a step must be the same on all of them: here, the number of batches.
+#
+# ## And a race
+#
+# Last, a bug that no number shows. Take the waits out of the healthy trace, so that compute no longer waits for communication.
+# All events happened at the same times as before, and all results would be what they were.
+
+# %%
+from dataclasses import replace
+
+from hwfsdp.order import find_races
+
+
+def without_waits(log):
+    return EventLog([replace(event, after=()) if event.op == "wait" else event for event in log.events])
+
+
+races = find_races(without_waits(healthy))
+print(f"healthy: {len(find_races(healthy))} races; without waits: {len(races)}, of which the first is")
+print(races[0].sentence)
+
+# %% [markdown]
+# Here the gather was over in time. On another machine the copy reads half a buffer, and the loss is a little wrong. The check
+# does not ask what happened first, but what had to.
+#
+# **Next:** [13, yours](13_yours.ipynb). **Write it yourself:** the broken lab (`exercises/lab`).

@@ -1,0 +1,110 @@
+"""Notebooks from their sources, run from top to bottom.
+
+    python notebooks/write.py [NN ...]      runs them and writes NN_topic.ipynb, with what they showed
+    python notebooks/write.py --check       says which .ipynb is not what its source gives; runs nothing
+
+The source of a notebook is NN_topic.py, a script with `# %%` between cells (jupytext's percent format): that is what one edits,
+reviews and compares. The .ipynb beside it is made from it, and committed with its pictures, so that they show where it is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbclient
+import nbformat
+
+FOLDER = Path(__file__).parent
+SECONDS = 60  # for a notebook
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def sources(numbers: list[str]) -> list[Path]:
+    """Those of the notebooks with these numbers, or of all."""
+    found = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+    unknown = set(numbers) - {path.name[:2] for path in found}
+    if unknown:
+        sys.exit(
+            f"notebooks: expected numbers of notebooks; got {', '.join(sorted(unknown))}. There are 01 to {found[-1].name[:2]}."
+        )
+    return [path for path in found if not numbers or path.name[:2] in numbers]
+
+
+def read_source(path: Path) -> Any:
+    """The notebook that a source describes, not yet run."""
+    notebook = jupytext.read(path, fmt="py:percent")
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02d}"  # jupytext draws them
+    return notebook
+
+
+def run(notebook: Any, seconds: float = SECONDS) -> None:
+    """Runs all cells in a new kernel; their outputs are in the notebook afterwards.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell raised. CellTimeoutError: one took too long.
+    """
+    os.environ["HWFSDP_STATIC"] = "1"  # the one who reads has no kernel
+    bin_folder = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
+    client = nbclient.NotebookClient(
+        notebook, timeout=seconds, kernel_name=KERNEL["name"], resources={"metadata": {"path": str(FOLDER)}}
+    )
+    client.execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when
+
+
+def problems(path: Path) -> Iterator[str]:
+    """What does not hold of a committed notebook: that it is what its source gives, ran to its end, and shows a picture."""
+    target = path.with_suffix(".ipynb")
+    if not target.exists():
+        yield f"{target.name} is missing. Run: make notebooks"
+        return
+    wanted, found = read_source(path), nbformat.read(target, as_version=4)
+    if [(c.cell_type, c.source) for c in wanted.cells] != [(c.cell_type, c.source) for c in found.cells]:
+        yield f"{target.name} is not what {path.name} gives. Run: make notebooks"
+    if found.metadata.kernelspec.name != KERNEL["name"]:
+        yield f"{target.name} asks for the kernel {found.metadata.kernelspec.name!r}, which others may not have."
+    code = [cell for cell in found.cells if cell.cell_type == "code"]
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        yield f"{target.name} was not run from top to bottom. Run: make notebooks"
+    outputs = [output for cell in code for output in cell.outputs]
+    if any(output.output_type == "error" for output in outputs):
+        yield f"{target.name} ends with an error."
+    if not any("image/png" in output.get("data", ()) for output in outputs):
+        yield f"{target.name} shows no picture."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs notebooks and writes them.")
+    parser.add_argument("numbers", nargs="*", metavar="NN")
+    parser.add_argument("--check", action="store_true", help="run nothing; say what is not in step")
+    arguments = parser.parse_args()
+    chosen = sources(arguments.numbers)
+    if arguments.check:
+        found = [problem for path in chosen for problem in problems(path)]
+        print("\n".join(found) or f"{len(chosen)} notebooks are what their sources give.")
+        return 1 if found else 0
+    for path in chosen:
+        notebook, began = read_source(path), time.monotonic()
+        try:
+            run(notebook)
+        except (nbclient.exceptions.CellExecutionError, nbclient.exceptions.CellTimeoutError) as error:
+            print(f"{path.name}: {error}", file=sys.stderr)
+            return 1
+        nbformat.write(notebook, path.with_suffix(".ipynb"))
+        print(f"{path.with_suffix('.ipynb').name}  {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
