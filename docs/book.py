@@ -125,6 +125,11 @@ def copy_notebooks(app: Any = None) -> None:
     )
 
 
+def point_to_copies(app: Any, name: str, source: list[str]) -> None:
+    """Pages link to notebooks where these lie in the repository; the site has copies."""
+    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+
+
 def _write(path: Path, text: str) -> None:
     """Leaves a file alone that is so already: Sphinx reads again what is newer."""
     if not path.exists() or path.read_text() != text:
@@ -200,5 +205,6 @@ def setup(app: Any) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", write_book)
     app.connect("builder-inited", copy_notebooks)
+    app.connect("source-read", point_to_copies)
     app.connect("autodoc-process-docstring", set_docstring, priority=400)  # before sections are read
     return {"parallel_read_safe": True}

@@ -35,7 +35,14 @@ _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md
     hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
 _KEPT_TESTS = "tests/exercises/"
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
-_TARGETS = ("check", "exercises", "mutants", "format", "bench")  # of the Makefile, that are the instructor's
+_TARGETS = (
+    "check",
+    "exercises",
+    "mutants",
+    "format",
+    "bench",
+    "docs",
+)  # of the Makefile, that are the instructor's
 
 
 def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Path]:
@@ -143,12 +150,13 @@ def _change_files(out: Path) -> None:
         ("Makefile", _student_makefile),
         ("README.md", _student_readme),
         ("setup.cfg", _student_setup),
-        ("docs/course.md", _student_course),
         (".gitignore", _student_ignored),
     ):
         path = out / name
         if path.exists():
             path.write_text(change(path.read_text()))
+    for page in [*out.glob("*.md"), *out.glob("docs/*.md")]:
+        _unlink_missing(page)
     cli = out / "hwfsdp" / "cli.py"
     cli.write_text(re.sub(r"^.*\badd_(?:grade|release)\b.*\n", "", cli.read_text(), flags=re.MULTILINE))
     tests = out / "tests"
@@ -163,8 +171,13 @@ def _student_readme(text: str) -> str:
     return text.replace("`exercises/`, `solutions/`", "`exercises/`")
 
 
-def _student_course(text: str) -> str:
-    return re.sub(r" For those who grade a class[^.]*: \[instructors.md\]\(instructors.md\)\.", "", text)
+def _unlink_missing(page: Path) -> None:
+    """Links to what does not travel become plain words."""
+
+    def shown(link: re.Match[str]) -> str:
+        return link[0] if (page.parent / link[2]).exists() else link[1]
+
+    page.write_text(re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)[^):]*\)", shown, page.read_text()))
 
 
 def _student_makefile(text: str) -> str:
