@@ -331,7 +331,7 @@ def test_ranks_that_call_different_collectives_are_told_which():
         in said[0]
     )
     assert (
-        f"reduce_scatter by sum of 32 bytes of {FP32} on rank 1, all_gather of 16 bytes of {FP32} on rank 0"
+        f"reduce_scatter by sum of 32 bytes of {FP32} on rank 1, all_gather of 32 bytes of {FP32} on rank 0"
         in said[1]
     )
 
