@@ -75,7 +75,7 @@ WORTHLESS = {  # name → (text, misconception, words that the message has)
     "sys.exit at import": (with_line("import sys; sys.exit()", ""), "left-early", "SystemExit"),
     "os._exit": (with_line("import os; os._exit(0)"), "left-early", "status 0"),
     "killed": (with_line("import os; os.kill(os.getpid(), 9)"), "died", "SIGKILL"),
-    "segmentation fault": (with_line("import ctypes; ctypes.string_at(0)"), "died", "SIGSEGV"),
+    "segmentation fault": (with_line("import os; os.kill(os.getpid(), 11)"), "died", "SIGSEGV"),
     "memory": (with_line("x = bytearray(1 << 40)"), "too-much-memory", ""),
     "tensor memory": (with_line("import torch; x = torch.ones(1 << 33)"), "too-much-memory", ""),
     "too many processes": (with_line(BOMB), "too-many-processes", ""),
@@ -107,16 +107,21 @@ def test_what_does_not_come_through_scores_nothing_and_is_told_why(name: str) ->
     is_worthless(graded(MATH, COURSE, text, options), misconception, words)
 
 
-PARTIAL = """import gc, os
-    from multiprocessing.connection import Connection
-    (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
-    os.write(connection.fileno(), b'\\0\\0\\1\\0')
-    while True: pass"""
-FORGED = """import sys
-    frame = sys._getframe()
-    while frame.f_code.co_name != '_run_on_rank': frame = frame.f_back
-    pack = frame.f_globals.setdefault('real', frame.f_globals['pack'])
-    frame.f_globals['pack'] = lambda data: pack(FORGERY)"""
+SAY = """import os
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f'/proc/self/fd/{fd}').startswith('socket'):
+                os.write(fd, SAID)
+        except OSError:
+            pass"""
+PARTIAL = SAY.replace("SAID", "b'\\0\\0\\1\\0'") + "\n    while True: pass"
+FORGED = (
+    "import importlib, os, pickle, struct\n"
+    "    pack = importlib.import_module('hwfsdp' + '.learn.packing').pack\n"
+    "    data = pickle.dumps(('return', pickle.dumps(pack(FORGERY))))\n    "
+    + SAY.replace("SAID", "struct.pack('!i', len(data)) + data")
+    + "\n    os._exit(0)"
+)
 FORGERIES = {
     "no report": "{}",
     "a traceback of numbers": "{'report': {}, 'raised': {'rank': 0, 'kind': 1, 'message': 2, 'frames': 3}}",

@@ -222,8 +222,7 @@ def _errors(seed: int, folder: Path) -> Data:
     at_once = _raised(lambda: handles.append(store.async_save(broken, folder / "d")))
     found["a copy that cannot be made"] = [at_once, *(_raised(handle.wait) for handle in handles)]
     with mock.patch.object(saving._Saving, "run", _ended):
-        ended = store.async_save(state, folder / "e")
-        found["a save that is ended"] = [_raised(ended.wait)]
+        found["a save that is ended"] = [_raised(lambda: store.async_save(state, folder / "e").wait())]
     found["at the end"] = [_raised(background.finish_saves)]
     return found
 
