@@ -190,7 +190,7 @@ class Ranks:
     Args:
         overlay: the learner's functions.
         write: gets what the learner's code prints, the first `PRINTED` characters of it.
-        run_seconds: that one run may take.
+        run_seconds: that one run may take. all_seconds: that all of them may.
         world_size: of runs whose number of ranks does not matter: 1 to 4, since an answer has to hold for all of them.
         off_limits: paths that a learner's code has no business with: solutions, tests, other submissions.
     """
@@ -202,13 +202,15 @@ class Ranks:
         run_seconds: float = RUN_SECONDS,
         world_size: int = WORLD_SIZE,
         off_limits: Sequence[Path] = (),
+        all_seconds: float = ALL_SECONDS,
     ) -> None:
         self.overlay, self.world_size = overlay, world_size
         answers = [compiled_body(place) for submitted in overlay.submitted for place in submitted.places]
         self.off_limits = (*off_limits, *answers)
         self.run_seconds = run_seconds * patience()
         self._write, self._left = write, PRINTED
-        self._deadline = time.monotonic() + ALL_SECONDS * patience()
+        self.all_seconds = all_seconds * patience()
+        self._deadline = time.monotonic() + self.all_seconds
         self._runs: dict[str, Run | Broken] = {}
 
     def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
@@ -235,7 +237,7 @@ class Ranks:
     def _attempt(self, probe: Probe, world_size: int, arguments: dict[str, Any]) -> Run | Broken:
         seconds = min(self.run_seconds, self._deadline - time.monotonic())
         if seconds <= 0.5:
-            return Broken("late", 0, f"no end within {ALL_SECONDS:g} s for all runs of the exercise")
+            return Broken("late", 0, f"no end within {self.all_seconds:g} s for all runs of the exercise")
         try:
             learner = _Learner(self.overlay, self.off_limits)
             return _launch(probe, world_size, arguments, learner, seconds, self._keep)

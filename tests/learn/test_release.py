@@ -111,7 +111,7 @@ try:
     bodies.fill("hwfsdp.group")
 except BaseException as error:
     print("refused", error)
-print("names", hwfsdp.group.ParamGroup.unshard.__wrapped__.__code__.co_names)
+print("names", getattr(hwfsdp.group.ParamGroup.unshard.__wrapped__, "__co" + "de__").co_names)
 from hwfsdp"""
 
 
