@@ -50,7 +50,8 @@ if [ -z "$PYTHON" ] || ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
     PYTHON="$(newest_python)"
 fi
 "$PYTHON" -m venv "$ROOT/venv"
-"$ROOT/venv/bin/python" -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
+TORCH_INDEX="${TORCH_INDEX:-}" # of builds for the CPU, from torch's installation page; without it gigabytes of CUDA come along
+"$ROOT/venv/bin/python" -m pip install --quiet ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
     -r "$ROOT/source/requirements.txt"
 """
 
@@ -121,7 +122,9 @@ jobs:
           python-version: "3.12"
       - name: Install
         # as it lies: a second copy of the package would be one that submissions can read
-        run: python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu --editable .
+        env:
+          PIP_EXTRA_INDEX_URL: ${{ vars.TORCH_INDEX }} # of builds for the CPU, from torch's installation page
+        run: python -m pip install --quiet --editable .
       - name: Fetch
         env:
           REPOSITORIES: ${{ inputs.repositories || github.event.client_payload.repositories }}
