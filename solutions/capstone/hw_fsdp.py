@@ -43,7 +43,7 @@ from hwfsdp.streams import StreamEvent, after_backward, streams_for
 
 
 class Slot(NamedTuple):
-    """A place where a parameter is registered; a tied parameter has several."""
+    """A place where a parameter is registered; a tied parameter has several, even in one module."""
 
     module: nn.Module
     name: str

@@ -27,7 +27,8 @@ class Case(NamedTuple):
 
     Attributes:
         uneven: sizes that 2, 3 and 4 ranks do not divide, and a parameter with a single row.
-        tied: the output layer is the embedding. frozen: some parameters of a block, all of another, and the embedding.
+        tied: the output layer is the embedding, and one module has a parameter under two names.
+        frozen: some parameters of a block, all of another, and the embedding.
         nested: the attention of each block is sharded by itself, inside its block.
         param, reduce, output: dtypes of the policy; output of the root only.
         reshard: reshard_after_forward. micros: micro-batches of a step. sync_all: reduce after every one of them.
@@ -73,17 +74,22 @@ CASES = (*TASK_1, *BONUSES)
 
 
 class Model(GPT):
-    """A GPT with a gain of one row, which any two ranks cannot share."""
+    """A GPT with a gain of one row, which any two ranks cannot share; a tied one registers it twice, in one module."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         self.gain = nn.Parameter(torch.ones(1, config.dim))
+        if config.tied:
+            self.scale = self.gain
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x.float())  # which a block that computes in bf16 has to cast
-        logits: Tensor = self.head(self.norm(x) * self.gain)
+        x = self.norm(x) * self.gain
+        if hasattr(self, "scale"):
+            x = x * self.scale
+        logits: Tensor = self.head(x)
         return logits
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hwfsdp.learn.capstone import cases
 from hwfsdp.learn.capstone.cases import BF16, Case
-from hwfsdp.learn.capstone.runs import DEEP, probe_homework, probe_oracle
+from hwfsdp.learn.capstone.runs import DEEP, places_of, probe_homework, probe_oracle
 from hwfsdp.learn.diagnose import Finding, compare_gradients, first_difference
 from hwfsdp.learn.run import Ranks
 from hwfsdp.models.gpt import GPT
@@ -258,13 +258,14 @@ def judge_frozen(ranks: Ranks, seed: int) -> None:
 
 
 def judge_tied(ranks: Ranks, seed: int) -> None:
-    """One parameter at both places, before and after; its gradient is the sum of both."""
+    """One parameter at all its places, before and after; its gradient is the sum of them all."""
     found = found_of(ranks, seed, cases.TIED)
+    expected = places_of(cases.model_of(cases.TIED, seed))
     for rank, of_rank in enumerate(found):
-        names = of_rank["tied"]
-        if sorted(names) != ["head.weight", "tokens.weight"]:
-            message = f"Rank {rank}: head.weight was tokens.weight; now it is registered at {', '.join(names)} only."
-            raise Finding("untied", message, "at both", ", ".join(names))
+        for names in expected:
+            if names not in of_rank["places"]:
+                message = f"Rank {rank}: {' and '.join(names)} were one parameter before, and are not now."
+                raise Finding("untied", message, " is ".join(names), "other parameters")
     compare_params(found, cases.TIED, seed)
     _judge_training(ranks, seed, cases.TIED)
 

@@ -78,9 +78,9 @@ def trained(case: Case, seed: int, shard: Shard) -> dict[str, Any]:
     """Trains, and records the second step.
 
     Returns:
-        params: what the sharded parameters are (`described`), then by step: losses, of each micro-batch; grads, this rank's
-        rows of each gradient by name, None without one; counts: collectives in each forward and backward of the step
-        that was recorded, in order, as (op, bytes, dtype).
+        params: what the sharded parameters are (`described`); places: the names of each (`places_of`); then by step: losses,
+        of each micro-batch; grads, this rank's rows of each gradient by name, None without one; counts: collectives in each
+        forward and backward of the step that was recorded, in order, as (op, bytes, dtype).
     """
     mesh = cases.mesh_of_all()
     model = cases.sharded(cases.model_of(case, seed), case, shard, mesh)
@@ -96,8 +96,15 @@ def trained(case: Case, seed: int, shard: Shard) -> dict[str, Any]:
         grads.append({name: _rows_of(p.grad) for name, p in owned.items()})
         optimizer.step()
         optimizer.zero_grad()
-    tied = [name for name, p in model.named_parameters(remove_duplicate=False) if p is model.head.weight]
-    return {"params": params, "losses": losses, "grads": grads, "counts": counts, "tied": tied}
+    return {"params": params, "losses": losses, "grads": grads, "counts": counts, "places": places_of(model)}
+
+
+def places_of(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, sorted; a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return sorted(sorted(of_one) for of_one in names.values())
 
 
 def _recorded_step(model: Any, case: Case, seed: int, step: int, losses: list[Any]) -> list[list[Any]]:

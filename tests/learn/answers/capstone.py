@@ -87,6 +87,12 @@ WRONG = [
         "untied",
     ),
     Wrong(
+        "two names in one module taken for one",
+        {CLAIM: "~, remove_duplicate=False) ~> )"},
+        "capstone.tied",
+        "untied",
+    ),
+    Wrong(
         "what is sharded inside is sharded again",
         {CLAIM: """
             def unclaimed_params(module):
