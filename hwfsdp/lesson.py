@@ -35,13 +35,6 @@ def begin() -> None:
     Raises:
         UsageError: the kernel's Python is too old, or this is no notebook.
     """
-    if sys.version_info < OLDEST:
-        raise UsageError(
-            "this notebook",
-            expected=f"a kernel with Python {OLDEST[0]}.{OLDEST[1]} or newer",
-            got=f"Python {sys.version_info[0]}.{sys.version_info[1]}",
-            remedy="In a terminal, at the root of the repository: make setup. Then choose the kernel of its .venv.",
-        )
     shell = _shell()
     if shell is None:
         raise UsageError(
@@ -50,9 +43,16 @@ def begin() -> None:
             got="plain Python",
             remedy="Open the notebook in Jupyter: .venv/bin/jupyter lab notebooks",
         )
+    shell.set_custom_exc((FSDPError,), _show_error)
+    if sys.version_info < OLDEST:
+        raise UsageError(
+            "this notebook",
+            expected=f"a kernel with Python {OLDEST[0]}.{OLDEST[1]} or newer",
+            got=f"Python {sys.version_info[0]}.{sys.version_info[1]}",
+            remedy="In a terminal, at the root of the repository: make setup. Then choose the kernel of its .venv.",
+        )
     backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # of the notebook, and untyped
     backend.set_matplotlib_formats("png", dpi=_DPI, bbox_inches=None)
-    shell.set_custom_exc((FSDPError,), _show_error)
 
 
 def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> Any:

@@ -1,12 +1,14 @@
-"""Notebooks are what their sources give, ran from top to bottom, show pictures, and define no algorithm."""
+"""Notebooks are what their sources give, run from top to bottom, show pictures, define no algorithm, and fail in words."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
@@ -63,3 +65,68 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
     assert [
         part in problem for part, problem in zip(("not what", "not run", "no picture"), found, strict=True)
     ] == [True] * 3
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(path: Path) -> None:
+    TOOL.run(TOOL.read_source(path), TOOL.SECONDS * float(os.environ.get("HWFSDP_PATIENCE", "1")))
+
+
+FIRST = next(cell.source for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
+
+
+def shown(*cells: str) -> list[str]:
+    """What each cell shows in one kernel: its text, or its error's. A kernel that hangs fails the test by its time limit."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata = {"kernelspec": TOOL.KERNEL}
+    TOOL.run(notebook, allow_errors=True)
+    return [
+        "".join(o.get("text") or "\n".join(o.get("traceback", ())) for o in c.outputs) for c in notebook.cells
+    ]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "import sys; sys.modules['hwfsdp'] = None",
+        "import sys; sys.path.insert(0, '{folder}')",
+        "import sys; sys.version_info = (3, 10, 4)",
+    ],
+    ids=["no package", "a Python that cannot read it", "a Python that is too old"],
+)
+def test_a_kernel_that_cannot_run_a_notebook_says_what_to_do(broken: str, tmp_path: Path) -> None:
+    (tmp_path / "hwfsdp").mkdir()
+    (tmp_path / "hwfsdp" / "__init__.py").write_text("type Size = int | None = 3\n")  # a syntax of no Python
+    _, said = shown(broken.format(folder=tmp_path), FIRST)
+    assert "make setup" in said and "kernel" in said and "Traceback" not in said
+
+
+def test_the_first_cell_can_be_read_by_an_old_python() -> None:
+    ast.parse(FIRST, feature_version=(3, 6))
+
+
+FAILING = """
+import torch.distributed as dist
+from hwfsdp import launch
+def step():
+    if dist.get_rank() == 1:
+        raise ValueError("no batch for me")
+    dist.barrier()
+launch(step, 2)
+"""
+HANGING = """
+def step():
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        while True:
+            pass
+launch(step, 2, timeout=1)
+"""
+
+
+def test_a_rank_that_fails_or_hangs_in_a_cell_is_named_and_the_kernel_lives_on() -> None:
+    _, failed, hung, after = shown(FIRST, FAILING, HANGING, "print(launch(dist.get_rank, 2))")
+    assert "rank 1" in failed.lower() and "no batch for me" in failed
+    assert "rank 0" in hung.lower() and "barrier" in hung
+    assert after == "[0, 1]\n"
