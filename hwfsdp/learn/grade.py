@@ -173,12 +173,14 @@ def grade(
     course: Course,
     options: Options = Options(),
     on_check: OnCheck = lambda result: None,
+    new_ranks: type[Ranks] = Ranks,
 ) -> Grade:
     """Grades one exercise of a submission.
 
     Args:
         folder: of the submission: it holds `NN_topic/` folders, or the files themselves.
         on_check: called with each check's result as soon as there is one.
+        new_ranks: what runs the probes; a subclass may look on.
 
     Raises:
         UsageError: the learner's file cannot be read.
@@ -197,7 +199,7 @@ def grade(
             check_rules(each.path, each.text)
         exercises = [course.exercise(s.number) for s in submitted]
         overlay = Overlay(blanked(exercises), tuple(submitted))
-        ranks = Ranks(
+        ranks = new_ranks(
             overlay, printed.append, options.run_seconds, options.world_size, off_limits(course, folder)
         )
         paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]

@@ -1,0 +1,87 @@
+"""A learner's exercise beside the reference: what differs is named, what hangs does not hang the one who asks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hwfsdp.learn.manifest import Course, find_course
+from hwfsdp.learn.replay import Replay, is_same, replay
+from hwfsdp.learn.submission import solution
+
+sys.path.insert(0, str(Path(__file__).parent))
+from answers.shapes import answer  # noqa: E402
+
+COURSE = find_course(Path(__file__))
+SEED = 7
+
+
+def replayed(number: int, functions: dict[str, str], folder: Path) -> Replay:
+    """Of a course whose learner has handed in the solution with these functions in place of its own."""
+    exercise = COURSE.exercise(number)
+    own = folder / "exercises" / exercise.folder.name
+    own.mkdir(parents=True)
+    (own / exercise.file_name).write_text(answer(solution(exercise), functions, ""))
+    return replay(number, SEED, Course(folder, COURSE.exercises))
+
+
+def test_an_answer_that_is_not_the_references_is_named(tmp_path: Path) -> None:
+    floor = "def chunk_length(n, world_size):\n    return n // world_size\n"
+    found = replayed(1, {"chunk_length": floor}, tmp_path)
+    assert found.begun and found.whose == "yours" and found.introduction.startswith("Yours: ")
+    [run] = found.runs
+    assert str(run).startswith("shard_math.probe on 1 rank: 7 answers, of which ")
+    assert run.answers["chunk"] is False and "    'chunk' differs" in str(run)
+    assert found.extents().split()[:3] == ["yours", "rank", "0"]
+    assert "✗" in found.extents()
+
+
+def test_what_raises_is_not_given_and_says_why(tmp_path: Path) -> None:
+    raising = "def chunk_length(n, world_size):\n    raise ValueError('no idea')\n"
+    found = replayed(1, {"chunk_length": raising}, tmp_path)
+    assert "'chunk' was not given" in str(found.runs[0]) and "no idea" in str(found.runs[0])
+    assert found.extents().startswith("yours: no extents, but nothing")
+
+
+def test_a_rank_that_dies_is_reported_and_there_is_nothing_to_draw(tmp_path: Path) -> None:
+    dying = "def chunk_length(n, world_size):\n    import ctypes\n    ctypes.string_at(0)\n"
+    found = replayed(1, {"chunk_length": dying}, tmp_path)
+    assert all(run.broken and "had to be ended" in str(run) for run in found.runs)
+    assert found.logs() == {} and found.extents() == ""
+
+
+def test_recorded_answers_are_laid_beside_each_other(tmp_path: Path) -> None:
+    found = replayed(5, {}, tmp_path)
+    assert all(all(run.answers.values()) for run in found.runs), list(map(str, found.runs))
+    logs = found.logs()
+    assert list(logs) == ["yours", "the reference"]
+    gathers = [[event.owner for event in log.select("all_gather", rank=0)] for log in logs.values()]
+    assert gathers[0] == gathers[1] != []
+
+
+def test_an_exercise_that_is_not_begun_is_replayed_with_its_solution(tmp_path: Path) -> None:
+    found = replay(1, SEED, Course(tmp_path, COURSE.exercises))
+    assert found.whose == "the solution" and found.verdict.status == "passed"
+    assert (
+        "is not begun, so what follows is the solution in its place. Fill the first TODO"
+        in found.introduction
+    )
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.tensor([0.1]), torch.tensor([0.1]).nextafter(torch.tensor([1.0])), False),
+        (1, True, False),
+        ("/tmp/x-12 is gone", "/tmp/x-345 is gone", True),
+        ([1, 2], [1, 2, 3], False),
+        ({"a": 1}, {"a": 1, "b": None}, False),
+    ],
+)
+def test_answers_are_compared_to_the_bit(mine: object, theirs: object, same: bool) -> None:
+    assert is_same(mine, theirs) is same
