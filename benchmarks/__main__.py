@@ -1,6 +1,6 @@
 """`python -m benchmarks`: measures, prints tables, keeps the results and draws them.
 
-Without names of parts it runs all that need no GPU, but for `profile`. `report` prints what was measured before.
+Without names of parts it runs all that need no GPU, but for `grading` and `profile`. `report` prints what was measured before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, recording, scaling, startup, steps
+from benchmarks import (
+    checkpoints,
+    figure,
+    gpu,
+    grading,
+    overhead,
+    peak,
+    profile,
+    recording,
+    scaling,
+    startup,
+    steps,
+)
 from benchmarks.contenders import SIZES
 from benchmarks.records import Record, load, machine_of, of_part, save
 from benchmarks.report import TITLES, as_markdown, as_text
@@ -27,6 +39,7 @@ PARTS: dict[str, Part] = {
     "memory": lambda chosen: peak.run(chosen.sizes),
     "startup": lambda chosen: startup.run(chosen.rounds),
     "checkpoints": lambda chosen: checkpoints.run(chosen.rounds),
+    "grading": lambda chosen: grading.run(chosen.rounds),
     "gpu": lambda chosen: gpu.run(chosen.device, chosen.rounds),
     "profile": lambda chosen: profile.run(chosen.sizes, chosen.rounds),
 }

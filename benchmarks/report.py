@@ -21,6 +21,7 @@ TITLES = {
     "memory": "Peak memory of forward + backward, per rank",
     "startup": "Start-up",
     "checkpoints": "Checkpoints",
+    "grading": "Grading a class, two workers",
     "gpu": "One GPU, collectives replaced by copies",
     "profile": "Where the time of a full hwfsdp step goes",
 }

@@ -7,7 +7,19 @@ import json
 import pytest
 import torch
 
-from benchmarks import checkpoints, figure, gpu, overhead, peak, profile, recording, scaling, startup, steps
+from benchmarks import (
+    checkpoints,
+    figure,
+    gpu,
+    grading,
+    overhead,
+    peak,
+    profile,
+    recording,
+    scaling,
+    startup,
+    steps,
+)
 from benchmarks import __main__ as program
 from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build, own_adamw
 from benchmarks.limit import TRANSPORTS, block_numels
@@ -230,3 +242,11 @@ def test_the_command_measures_keeps_and_reports(tmp_path, monkeypatch, capsys, r
     assert path.with_suffix(".png").exists()
     program.main(["report", "--out", str(path)])
     assert "| params | ranks |" in capsys.readouterr().out
+
+
+def test_grading_compares_classes_of_several_sizes_with_one_of_one() -> None:
+    one, two = grading.run(1, classes=(1, 2), exercises="01_*")
+    assert (one.case, two.case) == ({"submissions": 1}, {"submissions": 2})
+    assert one.checks["memory to that of one"].spread.median == 1.0
+    assert two.checks["largest process [MiB]"].spread.median > 100  # torch alone
+    assert two.checks["of one [s]"].target is None
