@@ -3,7 +3,8 @@
     the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites
     exercises/      the starters, and a copy of each to compare with
     tests/          what a student can pass
-    gone            solutions, the tests of the package, answers, benchmarks, what grades a class
+    gone            solutions, the tests of the package, answers, benchmarks, what grades a class, and the FAQ, which has
+                    the causes of what is wrong in the lab
 
 What is in the instructor's tree and not under version control does not travel.
 
@@ -30,6 +31,7 @@ from hwfsdp.learn.release.leaks import find_leaks, secrets_of
 from hwfsdp.learn.submission import KEPT_STARTER, starter
 
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
+    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py
     hwfsdp/learn/release/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
     hwfsdp/learn/killrate.py hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
     hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
@@ -166,9 +168,8 @@ def _change_files(out: Path) -> None:
 
 def _student_readme(text: str) -> str:
     """Without commands and folders that are not there."""
-    gone = r"^(?:hwfsdp (?:grade|release) |\| `benchmarks/`|Grading a class, ).*\n"
-    text = re.sub(gone, "", text, flags=re.MULTILINE)
-    return text.replace("`exercises/`, `solutions/`", "`exercises/`")
+    gone = r"^(?:hwfsdp (?:grade|release) .*|.*\(not in the student's edition\))\n"
+    return re.sub(gone, "", text, flags=re.MULTILINE)
 
 
 def _unlink_missing(page: Path) -> None:

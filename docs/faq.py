@@ -1,0 +1,1377 @@
+"""The pictures and the numbers of docs/faq.md: each bug once as people meet it, and once mended.
+
+    python docs/faq.py [NAME ...]
+
+draws docs/pictures/faq_NAME.png, all of them by default. What is about values runs on ranks of this machine; what is about
+time and memory runs on virtual GPUs, in virtual time. So all pictures come out the same wherever they are drawn. A run is a function that
+returns numbers or logs, and a picture is a function that draws what a run returned: the text's numbers are those of
+the runs, and tests/test_faq.py compares them.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+
+from hwfsdp import (
+    EventLog,
+    MixedPrecisionPolicy,
+    RankError,
+    UsageError,
+    fully_shard,
+    init_shards,
+    launch,
+    record,
+    register_fsdp_forward_method,
+)
+from hwfsdp.events import Event, active
+from hwfsdp.plot import sheet, style
+from hwfsdp.plot.lanes import ROW_INCHES, draw_band, frame_band, keys_of, lanes_of, name_time_axis
+from hwfsdp.plot.loss import plot_losses
+from hwfsdp.virtual import Simulation, simulate
+
+cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # ranks do not import this file, and what it draws with
+
+PICTURES = Path(__file__).parent / "pictures"
+DPI = 90
+WIDTH = 8.9  # inches: 801 pixels
+LEFT, RIGHT, BOTTOM, CAPTION = 1.25, 0.3, 0.55, 0.3  # inches
+BROKEN, MENDED, PLAIN = (
+    style.Look(style.VERMILION, "\\\\\\"),
+    style.Look(style.BLUE),
+    style.Look(style.GREYS[2], "++"),
+)
+
+# --- What is trained ---------------------------------------------------------------------------------------
+
+
+def network(inputs: int = 24, hidden: int = 96, outputs: int = 6) -> nn.Sequential:
+    """Two layers, with the same weights on every rank."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def sharded(model: nn.Sequential, **options: Any) -> Any:
+    """Each layer that has parameters by itself, then the rest."""
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def examples(count: int, seed: int, inputs: int = 24, classes: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, inputs, generator=generator), torch.randint(
+        classes, (count,), generator=generator
+    )
+
+
+def norm_of(model: nn.Module) -> float:
+    """The norm of all gradients, whoever holds them."""
+    norm = clip_grad_norm_(model.parameters(), float("inf"))
+    return float(getattr(norm, "full_tensor", lambda: norm)())
+
+
+# --- Runs on ranks of this machine -------------------------------------------------------------------------
+
+
+def loss_curves() -> tuple[dict[str, list[float]], str]:
+    """Losses of an optimizer that was built too early, and of one that was not; and what the first is warned of."""
+
+    def train(early: bool) -> tuple[list[float], str]:
+        model, losses = network(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sharded(model)
+        if not early:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        inputs, labels = examples(48, seed=dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(16):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs), labels)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses, str(caught[0].message) if caught else ""
+
+    (flat, said), (falling, _) = both(train)
+    return {"optimizer built after fully_shard": falling, "optimizer built before fully_shard": flat}, said
+
+
+def both(fn: Callable[[bool], Any]) -> tuple[Any, Any]:
+    """What rank 0 of two returns, called with True, and then with False."""
+    broken, mended = launch(lambda: (fn(True), fn(False)), 2)[0]
+    return broken, mended
+
+
+class Call(NamedTuple):
+    """A collective: number in its group, what, of which parameter group, and how far each rank got with it."""
+
+    number: str
+    op: str
+    owner: str
+    states: tuple[str, ...]
+
+
+def _table(error: str) -> list[Call]:
+    """The rows of the table in a `RankError`."""
+    row = r"^[> ] *(\d*) +(\w+) +(\S+) +\w+ +[\d,]+ B +(\w+|–) +(\w+|–)$"
+    return [Call(n, op, owner, states) for n, op, owner, *states in re.findall(row, error, re.MULTILINE)]
+
+
+def _called(logs: Sequence[EventLog]) -> list[Call]:
+    """The same of a run that ended: every rank has called what the first has."""
+    first, second = ([(e.op, e.owner or "save") for e in log.collectives()] for log in logs)
+    if first != second:
+        raise RuntimeError("a run that ended has ranks that called different collectives")
+    return [Call(str(n), op, owner, ("done", "done")) for n, (op, owner) in enumerate(first, 1)]
+
+
+def _tail(step: Callable[[], object]) -> EventLog:
+    with record() as log:
+        step()
+    return log
+
+
+def saves() -> dict[str, list[Call]]:
+    """What two ranks called around a save on rank 0 only, and around one by all."""
+
+    def train(everyone: bool) -> EventLog:
+        model = sharded(network())
+        inputs, labels = examples(8, seed=dist.get_rank())
+
+        def steps() -> None:
+            F.cross_entropy(model(inputs), labels).backward()
+            if everyone or dist.get_rank() == 0:
+                for param in model.state_dict().values():
+                    param.full_tensor()
+            model(inputs)
+
+        return _tail(steps)
+
+    return {
+        "rank 0 saves alone": _table(failure(train, False)),
+        "all ranks gather, rank 0 writes": _called(launch(train, 2, True)),
+    }
+
+
+class Router(nn.Module):
+    """Enters its experts in an order: the busiest first, or always the same."""
+
+    def __init__(self, by_load: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in (16, 32))
+        self.by_load = by_load
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [0, 1]
+        if self.by_load:
+            order = (x[:, 0] > 0).long().bincount(minlength=2).argsort(descending=True).tolist()
+        for number in order:
+            x = x + self.experts[number](x)
+        return x
+
+
+def route(by_load: bool) -> EventLog:
+    """Two steps on this rank; in the second, ranks have different data."""
+    model = Router(by_load)
+    for expert in model.experts:
+        fully_shard(expert)
+    fully_shard(model)
+
+    def steps() -> None:
+        for sign in (1, 1 if dist.get_rank() else -1):
+            model(sign * torch.ones(4, 8)).sum().backward()
+
+    return _tail(steps)
+
+
+def routes() -> dict[str, list[Call]]:
+    """What two ranks called whose experts are entered by load, and in the same order."""
+    return {
+        "the busiest expert first": _table(failure(route, True)),
+        "always in the same order": _called(launch(route, 2, False)),
+    }
+
+
+def failure(fn: Callable[..., Any], *args: Any) -> str:
+    """The error of a run on two ranks that fails."""
+    try:
+        launch(fn, 2, *args, timeout=4)
+    except RankError as error:
+        return str(error)
+    raise RuntimeError("a run that should have failed ended")
+
+
+class Norms(NamedTuple):
+    """Of the gradients of one step: of each rank's rows, and of the whole."""
+
+    local: tuple[float, ...]
+    whole: float
+
+
+def gradient_norms() -> list[Norms]:
+    """Of three steps on two ranks."""
+
+    def train() -> list[tuple[float, float]]:
+        model, found = network(), []
+        with torch.no_grad():
+            model[2].weight[3:] *= 8  # rows of rank 1 have larger errors to send back
+        sharded(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs, labels = examples(48, seed=dist.get_rank())
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            local = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()
+            found.append((float(local), norm_of(model)))
+            optimizer.step()
+        return found
+
+    return [Norms((a, b), whole) for (a, whole), (b, _) in zip(*launch(train, 2), strict=True)]
+
+
+def mean_norms() -> dict[int, tuple[float, float]]:
+    """Ranks → the norm if each divides by the labels of all, and if each takes the mean of its own."""
+
+    def train() -> tuple[float, float]:
+        inputs, labels = examples(48, seed=5)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        x, y = inputs.chunk(ranks)[rank], labels.chunk(ranks)[rank]
+        norms = []
+        for total in (len(labels), len(y)):
+            model = sharded(network())
+            (F.cross_entropy(model(x), y, reduction="sum") / total).backward()
+            norms.append(norm_of(model))
+        return norms[0], norms[1]
+
+    return {ranks: launch(train, ranks)[0] for ranks in (1, 2, 4)}
+
+
+PIECES = (1, 2, 4, 8)
+
+
+def piece_norms() -> dict[int, tuple[float, float]]:
+    """Pieces of a batch → the norm if their losses are taken as they are, and if each is divided by the number of pieces."""
+
+    def train() -> dict[int, tuple[float, float]]:
+        inputs, labels = examples(48, seed=dist.get_rank())
+        found = {}
+        for pieces in PIECES:
+            norms = []
+            for divisor in (1, pieces):
+                model = sharded(network())
+                for x, y in zip(inputs.chunk(pieces), labels.chunk(pieces), strict=True):
+                    (F.cross_entropy(model(x), y) / divisor).backward()
+                norms.append(norm_of(model))
+            found[pieces] = (norms[0], norms[1])
+        return found
+
+    return launch(train, 2)[0]
+
+
+class Captioner(nn.Module):
+    """Has a method besides `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 24))
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).argmax(dim=-1)
+
+
+class Said(NamedTuple):
+    """What rank 0 did, and the error that it ended with; "" if none."""
+
+    events: list[Event]
+    error: str
+
+
+def methods() -> dict[str, Said]:
+    """`generate` on its own, and registered."""
+
+    def run(bare: bool) -> Said:
+        torch.manual_seed(1)
+        model, error = Captioner(), ""
+        fully_shard(model.body)
+        fully_shard(model)
+        if not bare:
+            register_fsdp_forward_method(model, "generate")
+        with record() as log, torch.no_grad():
+            try:
+                model.generate(torch.ones(2, 12))
+            except RuntimeError as raised:
+                error = str(raised)
+        return Said(log.events, error)
+
+    return dict(zip(("generate as it is", "registered"), both(run), strict=True))
+
+
+class Tied(nn.Module):
+    """First and last matrix are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(64, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(self.embed(tokens))))
+
+
+class Ties(NamedTuple):
+    """By step: the largest difference of the two matrices. The error for tied weights in two groups; parameters."""
+
+    apart: dict[str, list[float]]
+    error: str
+    parameters: tuple[int, int]
+
+
+def error_of_tie() -> str:
+    """What `fully_shard` says to a weight of two groups."""
+    model = Tied()
+    try:
+        for module in (model.embed, model.head):
+            fully_shard(module)
+    except UsageError as raised:
+        return str(raised)
+    return ""
+
+
+def ties() -> Ties:
+    """Two groups with a copy each, and one group with both names."""
+
+    def train(split: bool) -> tuple[list[float], str, int]:
+        torch.manual_seed(1)
+        model, error, apart = Tied(), "", []
+        fully_shard(model.body)
+        if split:
+            error = error_of_tie()
+            model.head.weight = nn.Parameter(model.embed.weight.clone())
+            fully_shard(model.embed)
+            fully_shard(model.head)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            first, last = model.embed.weight.full_tensor().detach(), model.head.weight.full_tensor().detach()
+            apart.append(float((first - last).abs().max()))
+        return apart, error, sum(p.numel() for p in model.parameters())
+
+    (broken, error, more), (mended, _, fewer) = both(train)
+    return Ties(
+        {"a copy in each of two groups": broken, "tied, both in the root's group": mended},
+        error,
+        (more, fewer),
+    )
+
+
+COARSE_RANKS = (2, 4, 8)
+
+
+def coarse_errors() -> dict[str, list[float]]:
+    """By number of ranks: how far the reduced gradients are from the mean, taken in float64; by reduce dtype."""
+
+    def train(reduce: torch.dtype | None) -> float:
+        model = network()
+        alone = copy.deepcopy(model).bfloat16()
+        sharded(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce))
+        inputs = examples(32, seed=dist.get_rank())[0].bfloat16()
+        for each in (model, alone):
+            each(inputs).float().square().mean().backward()
+        off, whole = 0.0, 0.0
+        for param, own in zip(model.parameters(), alone.parameters(), strict=True):
+            mean = own.grad.double()
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+            off += float((param.grad.full_tensor() - mean).norm() ** 2)
+            whole += float(mean.norm() ** 2)
+        return (off / whole) ** 0.5
+
+    found = [launch(lambda: (train(None), train(torch.float32)), ranks)[0] for ranks in COARSE_RANKS]
+    broken, mended = (list(errors) for errors in zip(*found, strict=True))
+    return {"reduce_dtype left out: bfloat16": broken, "reduce_dtype=torch.float32": mended}
+
+
+def started_weights() -> dict[str, Tensor]:
+    """A weight that was started on the meta device, put together: by `reset_parameters`, and by `init_shards`."""
+
+    def start(by_rank: bool) -> Tensor:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(24, 12, bias=False))
+        sharded(model).to_empty(device="cpu")
+        if not by_rank:
+            init_shards(
+                model, lambda name, row, generator: row.uniform_(-0.2, 0.2, generator=generator), seed=1
+            )
+        else:
+            torch.manual_seed(1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model[0].reset_parameters()
+        return model[0].weight.detach().full_tensor()
+
+    return dict(zip(("reset_parameters", "init_shards"), both(start), strict=True))
+
+
+def loaded_weights() -> dict[str, Tensor]:
+    """A weight that rank 0 read from a file, put together: ranks shard their own, and ranks shard what rank 0 sent."""
+
+    def load(alone: bool) -> Tensor:
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(24, 12, bias=False))
+        if dist.get_rank() == 0:
+            with torch.no_grad():  # stands for a file
+                model[0].weight.copy_(0.2 * torch.eye(12).repeat(1, 2))
+        if not alone:
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
+        return sharded(model)[0].weight.detach().full_tensor()
+
+    return dict(zip(("every rank shards its own", "rank 0 broadcasts first"), both(load), strict=True))
+
+
+class Marked(nn.Linear):
+    """Notes its forward in the recording, whose hooks ever surround it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        recorder = active()
+        span = recorder.begin("forward", "compute", owner=self.name) if recorder else None
+        y = super().forward(x)
+        if span:
+            span.close()
+        return y
+
+
+def overlaps() -> dict[str, list[Event]]:
+    """A forward of four layers on rank 0, by torch's FSDP2 and by hwfsdp, in the order of issue."""
+
+    def forward() -> list[list[Event]]:
+        from torch.distributed.fsdp import fully_shard as theirs
+
+        found = []
+        for shard in (theirs, fully_shard):
+            model = nn.Sequential(*(Marked(16, 16) for _ in range(4)))
+            for number, layer in enumerate(model):
+                layer.name = f"layer {number}"
+                shard(layer)
+            shard(model)
+            with torch.no_grad():
+                for _ in range(2):
+                    model(torch.ones(2, 16))  # hwfsdp learns the order
+                with record() as log:
+                    model(torch.ones(2, 16))
+            found.append(log.events)
+        return found
+
+    return dict(zip(("torch's FSDP2", "hwfsdp"), launch(forward, 2)[0], strict=True))
+
+
+def computed_meanwhile(events: Iterable[Event]) -> int:
+    """Forwards of layers that ran between the issue of a gather and the wait for it."""
+    gathers, count = 0, 0
+    for event in events:
+        gathers += (event.op == "all_gather") - (event.op == "wait")
+        count += gathers > 0 and event.op == "forward" and event.owner.startswith("layer")
+    return count
+
+
+# --- Runs on virtual GPUs ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """x + down(relu(up(x)))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+BLOCKS, BLOCK_WIDTH = 6, 4096
+
+
+def virtual(
+    step: Callable[[Any, Tensor], None] | None = None,
+    *,
+    gpus: int = 16,
+    tokens: int = 4096,
+    wrap: bool = True,
+    hsdp: bool = False,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    blocks: int = BLOCKS,
+    width: int = BLOCK_WIDTH,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Simulation:
+    """A step of a stack of blocks on virtual H100s, eight to a node.
+
+    Args:
+        step: forwards and backwards, given model and inputs; by default one of each.
+        wrap: each block by itself; else all of them in one group.
+        options: of `fully_shard`.
+    """
+
+    def build() -> Callable[[], None]:
+        with torch.device("meta"):
+            model = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        policy = MixedPrecisionPolicy(dtype, torch.float32)
+        mesh = (
+            init_device_mesh("cpu", (gpus // 8, 8), mesh_dim_names=("replicate", "shard")) if hsdp else None
+        )
+        for module in (*(model if wrap else ()), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, **options)
+        model.to_empty(device="cpu")
+        x = torch.zeros(tokens, width)
+        chosen = optimizer(model.parameters(), lr=1e-3)
+
+        def one() -> None:
+            (step or _forward_backward)(model, x)
+            chosen.step()
+            chosen.zero_grad()
+
+        return one
+
+    return simulate(build, gpus, "h100")
+
+
+def _forward_backward(model: Any, x: Tensor) -> None:
+    model(x).float().sum().backward()
+
+
+MICRO_BATCHES = 3
+
+
+def accumulations() -> dict[str, Simulation]:
+    """Gradients reduced after the last micro-batch only, and after each."""
+
+    def accumulate(every: bool) -> Callable[[Any, Tensor], None]:
+        def step(model: Any, x: Tensor) -> None:
+            for number in range(1, MICRO_BATCHES + 1):
+                model.set_requires_gradient_sync(every or number == MICRO_BATCHES)
+                _forward_backward(model, x)
+
+        return step
+
+    return {
+        "reduced after the last micro-batch": virtual(accumulate(False), dtype=torch.float32),
+        "reduced after each micro-batch": virtual(accumulate(True), dtype=torch.float32),
+    }
+
+
+def logged() -> dict[str, Simulation]:
+    """Weights gathered to be logged before the forward; left whole, and freed."""
+
+    def logging(reshard: bool) -> Callable[[Any, Tensor], None]:
+        def step(model: Any, x: Tensor) -> None:
+            for block in model:
+                block.unshard()
+                block.up.weight.detach().abs().max()
+                if reshard:
+                    block.reshard()
+            _forward_backward(model, x)
+
+        return step
+
+    return {
+        "unshard() and nothing else": virtual(logging(False)),
+        "reshard() after each block": virtual(logging(True)),
+    }
+
+
+def groupings() -> dict[str, Simulation]:
+    """The stack as one group, and as one group per block."""
+    return {"fully_shard(model) alone": virtual(wrap=False), "fully_shard on each block too": virtual()}
+
+
+RESHARDS: dict[str, bool | int] = {"True": True, "8": 8, "False": False}
+
+
+def reshards() -> dict[str, Simulation]:
+    """`reshard_after_forward` as True, 8 (GPUs of a node) and False."""
+    return {
+        name: virtual(gpus=128, tokens=2048, reshard_after_forward=value) for name, value in RESHARDS.items()
+    }
+
+
+STATE_GPUS = (8, 16, 32, 64, 128)
+
+
+def residents(gpus: Sequence[int] = STATE_GPUS) -> dict[int, Simulation]:
+    """A larger stack by number of GPUs."""
+    return {n: virtual(gpus=n, blocks=12, optimizer=torch.optim.AdamW) for n in gpus}
+
+
+BATCH = 65_536  # tokens of all GPUs
+
+
+def scalings() -> dict[str, Simulation]:
+    """One batch on 8 GPUs, on 256, and on 256 under hybrid sharding."""
+    few, many = BATCH // 8, BATCH // 256
+    return {
+        f"8 GPUs, {few:,} tokens each": virtual(gpus=8, tokens=few, width=1024),
+        f"256 GPUs, {many:,} tokens each": virtual(gpus=256, tokens=many, width=1024),
+        f"256 GPUs, {many:,} tokens each, hybrid sharding": virtual(
+            gpus=256, tokens=many, width=1024, hsdp=True
+        ),
+    }
+
+
+def peak(log: EventLog, kind: str) -> int:
+    """Bytes of a kind, at most."""
+    return log.peak_bytes_by_kind().get(kind, 0)
+
+
+# --- Drawing -----------------------------------------------------------------------------------------------
+
+
+def _sheet(
+    title: str, text: str, keys: Sequence[Any], rows: float, left: float = LEFT
+) -> tuple[Figure, float]:
+    """A sheet with a head, and `rows` inches below it; the top of these in inches."""
+    head = sheet.head(title, text, keys, WIDTH - left - RIGHT)
+    figure = sheet.new_figure(WIDTH, head.height + rows + BOTTOM)
+    head.draw(figure, left)
+    return figure, rows + BOTTOM
+
+
+def _caption(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=style.TEXT_SIZE + 1, pad=4)
+
+
+def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool = True) -> Figure:
+    """A band of streams per run, all on one axis of time, from each run's first event."""
+    shown = {
+        name: [e for e in log.select(rank=0) if e.op not in ("alloc", "free")] for name, log in logs.items()
+    }
+    shown = {name: _from_zero(events, arrows) for name, events in shown.items()}
+    everything = [event for events in shown.values() for event in events]
+    width = WIDTH - LEFT - RIGHT
+    lanes = lanes_of(everything, width)
+    band = lanes.height * ROW_INCHES
+    figure, top = _sheet(
+        title, text, keys_of(everything, 0)[: None if arrows else -1], len(logs) * (band + CAPTION)
+    )
+    for name, events in shown.items():
+        top -= band + CAPTION
+        axes = sheet.axes_at(figure, LEFT, top, width, band)
+        end = max(e.end_us for e in events)
+        frame_band(axes, lanes, "")
+        draw_band(axes, lanes, events)
+        axes.axvline(end / 1e3, color=style.GREYS[3], linewidth=1.0, linestyle="--")
+        _caption(axes, f"{name}: {style.format_ms(end)}")
+    name_time_axis(axes, "ms, virtual GPUs")
+    return figure
+
+
+def _from_zero(events: Sequence[Event], arrows: bool) -> list[Event]:
+    begin = min(e.start_us for e in events)
+    return [replace(e, start_us=e.start_us - begin, after=e.after if arrows else ()) for e in events]
+
+
+_KINDS = ("unsharded_param", "unsharded_grad", "sharded_grad", "sharded_param")
+
+
+def draw_areas(
+    runs: Mapping[str, Simulation], title: str, text: str, kinds: Sequence[str] = _KINDS
+) -> Figure:
+    """Bytes alive by kind, a panel per run, all on the same axes; to the right, in the order of issue."""
+    samples = {name: run.log.samples[0] for name, run in runs.items()}
+    heights = {
+        name: [sum(s.bytes_by_kind.get(k, 0) for k in kinds) for s in found]
+        for name, found in samples.items()
+    }
+    high, longest = max(map(max, heights.values())), max(map(len, samples.values()))
+    unit = style.byte_unit(high)
+    keys = [sheet.key(style.look_of_kind(kind), kind) for kind in kinds]
+    panel, left = 1.4, 0.75
+    figure, top = _sheet(title, text, keys, len(runs) * (panel + CAPTION) - 0.2, left)
+    top += 0.2
+    for name, found in samples.items():
+        top -= panel + CAPTION
+        axes = sheet.axes_at(figure, left, top, WIDTH - left - RIGHT, panel)
+        low = [0.0] * (len(found) + 1)
+        for kind in kinds:
+            look = style.look_of_kind(kind)
+            values = [s.bytes_by_kind.get(kind, 0) / unit.nbytes for s in found]
+            upper = [a + b for a, b in zip(low, [*values, values[-1]], strict=True)]
+            axes.fill_between(
+                range(len(upper)),
+                low,
+                upper,
+                step="post",
+                facecolor=look.color,
+                edgecolor=style.edge_of(look),
+                hatch=look.hatch or None,
+                linewidth=0.3,
+            )
+            low = upper
+        style.open_frame(axes)
+        axes.set_xlim(0, longest)
+        axes.set_ylim(0, 1.08 * high / unit.nbytes)
+        axes.set_xticks([])
+        axes.set_ylabel(unit.name, fontsize=style.TEXT_SIZE)
+        _caption(axes, f"{name}: at most {style.format_bytes(max(heights[name]))}")
+    axes.set_xlabel("collectives and allocations in the order of issue →", fontsize=style.TEXT_SIZE)
+    return figure
+
+
+class Bar(NamedTuple):
+    """A bar: where it stands, how long it is, what is written behind it, how it looks. `gap`: rows of space above."""
+
+    name: str
+    value: float
+    words: str
+    look: style.Look
+    gap: float = 0.0
+
+
+def draw_bars(bars: Sequence[Bar], title: str, text: str, axis: str, keys: Sequence[Any] = ()) -> Figure:
+    """Bars from above."""
+    left = sheet.MARGIN + sheet.column_of((bar.name for bar in bars), style.TEXT_SIZE, 3.0) + 0.1
+    places, at = [], 0.0
+    for bar in bars:
+        at += bar.gap
+        places.append(at)
+        at += 1.0
+    figure, _ = _sheet(title, text, keys, 0.3 * at, left)
+    axes = sheet.axes_at(figure, left, BOTTOM, WIDTH - left - RIGHT, 0.3 * at)
+    for place, bar in zip(places, bars, strict=True):
+        axes.barh(
+            place,
+            bar.value,
+            0.78,
+            facecolor=bar.look.color,
+            edgecolor=style.edge_of(bar.look),
+            hatch=bar.look.hatch or None,
+            linewidth=0.5,
+        )
+        axes.annotate(
+            bar.words,
+            (bar.value, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=style.TEXT_SIZE,
+        )
+    style.open_frame(axes)
+    axes.set_yticks(places, [bar.name for bar in bars])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(at - 0.4, -0.6)
+    axes.set_xlim(0, 1.28 * max(bar.value for bar in bars))
+    axes.set_xlabel(axis, fontsize=style.TEXT_SIZE)
+    return figure
+
+
+MOST_CALLS = 9
+_CELL = {"done": "done", "wait": "waits", "fail": "error", "–": "not called"}
+
+
+def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Figure:
+    """A column per collective, a row per rank: who called what, and how far it got."""
+    runs = {name: calls[-MOST_CALLS:] for name, calls in runs.items()}
+    start = max(min(int(call.number) for call in calls if call.number) for calls in runs.values())
+    runs = {
+        name: [c for c in calls if not c.number or int(c.number) >= start] for name, calls in runs.items()
+    }
+    ops = dict.fromkeys(call.op for calls in runs.values() for call in calls)
+    left, columns = 0.75, max(map(len, runs.values()))
+    panel = 0.86
+    figure, top = _sheet(
+        title,
+        text,
+        [sheet.key(style.look_of_op(op), op) for op in ops],
+        len(runs) * (panel + CAPTION) - 0.45,
+        left,
+    )
+    top += 0.2
+    for name, calls in runs.items():
+        top -= panel + CAPTION
+        axes = sheet.axes_at(figure, left, top, WIDTH - left - RIGHT, panel)
+        axes.axis("off")
+        axes.set_xlim(0, columns)
+        axes.set_ylim(2.0, -0.42)
+        _caption(axes, name)
+        for column, call in enumerate(calls):
+            axes.text(
+                column + 0.5,
+                -0.12,
+                call.number and f"no. {call.number}",
+                ha="center",
+                fontsize=style.SMALL_SIZE + 1,
+                color=style.GREYS[3],
+            )
+            for rank, state in enumerate(call.states):
+                _draw_call(axes, column, rank, call, state)
+        for rank in range(2):
+            axes.text(-0.08, rank + 0.45, f"rank {rank}", ha="right", va="center", fontsize=style.TEXT_SIZE)
+    return figure
+
+
+def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> None:
+    look = style.look_of_op(call.op)
+    called = state != "–"
+    axes.add_patch(
+        Rectangle(
+            (column + 0.04, rank + 0.04),
+            0.92,
+            0.84,
+            facecolor=(
+                style.WHITE
+                if not called
+                else look.color if state == "done" else style.mixed(look.color, style.WHITE, 0.75)
+            ),
+            edgecolor=style.GREYS[2] if not called else style.edge_of(look),
+            linestyle="--" if not called else "-",
+            linewidth=0.8 if state in ("done", "–") else 2.2,
+        )
+    )
+    face = look.color if state == "done" else style.WHITE
+    owner = sheet.fitting(call.owner, style.SMALL_SIZE + 0.5, 0.72) if called else ""
+    axes.text(
+        column + 0.5,
+        rank + 0.47,
+        f"{owner}\n{_CELL[state]}".strip(),
+        ha="center",
+        va="center",
+        fontsize=style.SMALL_SIZE + 0.5,
+        color=style.ink_on(face),
+        linespacing=1.25,
+    )
+
+
+def draw_curves(
+    curves: Mapping[str, Sequence[float]],
+    at: Sequence[float],
+    title: str,
+    text: str,
+    axes_names: tuple[str, str],
+) -> Figure:
+    """Lines with markers, the first broken, the second mended."""
+    figure, _ = _sheet(title, text, (), 2.6, 0.95)
+    axes = sheet.axes_at(figure, 0.95, BOTTOM, WIDTH - 0.95 - RIGHT, 2.6)
+    for (name, values), look, marker in zip(curves.items(), (BROKEN, MENDED), "os", strict=True):
+        axes.plot(
+            at,
+            values,
+            color=look.color,
+            marker=marker,
+            linewidth=2.2,
+            markersize=7,
+            markeredgecolor=style.WHITE,
+            label=name,
+        )
+    style.open_frame(axes)
+    axes.grid(color=style.GREYS[1], linewidth=0.6)
+    axes.set_xticks(list(at), [f"{x:g}" for x in at])
+    axes.set_xlabel(axes_names[0], fontsize=style.TEXT_SIZE)
+    axes.set_ylabel(axes_names[1], fontsize=style.TEXT_SIZE)
+    axes.legend(frameon=False, fontsize=style.TEXT_SIZE)
+    return figure
+
+
+_NOISE = LinearSegmentedColormap.from_list("noise", [style.BLUE, style.WHITE, style.ORANGE])
+
+
+def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure:
+    """Matrices, rank 0's rows above rank 1's."""
+    panel, left = 2.1, 0.75
+    each = (WIDTH - left - RIGHT - 0.35 * (len(weights) - 1)) / len(weights)
+    figure, top = _sheet(title, text, (), panel + CAPTION - 0.25, left)
+    for place, (name, weight) in enumerate(weights.items()):
+        axes = sheet.axes_at(figure, left + place * (each + 0.35), top - panel - CAPTION, each, panel)
+        rows = len(weight)
+        axes.pcolormesh(
+            weight.numpy(), cmap=_NOISE, vmin=-0.2, vmax=0.2, edgecolors=style.WHITE, linewidth=0.6
+        )
+        axes.set_ylim(rows, 0)
+        axes.axhline(rows / 2, color=style.BLACK, linewidth=2.0)
+        axes.spines[:].set_visible(False)
+        axes.set_xticks([])
+        axes.set_yticks([rows / 4, 3 * rows / 4], ["rank 0", "rank 1"] if place == 0 else ["", ""])
+        axes.tick_params(length=0, labelsize=style.TEXT_SIZE)
+        _caption(axes, name)
+    return figure
+
+
+_STRIP = {"all_gather": 2, "wait": 1, "forward": 0}
+
+
+def draw_strips(
+    runs: Mapping[str, Sequence[Event]],
+    captions: Mapping[str, str],
+    title: str,
+    text: str,
+    lasts: Mapping[str, str],
+) -> Figure:
+    """What rank 0 did, in the order in which it was issued: a row for gathers, waits, and forwards."""
+    drawn = {
+        name: [e for e in events if e.op in _STRIP and not (e.op == "forward" and _is_outer(e, events))]
+        for name, events in runs.items()
+    }
+    longest = max(len(drawn[name]) + bool(lasts.get(name)) for name in drawn)
+    ops = [op for op in _STRIP if any(e.op == op for events in drawn.values() for e in events)]
+    panel, left = 1.05, 0.95
+    figure, top = _sheet(
+        title,
+        text,
+        [sheet.key(style.look_of_op(op), op) for op in ops],
+        len(runs) * (panel + CAPTION) - 0.15,
+        left,
+    )
+    for name, events in drawn.items():
+        top -= panel + CAPTION
+        axes = sheet.axes_at(figure, left, top, WIDTH - left - RIGHT, panel)
+        axes.set_xlim(0, longest)
+        axes.set_ylim(-0.1, 3.0)
+        axes.spines[:].set_visible(False)
+        axes.set_xticks([])
+        axes.set_yticks([y + 0.42 for y in _STRIP.values()], [op.replace("_", "-") for op in _STRIP])
+        axes.tick_params(length=0, labelsize=style.TEXT_SIZE)
+        _caption(axes, captions[name])
+        for place, event in enumerate(events):
+            _draw_box(
+                axes,
+                place,
+                _STRIP[event.op],
+                style.look_of_op(event.op),
+                event.owner.replace("layer ", "") or " ",
+            )
+        if lasts.get(name):
+            _draw_box(axes, len(events), 0, style.Look(style.BLACK), lasts[name])
+    return figure
+
+
+def _is_outer(event: Event, events: Sequence[Event]) -> bool:
+    """Whether a span of forward has others inside."""
+    return any(
+        e is not event and e.op == "forward" and e.seq > event.seq and e.end_us <= event.end_us
+        for e in events
+    )
+
+
+def _draw_box(axes: Axes, x: float, y: float, look: style.Look, text: str) -> None:
+    axes.add_patch(
+        Rectangle(
+            (x + 0.05, y),
+            0.9,
+            0.84,
+            facecolor=look.color,
+            edgecolor=style.edge_of(look),
+            hatch=look.hatch or None,
+            linewidth=0.6,
+        )
+    )
+    style.draw_label(axes, (x + 0.5, y + 0.42), text, look.color, size=style.TEXT_SIZE)
+
+
+# --- Pictures ----------------------------------------------------------------------------------------------
+
+
+def _loss() -> Figure:
+    return plot_losses(loss_curves()[0])
+
+
+def _saves() -> Figure:
+    return draw_calls(
+        saves(),
+        "Who called what around a save",
+        "Rank 0 gathers a weight for its file; rank 1 begins the next forward. A collective needs both.",
+    )
+
+
+def _routes() -> Figure:
+    return draw_calls(
+        routes(),
+        "Two experts, two ranks with different data",
+        "Above, each rank enters first the expert that most of its tokens chose: the ranks gather different groups.",
+    )
+
+
+def _norms() -> Figure:
+    bars = []
+    for step, norms in enumerate(gradient_norms()):
+        for rank, value in enumerate(norms.local):
+            bars.append(
+                Bar(
+                    f"step {step}, rank {rank}'s rows",
+                    value,
+                    f"{value:.3f}",
+                    BROKEN,
+                    0.6 * (rank == 0 and step > 0),
+                )
+            )
+        bars.append(Bar(f"step {step}, all rows", norms.whole, f"{norms.whole:.3f}", MENDED))
+    text = "A rank that takes the norm of what it holds gets a part. The squares of the parts add up to the square of the whole."
+    return draw_bars(bars, "Gradient norms of two ranks", text, "norm of the gradients")
+
+
+def _means() -> Figure:
+    bars = []
+    for ranks, (broken, mended) in mean_norms().items():
+        name = f"{ranks} rank{'s' * (ranks > 1)}"
+        bars.append(Bar(f"{name}, sum / labels of all", broken, f"{broken:.4f}", BROKEN, 0.6 * (ranks > 1)))
+        bars.append(Bar(f"{name}, mean of its own", mended, f"{mended:.4f}", MENDED))
+    text = "The reduction takes the mean over ranks. A loss that is divided by the labels of all ranks is divided twice."
+    return draw_bars(bars, "The same 48 examples on 1, 2 and 4 ranks", text, "norm of the gradients")
+
+
+def _pieces() -> Figure:
+    bars = []
+    for pieces, (broken, mended) in piece_norms().items():
+        name = f"{pieces} piece{'s' * (pieces > 1)}"
+        bars.append(Bar(f"{name}, losses as they are", broken, f"{broken:.4f}", BROKEN, 0.6 * (pieces > 1)))
+        bars.append(Bar(f"{name}, each loss / {pieces}", mended, f"{mended:.4f}", MENDED))
+    text = "Backwards add up. Each piece brings the mean of its own examples, so the sum grows with the number of pieces."
+    return draw_bars(bars, "The same batch in 1, 2, 4 and 8 pieces", text, "norm of the gradients")
+
+
+def _accumulation() -> Figure:
+    text = f"{MICRO_BATCHES} micro-batches of {BLOCKS} blocks on 16 GPUs. Above, whole gradients of all blocks wait for the last one."
+    return draw_areas(accumulations(), "Memory of a step that accumulates", text)
+
+
+def _logging() -> Figure:
+    return draw_areas(
+        logged(),
+        "Whole parameters in a step that logs its weights first",
+        f"{BLOCKS} blocks on 16 GPUs. Above, all of them are whole when the forward begins.",
+        ("unsharded_param",),
+    )
+
+
+def _one_group() -> Figure:
+    runs = groupings()
+    whole = {name: style.format_bytes(peak(run.log, "unsharded_param")) for name, run in runs.items()}
+    logs = {f"{name}, {whole[name]} of whole parameters": run.log for name, run in runs.items()}
+    return draw_bands(
+        logs,
+        f"{BLOCKS} blocks in one group, and in {BLOCKS}",
+        "Green under blue is hidden. One group has nothing to compute while it is gathered, and nothing left to while it is reduced.",
+    )
+
+
+def _reshard() -> Figure:
+    """Two bars for each setting, in two groups that share an axis of shares."""
+    runs = reshards()
+    gathers = {name: [e for e in run.log.collectives() if e.op == "all_gather"] for name, run in runs.items()}
+    rows = [
+        (
+            "whole parameters",
+            [peak(run.log, "unsharded_param") for run in runs.values()],
+            style.format_bytes,
+            "unsharded_param",
+        ),
+        ("time of gathers", [sum(e.dur_us for e in gathers[name]) for name in runs], style.format_ms, ""),
+        ("step", [run.step_seconds * 1e6 for run in runs.values()], style.format_ms, "sharded_param"),
+    ]
+    bars = []
+    for title, values, words, kind in rows:
+        look = style.look_of_kind(kind) if kind else style.look_of_op("all_gather")
+        for place, (name, value) in enumerate(zip(runs, values, strict=True)):
+            said = f"{words(value)}, {len(gathers[name])} gathers" if not kind else words(value)
+            bars.append(
+                Bar(f"{title}, {name}", value / max(values), said, look, 0.6 * (place == 0 and bool(bars)))
+            )
+    text = f"{BLOCKS} blocks, 16 nodes of eight GPUs. Bars are shares of the largest of the three."
+    return draw_bars(bars, "reshard_after_forward=True, 8, False", text, "share of the largest")
+
+
+RESIDENT = (
+    "sharded_param",
+    "optimizer_state",
+    "sharded_grad",
+    "unsharded_param",
+    "unsharded_grad",
+    "all_gather_buffer",
+    "reduce_scatter_buffer",
+    "activation",
+)
+
+
+def _residents() -> Figure:
+    runs = residents()
+    left, rows = 0.95, 0.42 * len(runs)
+    keys = [sheet.key(style.look_of_kind(kind), kind) for kind in RESIDENT]
+    text = "What shrinks with the number of GPUs is at the left of the line: parameters, optimizer states and gradients as shards."
+    figure, _ = _sheet("Memory of one GPU at the peak of a step, by number of GPUs", text, keys, rows, left)
+    axes = sheet.axes_at(figure, left, BOTTOM, WIDTH - left - RIGHT, rows)
+    for row, run in enumerate(runs.values()):
+        low = 0.0
+        for kind in RESIDENT:
+            look, high = style.look_of_kind(kind), run.peak_by_kind.get(kind, 0) / 2**30
+            axes.barh(
+                row,
+                high,
+                0.74,
+                low,
+                facecolor=look.color,
+                edgecolor=style.edge_of(look),
+                hatch=look.hatch or None,
+                linewidth=0.5,
+            )
+            low += high
+            if kind == "sharded_grad":
+                axes.plot([low, low], [row - 0.48, row + 0.48], color=style.BLACK, linewidth=2.0)
+        axes.annotate(
+            f"{low:.2f} GiB",
+            (low, row),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=style.TEXT_SIZE,
+        )
+    style.open_frame(axes)
+    axes.set_yticks(range(len(runs)), [f"{gpus} GPUs" for gpus in runs])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_xlim(0, 1.13 * max(sum(run.peak_by_kind.values()) for run in runs.values()) / 2**30)
+    axes.set_xlabel("GiB", fontsize=style.TEXT_SIZE)
+    return figure
+
+
+def _scaling() -> Figure:
+    return draw_bands(
+        {name: run.log for name, run in scalings().items()},
+        f"{BATCH:,} tokens on more and more GPUs",
+        "Compute shrinks with the tokens of a GPU. What is gathered and reduced does not: it is the model, whatever the batch.",
+        arrows=False,
+    )
+
+
+def _methods() -> Figure:
+    found = methods()
+    captions = {
+        name: f"{name}: {sum(e.op == 'all_gather' for e in said.events)} of 2 groups gathered"
+        for name, said in found.items()
+    }
+    lasts = {name: "error" if said.error else "" for name, said in found.items()}
+    return draw_strips(
+        {name: said.events for name, said in found.items()},
+        captions,
+        "model.generate(x) on rank 0, in the order of issue",
+        "Hooks are around forward. Above, only the body's forward was called as a module.",
+        lasts,
+    )
+
+
+def _ties() -> Figure:
+    found = ties()
+    return draw_curves(
+        found.apart,
+        range(1, 9),
+        "Largest difference of embedding and head",
+        "Each copy has a gradient and an optimizer state of its own, so they walk apart from the first step.",
+        ("step", "largest difference"),
+    )
+
+
+def _coarse() -> Figure:
+    return draw_curves(
+        coarse_errors(),
+        COARSE_RANKS,
+        "Reduced gradients: relative distance from the mean over ranks",
+        "The same bf16 forward and backward; only the dtype in which gradients are added up differs.",
+        ("ranks", "relative error"),
+    )
+
+
+def _meta() -> Figure:
+    return draw_weights(
+        started_weights(),
+        "A weight of 12 rows, started on two ranks and put together",
+        "A square is a number. On the left, rank 1's rows are those of rank 0 again.",
+    )
+
+
+def _pretrained() -> Figure:
+    return draw_weights(
+        loaded_weights(),
+        "A weight that rank 0 read from a file, sharded and put together",
+        "The file holds two identity matrices. On the left, rank 1's rows are those that its own model began with.",
+    )
+
+
+def _fsdp2() -> Figure:
+    found = overlaps()
+    captions = {
+        name: f"{name}: {computed_meanwhile(events)} of 4 layers computed while the next is gathered"
+        for name, events in found.items()
+    }
+    return draw_strips(
+        found,
+        captions,
+        "A forward of four layers on the CPU, rank 0, in the order of issue",
+        "A number is a layer. Between a gather and the wait for it there is time to compute, if somebody does.",
+        {},
+    )
+
+
+DRAW: dict[str, Callable[[], Figure]] = {
+    "loss": _loss,
+    "saves": _saves,
+    "routes": _routes,
+    "norms": _norms,
+    "means": _means,
+    "pieces": _pieces,
+    "accumulation": _accumulation,
+    "residents": _residents,
+    "one_group": _one_group,
+    "logging": _logging,
+    "reshard": _reshard,
+    "scaling": _scaling,
+    "methods": _methods,
+    "ties": _ties,
+    "coarse": _coarse,
+    "meta": _meta,
+    "pretrained": _pretrained,
+    "fsdp2": _fsdp2,
+}
+
+
+# --- Numbers of the text -----------------------------------------------------------------------------------
+
+
+def _said_of_losses() -> list[str]:
+    curves, said = loss_curves()
+    flat = curves["optimizer built before fully_shard"]
+    return [", ".join(f"{loss:.6f}" for loss in flat[:3]), said.partition(" Build")[0]]
+
+
+def _said_of_norms() -> list[str]:
+    (first, second), whole = gradient_norms()[0]
+    return [
+        f"{first:.3f}",
+        f"{second:.3f}",
+        f"{whole:.3f}",
+        f"√({first:.3f}² + {second:.3f}²) = {(first**2 + second**2) ** 0.5:.3f}",
+    ]
+
+
+def _said_of_ties() -> list[str]:
+    found = ties()
+    apart = found.apart["a copy in each of two groups"]
+    return [
+        found.error.partition(" Shard")[0],
+        f"{apart[0]:.3f}",
+        f"{apart[-1]:.3f}",
+        *(f"{n:,}" for n in found.parameters),
+    ]
+
+
+def _said_of_started() -> list[str]:
+    broken, mended = started_weights().values()
+    if len(mended.unique(dim=0)) != len(mended):
+        raise RuntimeError("init_shards gave two rows the same numbers")
+    return [f"{len(broken)} rows has {len(broken.unique(dim=0))} different ones"]
+
+
+def _said_of_loaded() -> list[str]:
+    broken, mended = loaded_weights().values()
+    return [f"of {len(broken)} rows {int((broken == mended).all(dim=1).sum())} are those of the file"]
+
+
+def _said_of_groupings() -> list[str]:
+    runs = groupings().values()
+    return [
+        words
+        for run in runs
+        for words in (
+            style.format_bytes(peak(run.log, "unsharded_param")),
+            style.format_ms(run.step_seconds * 1e6),
+        )
+    ]
+
+
+def _said_of_reshards() -> list[str]:
+    found = []
+    for run in reshards().values():
+        gathers = [e.dur_us for e in run.log.collectives() if e.op == "all_gather"]
+        found += [
+            style.format_bytes(peak(run.log, "unsharded_param")),
+            f"gathers {len(gathers)} times" if len(gathers) < 12 else "12 times a step",
+        ]
+        found += [style.format_ms(sum(gathers)), style.format_ms(run.step_seconds * 1e6)]
+    return found
+
+
+def _said_of_overlaps() -> list[str]:
+    theirs, ours = (computed_meanwhile(events) for events in overlaps().values())
+    return [f"of 4 layers {theirs} are computed while the next is gathered, here {ours}"]
+
+
+def _said_of_scalings() -> list[str]:
+    ends = [
+        max(e.end_us for e in run.log.events) - min(e.start_us for e in run.log.events)
+        for run in scalings().values()
+    ]
+    return [f"{BATCH:,} tokens", *map(style.format_ms, ends)]
+
+
+STATED: dict[str, Callable[[], list[str]]] = {
+    "loss": _said_of_losses,
+    "routes": lambda: [failure(route, True).partition("\n")[0]],
+    "norms": _said_of_norms,
+    "means": lambda: [f"{broken:.4f}" for broken, _ in mean_norms().values()],
+    "pieces": lambda: [f"{norm:.4f}" for norm in piece_norms()[PIECES[-1]]],
+    "coarse": lambda: [f"{error:.1e}" for error in next(iter(coarse_errors().values()))],
+    "methods": lambda: [methods()["generate as it is"].error],
+    "ties": _said_of_ties,
+    "meta": _said_of_started,
+    "pretrained": _said_of_loaded,
+    "residents": lambda: [
+        f"{run.peak_allocated_gib:.2f} GiB" for run in residents((STATE_GPUS[0], STATE_GPUS[-1])).values()
+    ],
+    "one_group": _said_of_groupings,
+    "accumulation": lambda: [
+        style.format_bytes(peak(run.log, "unsharded_grad")).replace("512 MiB", "0.50 GiB")
+        for run in accumulations().values()
+    ],
+    "logging": lambda: [style.format_bytes(peak(run.log, "unsharded_param")) for run in logged().values()],
+    "reshard": _said_of_reshards,
+    "scaling": _said_of_scalings,
+    "fsdp2": _said_of_overlaps,
+}  # picture → what its section says; a save that hangs takes too long to be asked again
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names or DRAW:
+        path = PICTURES / f"faq_{name}.png"
+        DRAW[name]().savefig(path, dpi=DPI)
+        print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
