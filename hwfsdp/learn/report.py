@@ -106,7 +106,7 @@ def _check_line(result: CheckResult, widths: Sequence[int], style: Style) -> str
     points = f"{result.check.points if result.passed else 0}/{result.check.points}"
     line = f"  {style.paint(mark, color)} {'  '.join(cells)}  {points}"
     if result.dependency:
-        return line + style.paint(f"  skipped, because {result.dependency} does not hold", "grey")
+        return line + style.paint(f"  skipped: needs {result.dependency}", "grey")
     return line
 
 

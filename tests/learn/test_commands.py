@@ -97,7 +97,7 @@ def test_a_verdict_on_a_terminal_leads_on(course: Path, capsys: pytest.CaptureFi
     status, text = said(capsys, "check", "1")
     assert status == 1
     assert "floor-instead-of-ceil: the remainder is left out" in text
-    assert text.count("→ ") == 1 and "skipped, because 01.chunk does not hold" in text
+    assert text.count("→ ") == 1 and "skipped: needs 01.chunk" in text
     assert "hwfsdp hint 1" in text
 
 

@@ -42,7 +42,7 @@ def test_a_failure_has_evidence_question_and_time() -> None:
     text = shown(graded("failed", FINDING), Path("x.py"), Style(io.StringIO()))
     for words in (
         *("past-the-end: a chunk reaches past the last row", "expected  [1, 2]", "got       x"),
-        *("  a  table", "→ With 5 rows", "skipped, because 01.chunk does not hold", "in 1.2 s", "--seed 7"),
+        *("  a  table", "→ With 5 rows", "skipped: needs 01.chunk", "in 1.2 s", "--seed 7"),
         *("What your code printed:", "    printed", "hwfsdp hint 1"),
     ):
         assert words in text, text
