@@ -15,23 +15,30 @@ help:  ## list the commands
 # The stamp holds the choice of torch, so that another TORCH_SPEC installs again and the same one does not.
 STAMP := $(VENV)/.installed
 CHOICE := $(TORCH_SPEC) $(TORCH_ARGS)
+IS_NEW := import sys; sys.exit(sys.version_info < (3, 11))
 
 setup: $(STAMP)  ## make .venv with torch, the package (editable) and its tools
 
 $(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(STAMP) 2>/dev/null)]),,force)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "hwfsdp needs Python 3.11 or newer; $(PYTHON) is older. Try: make setup PYTHON=python3.12" >&2; exit 1; }
-	@echo "Installing $(TORCH_SPEC); another build: make setup TORCH_SPEC=... TORCH_ARGS='--index-url ...'"
+	@$(BIN)/python -c '$(IS_NEW)' 2>/dev/null && $(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	    command -v "$(PYTHON)" >/dev/null || \
+	        { echo "hwfsdp needs Python 3.11 or newer; there is no $(PYTHON). Try: make setup PYTHON=python3.12" >&2; exit 1; }; \
+	    "$(PYTHON)" -c '$(IS_NEW)' || \
+	        { echo "hwfsdp needs Python 3.11 or newer; $(PYTHON) is older. Try: make setup PYTHON=python3.12" >&2; exit 1; }; \
+	    "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || \
+	        { echo "hwfsdp needs the modules venv and ensurepip; $(PYTHON) has not both. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	    "$(PYTHON)" -m venv --clear $(VENV); }
+	@echo "Installing $(TORCH_SPEC), the package and its tools; this takes minutes."
 	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) "$(TORCH_SPEC)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@$(BIN)/python -c 'from hwfsdp.verbs.health import installed; print(installed())'
 	@printf '%s' "$(CHOICE)" > $(STAMP)
 
 .PHONY: force
 force:
 
 demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw (runs/demo/)
-	$(BIN)/hwfsdp demo
+	$(BIN)/python -m hwfsdp demo
 
 test: setup  ## run the tests
 	$(BIN)/python -m pytest

@@ -1,7 +1,7 @@
 """The command `hwfsdp`.
 
 Exit status: 0 when what was asked for held, 1 when it did not, 2 for unusable arguments. Errors are one line on
-stderr. torch is imported only by the verbs that need it, so that `--help` answers at once.
+stderr. torch is imported only by the verbs that need it, so that `--help` answers at once. Without a verb, `greeting`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 from hwfsdp import __version__
 from hwfsdp.errors import TRACEBACK_BELOW, FSDPError, RankError, UsageError
 from hwfsdp.server import start_server
+from hwfsdp.verbs.course import add_course
 from hwfsdp.verbs.doctor import add_doctor
 from hwfsdp.verbs.explain import add_explain
 from hwfsdp.verbs.grade import add_grade
+from hwfsdp.verbs.greeting import greet
 from hwfsdp.verbs.lab import add_lab
 from hwfsdp.verbs.release import add_release
 from hwfsdp.verbs.simulate import add_simulate
@@ -29,6 +32,8 @@ from hwfsdp.verbs.trace import add_trace
 
 _BEGAN = time.monotonic()
 _STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
+_VERB = re.compile(r"    (?:\x1b\[[\d;]*m)*(\w+)")  # as help lists them
+_HEADINGS = {"demo": "begin", "course": "learn", "explain": "see", "train": "train", "grade": "teach"}
 
 if TYPE_CHECKING:
     from hwfsdp.snapshots import SnapshotConfig
@@ -39,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit status."""
     args = build_parser().parse_args(argv)
     try:
+        if args.verb is None:
+            return greet()
         return int(args.run(args))
     except UsageError as error:
         return _fail(error, 2)
@@ -69,12 +76,53 @@ def _fail(error: FSDPError, status: int) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
-    parser = argparse.ArgumentParser(
-        prog="hwfsdp", description="Fully sharded data parallel training, written by hand to be read."
+    parser = _Grouped(
+        prog="hwfsdp",
+        usage="hwfsdp [VERB [options]] [--help | --version]",
+        description="Fully sharded data parallel training, written by hand to be read. Without a verb: what to do next.",
+        epilog="hwfsdp VERB --help says more about each.",
     )
     parser.add_argument("--version", action="version", version=f"hwfsdp {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(
+        dest="verb",
+        title="verbs",
+        metavar=_Grouped.METAVAR,
+        prog="hwfsdp",
+        parser_class=argparse.ArgumentParser,
+    )
 
+    _add_demo(verbs)
+    add_doctor(verbs)
+    add_course(verbs)
+    _add_course_verbs(verbs)
+    add_lab(verbs)
+    add_explain(verbs)
+    add_simulate(verbs)
+    add_trace(verbs)
+    _add_train(verbs)
+    _add_checkpoint_verbs(verbs)
+    add_grade(verbs)
+    add_release(verbs)
+    return parser
+
+
+class _Grouped(argparse.ArgumentParser):
+    """A parser whose help has headings between verbs."""
+
+    METAVAR = "VERB [options]"  # as long as the longest verb, for the columns of the help; not shown there
+
+    def format_help(self) -> str:
+        lines = []
+        for line in super().format_help().splitlines():
+            verb = _VERB.match(line)
+            if verb and verb[1] in _HEADINGS:
+                lines.append(f"  {_HEADINGS[verb[1]]}:")
+            if self.METAVAR not in line or line.startswith("usage"):
+                lines.append(line)
+        return "\n".join(lines) + "\n"
+
+
+def _add_demo(verbs: Any) -> None:
     demo = verbs.add_parser(
         "demo",
         help="train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw",
@@ -86,17 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("runs/demo"), help="where results go (default runs/demo)"
     )
     _add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
-
-    _add_train(verbs)
-    add_explain(verbs)
-    add_trace(verbs)
-    add_simulate(verbs)
-    add_doctor(verbs)
-    _add_checkpoint_verbs(verbs)
-    _add_course_verbs(verbs)
-    add_lab(verbs)
-    add_release(verbs)
-    return parser
 
 
 def _add_train(verbs: Any) -> None:
@@ -166,7 +203,6 @@ def _add_course_verbs(verbs: Any) -> None:
 
     add("list", _list, "list the exercises")
     check = add("check", _check, "grade one exercise and say what is wrong")
-    add_grade(verbs)
     hint = add("hint", _hint, "show the hints to an exercise, one more each call")
     add("status", _status, "show how far you are")
     watch = add("watch", _watch, "check again whenever a file is saved")
@@ -281,8 +317,8 @@ def _demo_report(summary: dict[str, Any], out: Path) -> str:
     rows.append(("peak unsharded parameters, B (measured / closed form)", f"{peak:,} / {closed:,}"))
     width = max(len(label) for label, _ in rows)
     lines = [f"{label:<{width}}  {value}" for label, value in rows]
-    files = "summary.json, trace.json (open in https://ui.perfetto.dev), loss.png, timeline.png, memory.png"
-    return "\n".join(["", *lines, "", f"Written to {out}/: {files}"])
+    files = "summary.json, loss.png, timeline.png, memory.png, and trace.json for https://ui.perfetto.dev"
+    return "\n".join(["", *lines, "", f"Written to {out}/:", f"  {files}"])
 
 
 def _train(args: argparse.Namespace) -> int:

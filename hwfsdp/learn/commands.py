@@ -15,7 +15,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.learn.capstone import grade_capstone
 from hwfsdp.learn.capstone.homework import FOLDER, Homework, read_homework
 from hwfsdp.learn.grade import Grade, Options, grade
-from hwfsdp.learn.manifest import Course, Exercise, find_course
+from hwfsdp.learn.manifest import Course, Exercise, carried_course, find_course
 from hwfsdp.learn.progress import Progress, reset
 from hwfsdp.learn.report import Style, listed, shown
 from hwfsdp.learn.run import warm_up
@@ -25,8 +25,14 @@ POLL_SECONDS = 0.1  # between two looks at the files in `watch`
 
 
 def list_exercises(as_json: bool) -> int:
-    """Prints the table of contents."""
-    exercises = find_course().exercises
+    """Prints the table of contents: of the course here, or else of the one that the package carries."""
+    try:
+        course, is_here = find_course(), True
+    except UsageError:
+        if (carried := carried_course()) is None:
+            raise
+        course, is_here = carried, False
+    exercises = course.exercises
     if as_json:
         rows = [
             {
@@ -41,6 +47,8 @@ def list_exercises(as_json: bool) -> int:
         print(json.dumps(rows, indent=2))
     else:
         print(listed(exercises))
+        if not is_here:
+            print("\nTo work on them, write the course to a folder: hwfsdp course fsdp-course")
     return 0
 
 

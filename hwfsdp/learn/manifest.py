@@ -24,6 +24,7 @@ from hwfsdp.learn.provided import Provided
 from hwfsdp.learn.starters import Hole
 
 PACKAGE = Path(hwfsdp.__file__).parent
+CARRIED = PACKAGE / "_course"  # of a package that was built and installed (setup.py)
 
 
 class Place(NamedTuple):
@@ -149,8 +150,14 @@ def find_course(start: Path | None = None) -> Course:
         "the course",
         expected="a folder exercises/ here or above",
         got=f"none from {here} up",
-        remedy="Go to the folder of the course first.",
+        remedy="Go to the folder of the course, or write one: hwfsdp course DIR",
     )
+
+
+def carried_course() -> Course | None:
+    """The course as it is given, in an installed package; None in a checkout. To be read, not to be worked in."""
+    manifests = sorted((CARRIED / "exercises").glob("[0-9][0-9]_*/exercise.toml"))
+    return Course(CARRIED, tuple(map(read_manifest, manifests))) if manifests else None
 
 
 def read_manifest(path: Path) -> Exercise:

@@ -1,12 +1,20 @@
-"""`hwfsdp doctor`: whether this machine can do what the package needs, and how fast it is."""
+"""`hwfsdp doctor`: whether this machine can do what the package needs, what to do if not, and how fast it is."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from hwfsdp.server import start_server
+from hwfsdp.verbs.health import Look, examine
+
+if TYPE_CHECKING:
+    from hwfsdp.learn.confinement import Limit
+
+_WIDTH = 25  # columns before what is said
 
 
 def add_doctor(verbs: Any) -> None:
@@ -14,7 +22,9 @@ def add_doctor(verbs: Any) -> None:
     doctor: argparse.ArgumentParser = verbs.add_parser(
         "doctor",
         help="check this machine; measure it for `simulate --device this-machine`",
-        description="Checks what the package needs: torch, and ranks that start and hear each other.",
+        description="Checks what the package needs, and says what to do where something is missing.",
+        epilog="Each line is ok, a note (something optional is missing), or broken. Exit status: 1 if something that "
+        "training needs is broken, else 0.",
     )
     doctor.set_defaults(run=_doctor)
     doctor.add_argument(
@@ -27,46 +37,55 @@ def add_doctor(verbs: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    start_server()
-    found = _examine(args.ranks)
-    if args.calibrate:
-        found["calibration"] = _calibrate(args.ranks)
-    print(json.dumps(found, indent=2) if args.json else _report(found))
-    return 0 if found["ranks_hear_each_other"] else 1
+    looks, limits = [], []
+    for look in examine(args.ranks):
+        looks.append(look)
+        if not args.json:
+            print(_line(look), flush=True)  # as soon as it is known: ranks take a while
+    broken = [look.name for look in looks if look.status == "broken"]
+    torch_works = "torch" not in broken
+    if torch_works:
+        from hwfsdp.learn.confinement import limits_in_force
+
+        limits = limits_in_force()
+    calibration = _calibrate(args.ranks) if args.calibrate and not broken else None
+    if args.json:
+        print(json.dumps(_found(args.ranks, looks, limits, calibration), indent=2))
+    else:
+        print(_rest(broken, limits, calibration, args.calibrate))
+    return 1 if broken else 0
 
 
-def _examine(ranks: int) -> dict[str, Any]:
-    import os
-    import platform
+def _line(look: Look) -> str:
+    does = f"\n{'':{_WIDTH}}→ {look.remedy}" if look.remedy else ""
+    return f"{look.status:<8}{look.name:<{_WIDTH - 8}}{look.says}{does}"
 
-    import torch
-    import torch.version
 
-    from hwfsdp.learn.confinement import limits_in_force
-    from hwfsdp.ranks import launch
-    from hwfsdp.virtual.devices import calibration_file
-
-    return {
+def _found(
+    ranks: int, looks: Sequence[Look], limits: Sequence[Limit], calibration: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    found: dict[str, Any] = {
         "python": platform.python_version(),
-        "torch": torch.version.__version__,
-        "torch_is_supported": (2, 11) <= tuple(map(int, torch.version.__version__.split(".")[:2])) <= (2, 15),
         "cores": os.cpu_count(),
-        "gpus": torch.cuda.device_count(),
         "ranks": ranks,
-        "ranks_hear_each_other": launch(_greet, ranks) == [ranks] * ranks,
-        "is_calibrated": calibration_file().exists(),
-        "limits_of_submissions": [limit._asdict() for limit in limits_in_force()],
+        "checks": [look._asdict() for look in looks],
     }
+    status = {look.name: look.status for look in looks}
+    if status["torch"] != "broken":
+        import torch
+        import torch.version
 
-
-def _greet() -> int:
-    import torch
-    import torch.version
-    import torch.distributed as dist
-
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    return int(ones)
+        found |= {"torch": torch.version.__version__, "gpus": torch.cuda.device_count()}
+    return found | {
+        "torch_is_supported": status["torch"] == "ok",
+        "ranks_hear_each_other": any(
+            look.name.endswith((" rank", " ranks")) and look.status == "ok" for look in looks
+        ),
+        "is_calibrated": calibration is not None or status.get("calibration") == "ok",
+        "limits_of_submissions": [limit._asdict() for limit in limits],
+        **({"calibration": calibration} if calibration else {}),
+    }
 
 
 def _calibrate(ranks: int) -> dict[str, Any]:
@@ -87,41 +106,31 @@ def _calibrate(ranks: int) -> dict[str, Any]:
     }
 
 
-def _report(found: dict[str, Any]) -> str:
-    supported = "supported" if found["torch_is_supported"] else "not among those supported, 2.11 to 2.15"
-    ranks = "start and hear each other" if found["ranks_hear_each_other"] else "do NOT hear each other"
-    rows = [
-        ("Python", found["python"]),
-        ("torch", f"{found['torch']}, {supported}"),
-        ("cores, GPUs", f"{found['cores']}, {found['gpus']}"),
-        (f"{found['ranks']} ranks", ranks),
-    ]
-    if calibration := found.get("calibration"):
-        device = calibration["device"]
-        rows += [
-            ("matrix products", f"{device['flops']['float32'] / 1e9:.0f} GFLOP/s in float32, each rank"),
-            ("memory", f"{device['memory_bandwidth'] / 1e9:.1f} GB/s, each rank"),
-            (
-                "an operator",
-                f"{device['launch_us'] + device['kernel_us']:.1f} µs, {device['dtensor_us']:.0f} more over DTensors",
-            ),
-            ("an all-gather", f"{device['collective_us']:.0f} µs and {device['link'] / 1e9:.1f} GB/s"),
-            (
-                "the demo's step",
-                f"{calibration['predicted_step_ms']:.0f} ms predicted, {calibration['measured_step_ms']:.0f} ms measured: {calibration['error']:+.0%}",
-            ),
-            ("kept in", calibration["file"]),
-        ]
-    else:
-        rows.append(
-            ("calibration", "there is one" if found["is_calibrated"] else "none: hwfsdp doctor --calibrate")
+def _rest(
+    broken: Sequence[str], limits: Sequence[Limit], calibration: dict[str, Any] | None, asked: bool
+) -> str:
+    """What comes after the looks: measurements, limits of submissions, and the verdict."""
+    rows = [*_measured(calibration)] if calibration else []
+    for number, limit in enumerate(limits):
+        why = f": NOT in force, {limit.why_not}" if limit.why_not else ""
+        rows.append(("" if number else "submissions", limit.name + why))
+    lines = [f"{'':8}{label:<{_WIDTH - 8}}{value}" for label, value in rows]
+    if broken:
+        not_measured = " It was not measured." if asked else ""
+        return "\n".join(
+            [*lines, "", f"Training does not work on this machine: {', '.join(broken)}.{not_measured}"]
         )
-    for number, limit in enumerate(found["limits_of_submissions"]):
-        rows.append(
-            (
-                "" if number else "submissions",
-                limit["name"] + (f": NOT in force, {why}" if (why := limit["why_not"]) else ""),
-            )
-        )
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+    return "\n".join([*lines, "", "Training works on this machine."])
+
+
+def _measured(calibration: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    device = calibration["device"]
+    yield "matrix products", f"{device['flops']['float32'] / 1e9:.0f} GFLOP/s in float32, each rank"
+    yield "memory", f"{device['memory_bandwidth'] / 1e9:.1f} GB/s, each rank"
+    operator = device["launch_us"] + device["kernel_us"]
+    yield "an operator", f"{operator:.1f} µs, {device['dtensor_us']:.0f} more over DTensors"
+    yield "an all-gather", f"{device['collective_us']:.0f} µs and {device['link'] / 1e9:.1f} GB/s"
+    predicted, measured = calibration["predicted_step_ms"], calibration["measured_step_ms"]
+    error = calibration["error"]
+    yield "the demo's step", f"{predicted:.0f} ms predicted, {measured:.0f} ms measured: {error:+.0%}"
+    yield "kept in", calibration["file"]

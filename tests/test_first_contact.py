@@ -1,0 +1,341 @@
+"""What someone meets first: `hwfsdp` alone, its help, `hwfsdp doctor` on machines that lack something, `make setup`.
+
+Faults are real ones: a namespace without loopback, a module in the way that does not import, a folder that is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.version
+
+from hwfsdp.cli import build_parser, main
+from hwfsdp.learn.grade import Grade
+from hwfsdp.learn.manifest import Course, find_course
+from hwfsdp.learn.progress import Progress
+from hwfsdp.learn.submission import solution, starter
+from hwfsdp.verbs.health import look_at_ranks
+
+ROOT = Path(__file__).parent.parent
+
+# --- hwfsdp ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
+    """Three exercises, the homework and the lab in the current folder."""
+    for name in ("0[1-3]_*", "capstone", "lab"):
+        for folder in (ROOT / "exercises").glob(name):
+            shutil.copytree(folder, tmp_path / "exercises" / folder.name)
+    monkeypatch.chdir(tmp_path)
+    found = find_course(tmp_path)
+    for exercise in found.exercises:
+        (exercise.folder / exercise.file_name).write_text(starter(exercise))
+    return found
+
+
+def passed(course: Course, number: int) -> None:
+    exercise = course.exercise(number)
+    text = solution(exercise)
+    (exercise.folder / exercise.file_name).write_text(text)
+    Progress.load(course).note(Grade(exercise, [], "passed"), text)
+
+
+def greeted(capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("hwfsdp 0.") and "hwfsdp --help" in text
+    assert text.count("\n") <= 12 and max(map(len, text.splitlines())) <= 110
+    return text
+
+
+def test_who_has_not_run_the_demo_is_sent_there(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
+    text = greeted(capsys)
+    assert "\n  hwfsdp demo\n" in text and "hwfsdp check" not in text
+
+
+def test_who_has_run_the_demo_is_sent_to_the_first_exercise(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (course.root / "runs" / "demo").mkdir(parents=True)
+    (course.root / "runs" / "demo" / "summary.json").touch()
+    text = greeted(capsys)
+    assert "exercises/01_shard_math/README.md" in text and "hwfsdp check 1\n" in text
+    assert "hwfsdp demo" not in text
+
+
+def test_the_next_exercise_is_the_one_that_status_names(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 3):
+        passed(course, number)
+    text = greeted(capsys)
+    assert "2 of 3 exercises are passed" in text and "hwfsdp check 2\n" in text
+    main(["status"])
+    following = re.search(r"Next: (\S+)", capsys.readouterr().out)
+    assert following and f"  {following[1]}\n" in text
+
+
+def test_an_exercise_that_was_put_back_is_next_again(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed(course, 1)
+    assert "hwfsdp check 2\n" in greeted(capsys)
+    assert main(["reset", "1"]) == 0
+    capsys.readouterr()
+    assert "hwfsdp check 1\n" in greeted(capsys)
+
+
+def test_after_all_exercises_come_the_homework_and_the_lab(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for exercise in course.exercises:
+        passed(course, int(exercise.number))
+    text = greeted(capsys)
+    assert "exercises/capstone/README.md" in text
+    assert text.index("hwfsdp check capstone") < text.index("hwfsdp lab")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"hints": {}}', '{"grades": {"01": 7}, "hints": {}}'])
+def test_a_progress_file_that_is_none_counts_as_nothing(
+    course: Course, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (course.root / ".hwfsdp").mkdir()
+    (course.root / ".hwfsdp" / "progress.json").write_text(text)
+    assert "hwfsdp demo" in greeted(capsys) or "0 of 3" in greeted(capsys)
+
+
+def test_the_greeting_does_not_import_torch(course: Course) -> None:
+    passed(course, 1)
+    code = "import sys; from hwfsdp.cli import main; status = main([]); sys.exit(status or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_help_has_every_verb_below_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out.partition("\nverbs:\n")[2]
+    headings = re.findall(r"^  (\w+):$", listed, re.MULTILINE)
+    assert headings == ["begin", "learn", "see", "train", "teach"]
+    verbs = re.findall(r"^    (\w+) +\w", listed, re.MULTILINE)
+    choices = next(list(a.choices) for a in build_parser()._actions if a.dest == "verb" and a.choices)
+    assert verbs == choices and "VERB" not in listed.partition("hwfsdp VERB")[0]
+
+
+# --- hwfsdp doctor -----------------------------------------------------------------------------------------
+
+
+def looked(name: str, *prefix: str, **environ: str) -> dict[str, Any]:
+    """What one look finds, in a process of its own; its standard error must stay empty."""
+    code = f"import json; from hwfsdp.verbs import health; print(json.dumps(health.{name}._asdict()))"
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environ
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert bool(found["remedy"]) == (found["status"] != "ok")
+    return found
+
+
+def doctor(*prefix: str, **environ: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """Exit status, the looks by name, and standard error."""
+    command = [*prefix, sys.executable, "-m", "hwfsdp", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
+    looks = {look["name"]: look for look in json.loads(done.stdout)["checks"]}
+    return done.returncode, looks, done.stderr
+
+
+def in_the_way(folder: Path, module: str, text: str) -> str:
+    """A value of PYTHONPATH with which `module` is this text."""
+    path = folder.joinpath(*module.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent != folder:
+        (path.parent / "__init__.py").touch()
+    path.write_text(text)
+    return str(folder)
+
+
+def namespace(*options: str) -> list[str]:
+    """A command in front of another, which then runs in namespaces of its own."""
+    prefix = ["unshare", *options]
+    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("namespaces need Linux and root")
+    return prefix
+
+
+def test_a_machine_that_trains_is_found_to_be_one() -> None:
+    status, looks, _ = doctor()
+    assert status == 0 and not [look for look in looks.values() if look["status"] == "broken"]
+    assert looks["2 ranks"]["status"] == looks["loopback"]["status"] == "ok"
+
+
+def test_without_loopback_training_is_broken() -> None:
+    status, looks, err = doctor(*namespace("--net"))
+    assert status == 1 and "Traceback" not in err
+    assert {name for name, look in looks.items() if look["status"] == "broken"} == {"loopback", "2 ranks"}
+    assert "ip link set lo up" in looks["loopback"]["remedy"] and "loopback" in looks["2 ranks"]["remedy"]
+
+
+def test_a_torch_that_does_not_import_is_named_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+    path = in_the_way(tmp_path, "torch", "raise OSError('libtorch.so: no such file')")
+    status, looks, err = doctor(PYTHONPATH=path)
+    assert (status, err) == (1, "")
+    assert "libtorch.so" in looks["torch"]["says"] and "make setup" in looks["torch"]["remedy"]
+    assert looks["loopback"]["status"] == "ok" and "2 ranks" not in looks
+
+
+@pytest.mark.parametrize(("release", "status"), [("2.4.0", "broken"), ("2.99.0", "note")])
+def test_a_torch_that_is_not_supported_is_told(tmp_path: Path, release: str, status: str) -> None:
+    path = in_the_way(tmp_path, "torch.version", f"__version__ = '{release}'; cuda = None")
+    found = looked("look_at_torch()", PYTHONPATH=path)
+    assert found["status"] == status and "2.11 to 2.15" in found["says"]
+
+
+def test_ranks_that_are_not_heard_in_time_are_told() -> None:
+    found = look_at_ranks(2, seconds=0.01)
+    assert found.status == "broken" and "0.01 s" in found.remedy
+
+
+def test_ranks_that_cannot_talk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    found = look_at_ranks(2)
+    assert found.status == "broken" and "nowhere0" in found.says and "GLOO_SOCKET_IFNAME" in found.remedy
+
+
+def test_without_temporary_files_training_is_broken(tmp_path: Path) -> None:
+    found = looked("look_at_temporary_files()", TMPDIR=str(tmp_path / "none"))
+    assert found["status"] == "broken" and "TMPDIR" in found["remedy"]
+
+
+def test_little_shared_memory_is_a_note() -> None:
+    prefix = [*namespace("--mount"), "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"]
+    found = looked("look_at_shared_memory()", *prefix)
+    assert found["status"] == "note" and "1.0 MiB" in found["says"] and "--shm-size" in found["remedy"]
+
+
+def test_a_gpu_that_torch_is_not_built_for_is_a_note_with_the_way_to_use_it(tmp_path: Path) -> None:
+    if torch.version.cuda:
+        pytest.skip("needs a build of torch for the CPU")
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho NVIDIA H100\necho NVIDIA H100\n")
+    driver.chmod(0o755)
+    found = looked("look_at_gpus()", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert found["status"] == "note" and "2 × NVIDIA H100" in found["says"]
+    assert "TORCH_ARGS" in found["remedy"] and "pytorch.org" in found["remedy"]
+
+
+def test_without_matplotlib_there_is_a_note(tmp_path: Path) -> None:
+    path = in_the_way(tmp_path, "matplotlib", "raise ImportError('no matplotlib here')")
+    found = looked("look_at_matplotlib()", PYTHONPATH=path)
+    assert found["status"] == "note" and "no matplotlib here" in found["says"]
+
+
+def test_a_cache_of_fonts_that_cannot_be_written_is_a_note() -> None:
+    found = looked("look_at_matplotlib()", MPLCONFIGDIR="/dev/null/none")
+    assert found["status"] == "note" and "/dev/null/none cannot be written" in found["says"]
+
+
+@pytest.mark.parametrize("module", ["jupyter_client", "ipykernel"])
+def test_without_jupyter_or_its_kernel_there_is_a_note(tmp_path: Path, module: str) -> None:
+    path = in_the_way(tmp_path, module, "raise ImportError('not here')")
+    found = looked("look_at_notebooks()", PYTHONPATH=path)
+    assert found["status"] == "note" and "not here" in found["says"] and "make setup" in found["remedy"]
+
+
+def test_a_kernel_whose_program_is_gone_is_a_note(tmp_path: Path) -> None:
+    kernel = tmp_path / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    gone = [str(tmp_path / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": gone, "display_name": "Python 3", "language": "python"}))
+    found = looked("look_at_notebooks()", JUPYTER_PATH=str(tmp_path))
+    assert found["status"] == "note" and gone[0] in found["says"] and str(kernel.parent) in found["remedy"]
+
+
+def test_a_calibration_that_cannot_be_read_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "hwfsdp").mkdir()
+    (tmp_path / "hwfsdp" / "this-machine.json").write_text("{")
+    found = looked("look_at_calibration()", XDG_CACHE_HOME=str(tmp_path))
+    assert (
+        found["status"] == "note" and "cannot be used" in found["says"] and "--calibrate" in found["remedy"]
+    )
+
+
+# --- make setup --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What make reads, in a path with spaces."""
+    if not shutil.which("make"):
+        pytest.skip("needs make")
+    folder = tmp_path / "a path with spaces"
+    folder.mkdir()
+    for name in ("Makefile", "setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def made(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_INDEX": "1", "PIP_RETRIES": "0"}
+    return subprocess.run(
+        ["make", *words], cwd=folder, capture_output=True, text=True, env=os.environ | nowhere | environ
+    )
+
+
+def python(folder: Path, code: str) -> str:
+    """A Python in a path with spaces that runs `code` before what it is asked to."""
+    path = folder / "other python"
+    path.write_text(f"#!{sys.executable}\nimport sys\n{code}\nexec(sys.argv[2])\n")
+    path.chmod(0o755)
+    return f"PYTHON={path}"
+
+
+@pytest.mark.parametrize(
+    ("code", "part"),
+    [
+        ("sys.version_info = (3, 10, 14)", "needs Python 3.11 or newer"),
+        ("sys.modules['venv'] = None", "apt install python3-venv"),
+        ("sys.modules['ensurepip'] = None", "apt install python3-venv"),
+    ],
+    ids=["3.10", "no venv", "no ensurepip"],
+)
+def test_setup_says_plainly_what_python_lacks(checkout: Path, code: str, part: str) -> None:
+    done = made(checkout, "setup", python(checkout, code))
+    assert done.returncode and part in done.stderr and "Traceback" not in done.stderr
+    assert not (checkout / ".venv").exists()  # so that another Python can be taken the next time
+
+
+def test_setup_says_plainly_that_there_is_no_python(checkout: Path) -> None:
+    done = made(checkout, "setup", "PYTHON=python3.99")
+    assert done.returncode and "there is no python3.99" in done.stderr
+
+
+def test_a_second_setup_does_nothing_and_needs_no_network(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    wanted = re.search(r"TORCH_SPEC \?= (\S+)", (checkout / "Makefile").read_text())
+    assert wanted
+    (checkout / ".venv" / ".installed").write_text(f"{wanted[1]} ")  # as the first leaves it
+    done = made(checkout, "setup")
+    assert done.returncode == 0 and "pip install" not in done.stdout
+    other = made(checkout, "--dry-run", "setup", "TORCH_SPEC=torch==2.12.0")
+    assert '"torch==2.12.0"' in other.stdout
+
+
+def test_setup_ends_with_the_build_of_torch_and_the_way_to_another() -> None:
+    code = "from hwfsdp.verbs.health import installed; print(installed())"
+    assert code.partition(";")[0] in (ROOT / "Makefile").read_text()
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert f"torch {torch.version.__version__}, built for" in said and "make setup TORCH_SPEC=" in said
+
+
+def test_help_of_make_lists_the_commands_in_a_path_with_spaces(checkout: Path) -> None:
+    done = made(checkout, "help")
+    assert done.returncode == 0 and re.search(r"^setup +make \.venv", done.stdout, re.MULTILINE)

@@ -1,0 +1,173 @@
+"""What is built is what works: sdist and wheel of a copy of this tree, the wheel installed beside nothing of it.
+
+The wheel is built from the sdist, so that the sdist is known to be enough, and installed into an environment whose path has a
+space in it. Dependencies are those of the environment that runs the tests; nothing is taken from a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hwfsdp
+
+ROOT = Path(__file__).parent.parent
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv", "runs", "build", "dist", "*.egg-info", "_build", "__pycache__", ".*_cache", ".hypothesis"
+)
+LEFT = re.compile(r"(^|/)(runs|__pycache__|\.\w+_cache)/|\.py\.\d+$|\.pyc$")
+_DEBUG = "TORCH_DISTRIBUTED_DEBUG"  # set by conftest, for the ranks of other tests
+TINY = ["--ranks", "2", "--steps", "2", "--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with both distributions; a learner has worked in the tree, which must not show."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
+    first = folder / "tree" / "exercises" / "01_shard_math"
+    (first / "shard_math.py.1").touch()
+    (first / "__pycache__").mkdir()
+    (first / "__pycache__" / "shard_math.cpython-311.pyc").touch()
+    trace = folder / "tree" / "exercises" / "lab" / "01_flat_loss" / "runs" / "lab" / "trace.json"
+    trace.parent.mkdir(parents=True)
+    trace.touch()
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "tree")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The command of an environment in which the wheel is installed."""
+    folder = tmp_path_factory.mktemp("installed") / "an environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    outer = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "outer.pth"
+    outer.write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # its own .pth files, the editable one too, do not count there
+    return str(folder / "bin" / "hwfsdp")
+
+
+def files(folder: str, *suffixes: str) -> set[str]:
+    """Of the tree, as they are in a distribution: without what working in it leaves."""
+    found = set()
+    for path in (ROOT / folder).rglob("*"):
+        name = path.relative_to(ROOT).as_posix()
+        if path.is_file() and not LEFT.search(name) and (path.suffix in suffixes or not suffixes):
+            found.add(name)
+    return found
+
+
+def run(command: str, folder: Path, *args: str) -> str:
+    """What the installed command prints, in a folder that is not the tree."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", _DEBUG)}
+    done = subprocess.run([command, *args], cwd=folder, capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# --- What is in them ---------------------------------------------------------------------------------------
+
+
+def test_the_wheel_has_the_package_its_types_and_the_course_without_solutions(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert files("hwfsdp", ".py", ".typed") <= names
+    given = {name.removeprefix("hwfsdp/_course/") for name in names if name.startswith("hwfsdp/_course/")}
+    assert given == files("exercises")
+    assert {name.partition("/")[0] for name in names} == {"hwfsdp", f"hwfsdp-{hwfsdp.__version__}.dist-info"}
+    assert not [name for name in names if "solutions" in name or LEFT.search(name)]
+
+
+def test_what_the_wheel_says_of_itself_is_the_packages_word(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    about = archive.read(f"hwfsdp-{hwfsdp.__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {hwfsdp.__version__}\n" in about and "\nRequires-Python: >=3.11\n" in about
+    assert [name for name in archive.namelist() if name.endswith("/LICENSE")]
+
+
+def test_the_source_distribution_has_what_tests_and_course_are_made_from(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("hwfsdp", "tests", "exercises", "solutions", "benchmarks", "notebooks"):
+        there = files(folder)
+        assert there <= names, sorted(there - names)
+    assert {"Makefile", "setup.cfg", "pyproject.toml", "setup.py", "docs/course.md", ".gitignore"} <= names
+    assert not [name for name in names if name.startswith(("docs/_build", "runs", ".venv", ".git/"))]
+    assert not [name for name in names if LEFT.search(name)]
+
+
+# --- What they do ------------------------------------------------------------------------------------------
+
+
+def test_the_installed_package_greets_and_lists_the_course_that_it_carries(
+    command: str, tmp_path: Path
+) -> None:
+    text = run(command, tmp_path)
+    assert "\n  hwfsdp demo\n" in text and "hwfsdp course" in text
+    text = run(command, tmp_path, "list")
+    assert "01  Shard math" in text and "hwfsdp course" in text
+
+
+def test_the_course_is_written_to_a_folder_to_work_in(command: str, tmp_path: Path) -> None:
+    said = run(command, tmp_path, "course", "my course")
+    assert "cd 'my course' && hwfsdp check 1" in said
+    folder = tmp_path / "my course"
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert written == files("exercises")
+    standings = json.loads(run(command, folder, "status", "--json"))["exercises"]
+    assert {standing["status"] for standing in standings} == {"not_started"}
+    again = subprocess.run([command, "course", str(folder)], capture_output=True, text=True)
+    assert again.returncode == 2 and "expected a new folder" in again.stderr
+
+
+def test_without_a_folder_of_the_course_the_remedy_is_to_write_one(command: str, tmp_path: Path) -> None:
+    done = subprocess.run([command, "hint", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.rstrip().endswith("hwfsdp course DIR")
+
+
+def test_a_right_answer_passes_where_the_course_was_written(command: str, tmp_path: Path) -> None:
+    run(command, tmp_path, "course", "here")
+    answer = Path("01_shard_math", "shard_math.py")
+    shutil.copy(ROOT / "solutions" / answer, tmp_path / "here" / "exercises" / answer)
+    assert "5 of 5 points" in run(command, tmp_path / "here", "check", "1")
+    assert "hwfsdp check 2\n" in run(command, tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["explain", "llama3-8b", "--ranks", "8"], "llama3-8b over 8 ranks"),
+        (["simulate", "--model", "gpt-tiny", "--gpus", "2"], "tokens per second"),
+        (["train", *TINY], "2 ranks, 2 steps"),
+        (["demo", *TINY], "equal, bit for bit"),
+    ],
+    ids=["explain", "simulate", "train", "demo"],
+)
+def test_the_installed_package_works(command: str, tmp_path: Path, args: list[str], part: str) -> None:
+    assert part in run(command, tmp_path, *args)
+
+
+def test_a_checkout_has_its_course_and_needs_no_copy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hwfsdp", "course", str(tmp_path / "new")], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and str(ROOT / "exercises") in done.stderr and not (tmp_path / "new").exists()
