@@ -733,7 +733,7 @@ def test_others_are_a_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value",
     [defaultdict(list), lambda: 1, object(), range(3), Path("x"), io.BytesIO(b"x"), frozenset([1])],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_could_not_be_loaded_is_refused_by_its_key(tmp_path: Path, value: Any) -> None:
     for model, others, key in (
