@@ -388,7 +388,9 @@ def _run_on_rank(order: _Order) -> bytes:
     finish: Callable[[], list[str]] = list
     sealed, described = pack, _described  # taken before the learner's code could exchange them
     redirect_errors(Path(order.folder) / str(dist.get_rank()))
-    torch.set_num_threads(1)  # models are tiny, and threads of several runs at once would spin, each for its core
+    torch.set_num_threads(
+        1
+    )  # models are tiny, and threads of several runs at once would spin, each for its core
     try:
         if order.learner is None:
             probe = _probe_of(order)

@@ -29,7 +29,8 @@ class Case(NamedTuple):
         uneven: sizes that 2, 3 and 4 ranks do not divide, and a parameter with a single row.
         tied: the output layer is the embedding, and one module has a parameter under two names.
         frozen: some parameters of a block, all of another, and the embedding.
-        nested: the attention of each block is sharded by itself, inside its block.
+        nested: the attention of each block is sharded by itself, inside its block; and so is the head, which has one parameter.
+        peek: there is a forward without a backward before the second step.
         param, reduce, output: dtypes of the policy; output of the root only.
         reshard: reshard_after_forward. micros: micro-batches of a step. sync_all: reduce after every one of them.
         keep: parameters stay whole from one micro-batch to the next.
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     tied: bool = False
     frozen: bool = False
     nested: bool = False
+    peek: bool = False
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
@@ -51,9 +53,9 @@ class Case(NamedTuple):
     steps: int = 3
 
 
-PLAIN = Case("an even model")
+PLAIN = Case("an even model", peek=True)
 UNEVEN = Case("an uneven model", uneven=True)
-MIXED = Case("bf16, reduced in fp32", uneven=True, param=BF16, reduce=FP32, output=FP32)
+MIXED = Case("bf16, reduced in fp32", uneven=True, peek=True, param=BF16, reduce=FP32, output=FP32)
 FROZEN = Case("frozen parameters", uneven=True, frozen=True)
 TIED = Case("tied parameters", uneven=True, tied=True)
 NESTED = Case("nested modules", uneven=True, nested=True)
@@ -124,6 +126,8 @@ def groups_of(model: nn.Module, case: Case) -> Iterator[tuple[str, nn.Module]]:
         if case.nested:
             yield f"blocks.{index}.attention", block.attention  # type: ignore[misc]
         yield f"blocks.{index}", block
+    if case.nested:
+        yield "head", model.head
     yield "model", model
 
 
@@ -132,6 +136,12 @@ def batch_of(case: Case, seed: int, rank: int, number: int) -> Tensor:
     config = config_of(case, seed)
     draw = torch.Generator().manual_seed(seed * 1009 + rank * 101 + number)
     return torch.randint(0, config.vocab, (2, config.seq_len), generator=draw)
+
+
+def peek(model: Any, case: Case, seed: int) -> Tensor:
+    """The output of a forward that no backward follows, as in a look at the loss, with gradients on."""
+    output: Tensor = model(batch_of(case, seed, dist.get_rank(), 0))
+    return output.detach()
 
 
 def mesh_of_all() -> DeviceMesh:

@@ -176,6 +176,7 @@ def compare_traffic(found: Sequence[Data], case: Case, seed: int) -> None:
             gathers, reductions = _expected_counts(case, micro, bool(backward))
             where = f"{case.name}, rank {rank}, {'backward' if backward else 'forward'} of step 2"
             where += f", micro-batch {micro + 1}" if case.micros > 1 else ""
+            where += ", which comes after a forward without a backward" if case.peek else ""
             _compare_count(where, span, "all_gather", groups * gathers)
             _compare_count(where, span, "reduce_scatter", groups * reductions)
             wholes = padded_bytes(case, seed, len(found)) * gathers
@@ -220,7 +221,11 @@ def _compare_bytes(where: str, span: Sequence[Any], op: str, expected: int) -> N
 
 
 def compare_dtypes(found: Sequence[Data], case: Case) -> None:
-    """Gathers in the param dtype, reductions in the reduce dtype."""
+    """Gathers in the param dtype, reductions in the reduce dtype, and the root's output in the output dtype."""
+    for rank, of_rank in enumerate(found):
+        if of_rank["output"] != str(case.output):
+            message = f"{case.name}, rank {rank}: the model returns {of_rank['output']}."
+            raise Finding("wrong-dtype", message, str(case.output), of_rank["output"])
     wanted = {"all_gather": case.param, "reduce_scatter": case.reduce}
     for rank, of_rank in enumerate(found):
         for op, _, dtype in (each for span in of_rank["counts"] for each in span):

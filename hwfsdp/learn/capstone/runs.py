@@ -78,7 +78,7 @@ def trained(case: Case, seed: int, shard: Shard) -> dict[str, Any]:
     """Trains, and records the second step.
 
     Returns:
-        params: what the sharded parameters are (`described`); places: the names of each (`places_of`); then by step: losses,
+        params: what the sharded parameters are (`described`); output: the dtype of a forward's, in a case with one; places: the names of each (`places_of`); then by step: losses,
         of each micro-batch; grads, this rank's rows of each gradient by name, None without one; counts: collectives in each
         forward and backward of the step that was recorded, in order, as (op, bytes, dtype).
     """
@@ -88,7 +88,10 @@ def trained(case: Case, seed: int, shard: Shard) -> dict[str, Any]:
     owned = dict(model.named_parameters())  # what the optimizer has; a model may forget to register it again
     optimizer = torch.optim.SGD([p for p in owned.values() if p.requires_grad], lr=0.3, foreach=False)
     losses, grads, counts = list[Any](), list[Any](), list[list[Any]]()
+    output = None
     for step in range(case.steps):
+        if step == 1 and case.peek:
+            output = str(cases.peek(model, case, seed).dtype)
         if step == 1:
             counts = _recorded_step(model, case, seed, step, losses)
         else:
@@ -96,7 +99,8 @@ def trained(case: Case, seed: int, shard: Shard) -> dict[str, Any]:
         grads.append({name: _rows_of(p.grad) for name, p in owned.items()})
         optimizer.step()
         optimizer.zero_grad()
-    return {"params": params, "losses": losses, "grads": grads, "counts": counts, "places": places_of(model)}
+    found = {"params": params, "losses": losses, "grads": grads, "counts": counts, "output": output}
+    return found | {"places": places_of(model)}
 
 
 def places_of(model: nn.Module) -> list[list[str]]:
