@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 01 · Why shard
 #
-# An 8B model has weights of 16 GB in bf16, and a GPU has 80. So why can nobody train it on one GPU?
+# An 8B model has weights of 16 GB in bf16, and a GPU has 80. So why does training it not fit on that GPU?
 #
 # **Write down two numbers before you go on:** how many GB does one GPU need for weights, gradients and optimizer state of an
 # 8-billion-parameter model, trained in mixed precision with Adam? And how many when 64 GPUs share all three?

@@ -89,8 +89,8 @@ print("as torch's all_reduce:", all(torch.equal(whole, torchs) for _, whole, tor
 draw("all_reduce", [(shares, whole) for shares, whole, _ in ran])
 
 # %% [markdown]
-# This is why sharding gradients and optimizer state (ZeRO-1 and ZeRO-2 of notebook 01) costs no traffic at all. The optimizer
-# steps in between: gradients are reduce-scattered, each rank updates its rows, updated parameters are gathered. That is an
+# This is why sharding gradients and optimizer state (ZeRO-1 and ZeRO-2 of notebook 01) costs no more traffic than DDP. The
+# optimizer steps in between: gradients are reduce-scattered, each rank updates its rows, updated parameters are gathered. That is an
 # all-reduce with a break in the middle.
 #
 # ## Around the ring

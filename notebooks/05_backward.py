@@ -8,7 +8,7 @@
 # **Write down two numbers before you go on.**
 #
 # 1. Two ranks train on four rows each, and the loss is the *sum* over the rows of a rank. One process trains on all eight rows,
-#    with their sum as its loss. How many times the gradient of the one process is that of the two ranks?
+#    with their sum as its loss. By what factor is the gradient of the one process larger than that of the two ranks?
 # 2. Six layers; for each, gathering its weights takes 2 ms, its backward 6 ms, reducing its gradient 2 ms. How long does the
 #    backward of the model take, at least?
 

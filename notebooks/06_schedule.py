@@ -8,7 +8,7 @@
 # ms. Every layer is gathered twice, for forward and for backward, and reduced once.
 #
 # **Write down two numbers before you go on:** for how many ms does the GPU wait for the network in a step if nothing overlaps? And
-# for how many at least, however clever the schedule is?
+# for how many at least, if every layer is freed after its forward, and the host reads every layer's output before it goes on?
 
 # %%
 try:
@@ -157,7 +157,7 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 #   before it.
 # - **Last band.** Its reduction has moved under the backward of layer 0. Only that of layer 0 has nothing after it.
 #
-# So three things cannot be hidden: the first gather, the gather of the first backward, and the last reduction. That is your second
+# So three things are not hidden: the first gather, the gather of the first backward, and the last reduction. That is your second
 # number, 5.7 ms. The run is 0.3 ms above it: layer 0 needs no gradient of its input, so its backward is half as long as the
 # others', too short for the reduction beneath it.
 #
@@ -259,7 +259,8 @@ report(
 
 # %% [markdown]
 # A host that never has to look at a result issues everything long before it runs. Then the gather of the next layer is in its
-# stream in time, prefetch or not, and the streams do the rest: with few waits between them, they overlap by themselves.
+# stream in time, prefetch or not, and the streams do the rest: with few waits between them, they overlap by themselves. Even the
+# gather of the first backward is hidden then, under the end of the forward.
 #
 # Prefetching on purpose is for a host that *is* held up: by a number that it reads, by tokens that it routes to experts, by many
 # short kernels, or because the host is what computes, as on a CPU. PyTorch's first FSDP got its forward prefetch for hosts that are

@@ -5,7 +5,8 @@
 #
 # **Write down two numbers before you go on:** a step has four micro-batches. FSDP as it comes (ZeRO-3) gathers every layer for
 # forward and for backward, and reduces its gradients after that. How many times the size of the model does it communicate in the
-# step, with everything in fp32? And how few times would do, for the same update?
+# step, with everything in fp32? And how few times would do, for the same update, if parameters and optimizer state
+# stay in shards between steps?
 
 # %%
 try:

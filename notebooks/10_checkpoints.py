@@ -112,7 +112,7 @@ print(f"  {found.nbytes:,} bytes, {found.nbytes / parameters:.2f} for each param
 # %% [markdown]
 # There are your two numbers. Of each parameter the weight and Adam's two moments are kept, 4 + 4 + 4 bytes; headers, the state
 # of the random generators and Adam's counts of steps make the rest. Gradients are not kept: the next step makes new ones. And
-# six steps are lost, no more: the run goes on after step 12.
+# six steps are lost, no more: the last whole save is that of step 12, and the run begins with step 13.
 #
 # ## It goes on
 #

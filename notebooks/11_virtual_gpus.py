@@ -102,7 +102,7 @@ lesson.explore(lambda gpus: plot_timeline(scaled[gpus].log), gpus=tuple(scaled))
 # %% [markdown]
 # On 8 GPUs the green bars are short and lie under blue ones. In the forward on 4096 they follow each other without a gap, and
 # compute waits. The last bar on 4096 is the norm of the gradients, which clipping needs: one number, and an all-reduce around
-# the ring twice. It is all start.
+# the ring twice. It is all start. (So this model has it. Libraries take trees for messages as small as this, and lose less.)
 #
 # Two ways out. Hybrid sharding gathers within a node of 8, where hops are few, and only sums gradients across nodes; it pays
 # with memory, since every node has all of the state. Or give each GPU more to do: four times the tokens per step take four

@@ -1,6 +1,7 @@
 """Notebooks from their sources, run from top to bottom.
 
     python notebooks/write.py [NN ...]      runs them and writes NN_topic.ipynb, with what they showed
+    python notebooks/write.py --text [NN ...]    takes over changes of text, where no code has changed; runs nothing
     python notebooks/write.py --check       says which .ipynb is not what its source gives; runs nothing
 
 The source of a notebook is NN_topic.py, a script with `# %%` between cells (jupytext's percent format): that is what one edits,
@@ -68,6 +69,20 @@ def run(notebook: Any, seconds: float = SECONDS, allow_errors: bool = False) -> 
         cell.metadata.pop("execution", None)  # when
 
 
+def take_over_text(path: Path) -> bool:
+    """Puts the source's text into a notebook whose code is the source's; returns whether it is."""
+    wanted, found = read_source(path), nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+    ran = [cell for cell in found.cells if cell.cell_type == "code"]
+    asked = [cell for cell in wanted.cells if cell.cell_type == "code"]
+    if [cell.source for cell in asked] != [cell.source for cell in ran]:
+        return False
+    for cell, done in zip(asked, ran, strict=True):
+        cell.outputs, cell.execution_count = done.outputs, done.execution_count
+    wanted.metadata = found.metadata
+    nbformat.write(wanted, path.with_suffix(".ipynb"))
+    return True
+
+
 def problems(path: Path) -> Iterator[str]:
     """What does not hold of a committed notebook: that it is what its source gives, ran to its end, and shows a picture."""
     target = path.with_suffix(".ipynb")
@@ -92,6 +107,7 @@ def problems(path: Path) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs notebooks and writes them.")
     parser.add_argument("numbers", nargs="*", metavar="NN")
+    parser.add_argument("--text", action="store_true", help="run nothing; take over changes of text")
     parser.add_argument("--check", action="store_true", help="run nothing; say what is not in step")
     arguments = parser.parse_args()
     chosen = sources(arguments.numbers)
@@ -99,6 +115,10 @@ def main() -> int:
         found = [problem for path in chosen for problem in problems(path)]
         print("\n".join(found) or f"{len(chosen)} notebooks are what their sources give.")
         return 1 if found else 0
+    if arguments.text:
+        changed = [path.name for path in chosen if not take_over_text(path)]
+        print("\n".join(f"{name}: its code has changed; run it." for name in changed) or "done")
+        return 1 if changed else 0
     for path in chosen:
         notebook, began = read_source(path), time.monotonic()
         try:

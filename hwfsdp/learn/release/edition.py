@@ -3,8 +3,8 @@
     the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites
     exercises/      the starters, and a copy of each to compare with
     tests/          what a student can pass
-    gone            solutions, the tests of the package, answers, benchmarks, what grades a class, and the FAQ, which has
-                    the causes of what is wrong in the lab
+    gone            solutions, the tests of the package, answers, benchmarks, what grades a class, the site, and the FAQ, which
+                    has the causes of what is wrong in the lab
 
 What is in the instructor's tree and not under version control does not travel.
 
@@ -31,7 +31,8 @@ from hwfsdp.learn.release.leaks import find_leaks, secrets_of
 from hwfsdp.learn.submission import KEPT_STARTER, starter
 
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
-    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py
+    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md
+    docs/index.md docs/reference.md docs/conf.py docs/book.py
     hwfsdp/learn/release/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
     hwfsdp/learn/killrate.py hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
     hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
