@@ -38,6 +38,8 @@ _FOOT = """
   *noticed* if it gets less than everything. Those that do the *same as the reference* are listed, with the reason, in
   `tests/learn/survivors/`.
 - *Right answers graded*: the reference and the right answers in turn, with {sizes} ranks and {seeds} seeds for each number of ranks.
+- The lab has letters to choose and numbers to measure, no code to change. For each of its scripts the tests
+  (`tests/learn/test_lab.py`) try the key, every wrong letter, right letters without evidence, and the mended script's numbers.
 """
 
 
