@@ -182,7 +182,10 @@ class _Learner:
     confinement: Confinement | None = None
 
 
-_references: dict[str, Run] = {}  # runs with the package as it is; the same whoever asks
+_references: dict[str, Run] = (
+    {}
+)  # runs with the package as it is, the same whoever asks; the last one asked for is last
+_REMEMBERED = 32  # of them: more than one exercise asks for, and few for a class whose every submission has a seed of its own
 
 
 class Ranks:
@@ -229,10 +232,14 @@ class Ranks:
         return found
 
     def reference(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
-        """The same with the package as it is: an oracle's run. Remembered for as long as this process lives."""
+        """The same with the package as it is: an oracle's run, remembered until many others were asked for."""
         key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
-        if key not in _references:
+        if key in _references:
+            _references[key] = _references.pop(key)
+        else:
             _references[key] = _launch(probe, world_size, arguments, None, 60.0, lambda text: None)
+        while len(_references) > _REMEMBERED:
+            del _references[next(iter(_references))]
         return _references[key]
 
     def _attempt(self, probe: Probe, world_size: int, arguments: dict[str, Any]) -> Run | Broken:
