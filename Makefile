@@ -2,6 +2,7 @@
 PYTHON     ?= python3
 TORCH_SPEC ?= torch==2.13.0
 TORCH_ARGS ?=
+TEST_JOBS  ?= 2
 VENV       := .venv
 BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
@@ -40,8 +41,8 @@ force:
 demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw (runs/demo/)
 	$(BIN)/python -m hwfsdp demo
 
-test: setup  ## run the tests
-	$(BIN)/python -m pytest
+test: setup  ## run the tests, TEST_JOBS files at a time
+	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks

@@ -186,7 +186,11 @@ def _student_makefile(text: str) -> str:
     for target in _TARGETS:
         text = re.sub(rf"^{target}:.*\n(?:\t.*\n)*\n?", "", text, flags=re.MULTILINE)
         text = re.sub(rf"^(\.PHONY:.*) {target}\b", r"\1", text, flags=re.MULTILINE)
-    return text.replace("## run the tests", "## check this edition, and the exercises that you have begun")
+    text = text.replace(" --numprocesses $(TEST_JOBS) --dist loadfile", "").replace("TEST_JOBS  ?= 2\n", "")
+    return text.replace(
+        "## run the tests, TEST_JOBS files at a time",
+        "## check this edition, and the exercises that you have begun",
+    )
 
 
 def _student_setup(text: str) -> str:
