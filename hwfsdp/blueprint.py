@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwfsdp.compat import init_fake_process_group
+from hwfsdp.compat import fake_process_group
 from hwfsdp.divergence import place_in
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.inspection import Explanation, explain
@@ -85,11 +85,8 @@ def _on_paper(rank: int, ranks: int) -> Iterator[None]:
             got=f"one of {dist.get_world_size()} ranks",
             remedy="Call hwfsdp.explain(model) there, or destroy the process group first.",
         )
-    init_fake_process_group(rank, ranks)
-    try:
+    with fake_process_group(rank, ranks):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -391,11 +391,25 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def init_fake_process_group(rank: int, world_size: int) -> None:
-    """Makes this process `rank` of ranks that it only pretends to talk to; torch has this for its tests."""
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """In the block, this process is `rank` of ranks that it only pretends to talk to; torch has this for its tests.
+
+    Their collectives are not compared (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), for there is nobody to compare with.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    set_debug_level = getattr(dist, "set_debug_level")  # noqa: B009  (exported, but not declared)
+    before = getattr(dist, "get_debug_level")()  # noqa: B009
+    set_debug_level(getattr(dist, "DebugLevel").OFF)  # noqa: B009
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+    finally:
+        set_debug_level(before)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-import torch.distributed  # noqa: F401  (before the environment changes, which is for the ranks only)
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -21,3 +21,6 @@ settings.register_profile(
 settings.load_profile("deterministic")
 
 os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+getattr(dist, "set_debug_level")(
+    getattr(dist, "DebugLevel").OFF
+)  # noqa: B009  (the environment is for the ranks only)

@@ -69,9 +69,7 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(
-        "TORCH_DISTRIBUTED_DEBUG"
-    )  # its readers have not set it, and virtual ranks cannot be checked
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # its readers have not set it, and it adds collectives
     TOOL.run(TOOL.read_source(path), TOOL.SECONDS * float(os.environ.get("HWFSDP_PATIENCE", "1")))
 
 

@@ -236,6 +236,19 @@ def test_afterwards_everything_is_as_before_after_errors_too(
     assert environment() == before
 
 
+def test_where_collectives_are_compared_those_of_virtual_ranks_are_not() -> None:
+    set_level, level_now = getattr(dist, "set_debug_level"), getattr(dist, "get_debug_level")  # noqa: B009
+    levels = getattr(dist, "DebugLevel")  # noqa: B009
+    plain, before = simulate(GPT_SIZES, 4, nodes=2, hsdp=True), level_now()
+    set_level(levels.DETAIL)
+    try:
+        compared = simulate(GPT_SIZES, 4, nodes=2, hsdp=True)
+        assert level_now() == levels.DETAIL
+    finally:
+        set_level(before)
+    assert seen(compared.log) == seen(plain.log)
+
+
 def test_a_recording_made_later_is_in_the_time_of_the_host_again() -> None:
     weight = nn.Parameter(torch.zeros(10))
     weight.grad = torch.zeros(10)

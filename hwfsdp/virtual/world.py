@@ -2,7 +2,7 @@
 
 Four things stand in for the machine, and the code above them is the one that runs on real ranks:
 
-- a fake process group: collectives return at once (`compat.init_fake_process_group`);
+- a fake process group: collectives return at once (`compat.fake_process_group`);
 - fake tensors: operators work out shapes, not values (`compat.fake_tensors`);
 - the streams of a virtual clock, registered with `streams` in place of those of the CPU;
 - a dispatch mode, the meter, which sees every operator and every collective, says what it costs, and counts the storages
@@ -46,11 +46,11 @@ from torch.optim.optimizer import (
 from hwfsdp import events
 from hwfsdp.compat import (
     DispatchMode,
+    fake_process_group,
     fake_tensors,
     group_named,
     around_shape_propagation,
     exchange,
-    init_fake_process_group,
     is_composite,
     is_fake,
     unseen_by_modes,
@@ -109,8 +109,7 @@ class World:
                 remedy="Call it in a process of its own, or after dist.destroy_process_group().",
             )
         with ExitStack() as stack:
-            init_fake_process_group(0, self.gpus)
-            stack.callback(dist.destroy_process_group)
+            stack.enter_context(fake_process_group(0, self.gpus))
             stack.enter_context(events.keeping_clock())
             virtual_streams(self.clock)  # their clock counts, whether or not anything is sharded
             stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
