@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ import pytest
 from hwfsdp import UsageError
 from hwfsdp.learn import holes
 from hwfsdp.learn.capstone.homework import FOLDER, solution_path
-from hwfsdp.learn.manifest import compiled_body, find_course, module_source
+from hwfsdp.learn.manifest import PACKAGE, Exercise, compiled_body, find_course, module_source
 from hwfsdp.learn.release import bodies
 from hwfsdp.learn.release.edition import body_of, write_edition
 from hwfsdp.learn.release.leaks import find_leaks, secrets_of, statements
@@ -87,20 +90,30 @@ def test_its_own_tests_pass(edition: Path) -> None:
     assert found.returncode == 0, found.stdout[-2000:]
 
 
+# 05 and one that loads modules with holes while it is checked
+@pytest.mark.parametrize("number, blanked", [(5, "ParamGroup.reshard"), (12, "ParamGroup.finish_reduction")])
 def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_does_not(
-    edition: Path,
+    edition: Path, number: int, blanked: str
 ) -> None:
-    file = edition / "exercises" / FORWARD.directory / FORWARD.file_name
+    exercise = COURSE.exercise(number)
+    with written(edition, exercise, solution(exercise)):
+        found = json.loads(run(edition, "-m", "hwfsdp", "check", str(number), "--json", "--seed", "3").stdout)
+    assert (found["status"], found["score"]) == ("passed", exercise.points)
+    with written(edition, exercise, holes.blank(solution(exercise), blanked, exercise.number)):
+        found = json.loads(run(edition, "-m", "hwfsdp", "check", str(number), "--json", "--seed", "3").stdout)
+    assert found["score"] < exercise.points
+    assert "not-written" in {check["misconception"] for check in found["checks"]}
+
+
+@contextmanager
+def written(edition: Path, exercise: Exercise, text: str) -> Iterator[None]:
+    """In the block, this is the student's file."""
+    file = edition / "exercises" / exercise.directory / exercise.file_name
+    file.write_text(text)
     try:
-        file.write_text(solution(FORWARD))
-        found = json.loads(run(edition, "-m", "hwfsdp", "check", "5", "--json", "--seed", "3").stdout)
-        assert (found["status"], found["score"]) == ("passed", FORWARD.points)
-        file.write_text(holes.blank(solution(FORWARD), "ParamGroup.reshard", "05"))
-        found = json.loads(run(edition, "-m", "hwfsdp", "check", "5", "--json", "--seed", "3").stdout)
-        assert found["score"] < FORWARD.points
-        assert "not-written" in {check["misconception"] for check in found["checks"]}
+        yield
     finally:
-        file.write_text(starter(FORWARD))
+        file.write_text(starter(exercise))
 
 
 DIG = """
@@ -116,13 +129,43 @@ from hwfsdp"""
 
 
 def test_the_compiled_bodies_of_an_exercise_cannot_be_had_while_it_is_checked(edition: Path) -> None:
-    file = edition / "exercises" / FORWARD.directory / FORWARD.file_name
-    try:
-        file.write_text(solution(FORWARD).replace("\nfrom hwfsdp", DIG, 1))
+    with written(edition, FORWARD, solution(FORWARD).replace("\nfrom hwfsdp", DIG, 1)):
         found = run(edition, "-m", "hwfsdp", "check", "5")
-        assert "blocked" in found.stdout and "names ('NotImplementedError',)" in found.stdout
-    finally:
-        file.write_text(starter(FORWARD))
+    assert "blocked" in found.stdout and "names ('NotImplementedError',)" in found.stdout
+
+
+BRING = """
+from hwfsdp import bodies
+class Mine:
+    def read_bytes(self):
+        return bytes.fromhex("COMPILED")
+    def __str__(self):
+        return bodies.__file__
+    __fspath__ = __str__
+try:
+    print("ran", bodies._unpack(Mine()))
+except BaseException as error:
+    print("refused", error)
+from hwfsdp"""
+
+
+def test_what_reads_compiled_bodies_reads_nothing_else(edition: Path) -> None:
+    brought = bodies.pack(compile("'brought'", "<hwfsdp.group>", "exec")).hex()
+    text = solution(FORWARD).replace("\nfrom hwfsdp", BRING.replace("COMPILED", brought), 1)
+    with written(edition, FORWARD, text):
+        found = run(edition, "-m", "hwfsdp", "check", "5").stdout
+    assert "runs code that was compiled elsewhere" in found
+    assert "refused" in found and "ran" not in found.split()
+
+
+def test_of_the_checks_no_text_travels_that_says_how_a_hole_is_judged(edition: Path) -> None:
+    travelling = {path.name for path in (edition / "hwfsdp" / "learn" / "checks").iterdir()}
+    for path in (PACKAGE / "learn" / "checks").glob("*.py"):
+        if path.name != "__init__.py":
+            tree = ast.parse((edition / "hwfsdp" / "learn" / "checks" / path.name).read_text())
+            kinds = [type(statement).__name__ for statement in tree.body]
+            assert kinds == ["Expr", "ImportFrom", "Expr"], path.name
+            assert f"{path.stem}{bodies.SUFFIX}" in travelling
 
 
 def test_the_student_can_put_a_starter_back(edition: Path) -> None:

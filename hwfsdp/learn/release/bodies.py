@@ -1,7 +1,8 @@
-"""What fills the holes of a student's edition, so that everything works before they are written: compiled, not to be read.
+"""What travels compiled in a student's edition, where this is `hwfsdp.bodies`: it works, but is not to be read.
 
-In a student's edition this is `hwfsdp.bodies`, and every module with holes ends in `bodies.fill(__name__)`. What belongs to the
-exercise that is being checked stays blank (`left_blank`).
+holes     every module that has some ends in `bodies.fill(__name__)`, so that all of it works before they are written;
+          what belongs to the exercise that is being checked stays blank (`left_blank`)
+checks    a module of `learn.checks` is its first words and `bodies.load(__name__)`, for an oracle may be an answer in other words
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ left_blank: set[tuple[str, str]] = set()  # (module, function): not to be filled
 
 
 def pack(code: types.CodeType) -> bytes:
-    """A function's code as the bytes of a file."""
+    """The code of a function or a module as the bytes of a file."""
     return importlib.util.MAGIC_NUMBER + marshal.dumps(code)
 
 
@@ -33,6 +34,16 @@ def fill(module: str) -> None:
         name = path.name.removeprefix(f"{module}-").removesuffix(SUFFIX)
         if (module, name) not in left_blank:
             find_function(vars(sys.modules[module]), name).__code__ = _unpack(path)
+
+
+def load(module: str) -> None:
+    """Runs the compiled text of a module that is being imported; it lies beside it.
+
+    Raises:
+        ImportError: it was compiled for another version of Python.
+    """
+    names = vars(sys.modules[module])
+    exec(_unpack(Path(names["__file__"]).with_suffix(SUFFIX)), names)
 
 
 def _unpack(path: Path) -> types.CodeType:

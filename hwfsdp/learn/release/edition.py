@@ -1,6 +1,7 @@
 """Writing the student's edition into a folder of its own.
 
-    the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites
+    the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites;
+                    checks compiled altogether
     exercises/      the starters, and a copy of each to compare with
     tests/          what a student can pass
     gone            solutions, the tests of the package, answers, benchmarks, what grades a class, the site, and the FAQ, which
@@ -15,6 +16,7 @@ Note [One version of Python]
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -38,6 +40,7 @@ _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md
     hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
 _KEPT_TESTS = "tests/exercises/"
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
+_LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
 _TARGETS = (
     "check",
     "exercises",
@@ -75,6 +78,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(course.root / name, target)
     _blank_package(course, out)
+    _compile_checks(out / "hwfsdp")
     for exercise in course.exercises:
         if exercise not in later:
             _put_starter(exercise, out / "exercises" / exercise.directory)
@@ -126,13 +130,29 @@ def _blank_package(course: Course, out: Path) -> None:
     shutil.copyfile(PACKAGE / "learn" / "release" / "bodies.py", package / "bodies.py")
 
 
+def _compile_checks(package: Path) -> None:
+    """Of the text of every module of the checks, the first paragraph stays."""
+    for path in package.joinpath("learn", "checks").glob("*.py"):
+        if path.name != "__init__.py":
+            module, source = f"hwfsdp.learn.checks.{path.stem}", path.read_text()
+            path.with_suffix(bodies.SUFFIX).write_bytes(bodies.pack(_compiled(module, source)))
+            said = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
+            path.write_text(f'"""{said}"""\n{_LOAD}')
+
+
+def _compiled(module: str, source: str) -> types.CodeType:
+    """A module's code, which does not say where it was compiled."""
+    code: types.CodeType = compile(source, f"<{module}, compiled>", "exec", dont_inherit=True)
+    return code
+
+
 def body_of(module: str, source: str, name: str) -> types.CodeType:
-    """The compiled function, which does not say where it was compiled.
+    """The compiled function.
 
     Raises:
         LookupError: there is no function of this name.
     """
-    todo: list[types.CodeType] = [compile(source, f"<{module}, compiled>", "exec", dont_inherit=True)]
+    todo = [_compiled(module, source)]
     while todo:
         code = todo.pop()
         if code.co_qualname == name:
@@ -198,7 +218,10 @@ def _student_setup(text: str) -> str:
     minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     text = re.sub(r"^python_requires = .*$", f"python_requires = =={minor}.*", text, flags=re.MULTILINE)
     text = re.sub(r"^.*Python :: 3\.(?!%d$)\d+\n" % sys.version_info.minor, "", text, flags=re.MULTILINE)
-    return text.replace("hwfsdp = py.typed", f"hwfsdp = py.typed, {bodies.FOLDER.name}/*{bodies.SUFFIX}")
+    return text.replace(
+        "hwfsdp = py.typed",
+        f"hwfsdp = py.typed, {bodies.FOLDER.name}/*{bodies.SUFFIX}, learn/checks/*{bodies.SUFFIX}",
+    )
 
 
 def _student_ignored(text: str) -> str:
