@@ -144,44 +144,17 @@ strided_shards.draw()
 #
 # "Strided" comes from looking at it from outside: the ranks of one dp index hold stripes of the tensor together, here 0 1 and 4. So
 # one might step through the tensor, give each dp index its stripes, and have tp divide them. It looks right. The oracle is nested
-# chunking with `torch.chunk`: what tp keeps, cut again.
+# chunking with `torch.chunk`: what tp keeps, cut again. The three ways are a few lines each, side by side in
+`hwfsdp/learn/cuts.py`; guess in which sizes the second is wrong before you run the cell.
 
 # %%
 from itertools import product
 
-from torch.distributed.tensor import Shard
-
-from hwfsdp.compat import strided_shard
-from hwfsdp.layout import local_extent_of
-
-
-def part(tensor, parts, index):
-    chunks = tensor.chunk(parts)
-    return chunks[index] if index < len(chunks) else tensor[:0]
-
-
-def nested(rows, dp, tp, at):
-    return part(part(torch.arange(rows), tp, at[1]), dp, at[0])
-
-
-def striped(rows, dp, tp, at):
-    stripes = [part(piece, dp, at[0]) for piece in torch.arange(rows).chunk(tp)]
-    return part(torch.cat(stripes), tp, at[1])
-
-
-def from_placements(rows, dp, tp, at):
-    extent = local_extent_of((rows,), (dp, tp), [strided_shard(0, tp), Shard(0)], at)
-    return torch.arange(extent.offset[0], extent.offset[0] + extent.shape[0])
-
-
-def is_right(way, rows, dp, tp):
-    ranks = product(range(dp), range(tp))
-    return all(torch.equal(way(rows, dp, tp, at), nested(rows, dp, tp, at)) for at in ranks)
-
+from hwfsdp.learn.cuts import by_stripes, from_placements, is_right
 
 sizes = list(product(range(1, 25), range(1, 5), range(1, 5)))  # rows, dp, tp
 even = [(rows, dp, tp) for rows, dp, tp in sizes if rows % (dp * tp) == 0]
-for way in (from_placements, striped):
+for way in (from_placements, by_stripes):
     right = {size for size in sizes if is_right(way, *size)}
     found = f"right for {len(right & set(even))} of {len(even)} sizes that divide, {len(right)} of {len(sizes)} in all"
     print(f"{way.__name__:<17}{found}")
@@ -189,8 +162,8 @@ for way in (from_placements, striped):
 # %%
 for question in (8, 2, 2, (0, 1)), (7, 3, 2, (2, 0)):
     rows, dp, tp, at = question
-    found, by_stripes = from_placements(*question).tolist(), striped(*question).tolist()
-    print(f"{rows} rows, dp {dp}, tp {tp}: rank {at} has rows {found}; by stripes it would be {by_stripes}")
+    found, striped = from_placements(*question).tolist(), by_stripes(*question).tolist()
+    print(f"{rows} rows, dp {dp}, tp {tp}: rank {at} has rows {found}; by stripes it would be {striped}")
 
 # %% [markdown]
 # Stripes pass every test with sizes that divide, which is what most tests have. `local_extent_of` works on integers only and makes
@@ -199,6 +172,9 @@ for question in (8, 2, 2, (0, 1)), (7, 3, 2, (2, 0)):
 # Slide through some sizes, and watch rank 4, which is (2, 0). The last cut is FSDP's in the first line and TP's in the second.
 
 # %%
+from torch.distributed.tensor import Shard
+
+from hwfsdp.compat import strided_shard
 from hwfsdp.plot.grid import LaidOut
 
 
