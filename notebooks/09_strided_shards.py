@@ -145,7 +145,7 @@ strided_shards.draw()
 # "Strided" comes from looking at it from outside: the ranks of one dp index hold stripes of the tensor together, here 0 1 and 4. So
 # one might step through the tensor, give each dp index its stripes, and have tp divide them. It looks right. The oracle is nested
 # chunking with `torch.chunk`: what tp keeps, cut again. The three ways are a few lines each, side by side in
-`hwfsdp/learn/cuts.py`; guess in which sizes the second is wrong before you run the cell.
+# `hwfsdp/learn/cuts.py`; guess in which sizes the second is wrong before you run the cell.
 
 # %%
 from itertools import product
