@@ -427,9 +427,9 @@ def _list(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     start_server()  # it imports torch, and so does the next line
-    from hwfsdp.learn import commands
+    from hwfsdp.learn import checking
 
-    return commands.check(args.number, args.submission, args.mine, args.seed, args.json, _BEGAN)
+    return checking.check(args.number, args.submission, args.mine, args.seed, args.json, _BEGAN)
 
 
 def _hint(args: argparse.Namespace) -> int:
@@ -446,9 +446,9 @@ def _status(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace) -> int:
     start_server()
-    from hwfsdp.learn import commands
+    from hwfsdp.learn import checking
 
-    return commands.watch(args.number, args.mine)
+    return checking.watch(args.number, args.mine)
 
 
 def _reset(args: argparse.Namespace) -> int:

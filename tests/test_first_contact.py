@@ -18,7 +18,7 @@ import pytest
 import torch.version
 
 from hwfsdp.cli import build_parser, main
-from hwfsdp.learn.grade import Grade
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.progress import Progress
 from hwfsdp.learn.submission import solution, starter

@@ -13,46 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hwfsdp.events import Event
-from hwfsdp.learn.misconceptions import MISCONCEPTIONS
 from hwfsdp.learn.processes import MEMORY
 from hwfsdp.learn.run import Broken, Raised, Run
-
-
-class Finding(Exception):
-    """Why a check fails.
-
-    Args:
-        misconception: its id. message: the evidence, in one or two sentences with names and numbers.
-        expected, actual: what they say side by side, if that helps.
-    """
-
-    def __init__(self, misconception: str, message: str, expected: Any = None, actual: Any = None) -> None:
-        assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
-        super().__init__(message)
-        self.misconception, self.message = misconception, message
-        self.expected, self.actual = _shown(expected), _shown(actual)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Finding, (self.misconception, self.message, self.expected, self.actual)
-
-
-def _shown(value: Any) -> str | int | float | None:
-    """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Tensor):
-        value = (
-            value.tolist() if value.numel() <= 16 else f"{value.flatten()[:8].tolist()}… {tuple(value.shape)}"
-        )
-    text = " ".join(str(value).split())
-    return text if len(text) <= 300 else f"{text[:297]}…"
-
+from hwfsdp.learn.verdict import Finding
 
 # --- Numbers -----------------------------------------------------------------------------------------------
 

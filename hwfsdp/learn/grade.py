@@ -10,119 +10,19 @@ from __future__ import annotations
 import importlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn.diagnose import Finding, explain_broken, explain_failure
+from hwfsdp.learn.diagnose import explain_broken, explain_failure
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.misconceptions import FATAL
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
 from hwfsdp.learn.rules import check_rules
 from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Unreported
 from hwfsdp.learn.submission import find_source, inspect, is_started
-
-Judge = Callable[[Ranks, int], None]  # ranks, seed
-
-
-class Check(NamedTuple):
-    """Something that has to hold.
-
-    Attributes:
-        id: for example "01.extent". sentence: what holds, when it passes.
-        judge: raises a Finding if it does not. needs: ids of checks that have to pass first.
-    """
-
-    id: str
-    sentence: str
-    points: int
-    judge: Judge
-    needs: tuple[str, ...] = ()
-
-
-@dataclass
-class CheckResult:
-    """What a check came to; `passed` is None if it was not run, `dependency` the check that kept it from running."""
-
-    check: Check
-    passed: bool | None = None
-    finding: Finding | None = None
-    dependency: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        finding = self.finding
-        return {
-            "id": self.check.id,
-            "passed": self.passed,
-            "points": self.check.points if self.passed else 0,
-            "max_points": self.check.points,
-            "misconception": finding.misconception if finding else None,
-            "message": finding.message if finding else self._why_skipped(),
-            "expected": finding.expected if finding else None,
-            "actual": finding.actual if finding else None,
-            "dependency": self.dependency,
-        }
-
-    def _why_skipped(self) -> str | None:
-        return f"skipped, because {self.dependency} does not hold" if self.dependency else None
-
-
-OnCheck = Callable[[CheckResult], None]
-
-
-@dataclass
-class Grade:
-    """What an exercise came to.
-
-    Attributes:
-        status: "passed", "failed", "not_started" or "error".
-        finding: why nothing counts, if the status is "error".
-        seconds: that grading took. printed: by the learner's code. seed: of the inputs.
-    """
-
-    exercise: Exercise
-    results: list[CheckResult]
-    status: str = "not_started"
-    finding: Finding | None = None
-    seconds: float = 0.0
-    printed: str = ""
-    seed: int = 0
-
-    @property
-    def score(self) -> int:
-        if self.status == "error":
-            return 0
-        return sum(result.check.points for result in self.results if result.passed)
-
-    @property
-    def max_score(self) -> int:
-        return self.exercise.points
-
-    @property
-    def has_everything(self) -> bool:
-        """Whether there is nothing more to get."""
-        return self.status == "passed"
-
-    @property
-    def points(self) -> str:
-        """What it came to, in words."""
-        return f"{self.score} of {self.max_score} points"
-
-    def as_dict(self) -> dict[str, Any]:
-        checks = [result.as_dict() for result in self.results]
-        if self.status == "error":
-            for check in checks:
-                check["points"] = 0
-        return {
-            "exercise": self.exercise.number,
-            "score": self.score,
-            "max_score": self.max_score,
-            "status": self.status,
-            "checks": checks,
-            "seconds": round(self.seconds, 3),
-        }
+from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
 
 
 @dataclass(frozen=True)
@@ -135,7 +35,7 @@ class Options:
         run_seconds: that one run of ranks may take; one that takes longer hangs.
         world_size: of runs whose number of ranks does not matter, 1 to 4.
         thorough: off, nothing is judged any more once a check has failed; for who asks only whether one does.
-        upto: id of the last check to be judged, for who asks only about that one; None: all of them.
+        only: id of a check; none but it, and those that it needs, are judged. None: all of them.
     """
 
     mine: bool = False
@@ -143,7 +43,7 @@ class Options:
     run_seconds: float = RUN_SECONDS
     world_size: int = WORLD_SIZE
     thorough: bool = True
-    upto: str | None = None
+    only: str | None = None
 
     def draw_seed(self) -> int:
         return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
@@ -243,14 +143,17 @@ def run_checks(
     on_check: OnCheck,
     options: Options = Options(),
 ) -> None:
-    """Runs the checks in order, up to where the options say.
+    """Runs the checks in order, those that the options say.
 
     Raises:
         Finding: nothing counts.
     """
     passed: dict[str, bool] = {}
+    asked = _with_needed(options.only, [checked.check for checked in result.results])
     for checked in result.results:
         check = checked.check
+        if check.id not in asked:
+            continue
         checked.dependency = next((needed for needed in check.needs if not passed[needed]), None)
         if checked.dependency is None:
             checked.finding = _finding(check, ranks, result.seed, paths, holes)
@@ -259,9 +162,18 @@ def run_checks(
         on_check(checked)
         if checked.finding and checked.finding.misconception in FATAL:
             raise checked.finding
-        if (checked.finding and not options.thorough) or check.id == options.upto:
+        if checked.finding and not options.thorough:
             break
     result.status = "passed" if all(passed.values()) else "failed"
+
+
+def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
+    """Ids of the checks to run, if one is asked for: those that it needs, too, which come before it."""
+    asked = {check.id for check in checks if only in (None, check.id)}
+    for check in reversed(checks):
+        if check.id in asked:
+            asked.update(check.needs)
+    return asked
 
 
 def _finding(

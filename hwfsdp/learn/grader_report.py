@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch.version
 
 from hwfsdp.learn.capstone.homework import Homework, read_homework
-from hwfsdp.learn.grade import Grade, Options
+from hwfsdp.learn.grade import Options
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.killrate import KillRate, hole_mutants, kill, solved
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.pool import grading_pool

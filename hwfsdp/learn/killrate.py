@@ -24,7 +24,8 @@ from typing import NamedTuple
 from hwfsdp.errors import UsageError
 from hwfsdp.learn import holes
 from hwfsdp.learn.capstone.homework import Homework, solution_path
-from hwfsdp.learn.grade import Grade, Options
+from hwfsdp.learn.grade import Options
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.mutants import Mutant, mutants, sample
 from hwfsdp.learn.pool import grading_pool

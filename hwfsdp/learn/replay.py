@@ -27,7 +27,8 @@ import torch
 from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.learn.checks import shard_math
-from hwfsdp.learn.grade import Grade, Options, grade
+from hwfsdp.learn.grade import Options, grade
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 from hwfsdp.learn.overlay import Overlay
 from hwfsdp.learn.report import Style, printable, shown

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import CheckResult, Grade
+from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.misconceptions import MISCONCEPTIONS
 

@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 
 MODULES = {
     *(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn import holes, starters
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.overlay import Submitted
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.learn.grade import Grade, Options, grade
+from hwfsdp.learn.grade import Options, grade
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.submission import check_folder
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.learn.grade import Grade, Options
+from hwfsdp.learn.grade import Options
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Exercise, find_course
 from hwfsdp.learn.pool import grading_pool
 from hwfsdp.learn.submission import solution
@@ -47,8 +48,8 @@ def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]
             exercise, *answers = item.callspec.params.values()
             for each in answers:
                 text = answer(solution(exercise), each.functions, each.also)
-                upto = each.check if isinstance(each, Wrong) else None
-                found[item.name] = pool.submit(exercise, text, Options(seed=SEED, upto=upto))
+                only = each.check if isinstance(each, Wrong) else None
+                found[item.name] = pool.submit(exercise, text, Options(seed=SEED, only=only))
         yield found
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hwfsdp import UsageError
-from hwfsdp.learn.grade import Grade, Options, grade
+from hwfsdp.learn.grade import Options, grade
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import descendants, server_pid
 from hwfsdp.learn.report import Style, shown

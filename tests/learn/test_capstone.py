@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from hwfsdp.learn import holes
-from hwfsdp.learn.capstone import HomeworkGrade, overlap
+from hwfsdp.learn.capstone import overlap
 from hwfsdp.learn.capstone.homework import read_homework, solution_path, starter_of
-from hwfsdp.learn.capstone.grading import graded_homework
+from hwfsdp.learn.capstone.grading import HomeworkGrade, graded_homework
 from hwfsdp.learn.killrate import hole_mutants, solved
 from hwfsdp.learn.capstone.rules import check_rules
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.grade import Options
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.submission import Source

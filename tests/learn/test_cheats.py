@@ -15,7 +15,8 @@ import pytest
 
 from hwfsdp.learn import landlock, privileges
 from hwfsdp.learn.confinement import limits_in_force
-from hwfsdp.learn.grade import Grade, Options, grade
+from hwfsdp.learn.grade import Options, grade
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import descendants, server_pid
 from hwfsdp.learn.rules import find_digging

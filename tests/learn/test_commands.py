@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from hwfsdp.cli import main
-from hwfsdp.learn.commands import saved
+from hwfsdp.learn.checking import saved
 from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.run import patience
 from hwfsdp.learn.submission import solution, starter
 
 REPOSITORY = find_course(Path(__file__))
@@ -55,6 +57,15 @@ def test_list_names_every_exercise(course: Path, capsys: pytest.CaptureFixture[s
     assert all((course / row["file"]).exists() and row["holes"] and row["points"] > 0 for row in rows)
     status, text = said(capsys, "list")
     assert status == 0 and all(e.title in text for e in REPOSITORY.exercises)
+
+
+@pytest.mark.parametrize("line", ["list", "status", "hint 1", "hint capstone", "reset 1"])
+def test_what_needs_no_ranks_does_not_load_torch(course: Path, line: str) -> None:
+    code = "import sys; from hwfsdp.cli import main; status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *line.split()], cwd=course, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "") and ran.stdout
 
 
 def test_a_student_goes_from_not_started_to_passed(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +207,13 @@ def test_watch_sees_each_save_once(course: Path) -> None:
     assert seen == ["01", "01", "01"]  # written, replaced, and there again
 
 
+def test_watch_sees_what_is_saved_while_the_first_check_runs(course: Path) -> None:
+    exercise = find_course(course).exercise(1)
+    saves = saved([exercise], lambda seconds: pytest.fail("nothing was seen"))
+    file_of(course).write_text("x = 1\n")
+    assert next(saves) is exercise
+
+
 class StopWatching(Exception):
     """Ends a loop that would not."""
 
@@ -204,7 +222,10 @@ class StopWatching(Exception):
 def watching(course: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "hwfsdp", "watch", "1"]
     with subprocess.Popen(command, cwd=course, stdout=subprocess.PIPE, text=True) as process:
+        limit = threading.Timer(120 * patience(), process.kill)  # for one that says nothing any more
+        limit.start()
         yield process
+        limit.cancel()
         process.kill()
 
 

@@ -11,7 +11,6 @@ import torch
 
 from hwfsdp.events import Event
 from hwfsdp.learn.diagnose import (
-    Finding,
     compare_counts,
     compare_gradients,
     compare_order,
@@ -20,6 +19,7 @@ from hwfsdp.learn.diagnose import (
     first_difference,
     ratio,
 )
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.misconceptions import FATAL, MISCONCEPTIONS
 from hwfsdp.learn.run import Broken, Raised, Run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import CheckResult, Grade, checks_of
+from hwfsdp.learn.grade import checks_of
+from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.report import Style, shown
 

@@ -22,7 +22,7 @@ from hwfsdp.learn.checks.overlap import (
 )
 from hwfsdp.learn.checks.virtual_clock import figures_of, simulate_here
 from hwfsdp.learn.checks.virtual_models import DEVICE, GPUS, inference, training
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 
 EXERCISES = Path(__file__).parents[2] / "exercises"
 STEPS = {

@@ -14,7 +14,3 @@ The learner's `hw_fsdp.py` supplies all of FSDP but streams and collectives. Wha
     grading    the grade
     picture    what its README shows
 """
-
-from hwfsdp.learn.capstone.grading import HomeworkGrade, grade_capstone
-
-__all__ = ["HomeworkGrade", "grade_capstone"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hwfsdp.learn.capstone import judges, overlap
 from hwfsdp.learn.capstone.rules import check_rules
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.verdict import Check
 from hwfsdp.learn.run import Ranks
 from hwfsdp.learn.submission import Source
 

@@ -13,8 +13,8 @@ from hwfsdp.learn import grade as grading
 from hwfsdp.learn.capstone.checks import BONUSES, TASKS
 from hwfsdp.learn.capstone.homework import FILE, Homework, handed_in, has_begun, read_homework
 from hwfsdp.learn.capstone.rules import check_rules
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import Check, CheckResult, Grade, OnCheck, Options
+from hwfsdp.learn.grade import Options
+from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
 from hwfsdp.learn.manifest import Course
 from hwfsdp.learn.overlay import Overlay, Submitted
 from hwfsdp.learn.run import Ranks

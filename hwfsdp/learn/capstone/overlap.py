@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hwfsdp.learn.capstone.clock import Exposed, exposed_of, probe_clock
 from hwfsdp.learn.capstone.runs import probe_homework
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Ranks, Run
 from hwfsdp.order import Race, find_races
 

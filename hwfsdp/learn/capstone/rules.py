@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hwfsdp.learn import holes, rules
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.manifest import module_source
 from hwfsdp.learn.submission import NOT_PYTHON, Source
 

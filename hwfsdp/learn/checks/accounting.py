@@ -24,8 +24,7 @@ from hwfsdp.learn.checks.accounting_theories import (
     verdict,
     wire_sizes,
 )
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Report, attempt
 
 Walk = tuple[str, int, int]  # collective, bytes, ranks

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from hwfsdp.accounting import GroupSizes, MeshShape, StateBytes, Strategy
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 
 Shapes = Sequence[Sequence[int]]
 FULL = StateBytes(2, 3, 7)  # bytes per element, all different

@@ -41,8 +41,8 @@ from hwfsdp.learn.checks.accumulation_runs import (
     probe_settings,
 )
 from hwfsdp.learn.checks.gradients import compare_shards
-from hwfsdp.learn.diagnose import Finding, compare_order
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.diagnose import compare_order
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run
 from hwfsdp.sharding import chunk_extent
 

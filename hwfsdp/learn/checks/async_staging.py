@@ -24,8 +24,8 @@ from hwfsdp.learn.checks.async_staging_runs import (
     values_before,
 )
 from hwfsdp.learn.checks.async_staging_saves import probe_saves
-from hwfsdp.learn.diagnose import Finding, first_difference
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.diagnose import first_difference
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
 
 ITEM = 4  # bytes of an element

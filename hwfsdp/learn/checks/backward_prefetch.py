@@ -36,8 +36,8 @@ from hwfsdp.learn.checks.overlap import (
     check_reductions,
     log_of,
 )
-from hwfsdp.learn.diagnose import Finding, compare_order
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.diagnose import compare_order
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
 
 TARGETS = Targets(exposed_us=3030.0, step_ms=24.0, peak_gib=2.12)  # stated in the README

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hwfsdp import collectives
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Run
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -36,8 +36,7 @@ from hwfsdp.learn.checks.checkpoints_runs import (
     probe_integers,
     tilings,
 )
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hwfsdp.learn.checks.checkpoints_disk import Crash, crashes
 from hwfsdp.learn.checks.checkpoints_runs import NEW, OLD, SCENES, probe_integers, scene
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Ranks
 
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hwfsdp.learn.diagnose import Finding, first_difference
+from hwfsdp.learn.diagnose import first_difference
+from hwfsdp.learn.verdict import Finding
 
 Grads = Mapping[str, Tensor | None]  # by name; None where there is none
 Shards = Sequence[Grads]  # by rank: the local rows of gradients

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hwfsdp import claim, hooks
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Run
 
 CASES = 12

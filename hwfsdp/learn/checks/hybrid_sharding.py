@@ -30,8 +30,8 @@ from hwfsdp.learn.checks.hybrid_sharding_runs import (
     settings_of,
     shapes_of,
 )
-from hwfsdp.learn.diagnose import Finding, compare_order, first_difference
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.diagnose import compare_order, first_difference
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
 from hwfsdp.order import Order
 from hwfsdp.sharding import chunk_extent, padded_local_numel

@@ -24,8 +24,8 @@ from hwfsdp.learn.checks.meta_start_runs import (
     probe_start,
     shapes,
 )
-from hwfsdp.learn.diagnose import Finding, first_difference
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.diagnose import first_difference
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
 
 ANYWHERE = ("generators", "kinds", "expected")  # what does not depend on a mesh

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import Event
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Run
 from hwfsdp.order import Race, find_races
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from hwfsdp import ring
 from hwfsdp.events import COLLECTIVES
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Report, Run
 from hwfsdp.recording import record
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp import sharding
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Report, attempt
 
 MOST = 64

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hwfsdp.learn.checks.sharded_parameter_runs import ROUNDS, Case, Data, cases, probe_parameter
-from hwfsdp.learn.diagnose import Finding, first_difference
-from hwfsdp.learn.grade import Check
+from hwfsdp.learn.diagnose import first_difference
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run, Unreported
 
 

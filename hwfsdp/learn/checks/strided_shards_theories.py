@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from hwfsdp.learn.checks.strided_shards_runs import Cuts, Sizes, shown
-from hwfsdp.learn.diagnose import Finding
+from hwfsdp.learn.verdict import Finding
 
 Orders = dict[int, list[int]]
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hwfsdp.learn.grade import OnCheck, Options
+from hwfsdp.learn.grade import Options
+from hwfsdp.learn.verdict import OnCheck
 from hwfsdp.learn.manifest import Course
 
 

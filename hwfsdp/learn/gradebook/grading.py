@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn.diagnose import Finding
-from hwfsdp.learn.grade import CheckResult, Grade, checks_of
+from hwfsdp.learn.grade import checks_of
+from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 from hwfsdp.learn.gradebook import extras
 from hwfsdp.learn.gradebook.archives import Limits
 from hwfsdp.learn.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hwfsdp.server import start_server
 
 if TYPE_CHECKING:
-    from hwfsdp.learn.grade import CheckResult
+    from hwfsdp.learn.verdict import CheckResult
     from hwfsdp.learn.manifest import Course
 
 

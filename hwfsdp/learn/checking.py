@@ -1,0 +1,118 @@
+"""What the commands do that grade: check, watch.
+
+Each returns the exit status: 0 when what was asked for holds, 1 when it does not. They load torch and start ranks, which takes
+seconds; what needs neither is in `commands`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hwfsdp.errors import UsageError
+from hwfsdp.learn.capstone.grading import grade_capstone
+from hwfsdp.learn.capstone.homework import Homework
+from hwfsdp.learn.commands import shown_path, wanted_exercise
+from hwfsdp.learn.grade import Options, grade
+from hwfsdp.learn.manifest import Course, Exercise, find_course
+from hwfsdp.learn.progress import Progress
+from hwfsdp.learn.report import Style, shown
+from hwfsdp.learn.run import warm_up
+from hwfsdp.learn.submission import check_folder, find_source
+from hwfsdp.learn.verdict import Grade
+
+_Stamp = tuple[int, int, int]  # of a file: when it was written, its size, which one it is
+POLL_SECONDS = 0.1  # between two looks at the files in `watch`
+
+
+def check(
+    number: str, submission: Path | None, mine: bool, seed: int | None, as_json: bool, began: float
+) -> int:
+    """Grades one exercise and prints the verdict; `began`, by the monotonic clock, is when the command did."""
+    course = find_course()
+    exercise = wanted_exercise(course, number)
+    folder = _folder(course, submission, exercise)
+    options = Options(mine=mine, seed=seed)
+    warm_up()
+    result: Grade
+    if isinstance(exercise, Homework):
+        result = grade_capstone(folder, course, options)
+    else:
+        result = grade(exercise, folder, course, options)
+        if submission is None:
+            _remember(course, result)
+    result.seconds = time.monotonic() - began
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        print(shown(result, shown_path(find_source(exercise, folder).path), Style()))
+    return 0 if result.status == "passed" else 1
+
+
+def _folder(course: Course, submission: Path | None, wanted: Exercise) -> Path:
+    if submission is None:
+        return course.root / "exercises"
+    check_folder(submission, (*course.exercises, wanted))
+    return submission
+
+
+def _remember(course: Course, result: Grade) -> None:
+    text = find_source(result.exercise, course.root / "exercises").text
+    if text is not None:
+        try:
+            Progress.load(course).note(result, text)
+        except OSError as error:  # a course that may only be read can be checked all the same
+            print(f"hwfsdp: progress is not kept: {error}", file=sys.stderr)
+
+
+def watch(number: str | None, mine: bool) -> int:
+    """Checks an exercise, then again whenever its file is saved, until interrupted."""
+    course = find_course()
+    progress = Progress.load(course)
+    unfinished = (e for e in course.exercises if progress.standing(e).status != "passed")
+    first = course.exercise(number) if number else next(unfinished, course.exercises[-1])
+    chosen = (first,) if number else course.exercises
+    saves = saved(chosen, time.sleep)
+    warm_up()
+    print(f"Watching {'exercise ' + first.number if number else 'all exercises'}; Ctrl-C ends.\n", flush=True)
+    _check_again(course, first, mine)
+    for exercise in saves:
+        _check_again(course, exercise, mine)
+    return 0
+
+
+def saved(exercises: Sequence[Exercise], sleep: Callable[[float], None]) -> Iterator[Exercise]:
+    """Each exercise as soon as its file has changed since this was called; between two looks at the files it calls `sleep`."""
+    return _changed({exercise: _stamp(exercise) for exercise in exercises}, sleep)
+
+
+def _changed(known: dict[Exercise, _Stamp | None], sleep: Callable[[float], None]) -> Iterator[Exercise]:
+    """`known`: the files as they were seen last."""
+    while True:
+        for exercise in known:
+            stamp = _stamp(exercise)
+            if stamp != known[exercise] and stamp is not None:  # editors replace files; wait for the new one
+                known[exercise] = stamp
+                yield exercise
+        sleep(POLL_SECONDS)
+
+
+def _stamp(exercise: Exercise) -> _Stamp | None:
+    try:
+        found = (exercise.folder / exercise.file_name).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
+    try:
+        result = grade(exercise, course.root / "exercises", course, Options(mine=mine))
+    except UsageError as unreadable:  # as it is now; the next save may mend it
+        print(f"hwfsdp: {unreadable}\n", flush=True)
+        return
+    _remember(course, result)
+    print(shown(result, shown_path(exercise.folder / exercise.file_name), Style()), end="\n\n", flush=True)

@@ -1,0 +1,149 @@
+"""What grading comes to, as data: why a check fails, what each check came to, and the grade of an exercise.
+
+Reading these must be quick, so nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from hwfsdp.learn.manifest import Exercise
+from hwfsdp.learn.misconceptions import MISCONCEPTIONS
+
+if TYPE_CHECKING:
+    from hwfsdp.learn.run import Ranks
+
+
+class Finding(Exception):
+    """Why a check fails.
+
+    Args:
+        misconception: its id. message: the evidence, in one or two sentences with names and numbers.
+        expected, actual: what they say side by side, if that helps.
+    """
+
+    def __init__(self, misconception: str, message: str, expected: Any = None, actual: Any = None) -> None:
+        assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
+        super().__init__(message)
+        self.misconception, self.message = misconception, message
+        self.expected, self.actual = _shown(expected), _shown(actual)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Finding, (self.misconception, self.message, self.expected, self.actual)
+
+
+def _shown(value: Any) -> str | int | float | None:
+    """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(
+        value, "numel"
+    ):  # a tensor; torch takes seconds to load, which who reads verdicts need not wait for
+        value = (
+            value.tolist() if value.numel() <= 16 else f"{value.flatten()[:8].tolist()}… {tuple(value.shape)}"
+        )
+    text = " ".join(str(value).split())
+    return text if len(text) <= 300 else f"{text[:297]}…"
+
+
+Judge: TypeAlias = "Callable[[Ranks, int], None]"  # ranks, seed
+
+
+class Check(NamedTuple):
+    """Something that has to hold.
+
+    Attributes:
+        id: for example "01.extent". sentence: what holds, when it passes.
+        judge: raises a Finding if it does not. needs: ids of checks that have to pass first.
+    """
+
+    id: str
+    sentence: str
+    points: int
+    judge: Judge
+    needs: tuple[str, ...] = ()
+
+
+@dataclass
+class CheckResult:
+    """What a check came to; `passed` is None if it was not run, `dependency` the check that kept it from running."""
+
+    check: Check
+    passed: bool | None = None
+    finding: Finding | None = None
+    dependency: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        finding = self.finding
+        return {
+            "id": self.check.id,
+            "passed": self.passed,
+            "points": self.check.points if self.passed else 0,
+            "max_points": self.check.points,
+            "misconception": finding.misconception if finding else None,
+            "message": finding.message if finding else self._why_skipped(),
+            "expected": finding.expected if finding else None,
+            "actual": finding.actual if finding else None,
+            "dependency": self.dependency,
+        }
+
+    def _why_skipped(self) -> str | None:
+        return f"skipped, because {self.dependency} does not hold" if self.dependency else None
+
+
+OnCheck = Callable[[CheckResult], None]
+
+
+@dataclass
+class Grade:
+    """What an exercise came to.
+
+    Attributes:
+        status: "passed", "failed", "not_started" or "error".
+        finding: why nothing counts, if the status is "error".
+        seconds: that grading took. printed: by the learner's code. seed: of the inputs.
+    """
+
+    exercise: Exercise
+    results: list[CheckResult]
+    status: str = "not_started"
+    finding: Finding | None = None
+    seconds: float = 0.0
+    printed: str = ""
+    seed: int = 0
+
+    @property
+    def score(self) -> int:
+        if self.status == "error":
+            return 0
+        return sum(result.check.points for result in self.results if result.passed)
+
+    @property
+    def max_score(self) -> int:
+        return self.exercise.points
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether there is nothing more to get."""
+        return self.status == "passed"
+
+    @property
+    def points(self) -> str:
+        """What it came to, in words."""
+        return f"{self.score} of {self.max_score} points"
+
+    def as_dict(self) -> dict[str, Any]:
+        checks = [result.as_dict() for result in self.results]
+        if self.status == "error":
+            for check in checks:
+                check["points"] = 0
+        return {
+            "exercise": self.exercise.number,
+            "score": self.score,
+            "max_score": self.max_score,
+            "status": self.status,
+            "checks": checks,
+            "seconds": round(self.seconds, 3),
+        }
