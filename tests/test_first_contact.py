@@ -18,10 +18,10 @@ import pytest
 import torch.version
 
 from hwfsdp.cli import build_parser, main
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.progress import Progress
 from hwfsdp.learn.submission import solution, starter
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.verbs.health import look_at_ranks
 
 ROOT = Path(__file__).parent.parent

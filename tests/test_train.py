@@ -122,7 +122,7 @@ def test_unusable_arguments_are_one_line_and_status_2(
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["fly"], ["demo", "--ranks", "0"], ["train", "--device", "abacus"], ["train", "--ranks", "x"]],
+    [["fly"], ["demo", "--ranks", "0"], ["train", "--device", "abacus"], ["train", "--ranks", "x"]],
 )
 def test_arguments_that_argparse_refuses_have_status_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -19,10 +19,10 @@ import torch.version
 
 from hwfsdp.learn.capstone.homework import Homework, read_homework
 from hwfsdp.learn.grade import Options
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.killrate import KillRate, hole_mutants, kill, solved
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.pool import grading_pool
+from hwfsdp.learn.verdict import Grade
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
 _HEAD = """# How the grader is graded

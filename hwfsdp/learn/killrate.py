@@ -25,11 +25,11 @@ from hwfsdp.errors import UsageError
 from hwfsdp.learn import holes
 from hwfsdp.learn.capstone.homework import Homework, solution_path
 from hwfsdp.learn.grade import Options
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.mutants import Mutant, mutants, sample
 from hwfsdp.learn.pool import grading_pool
 from hwfsdp.learn.submission import solution
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import SEED
 
 SECONDS = 6.0  # of one run; a mutant that takes longer is killed

@@ -16,9 +16,9 @@ from pathlib import Path
 from hwfsdp.learn.capstone.grading import graded_homework
 from hwfsdp.learn.capstone.homework import FOLDER
 from hwfsdp.learn.grade import Options
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 from hwfsdp.learn.run import PATIENCE, warm_up
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import graded, grading_problems
 
 WORKERS = max(1, (os.cpu_count() or 2))

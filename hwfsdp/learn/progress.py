@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.submission import find_source, is_started, starter
+from hwfsdp.learn.verdict import Grade
 
 
 class Standing(NamedTuple):

@@ -28,12 +28,12 @@ from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.learn.checks import shard_math
 from hwfsdp.learn.grade import Options, grade
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, Exercise, find_course
 from hwfsdp.learn.overlay import Overlay
 from hwfsdp.learn.report import Style, printable, shown
 from hwfsdp.learn.run import FAILED, Broken, Probe, Ranks, Run, warm_up
 from hwfsdp.learn.submission import find_source, is_started, solution
+from hwfsdp.learn.verdict import Grade
 
 ISSUED = ("op", "stream", "owner", "phase", "dtype", "bytes")  # what counts of an event; its times do not
 _REFERENCE = "the reference"

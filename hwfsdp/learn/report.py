@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.misconceptions import MISCONCEPTIONS
+from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 
 _CODES = {"green": "32", "red": "31", "grey": "90", "bold": "1"}
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}

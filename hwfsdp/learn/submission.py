@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn import holes, starters
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.overlay import Submitted
+from hwfsdp.learn.verdict import Finding
 
 KEPT_STARTER = ".starter.py"  # in the folder of an exercise, in a student's edition
 LARGEST = 1 << 20  # bytes of a file that anyone wrote

@@ -22,9 +22,9 @@ from pathlib import Path
 from hwfsdp.errors import UsageError
 from hwfsdp.learn import holes, starters
 from hwfsdp.learn.grade import Options, grade
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, Exercise, module_source
 from hwfsdp.learn.submission import solution, starter
+from hwfsdp.learn.verdict import Grade
 
 SEED = 20
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hwfsdp.learn.grade import Options, grade
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.submission import check_folder
+from hwfsdp.learn.verdict import Grade
 
 Grader = Callable[[str], Grade]
 GRADER = pytest.StashKey[Grader]()

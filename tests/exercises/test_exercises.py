@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hwfsdp.learn.grade import checks_of
-from hwfsdp.learn.verdict import Finding, Grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.misconceptions import MISCONCEPTIONS
+from hwfsdp.learn.verdict import Finding, Grade
 
 CHECKS = [
     pytest.param(exercise.number, check.id, id=f"{check.id}: {check.sentence}")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hwfsdp.learn.grade import Options
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import Exercise, find_course
 from hwfsdp.learn.pool import grading_pool
 from hwfsdp.learn.submission import solution
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import SEED, failures
 
 sys.path.insert(0, str(Path(__file__).parent))

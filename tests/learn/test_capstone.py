@@ -15,10 +15,10 @@ from hwfsdp.learn.capstone.homework import read_homework, solution_path, starter
 from hwfsdp.learn.capstone.grading import HomeworkGrade, graded_homework
 from hwfsdp.learn.killrate import hole_mutants, solved
 from hwfsdp.learn.capstone.rules import check_rules
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.grade import Options
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.submission import Source
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.workbook import failures
 
 sys.path.insert(0, str(Path(__file__).parent))

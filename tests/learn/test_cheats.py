@@ -16,11 +16,11 @@ import pytest
 from hwfsdp.learn import landlock, privileges
 from hwfsdp.learn.confinement import limits_in_force
 from hwfsdp.learn.grade import Options, grade
-from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import descendants, server_pid
 from hwfsdp.learn.rules import find_digging
 from hwfsdp.learn.submission import solution, starter
+from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import graded
 
 COURSE = find_course(Path(__file__))
@@ -189,7 +189,7 @@ NAMED = {
     "the frames of others, from an exception": "looks into the frames of others",
     "the frames of others, handed on": "looks into the frames of others",
     "native code": "calls native code by itself",
-    "the package's text run": "opens main/hwfsdp/sharding.py",
+    "the package's text run": "/hwfsdp/sharding.py",
     "the package's functions dug out": "looks for objects of others",
     "the solution imported": "opens solutions/",
     "the solution read": "opens solutions/",

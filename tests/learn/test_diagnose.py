@@ -19,9 +19,9 @@ from hwfsdp.learn.diagnose import (
     first_difference,
     ratio,
 )
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.misconceptions import FATAL, MISCONCEPTIONS
 from hwfsdp.learn.run import Broken, Raised, Run
+from hwfsdp.learn.verdict import Finding
 
 ORACLE = torch.tensor([[1.0, -2.0], [0.5, 4.0]])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hwfsdp.learn.grade import checks_of
-from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.report import Style, shown
+from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 
 EXERCISE = find_course(Path(__file__)).exercise(1)
 FINDING = Finding("past-the-end", "chunk_extent(n=5) is\n  a  table\n  of  two rows", [1, 2], "x")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hwfsdp.learn.capstone import judges, overlap
 from hwfsdp.learn.capstone.rules import check_rules
-from hwfsdp.learn.verdict import Check
 from hwfsdp.learn.run import Ranks
 from hwfsdp.learn.submission import Source
+from hwfsdp.learn.verdict import Check
 
 
 def judge_file(ranks: Ranks, seed: int) -> None:

@@ -14,10 +14,10 @@ from hwfsdp.learn.capstone.checks import BONUSES, TASKS
 from hwfsdp.learn.capstone.homework import FILE, Homework, handed_in, has_begun, read_homework
 from hwfsdp.learn.capstone.rules import check_rules
 from hwfsdp.learn.grade import Options
-from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
 from hwfsdp.learn.manifest import Course
 from hwfsdp.learn.overlay import Overlay, Submitted
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
 
 ALL_SECONDS = 40.0  # of all runs: there are more of them than in an exercise
 

@@ -16,8 +16,8 @@ from hwfsdp.learn.capstone import cases
 from hwfsdp.learn.capstone.cases import BF16, Case
 from hwfsdp.learn.capstone.runs import DEEP, places_of, probe_homework, probe_oracle
 from hwfsdp.learn.diagnose import compare_gradients, first_difference
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.models.gpt import GPT
 from hwfsdp.sharding import chunk_extent, chunk_length, padded_local_numel
 

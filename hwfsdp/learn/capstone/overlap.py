@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from hwfsdp.learn.capstone.clock import Exposed, exposed_of, probe_clock
 from hwfsdp.learn.capstone.runs import probe_homework
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.order import Race, find_races
 
 GPU_FORWARD_US = 435.0  # of gathers in a forward on the GPU, not hidden

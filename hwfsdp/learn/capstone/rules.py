@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hwfsdp.learn import holes, rules
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.manifest import module_source
 from hwfsdp.learn.submission import NOT_PYTHON, Source
+from hwfsdp.learn.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")

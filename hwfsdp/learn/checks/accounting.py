@@ -24,8 +24,8 @@ from hwfsdp.learn.checks.accounting_theories import (
     verdict,
     wire_sizes,
 )
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Report, attempt
+from hwfsdp.learn.verdict import Check, Finding
 
 Walk = tuple[str, int, int]  # collective, bytes, ranks
 Amount = tuple[dict[str, int], MeshShape]  # bytes by collective, and the mesh that they travel over

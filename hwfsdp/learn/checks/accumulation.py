@@ -42,8 +42,8 @@ from hwfsdp.learn.checks.accumulation_runs import (
 )
 from hwfsdp.learn.checks.gradients import compare_shards
 from hwfsdp.learn.diagnose import compare_order
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.sharding import chunk_extent
 
 REDUCING = tuple(op for op in WATCHED if op != "all_gather")

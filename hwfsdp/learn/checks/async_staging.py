@@ -25,8 +25,8 @@ from hwfsdp.learn.checks.async_staging_runs import (
 )
 from hwfsdp.learn.checks.async_staging_saves import probe_saves
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Check, Finding
 
 ITEM = 4  # bytes of an element
 SETTINGS = [0.5, [0.9, 0.99], 3, "text"]

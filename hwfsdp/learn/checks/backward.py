@@ -16,8 +16,8 @@ from hwfsdp.learn.checks.backward_models import HIDDEN, WIDTH, batch, build, los
 from hwfsdp.learn.checks.backward_runs import probe_fsdp2, run_of, runs_of
 from hwfsdp.learn.checks.backward_schedule import check_gathered, judge_schedule
 from hwfsdp.learn.checks.gradients import compare_shards
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.verdict import Check, Finding
 
 Grads = dict[str, Tensor]
 

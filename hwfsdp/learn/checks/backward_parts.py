@@ -22,8 +22,8 @@ from hwfsdp.learn.checks import backward_scaling
 from hwfsdp.learn.checks.backward_models import drawing
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Report, Run
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.param import FSDPParam
 from hwfsdp.sharding import padded_local_numel
 

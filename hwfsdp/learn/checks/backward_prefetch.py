@@ -37,8 +37,8 @@ from hwfsdp.learn.checks.overlap import (
     log_of,
 )
 from hwfsdp.learn.diagnose import compare_order
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Check, Finding
 
 TARGETS = Targets(exposed_us=3030.0, step_ms=24.0, peak_gib=2.12)  # stated in the README
 NEAR = 1e-3  # µs

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hwfsdp import collectives
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Run
+from hwfsdp.learn.verdict import Finding
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 Mean = tuple[int, int, torch.dtype, float | None, bool]  # arguments of mean_scaling

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hwfsdp.events import Event
 from hwfsdp.learn.checks.backward_runs import runs_of
 from hwfsdp.learn.diagnose import compare_order
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.verdict import Finding
 
 # "+0": blocks.0 is gathered, "-0": its gradients are reduced; in backward
 ORDERS = {

@@ -36,8 +36,8 @@ from hwfsdp.learn.checks.checkpoints_runs import (
     probe_integers,
     tilings,
 )
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Check, Finding
 
 
 def _text(part: Any) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from hwfsdp.learn.checks.checkpoints_disk import Crash, crashes
 from hwfsdp.learn.checks.checkpoints_runs import NEW, OLD, SCENES, probe_integers, scene
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Finding
 
 
 def judge_commit(ranks: Ranks, seed: int) -> None:

@@ -15,8 +15,8 @@ from hwfsdp.eventlog import EventLog
 from hwfsdp.learn.checks.forward_runs import FIRST, PAIR, Data, probe_forward
 from hwfsdp.learn.checks.watched import Chain, Layer, Oracle, Tree
 from hwfsdp.learn.diagnose import compare_counts, compare_gradients, compare_order, first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run, Unreported
+from hwfsdp.learn.verdict import Check, Finding
 
 RECOMPUTED = ("reentrant", "without reentry")
 WORDS = {

@@ -26,8 +26,8 @@ from hwfsdp.learn.checks.forward_prefetch_runs import (
 from hwfsdp.learn.checks.lone_streams import work_of
 from hwfsdp.learn.checks.overlap import Targets, check_ahead, check_figures, check_ordered, log_of
 from hwfsdp.learn.diagnose import compare_order, first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Check, Finding
 
 TARGETS = Targets(exposed_us=770.0, step_ms=7.8, peak_gib=1.13)  # stated in the README
 NEAR = 1e-6  # µs

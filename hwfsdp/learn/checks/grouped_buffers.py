@@ -35,8 +35,8 @@ from hwfsdp.learn.checks.grouped_buffers_runs import (
 )
 from hwfsdp.learn.checks.grouped_buffers_trees import compare_modules, compare_parameters
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.sharding import chunk_extent, padded_local_numel
 
 

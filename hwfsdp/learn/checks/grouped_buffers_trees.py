@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hwfsdp import claim, hooks
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Run
+from hwfsdp.learn.verdict import Finding
 
 CASES = 12
 Row = list[Any]

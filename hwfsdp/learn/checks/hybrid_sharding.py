@@ -31,8 +31,8 @@ from hwfsdp.learn.checks.hybrid_sharding_runs import (
     shapes_of,
 )
 from hwfsdp.learn.diagnose import compare_order, first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.order import Order
 from hwfsdp.sharding import chunk_extent, padded_local_numel
 

@@ -13,8 +13,8 @@ from hwfsdp.learn.checks.accumulation_runs import Model
 from hwfsdp.learn.checks.gradients import fit_weights
 from hwfsdp.learn.checks.hybrid_sharding_runs import Setting, micro_batches, parts_of
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Run
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.sharding import chunk_extent
 
 

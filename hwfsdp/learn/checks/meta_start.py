@@ -25,8 +25,8 @@ from hwfsdp.learn.checks.meta_start_runs import (
     shapes,
 )
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.verdict import Check, Finding
 
 ANYWHERE = ("generators", "kinds", "expected")  # what does not depend on a mesh
 BUFFERS = 4 * 4  # bytes

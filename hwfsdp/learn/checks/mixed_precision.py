@@ -31,8 +31,8 @@ from hwfsdp.learn.checks.mixed_precision_runs import (
     some_shards,
 )
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.sharding import chunk_extent, padded_local_numel
 
 # --- Judges ------------------------------------------------------------------------------------------------

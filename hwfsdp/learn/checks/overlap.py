@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import Event
-from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.run import Run
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.order import Race, find_races
 
 GIB = 1 << 30

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hwfsdp import ring
 from hwfsdp.events import COLLECTIVES
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Report, Run
+from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.recording import record
 
 WORLD_SIZE = (

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hwfsdp import sharding
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Report, attempt
+from hwfsdp.learn.verdict import Check, Finding
 
 MOST = 64
 Case = tuple[int, int]  # rows, world size

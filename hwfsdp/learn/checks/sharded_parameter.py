@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hwfsdp.learn.checks.sharded_parameter_runs import ROUNDS, Case, Data, cases, probe_parameter
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run, Unreported
+from hwfsdp.learn.verdict import Check, Finding
 
 
 def run_of(ranks: Ranks, seed: int) -> Run:

@@ -18,8 +18,8 @@ from hwfsdp.learn.checks import strided_shards_runs as runs
 from hwfsdp.learn.checks.strided_shards_theories import Box, explain_boxes, explain_orders
 from hwfsdp.learn.checks.strided_shards_runs import PADDING, REPLICA, Axes, Cuts, Sizes, Tensors, described
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.verdict import Check, Finding
 
 RANKS = prod(runs.GRID)
 

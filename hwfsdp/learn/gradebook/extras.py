@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.learn.grade import Options
-from hwfsdp.learn.verdict import OnCheck
 from hwfsdp.learn.manifest import Course
+from hwfsdp.learn.verdict import OnCheck
 
 
 class Extra(NamedTuple):

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.grade import checks_of
-from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 from hwfsdp.learn.gradebook import extras
 from hwfsdp.learn.gradebook.archives import Limits
 from hwfsdp.learn.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs
@@ -34,6 +33,7 @@ from hwfsdp.learn.gradebook.late import implausible, match_times
 from hwfsdp.learn.gradebook.results import UNKNOWN, Result
 from hwfsdp.learn.gradebook.submissions import Collected, Handed, collect, find_submissions, printable
 from hwfsdp.learn.manifest import PACKAGE, Course, Exercise
+from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 
 CROWDED = frozenset({"endless", "stuck-in"})  # misconceptions that a crowded machine can look like
 Data = dict[str, Any]
