@@ -7,6 +7,7 @@ stderr. torch is imported only by the verbs that need it, so that `--help` answe
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit status."""
-    args = build_parser().parse_args(argv)
+    args = _parsed(argv)
     try:
         if args.verb is None:
             return greet()
@@ -74,6 +75,15 @@ def _fail(error: FSDPError, status: int) -> int:
     return status
 
 
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments. What a verb does not know is complained about with the usage of that verb."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        (args.parser if args.verb else parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
     parser = _Grouped(
@@ -103,6 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_checkpoint_verbs(verbs)
     add_grade(verbs)
     add_release(verbs)
+    for verb in verbs.choices.values():
+        verb.set_defaults(parser=verb)
     return parser
 
 
@@ -336,6 +348,8 @@ def _train(args: argparse.Namespace) -> int:
     )
     if args.trace:
         args.trace.touch()  # complains here, before the work is done
+    if config.snapshots:
+        _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
     on_step = _quiet if args.json else progress(args.steps, "train")
     device = _device(args)
@@ -369,10 +383,18 @@ def _snapshots(args: argparse.Namespace) -> SnapshotConfig | None:
     return SnapshotConfig(path.absolute(), args.save_every, args.keep or 2, args.resume, args.wait_for_saves)
 
 
+def _make_writable(folder: Path) -> None:
+    """A folder to write to; complains before the work is done, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, "it may only be read", str(folder))
+
+
 def _train_report(summary: dict[str, Any], path: str) -> str:
     losses, resumed = summary["losses"], summary.get("resumed_at")
     text = f"{summary['ranks']} ranks, {len(losses)} steps"
     text += f", {resumed} of them done before" if resumed else ""
+    text += ": nothing was left to do" if summary["step_ms"] is None else ""
     text += f": loss {losses[0]:.4f} → {losses[-1]:.4f}"
     text += f", median step {summary['step_ms']:.0f} ms" if summary["step_ms"] is not None else ""
     if path:

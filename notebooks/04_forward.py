@@ -233,13 +233,13 @@ for name, result in launch(ways_in, 2)[0].items():
     print(f"{name:<28} {result}")
 
 # %% [markdown]
-# Only the first one ran the hooks. All others found what is there between forwards: a DTensor with this rank's rows, and torch
-# refuses to mix that with a plain tensor. That is what the message means when you meet it under FSDP: *a weight was used while
-# it was sharded*. Remedies, best first: call the module; register the method, as above; put `unshard()` and `reshard()` around
-# a piece of code of your own.
+# Only the first and the registered one ran the hooks. The others found what is there between forwards: a DTensor with this
+# rank's rows, and torch refuses to mix that with a plain tensor. That is what the message means when you meet it under FSDP: *a
+# weight was used while it was sharded*. Remedies, best first: call the module; register the method, as above; put `unshard()` and
+# `reshard()` around a piece of code of your own.
 #
 # At the root the same mistake can hide. Its own weights stay whole after forward, so a method that uses them works there, until
-# somebody calls it first. And a part of the model that is called before the whole model ever was, gets an error of its own:
+# somebody calls it first. And if a part of the model is called before the whole model ever was, the whole gets an error of its own:
 
 
 # %%

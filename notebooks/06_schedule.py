@@ -166,9 +166,9 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 #
 # ## What it costs
 #
-# Memory, as the last column says. Each part holds on to something for longer, so that it can travel while something else runs. One
-# group ahead, one reduction in flight: no more are needed to hide them, and without a bound it would be the whole model again. Each
-# schedule is bounded by construction, not by luck.
+# Memory, as the last column says: what travels while something else runs is held for longer. Forward prefetch adds nothing to
+# the peak here, which is in the backward. One group ahead, one reduction in flight: no more are needed to hide them, and without
+# a bound it would be the whole model again. Each schedule is bounded by construction, not by luck.
 
 # %%
 from hwfsdp.plot.lifetimes import plot_lifetimes

@@ -147,8 +147,9 @@ plot_losses(
 
 # %% [markdown]
 # The curves lie on each other. On two ranks they are equal to the last bit: weights, both moments, the counts of steps that
-# Adam corrects them by, and the position in the data all came back. Leave one of them out, and the curves part at step 12. On
-# four ranks sums are added up in another order, so the last digits may differ; the legend says by how much.
+# Adam corrects them by, and the position in the data all came back. Leave one of them out, and the curves part after step 12. On
+# four ranks sums are added up in another order, so the last digits may differ; the legend says by how much. (The axis counts steps
+# from 0.)
 #
 # ## Who holds what
 #

@@ -130,6 +130,26 @@ def test_arguments_that_argparse_refuses_have_status_2(argv: list[str]) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("argv", [["train", "--fly"], ["list", "now"], ["check", "1", "2"]])
+def test_what_a_verb_does_not_know_is_refused_with_its_own_usage(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert error.startswith(f"usage: hwfsdp {argv[0]} ") and f"unrecognized arguments: {argv[-1]}" in error
+
+
+def test_a_folder_for_saves_that_cannot_be_is_said_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hwfsdp.ranks.launch", lambda *args, **kwargs: pytest.fail("it trains"))
+    (tmp_path / "file").touch()
+    assert main(["train", "--save-every", "1", "--checkpoint", str(tmp_path / "file" / "run")]) == 2
+    assert capsys.readouterr().err == f"hwfsdp: cannot write '{tmp_path / 'file' / 'run'}': Not a directory\n"
+
+
 def test_train_runs_under_torchrun_and_prints_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -7,7 +7,6 @@ seconds; what needs neither is in `commands`.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -62,10 +61,7 @@ def _folder(course: Course, submission: Path | None, wanted: Exercise) -> Path:
 def _remember(course: Course, result: Grade) -> None:
     text = find_source(result.exercise, course.root / "exercises").text
     if text is not None:
-        try:
-            Progress.load(course).note(result, text)
-        except OSError as error:  # a course that may only be read can be checked all the same
-            print(f"hwfsdp: progress is not kept: {error}", file=sys.stderr)
+        Progress.load(course).note(result, text)
 
 
 def watch(number: str | None, mine: bool) -> int:

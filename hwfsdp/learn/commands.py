@@ -94,7 +94,7 @@ def status(as_json: bool) -> int:
     print(f"\n{'█' * done}{'░' * (30 - done)}  {score} of {most} points")
     next_one = next((s for s in standings if s.status != "passed"), None)
     if next_one:
-        print(f"Next: exercises/{next_one.exercise.directory}/README.md")
+        print(f"Next: {shown_path(next_one.exercise.folder / 'README.md')}")
     return 0
 
 

@@ -107,7 +107,10 @@ class Course(NamedTuple):
                 return exercise
         known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
         raise UsageError(
-            f"exercise {number}", expected=f"one of {known}", got="another number", remedy="See: hwfsdp list"
+            f"exercise {number}",
+            expected=f"one of {known}",
+            got=repr(str(number)),
+            remedy="See: hwfsdp list. The homework is called capstone.",
         )
 
 

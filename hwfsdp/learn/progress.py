@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -58,12 +59,18 @@ class Progress:
         return cls(course, hints, grades)
 
     def save(self) -> None:
-        """Replaces the file as a whole, so that an interrupted command leaves the old one."""
+        """Replaces the file as a whole, so that an interrupted command leaves the old one.
+
+        A course that may only be read can be worked with all the same; a line on standard error says so.
+        """
         path = _file(self.course)
-        path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"hints": self.hints, "grades": self.grades}, indent=1))
-        draft.replace(path)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            draft.write_text(json.dumps({"hints": self.hints, "grades": self.grades}, indent=1))
+            draft.replace(path)
+        except OSError as error:
+            print(f"hwfsdp: progress is not kept in {path.parent}: {error.strerror}", file=sys.stderr)
 
     def note(self, grade: Grade, text: str) -> None:
         """Remembers a verdict."""

@@ -38,7 +38,7 @@ def _course(args: argparse.Namespace) -> int:
             f"course {args.out}",
             expected="an installed package",
             got=f"a checkout, whose course is {root / 'exercises'}",
-            remedy="Work there; git restore exercises brings files back.",
+            remedy="Work there; hwfsdp reset N puts a file back as it was given.",
         )
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise UsageError(

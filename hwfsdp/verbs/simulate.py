@@ -187,6 +187,8 @@ def _explain_misfit(args: argparse.Namespace, found: Simulation) -> None:
     chosen = Choice(args.gpus, args.batch, args.checkpoint, args.hsdp)
     if found.is_step:
         chosen = Choice(args.gpus, None, None)
+    if sys.stderr.isatty():
+        print("It does not fit. Simulating what would …", file=sys.stderr)
     said = describe_misfit(found, chosen, lambda choice: _once(args, choice))
     print(f"hwfsdp: {said}", file=sys.stderr)
 

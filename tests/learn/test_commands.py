@@ -59,6 +59,26 @@ def test_list_names_every_exercise(course: Path, capsys: pytest.CaptureFixture[s
     assert status == 0 and all(e.title in text for e in REPOSITORY.exercises)
 
 
+def test_a_course_that_may_only_be_read_gives_hints_and_verdicts_all_the_same(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (course / ".hwfsdp").write_text("in the way of the folder")
+    for line, said_then in ("hint 1", "Hint 1 of"), ("check 1", "Not started"):
+        main(line.split())
+        out, err = capsys.readouterr()
+        assert said_then in out
+        assert err.count("\n") == 1 and f"progress is not kept in {course / '.hwfsdp'}: " in err, line
+
+
+def test_status_says_where_the_next_exercise_is(
+    course: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path("exercises", REPOSITORY.exercise(1).directory, "README.md")
+    assert said(capsys, "status")[1].endswith(f"\nNext: {place}\n")
+    monkeypatch.chdir(course / "exercises" / REPOSITORY.exercise(2).directory)
+    assert said(capsys, "status")[1].endswith(f"\nNext: {course / place}\n")
+
+
 @pytest.mark.parametrize("line", ["list", "status", "hint 1", "hint capstone", "reset 1"])
 def test_what_needs_no_ranks_does_not_load_torch(course: Path, line: str) -> None:
     code = "import sys; from hwfsdp.cli import main; status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"
