@@ -66,6 +66,17 @@ def test_its_readme_speaks_of_what_is_there(edition: Path) -> None:
     assert "hwfsdp check 1" in text and "hwfsdp lab" in text
 
 
+def test_what_is_for_instructors_is_cut_out_of_its_pages_and_leaves_no_gap(edition: Path) -> None:
+    for page in [*edition.glob("*.md"), *edition.glob("docs/*.md")]:
+        text, ours = page.read_text(), (COURSE.root / page.relative_to(edition)).read_text()
+        assert "instructors" not in text, page.name
+        assert text.count("\n\n\n") <= ours.count("\n\n\n") and text.endswith("\n")
+        for command in re.findall(
+            r"^(?:hwfsdp|make|python -m|\.venv/bin/python -m) \w+[.\w]*", text, re.MULTILINE
+        ):
+            assert command.split()[-1] not in ("grade", "release", "bench", "docs", "benchmarks"), page.name
+
+
 def test_its_pages_link_to_what_is_there(edition: Path) -> None:
     pages = [*edition.glob("*.md"), *edition.glob("docs/*.md"), *edition.glob("exercises/*/*.md")]
     links = [
@@ -229,6 +240,16 @@ def test_an_answer_is_found_wherever_it_is(secret, tmp_path: Path) -> None:  # t
     assert {"code.py", "book.ipynb", "archive.zip"} <= found
     if len(secret.statements) > 1 and not any(len(line) > 100 for line in secret.statements):
         assert "notes.md" in found or "#" in body or "(\n" in body
+
+
+@pytest.mark.parametrize("secret", SECRETS, ids=lambda secret: f"{secret.number} {secret.hole}")
+def test_an_answer_that_is_told_in_a_hint_is_found(secret, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    told = "; ".join(f"`{statement}`" for statement in secret.statements).replace("'", '"')
+    hint = textwrap.fill(f"Do this: {told}. That is all.", 60)  # which breaks lines within statements
+    (tmp_path / "hints.toml").write_text(f"hints = [\n{hint!r},\n]\n".replace("\\n", "\n    "))
+    assert list(find_leaks(tmp_path, [secret]))
+    (tmp_path / "hints.toml").write_text("Ask yourself what comes first, and what has to wait for it.")
+    assert not list(find_leaks(tmp_path, [secret]))
 
 
 def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from hwfsdp.learn.release.leaks import find_leaks, secrets_of
 from hwfsdp.learn.submission import KEPT_STARTER, starter
 
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
-    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md
+    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png
     docs/index.md docs/reference.md docs/conf.py docs/book.py
     hwfsdp/learn/release/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
     hwfsdp/learn/killrate.py hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
@@ -41,6 +41,11 @@ _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md
 _KEPT_TESTS = "tests/exercises/"
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
 _LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
+_FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one
+    r"^<!-- instructors -->\n.*?^<!-- /instructors -->\n\n?| ?<!-- instructors -->.*?<!-- /instructors -->",
+    re.DOTALL | re.MULTILINE,
+)
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)[^):]*\)")
 _TARGETS = (
     "check",
     "exercises",
@@ -179,7 +184,7 @@ def _change_files(out: Path) -> None:
         if path.exists():
             path.write_text(change(path.read_text()))
     for page in [*out.glob("*.md"), *out.glob("docs/*.md")]:
-        _unlink_missing(page)
+        _change_page(page)
     cli = out / "hwfsdp" / "cli.py"
     cli.write_text(re.sub(r"^.*\badd_(?:grade|release)\b.*\n", "", cli.read_text(), flags=re.MULTILINE))
     tests = out / "tests"
@@ -188,18 +193,24 @@ def _change_files(out: Path) -> None:
 
 
 def _student_readme(text: str) -> str:
-    """Without commands and folders that are not there."""
+    """Without commands and folders that are not there; the last branch of a tree is drawn as that."""
     gone = r"^(?:hwfsdp (?:grade|release) .*|.*\(not in the student's edition\))\n"
-    return re.sub(gone, "", text, flags=re.MULTILINE)
+    text = re.sub(gone, "", text, flags=re.MULTILINE)
+    return re.sub(r"^│   ├(── .*\n)(?!│)", r"│   └\1", text, flags=re.MULTILINE)
 
 
-def _unlink_missing(page: Path) -> None:
-    """Links to what does not travel become plain words."""
+def _change_page(page: Path) -> None:
+    """What is marked as for instructors goes, and so do rows of tables that begin with a missing page; other links become words."""
 
-    def shown(link: re.Match[str]) -> str:
-        return link[0] if (page.parent / link[2]).exists() else link[1]
+    def there(link: re.Match[str]) -> bool:
+        return (page.parent / link[2]).exists()
 
-    page.write_text(re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)[^):]*\)", shown, page.read_text()))
+    text = _FOR_INSTRUCTORS.sub("", page.read_text()).rstrip("\n") + "\n"
+    rows = text.splitlines(keepends=True)
+    kept = [
+        row for row in rows if not row.startswith("|") or (link := _LINK.search(row)) is None or there(link)
+    ]
+    page.write_text(_LINK.sub(lambda link: link[0] if there(link) else link[1], "".join(kept)))
 
 
 def _student_makefile(text: str) -> str:

@@ -1,8 +1,9 @@
 """Proof that no answer is left: the text of every hole's body is looked for in every file of an edition.
 
 A body is known by its statements: lines without indentation and comments, long ones joined, as they would survive being copied
-elsewhere and formatted anew. A file leaks if it has all of a short body's statements in a row, or a run of a long one's.
-Notebooks are searched cell by cell, archives and compressed files are opened.
+elsewhere and formatted anew. A file leaks if it has all of a short body's statements in a row, or a run of a long one's. In prose,
+a hint for example, lines break anywhere and statements stand in sentences: there a run counts if hardly anything is between, and
+a long statement by itself. Notebooks are searched cell by cell, archives and compressed files are opened.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import gzip
 import io
 import json
+import re
 import textwrap
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -23,8 +25,16 @@ from hwfsdp.learn.manifest import Course
 
 _RUN = 3  # statements in a row that are no coincidence
 _SHORT = 12  # characters of a body that says nothing by itself
+_GAP = 8  # characters between two statements of a run, in prose: "; then"
+_TELLING = 40  # characters of a statement that says enough by itself, in prose
 _LONGEST = 400  # characters of a line that somebody wrote
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
+_CODE = (
+    ".py",
+    ".body",
+    ".gz",
+    ".zip",
+)  # not searched as prose: a docstring may say a statement that a learner has to make
 _LARGEST = 64 << 20  # bytes of an unpacked file that are searched
 
 
@@ -74,9 +84,9 @@ def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
     """What is left in a folder."""
     for path in sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink()):
         for text in _texts(path):
-            lines = _normalized(text)
+            lines, prose = _normalized(text), "" if path.suffix in _CODE else _squeezed(text)
             for secret in secrets:
-                statement = _found(secret.statements, lines)
+                statement = _found(secret.statements, lines) or _said(secret.statements, prose)
                 if statement is not None:
                     yield Leak(path.relative_to(root), secret.number, secret.hole, statement)
 
@@ -118,11 +128,34 @@ def _as_statement(line: str) -> str:
     return line
 
 
-def _found(body: Sequence[str], lines: Sequence[str]) -> str | None:
-    """The first statement of a run of the body that is there, in one piece."""
+def _runs_of(body: Sequence[str]) -> set[tuple[str, ...]]:
+    """Statements in a row that are no coincidence, wherever they are found."""
     size = min(len(body), _RUN)
     runs = {tuple(body[i : i + size]) for i in range(len(body) - size + 1)}
-    runs = {run for run in runs if sum(map(len, run)) >= _SHORT * size}
+    return {run for run in runs if sum(map(len, run)) >= _SHORT * size}
+
+
+def _squeezed(text: str) -> str:
+    """Without what differs between code and a sentence with code in it: white space, backticks, kinds of quotes."""
+    return "".join(text.replace("`", "").replace("'", '"').split())
+
+
+def _said(body: Sequence[str], prose: str) -> str | None:
+    """The first statement of a run of the body that is told in prose, or a long statement that is."""
+    if not prose:
+        return None
+    for run in _runs_of(body):
+        between = f".{{0,{_GAP}}}"
+        if re.search(between.join(re.escape(_squeezed(each)) for each in run), prose, re.DOTALL):
+            return run[0]
+    return next(
+        (each for each in body if len(_squeezed(each)) >= _TELLING and _squeezed(each) in prose), None
+    )
+
+
+def _found(body: Sequence[str], lines: Sequence[str]) -> str | None:
+    """The first statement of a run of the body that is there, in one piece."""
+    size, runs = min(len(body), _RUN), _runs_of(body)
     for i in range(len(lines) - size + 1):
         if (run := tuple(lines[i : i + size])) in runs:
             return run[0]
