@@ -78,7 +78,7 @@ def test_the_next_exercise_is_the_one_that_status_names(
     for number in (1, 3):
         passed(course, number)
     text = greeted(capsys)
-    assert "2 of 3 exercises are passed" in text and "hwfsdp check 2\n" in text
+    assert "2 of 3 exercises passed" in text and "hwfsdp check 2\n" in text
     main(["status"])
     following = re.search(r"Next: (\S+)", capsys.readouterr().out)
     assert following and f"  {following[1]}\n" in text

@@ -83,12 +83,13 @@ def status(as_json: bool) -> int:
         return 0
     style, words = Style(), {"not_started": "not started", "unchecked": "not checked yet"}
     colors = {"passed": "green", "failed": "red", "error": "red"}
+    width = max(len(exercise.title) for exercise in course.exercises)
     for s in standings:
         stale = " (the file has changed since)" if s.stale else ""
         word = words.get(s.status, s.status)
         painted = style.paint(f"{word}{stale}", colors.get(s.status, "grey"))
         print(
-            f"{s.exercise.number}  {s.exercise.title:<28} {s.score:>2} of {s.exercise.points:>2}  {painted}"
+            f"{s.exercise.number}  {s.exercise.title:<{width}} {s.score:>2} of {s.exercise.points:>2}  {painted}"
         )
     done = round(30 * score / most) if most else 0
     print(f"\n{'█' * done}{'░' * (30 - done)}  {score} of {most} points")

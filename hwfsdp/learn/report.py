@@ -123,9 +123,9 @@ def _finding_lines(finding: Finding, style: Style, with_question: bool) -> Itera
 
 def listed(exercises: Sequence[Exercise]) -> str:
     """The course as a table of contents."""
-    lines = []
+    lines, width = [], max(len(exercise.title) for exercise in exercises)
     for exercise in exercises:
-        lines.append(f"{exercise.number}  {exercise.title:<28} {exercise.points:>2} points")
+        lines.append(f"{exercise.number}  {exercise.title:<{width}} {exercise.points:>2} points")
         lines.append(f"    {exercise.directory}/{exercise.file_name}: {len(exercise.places)} TODOs")
     lines.append(f"    {sum(exercise.points for exercise in exercises)} points in all")
     return "\n".join(lines)

@@ -44,7 +44,7 @@ def _proposal() -> Iterator[str]:
         return
     done = [exercise for exercise in course.exercises if _is_passed(exercise, grades)]
     following = next((exercise for exercise in course.exercises if exercise not in done), None)
-    yield f"{len(done)} of {len(course.exercises)} exercises are passed."
+    yield f"{len(done)} of {len(course.exercises)} exercises passed."
     if following is None:
         yield from _after_the_exercises(course)
         return
