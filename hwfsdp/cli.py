@@ -394,7 +394,7 @@ def _train_report(summary: dict[str, Any], path: str) -> str:
     losses, resumed = summary["losses"], summary.get("resumed_at")
     text = f"{summary['ranks']} ranks, {len(losses)} steps"
     text += f", {resumed} of them done before" if resumed else ""
-    text += ": nothing was left to do" if summary["step_ms"] is None else ""
+    text += ", nothing left to do" if summary["step_ms"] is None else ""
     text += f": loss {losses[0]:.4f} → {losses[-1]:.4f}"
     text += f", median step {summary['step_ms']:.0f} ms" if summary["step_ms"] is not None else ""
     if path:

@@ -135,8 +135,8 @@ from hwfsdp.plot.lessons import strided_shards
 strided_shards.draw()
 
 # %% [markdown]
-# Left is what happens, tp first. Right is what happens if FSDP cuts first, which plain `[Shard(0), Shard(0)]` would mean. Same
-# mesh, same rows, other owners. Your second answer is in the last line on the left: rank (2, 0) goes empty. tp 0 has four rows for
+# (The picture says fsdp for dp.) Left is what happens, tp first. Right is what happens if FSDP cuts first, which plain
+# `[Shard(0), Shard(0)]` would mean. Same mesh, same rows, other owners. Your second answer is in the last line on the left: rank (2, 0) goes empty. tp 0 has four rows for
 # three ranks, which makes chunks of 2, 2 and nothing. It is the *third* rank of its group that gets nothing, while (2, 1) has a
 # row.
 #

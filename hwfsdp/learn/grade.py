@@ -168,8 +168,19 @@ def run_checks(
 
 
 def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
-    """Ids of the checks to run, if one is asked for: those that it needs, too, which come before it."""
+    """Ids of the checks to run, if one is asked for: those that it needs, too, which come before it.
+
+    Raises:
+        UsageError: there is none of that id.
+    """
     asked = {check.id for check in checks if only in (None, check.id)}
+    if not asked:
+        raise UsageError(
+            f"check {only}",
+            expected=f"one of {', '.join(check.id for check in checks)}",
+            got="another id",
+            remedy="Choose one of these.",
+        )
     for check in reversed(checks):
         if check.id in asked:
             asked.update(check.needs)

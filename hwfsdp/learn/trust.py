@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from typing import Any, cast
+from typing import Any
 
 from hwfsdp.learn.manifest import PACKAGE
 
@@ -97,7 +97,8 @@ def _handed_on(caller: types.FrameType) -> bool:
 
 def _is_known_import(caller: types.FrameType) -> bool:
     """Whether Python, or a student's edition (`bodies`), reads a compiled file of Python's own, of a library or of the package."""
-    code, path = caller.f_code, cast(Any, None)
+    code = caller.f_code
+    path: Any = None
     if code.co_filename.startswith(_IMPORTLIB) and code.co_name == "_compile_bytecode":
         path = caller.f_locals.get("bytecode_path")
     elif code.co_filename == FILLER and code.co_name == "_unpack":

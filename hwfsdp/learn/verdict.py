@@ -38,9 +38,7 @@ def _shown(value: Any) -> str | int | float | None:
     """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
     if value is None or isinstance(value, str | int | float):
         return value
-    if hasattr(
-        value, "numel"
-    ):  # a tensor; torch takes seconds to load, which who reads verdicts need not wait for
+    if hasattr(value, "numel"):  # a tensor, known without loading torch
         value = (
             value.tolist() if value.numel() <= 16 else f"{value.flatten()[:8].tolist()}… {tuple(value.shape)}"
         )

@@ -240,6 +240,12 @@ def test_what_hangs_is_run_once_and_not_once_for_every_check(tmp_path: Path) -> 
     assert result.status == "error" and len(asked) == 1
 
 
+def test_a_check_that_is_not_there_is_not_a_pass(tmp_path: Path) -> None:
+    (tmp_path / MATH.file_name).write_text(solution(MATH))
+    with pytest.raises(UsageError, match=r"check 01\.nothing: expected one of 01\."):
+        grade(MATH, tmp_path, COURSE, Options(only="01.nothing"))
+
+
 # --- Not started -------------------------------------------------------------------------------------------
 
 UNTOUCHED = {

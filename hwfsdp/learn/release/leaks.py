@@ -29,12 +29,7 @@ _GAP = 8  # characters between two statements of a run, in prose: "; then"
 _TELLING = 40  # characters of a statement that says enough by itself, in prose
 _LONGEST = 400  # characters of a line that somebody wrote
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
-_CODE = (
-    ".py",
-    ".body",
-    ".gz",
-    ".zip",
-)  # not searched as prose: a docstring may say a statement that a learner has to make
+_CODE = (".py", ".body", ".gz", ".zip")  # no prose: docstrings may say what a learner has to write
 _LARGEST = 64 << 20  # bytes of an unpacked file that are searched
 
 
