@@ -278,16 +278,59 @@ def compute_global_tensor_info(
     return shape, stride
 
 
-def compute_local_stride(global_stride: Sequence[int], local_shape: Sequence[int]) -> tuple[int, ...]:
-    """Stride of a dense tensor of this shape that has its dims in the memory order of the whole.
+def compute_local_stride(
+    global_stride: Sequence[int],
+    mesh: DeviceMesh | Sequence[int] | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    local_shape: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Stride of this rank's part, a dense tensor that has its dims in the memory order of the whole.
 
-    A size of 0 counts as 1, as in the stride that torch gives an empty tensor.
+        compute_local_stride(global_stride, local_shape)
+        compute_local_stride(global_stride, mesh, placements)       # as torch had it before 2.13
+
+    A size of 0 counts as 1, as in the stride that torch gives an empty tensor. With a mesh, uneven parts are right, too: a
+    stride is a product of sizes, so the whole's strides say all sizes that are needed. Outside the mesh, the stride is that
+    of its first rank.
+
+    Raises:
+        UsageError: neither a local shape nor a mesh with placements, or what `local_extent_of` raises.
     """
+    if isinstance(mesh, DeviceMesh) and placements is not None and local_shape is None:
+        local_shape = _local_shape_by_stride(global_stride, mesh, placements)
+    elif local_shape is None and mesh is not None and not isinstance(mesh, DeviceMesh) and placements is None:
+        local_shape = mesh
+    elif local_shape is None or mesh is not None or placements is not None:
+        raise UsageError(
+            "compute_local_stride",
+            expected="the local shape, or a mesh and placements",
+            got="neither of the two, or both",
+            remedy="Call it as (global_stride, local_shape) or (global_stride, mesh, placements).",
+        )
     stride, step = [0] * len(local_shape), 1
     for dim in sorted(range(len(local_shape)), key=lambda d: (global_stride[d], -d)):
         stride[dim] = step
         step *= max(local_shape[dim], 1)
     return tuple(stride)
+
+
+def _local_shape_by_stride(
+    global_stride: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """This rank's shape, as far as the stride depends on it: the outermost dim, of which strides say nothing, counts as 1.
+
+    Of dims with the same stride only one is longer than 1. It is taken to be one that is cut.
+    """
+    ndim = len(global_stride)
+    placements = _normalized(placements, ndim)
+    cut = {placement.dim for placement in placements if isinstance(placement, SHARDS)}
+    inwards = sorted(range(ndim), key=lambda d: (-global_stride[d], d not in cut, d))
+    shape = [1] * ndim
+    for outer, dim in zip(inwards, inwards[1:]):
+        shape[dim] = global_stride[outer] // max(global_stride[dim], 1)
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    return local_extent_of(shape, mesh.shape, placements, coordinate).shape
 
 
 def normalize_to_torch_size(

@@ -490,6 +490,34 @@ def test_a_part_that_is_copied_has_the_memory_order_of_the_whole(order: Sizes) -
         assert compute_local_stride(whole.stride(), shape) == part.clone().stride()
 
 
+@pytest.mark.parametrize("order", MEMORY_ORDERS, ids=str)
+def test_the_stride_of_a_part_follows_from_the_mesh_as_well(mesh: DeviceMesh, order: Sizes) -> None:
+    """The oracle is a copy of the part that this rank has; `compute_local_stride(stride, local_shape)` says the same."""
+    for shape in product((4, 15), (6, 7), (8, 9)):
+        whole = laid_out(shape, order)
+        for placements in product([Replicate(), Shard(0), Shard(-2), Shard(2)], repeat=2):
+            part = shard_of(whole, mesh, placements)
+            stride = compute_local_stride(whole.stride(), part.shape)
+            if not {0, 1} & {*part.shape}:  # empty parts, and dims of size 1, may have any stride
+                assert stride == part.clone().stride()
+            assert compute_local_stride(whole.stride(), mesh, placements) == stride
+            assert compute_local_stride(whole.stride(), mesh=mesh, placements=placements) == stride
+            assert compute_local_stride(whole.stride(), local_shape=part.shape) == stride
+
+
+def test_of_two_dims_with_one_stride_the_one_that_is_cut_is_the_longer_one(mesh: DeviceMesh) -> None:
+    whole = torch.empty(5, 8, 1).permute(0, 2, 1)
+    assert whole.stride() == (8, 1, 1)
+    assert compute_local_stride(whole.stride(), mesh, [Shard(2), Replicate()])[0] == 4
+
+
+@pytest.mark.parametrize("how", [(), ("mesh",), ("placements",), ("mesh", "placements", "local_shape")], ids=str)
+def test_a_stride_takes_a_shape_or_a_mesh_with_placements(mesh: DeviceMesh, how: tuple[str, ...]) -> None:
+    every = {"mesh": mesh, "placements": [Shard(0), Replicate()], "local_shape": (2,)}
+    with pytest.raises(UsageError, match="compute_local_stride: expected the local shape, or a mesh and"):
+        compute_local_stride((1,), **{name: every[name] for name in how})
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 0, 3), (0, 0), ()], ids=str)
 def test_an_empty_part_has_the_stride_of_an_empty_tensor(shape: Sizes) -> None:
     whole = torch.empty([n + 2 for n in shape])
