@@ -6,6 +6,7 @@ is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, tak
 a book, in this order; each imports only from those before it.
 
     I    Arithmetic
+         doors         names of a package, loaded when first asked for
          errors        what can go wrong, and how it is said
          sharding      which rows belong to which rank: integers only
          compat        the corners of torch that have no public door
@@ -78,8 +79,9 @@ a book, in this order; each imports only from those before it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hwfsdp.doors import lazy_door
 
 if TYPE_CHECKING:
     from hwfsdp.errors import CheckpointError as CheckpointError
@@ -136,14 +138,4 @@ _HOME = {  # public name → the module it is defined in; imported when first as
 
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hwfsdp' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hwfsdp.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__ = lazy_door(__name__, _HOME)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -93,3 +94,40 @@ def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+PROMISED = [
+    *(f"hwfsdp.{name}" for name in ("checkpoint", "layout", "optim", "plot", "virtual")),
+    *(
+        f"hwfsdp.checkpoint.{name}"
+        for name in ("dcp", "distribute", "meta", "parts", "staging", "state_dict", "traverse")
+    ),
+    "hwfsdp.plot.timeline",
+    "hwfsdp.virtual.devices",
+    "hwfsdp.recording",
+]
+
+
+def test_submodules_load_when_they_are_named_and_are_listed_before() -> None:
+    code = f"""
+import sys, hwfsdp
+assert "layout" in dir(hwfsdp) and "parts" in dir(hwfsdp.checkpoint) and "torch" not in sys.modules
+for path in {PROMISED}:
+    door, _, name = path.rpartition(".")
+    assert name in dir(eval(door)), path
+    assert eval(path).__name__ == path
+from hwfsdp import checkpoint
+assert checkpoint.StateDictStager is checkpoint.staging.StateDictStager
+assert not hasattr(checkpoint, "no_such_name") and not hasattr(hwfsdp, "_no_such_name")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("door", ["checkpoint", "virtual", "plot"])
+def test_the_doors_of_packages_give_what_they_list(door: str) -> None:
+    package = importlib.import_module(f"hwfsdp.{door}")
+    for name in getattr(package, "__all__", []):
+        assert getattr(package, name) is not None and name in dir(package)
+    with pytest.raises(AttributeError, match=f"module 'hwfsdp.{door}' has no attribute 'no_such_name'"):
+        package.no_such_name

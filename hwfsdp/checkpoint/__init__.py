@@ -43,10 +43,12 @@ Nothing is imported before it is asked for: a process that only reads a checkpoi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hwfsdp.doors import lazy_door
 
 if TYPE_CHECKING:
+    from hwfsdp.checkpoint.staging import StateDictStager as StateDictStager
     from hwfsdp.checkpoint.store import Inspection as Inspection
     from hwfsdp.checkpoint.store import SaveHandle as SaveHandle
     from hwfsdp.checkpoint.store import async_save as async_save
@@ -56,13 +58,17 @@ if TYPE_CHECKING:
     from hwfsdp.checkpoint.store import save as save
     from hwfsdp.checkpoint.store import verify as verify
 
+_HOME = {
+    "Inspection": "store",
+    "SaveHandle": "store",
+    "StateDictStager": "staging",
+    "async_save": "store",
+    "finish_saves": "store",
+    "inspect": "store",
+    "load": "store",
+    "save": "store",
+    "verify": "store",
+}
 
-__all__ = ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'hwfsdp.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module("hwfsdp.checkpoint.store"), name)
-    globals()[name] = value
-    return value
+__all__ = sorted(_HOME)
+__getattr__, __dir__ = lazy_door(__name__, _HOME)

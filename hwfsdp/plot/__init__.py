@@ -32,3 +32,7 @@ Every function returns a `matplotlib.figure.Figure` and does nothing else: no wi
 written, no state of pyplot changes. `figure.savefig(path)` writes it; a notebook shows it when it is a
 cell's value and `%matplotlib inline` has been said.
 """
+
+from hwfsdp.doors import lazy_door
+
+__getattr__, __dir__ = lazy_door(__name__, {})

@@ -17,18 +17,16 @@ calibration  this machine as a device
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hwfsdp.doors import lazy_door
 
 if TYPE_CHECKING:
-    from hwfsdp.virtual.devices import DEVICES, Device
-    from hwfsdp.virtual.run import Simulation, simulate
+    from hwfsdp.virtual.devices import DEVICES as DEVICES
+    from hwfsdp.virtual.devices import Device as Device
+    from hwfsdp.virtual.run import Simulation as Simulation
+    from hwfsdp.virtual.run import simulate as simulate
 
 _HOME = {"DEVICES": "devices", "Device": "devices", "Simulation": "run", "simulate": "run"}
-__all__ = ["DEVICES", "Device", "Simulation", "simulate"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hwfsdp.virtual' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"hwfsdp.virtual.{_HOME[name]}"), name)
+__all__ = sorted(_HOME)
+__getattr__, __dir__ = lazy_door(__name__, _HOME)
