@@ -45,6 +45,10 @@ class UsageError(FSDPError, ValueError):
     """An argument, or a model, that cannot be sharded as it is. A call that raises it has changed nothing."""
 
 
+class WrongTypeError(UsageError, TypeError):
+    """An argument of a type that the call cannot use."""
+
+
 class UnsupportedError(FSDPError, NotImplementedError):
     """Valid in principle, not built: the message names the alternative. Nothing was changed."""
 

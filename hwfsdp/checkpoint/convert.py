@@ -173,7 +173,8 @@ def _read_store(source: Path, rooms: _Rooms) -> dict[Any, Any]:
 
 def _read_part(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     state = parts.load(source, mmap=True, map_location="cpu")
-    return {key: value for key, value in state.items() if not (key == "optimizer" and value == [])}
+    own = {"__nshards__", "__version__"}  # of the format, and no part of the state
+    return {k: v for k, v in state.items() if k not in own and not (k == "optimizer" and v == [])}
 
 
 def _read_dcp(source: Path, rooms: _Rooms) -> dict[Any, Any]:

@@ -17,8 +17,9 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,21 @@ def read(fname: str | os.PathLike[str], nthreads: int, options: Mapping[str, Any
     """All parts of a checkpoint, each read once, and what they hold together; see `parts.load`.
 
     Args:
-        nthreads: parts read at a time. options: for torch.load.
+        nthreads: parts read at a time; 0: without threads. options: for torch.load.
     """
     _check_options(nthreads, options)
     directory = Path(fname)
     files = _parts_in(directory)
-    with ThreadPoolExecutor(min(nthreads, len(files))) as pool:
-        reading = {rank: pool.submit(_read_part, path, options) for rank, path in files.items()}
-        count = reading[0].result()[COUNT_KEY]
+    with ThreadPoolExecutor(max(1, min(nthreads, len(files)))) as pool:
+        reading: dict[int, Callable[[], dict[Any, Any]]] = {
+            rank: (
+                pool.submit(_read_part, path, options).result
+                if nthreads
+                else cache(partial(_read_part, path, options))
+            )
+            for rank, path in files.items()
+        }
+        count = reading[0]()[COUNT_KEY]
         for rank in range(count):
             if rank not in files:
                 expected = f"{count} parts, as {files[0]} says"
@@ -59,17 +67,17 @@ def read(fname: str | os.PathLike[str], nthreads: int, options: Mapping[str, Any
             if rank >= count:
                 remedy = "It is of another save, of more ranks: remove it if the others are the newer ones."
                 refuse(str(path), None, f"{count} parts, as {files[0]} says", f"part {rank}", remedy)
-        return merge({str(files[rank]): reading[rank].result() for rank in range(count)})
+        return merge({str(files[rank]): reading[rank]() for rank in range(count)})
 
 
 _INCOMPLETE = "Copy all parts of the checkpoint into the directory."
 
 
 def _check_options(nthreads: int, options: Mapping[str, Any]) -> None:
-    if type(nthreads) is not int or nthreads < 1:
+    if type(nthreads) is not int or nthreads < 0:
         raise UsageError(
             "nthreads",
-            expected="how many parts to read at a time, 1 or more",
+            expected="how many parts to read at a time, 0 or more",
             got=repr(nthreads),
             remedy="Leave it out for 8.",
         )
@@ -104,15 +112,25 @@ def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
         raise
     except Exception as error:
         expected = "an undamaged file of torch.save, of plain data and tensors"
-        refuse_file(path, expected, _reason(path, error), error)
+        unsafe = _calls_in(path) if isinstance(error, pickle.UnpicklingError) else []
+        if unsafe:
+            got = f"calls of {', '.join(unsafe)}, which were not made"
+            remedy = "If you trust who wrote it, load it inside torch.serialization.safe_globals([those])."
+            refuse_file(path, expected, got, error, remedy)
+        refuse_file(path, expected, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error)
     check_part(part, str(path))
     checked: dict[Any, Any] = part
     return checked
 
 
-def refuse_file(path: Path, expected: str, got: str, cause: Exception) -> None:
+def refuse_file(
+    path: Path,
+    expected: str,
+    got: str,
+    cause: Exception,
+    remedy: str = "Load another checkpoint, or copy this file again.",
+) -> None:
     """Raises a CheckpointError about a file as a whole."""
-    remedy = "Load another checkpoint, or copy this file again."
     raise CheckpointError(str(path), expected=expected, got=got, remedy=remedy).at(path) from cause
 
 
@@ -128,14 +146,11 @@ def _check_records(path: Path) -> None:
         ).at(path, damage.record, damage.offset)
 
 
-def _reason(path: Path, error: Exception) -> str:
-    """Why it could not be read, in one line; where it would have run code, by whose name."""
-    if isinstance(error, pickle.UnpicklingError):
-        with contextlib.suppress(Exception):  # it reads the same file, which may be anything
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            if unsafe:
-                return f"calls of {', '.join(sorted(unsafe))}, which were not made"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def _calls_in(path: Path) -> list[str]:
+    """Names of classes and functions that loading the file would call, beyond those that torch knows to be safe."""
+    with contextlib.suppress(Exception):  # it reads the same file, which may be anything
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    return []
 
 
 # --- Replacing ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_stat
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.traverse import Path, brief, show
 from hwfsdp.compat import dtensor
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import UsageError, WrongTypeError
 from hwfsdp.layout import shard_of
 
 
@@ -46,7 +46,7 @@ def state_of(value: Any, what: str) -> dict[Any, Any]:
 
 def refuse_kind(what: str, value: Any, expected: str = "a module, an optimizer or a state dict") -> NoReturn:
     remedy = "See the arguments of hwfsdp.checkpoint.parts.save."
-    raise UsageError(what, expected=expected, got=brief(value)[:200], remedy=remedy)
+    raise WrongTypeError(what, expected=expected, got=brief(value)[:200], remedy=remedy)
 
 
 class Loading:

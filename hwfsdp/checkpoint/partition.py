@@ -275,6 +275,7 @@ class Contents(NamedTuple):
     optimizers: list[dict[str, Any]]
     others: dict[Any, Any]
     save_id: str | None
+    count: int
 
 
 class _Entries:
@@ -340,6 +341,7 @@ def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
         [_optimizer_of(entries, pair[0]) for entries, pair in zip(optimizers, first["optimizer"])],
         {key: value for key, value in first.items() if key not in RESERVED},
         first.get(ID_KEY),
+        first[COUNT_KEY],
     )
 
 

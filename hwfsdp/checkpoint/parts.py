@@ -83,7 +83,8 @@ def save(
             weights_only=True, without DTensors.
 
     Raises:
-        UsageError: on all ranks, if on any of them an argument is not like that, or the entries differ between ranks.
+        UsageError: on all ranks, if on any of them an argument is not like that, or the entries differ between ranks; a
+            WrongTypeError, which is a TypeError, too, if it is an argument's type.
         UnsupportedError: likewise, for a ShardedTensor.
         CheckpointError: on all ranks, if one could not write. What was there before is as it was.
     """
@@ -104,12 +105,12 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
     """Reads a checkpoint of any number of parts, in any process.
 
     Args:
-        nthreads: how many parts are read at a time, 1 or more.
+        nthreads: how many parts are read at a time. 0: one after the other, without a thread.
         kwargs: for torch.load, for example map_location or mmap.
 
     Returns:
         "model": {name: tensor}; "optimizer": its state dict, or [] if there is none; each a list if there are several.
-        And the others.
+        The others, and the format's own "__nshards__" and "__version__".
 
     Raises:
         UsageError: an argument, weights_only=False for example.
@@ -122,7 +123,8 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
     for entries in (*contents.models, *dicts):
         for key, entry in entries.items():
             entries[key] = whole_entry(entry)  # in place, so that the chunks can go
-    return {"model": _bare(contents.models), "optimizer": _bare(contents.optimizers)} | contents.others
+    head = {COUNT_KEY: contents.count, VERSION_KEY: VERSION}
+    return head | {"model": _bare(contents.models), "optimizer": _bare(contents.optimizers)} | contents.others
 
 
 def _bare(several: list[dict[str, Any]]) -> Any:
@@ -183,6 +185,8 @@ def load_into(
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:
+    if not isinstance(group, dist.ProcessGroup | None) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        refuse_kind("group", group, "a process group, or None for all ranks")
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     if rank < 0:
         raise UsageError(
@@ -405,7 +409,7 @@ def _check_loadable(path: Keys, tree: Any) -> None:
         show(path),
         expected="what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers",
         got=f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})",
-        remedy="Convert it; no reader could load it safely.",
+        remedy="Convert it, or both save and load it inside torch.serialization.safe_globals([its class]).",
     )
 
 

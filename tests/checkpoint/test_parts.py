@@ -7,12 +7,14 @@ check that `run_all` runs on them, each world size started once.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import io
 import os
 import pickle
 import re
 import tempfile
+import threading
 import traceback
 import weakref
 import zipfile
@@ -149,9 +151,14 @@ def saved_to_memory(tree: Any) -> io.BytesIO:
 
 
 def as_read(directory: Path) -> dict[str, Any]:
-    """What the other reader makes of it, without the keys that are the format's own."""
+    """What the other reader makes of it, without our id of the save, of which it knows nothing."""
     found = original_parts.read(directory)
-    return {key: value for key, value in found.items() if not str(key).startswith("__")}
+    return {key: value for key, value in found.items() if key != "__save_id__"}
+
+
+def head(count: int) -> dict[str, Any]:
+    """What the format adds to every checkpoint of so many parts."""
+    return {"__nshards__": count, "__version__": "2.0.0"}
 
 
 def names_in(directory: Path) -> list[str]:
@@ -235,7 +242,7 @@ def other_readers_load_a_replicated_model(make: Callable[..., Any], directory: P
     optimizer = stepped(make(model))
     parts.save(directory / "c", model, optimizer, {"step": 7, "name": "n", "view": numbered(9)[2:4]})
     expected = {"model": plain(dict(model.state_dict())), "optimizer": plain(optimizer.state_dict())}
-    expected |= {"step": 7, "name": "n", "view": numbered(9)[2:4]}
+    expected |= {"step": 7, "name": "n", "view": numbered(9)[2:4]} | head(size())
     assert_same(as_read(directory / "c"), expected)
     assert_same(parts.load(directory / "c"), expected)
     assert names_in(directory / "c") == [f"PART_{rank:03d}.pt" for rank in range(size())]
@@ -251,6 +258,7 @@ def other_readers_load_a_sharded_model(make: Callable[..., Any], directory: Path
         "model": whole(dict(model.state_dict())),
         "optimizer": whole(optimizer.state_dict()),
         "step": 7,
+        **head(size()),
     }
     assert_same(as_read(directory / "c"), expected)
     assert_same(parts.load(directory / "c"), expected)
@@ -502,7 +510,9 @@ def a_group_saves_without_the_others(directory: Path) -> None:
         return
     parts.save(directory / "c", {"a": numbered(30)}, others={"from": dist.get_rank()}, group=group)
     assert len(names_in(directory / "c")) == len(ranks)
-    assert_same(as_read(directory / "c"), {"model": {"a": numbered(30)}, "optimizer": [], "from": 1})
+    expected = head(len(ranks)) | {"model": {"a": numbered(30)}, "optimizer": [], "from": 1}
+    assert_same(as_read(directory / "c"), expected)
+    assert_same(parts.load(directory / "c"), expected)
     place = {"a": torch.zeros(30)}
     parts.load_into(directory / "c", place, group=group)
     assert torch.equal(place["a"], numbered(30))
@@ -618,7 +628,9 @@ def test_what_other_writers_wrote_is_loaded(tmp_path: Path, count: int, omit_emp
     original_parts.write(
         tmp_path / "c", [model], [optimizer], {"e": 1}, count=count, large_bytes=LARGE, omit_empty=omit_empty
     )
-    assert_same(parts.load(tmp_path / "c"), {"model": model, "optimizer": optimizer, "e": 1})
+    expected = {"model": model, "optimizer": optimizer, "e": 1} | head(count)
+    assert_same(parts.load(tmp_path / "c"), expected)
+    assert_same(parts.load(tmp_path / "c", nthreads=0), expected)
 
 
 @pytest.mark.parametrize("models", [1, 2])
@@ -700,16 +712,23 @@ def test_an_option_that_would_run_code_is_refused(written: Path, options: dict[s
         parts.load(written, **options)
 
 
-@pytest.mark.parametrize("nthreads", [0, -1, 1.0, True, None])
-def test_fewer_threads_than_one_are_refused(written: Path, nthreads: Any) -> None:
-    with pytest.raises(UsageError, match="nthreads: expected how many parts to read at a time, 1 or more"):
+@pytest.mark.parametrize("nthreads", [-1, 1.0, True, None])
+def test_what_is_no_number_of_threads_is_refused(written: Path, nthreads: Any) -> None:
+    with pytest.raises(UsageError, match="nthreads: expected how many parts to read at a time, 0 or more"):
         parts.load(written, nthreads)
 
 
-@pytest.mark.parametrize("nthreads", [1, 2, 8])
+@pytest.mark.parametrize("nthreads", [0, 1, 2, 8])
 def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
-    with mock.patch.object(torch, "load", side_effect=torch.load) as load:
+    threads, read = set(), torch.load
+
+    def reading(*args: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread())
+        return read(*args, **options)
+
+    with mock.patch.object(torch, "load", side_effect=reading) as load:
         parts.load(written, nthreads)
+    assert (threads == {threading.current_thread()}) == (nthreads == 0)
     assert sorted(call.args[0].name for call in load.call_args_list) == names_in(written)
 
 
@@ -726,8 +745,17 @@ def test_a_key_of_the_format_is_refused_among_others(tmp_path: Path, key: str) -
 
 
 def test_others_are_a_dict(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="others: expected a dict; got list"):
-        parts.save(tmp_path / "c", {}, others=[("step", 1)])  # type: ignore[arg-type]
+    for kind in (UsageError, TypeError, ValueError):
+        with pytest.raises(kind, match="others: expected a dict; got list"):
+            parts.save(tmp_path / "c", {}, others=[("step", 1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", ["world", 0, [0, 1], object()], ids=lambda group: type(group).__name__)
+def test_a_group_is_a_process_group(tmp_path: Path, group: Any) -> None:
+    for go in (parts.save, parts.load_into):
+        with pytest.raises(TypeError, match="^group: expected a process group, or None for all ranks; got "):
+            go(tmp_path / "c", {"a": numbered(1)}, group=group)
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -747,6 +775,23 @@ def test_what_could_not_be_loaded_is_refused_by_its_key(tmp_path: Path, value: A
         )
         assert type(value).__name__ in str(info.value) and "\n" not in str(info.value)
     assert names_in(tmp_path) == []
+
+
+def test_objects_are_saved_and_loaded_where_their_class_was_declared_safe(tmp_path: Path) -> None:
+    """What the errors recommend, done: first refused by save, then by load."""
+    arguments, remedy = argparse.Namespace(lr=0.5, w=numbered(2)), "torch.serialization.safe_globals(["
+    with pytest.raises(UsageError) as unsaved:
+        parts.save(tmp_path / "c", {"a": numbered(1)}, others={"args": arguments})
+    assert remedy in str(unsaved.value)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        parts.save(tmp_path / "c", {"a": numbered(1)}, others={"args": arguments})
+    for load in (parts.load, lambda path: parts.load_into(path, None)):
+        with pytest.raises(CheckpointError) as unloaded:
+            load(tmp_path / "c")
+        assert "argparse.Namespace" in str(unloaded.value) and remedy in str(unloaded.value)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            loaded = load(tmp_path / "c")["args"]
+        assert loaded.lr == 0.5 and torch.equal(loaded.w, numbered(2))
 
 
 class Labelled(Tensor):
