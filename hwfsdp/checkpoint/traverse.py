@@ -6,7 +6,8 @@ fields. Everything that this package does with state dicts is `map_leaves`, whic
 around new leaves, or `leaves_of`, which lists them. A container that contains itself has no end, and is refused.
 
 `flatten_state_dict` names leaves by their paths, joined by dots. Those names cannot be taken apart again ("a.0" may be
-a list's or a dict's, of an int or a str), so it also returns how the leaves were held. Empty containers are leaves of
+a list's or a dict's, of an int or a str), so it also returns how the leaves were held. Without that, paths alone must do,
+and `unflatten_state_dict` guesses, as torch does. Empty containers are leaves of
 the flat dict, because nothing below them would be there to remember them.
 
 `torch.Size` is a leaf: it is a tuple, but of ints only.
@@ -73,7 +74,7 @@ def child_of(tree: Any, key: Any) -> Any:
 
 
 def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
-    """A new container like `tree`, of the same type, with these children (the same keys in the same order)."""
+    """A new container like `tree`, of the same type, with these children: its own keys in their order, or some of them."""
     if isinstance(tree, tuple):
         return type(tree)(*items.values()) if hasattr(tree, "_fields") else type(tree)(items.values())
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
@@ -86,7 +87,13 @@ def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
     result = copy.copy(
         tree
     )  # with its default factory, its attributes, and fields that __init__ does not take
-    if isinstance(tree, MutableMapping | list):
+    if isinstance(tree, list):
+        result[:] = items.values()
+        return result
+    if isinstance(tree, MutableMapping):
+        if len(items) < len(tree):
+            for key in tree.keys() - items.keys():
+                del result[key]
         attributes = getattr(tree, "__dict__", {})
         for key, value in items.items():
             result[key] = value
@@ -270,31 +277,69 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], F
     return flat, mapping
 
 
-def unflatten_state_dict(flat: Mapping[str, Any], mapping: FlatMapping) -> Any:
-    """The state dict that `flatten_state_dict` took apart, with the leaves that `flat` has now.
+def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: Mapping[str, Path]) -> Any:
+    """The state dict that `flatten_state_dict` took apart, with the leaves that the flat dict has now.
 
     Container types, int keys, tuples and empty containers are as they were. A container that was met at two paths
     comes back as two, since its leaves have two names and may differ by now; leaves that are one object stay one.
 
+    Args:
+        state_dict: flat, with any of the mapping's keys. Containers of which it has nothing are left out. In lists and
+            tuples, None stands for an entry that is missing before others; in a named tuple or dataclass, for any.
+        mapping: what `flatten_state_dict` returned. Or a plain dict of paths, such as torch's: it does not say what the
+            containers were, so those whose keys are all ints become lists, and all others dicts.
+
     Raises:
-        UsageError: `mapping` is not what `flatten_state_dict` returned, or the keys are not those of `flat`.
+        UsageError: a key that the mapping does not have, or paths of which one leads through the leaf of another.
     """
-    if not isinstance(mapping, FlatMapping):
+    unknown = sorted(key for key in state_dict if key not in mapping)
+    if unknown:
         raise UsageError(
             "unflatten_state_dict",
-            expected="the mapping that flatten_state_dict returned",
-            got=type(mapping).__name__,
-            remedy="Keep it as it is; paths alone do not tell a list from a dict of ints.",
+            expected="flat keys that the mapping has",
+            got=f"{unknown}, unknown to it",
+            remedy="Add entries to the nested state dict, then flatten it again.",
         )
-    if flat.keys() != mapping.keys():
+    root = _Branch()
+    for key, value in state_dict.items():
+        _hang(root, tuple(mapping[key]), value)
+    structure = getattr(mapping, "structure", None)
+    return root.grown({} if structure is None else structure)
+
+
+class _Branch:
+    """A container of the state dict to be: its children by key, leaves or branches."""
+
+    def __init__(self) -> None:
+        self.items: dict[Any, Any] = {}
+
+    def grown(self, like: Any) -> Any:
+        """A container with these children, of the type of `like`; of a type that the keys suggest if that is ABSENT."""
+        shape = items_of(like) or {}
+        keys = [key for key in shape if key in self.items] + [key for key in self.items if key not in shape]
+        items = {key: _grown(self.items[key], shape.get(key, ABSENT)) for key in keys}
+        if like is ABSENT:
+            like = [] if all(type(key) is int and key >= 0 for key in items) else {}
+        if isinstance(like, list | tuple) and not hasattr(like, "_fields"):
+            items = {n: items.get(n) for n in range(1 + max(items, default=-1))}
+        elif not isinstance(like, Mapping):
+            items = dict.fromkeys(shape) | items
+        return rebuild(like, items)
+
+
+def _grown(child: Any, like: Any) -> Any:
+    return child.grown(ABSENT if isinstance(like, _Slot) else like) if isinstance(child, _Branch) else child
+
+
+def _hang(root: _Branch, path: Path, value: Any) -> None:
+    """Puts a leaf at its path."""
+    branch: Any = root
+    for key in path[:-1]:
+        branch = branch.items.setdefault(key, _Branch()) if isinstance(branch, _Branch) else branch
+    if not path or not isinstance(branch, _Branch) or branch.items.setdefault(path[-1], value) is not value:
         raise UsageError(
-            "unflatten_state_dict",
-            expected="the flat keys of the mapping",
-            got=f"{sorted(mapping.keys() - flat.keys())} missing, {sorted(flat.keys() - mapping.keys())} unknown",
-            remedy="Add or remove entries in the nested state dict, then flatten it again.",
+            f"the path {path!r} in the mapping",
+            expected="a path of its own, of one key or more",
+            got="one that is empty, or meets the path of another leaf",
+            remedy="Use the mapping that flatten_state_dict returned.",
         )
-
-    def move_in(path: Path, slot: _Slot, _: Any) -> Any:
-        return flat[slot.key]
-
-    return map_leaves(move_in, mapping.structure)

@@ -201,16 +201,55 @@ def test_two_leaves_with_the_same_flat_key_are_refused_by_both_paths(
     assert all(f"state_dict{name}" in str(info.value) for name in names)
 
 
+@given(PLAIN, st.data())
+def test_some_of_the_keys_give_what_torch_gives_for_them(state_dict: dict[str, Any], data: Any) -> None:
+    flat, mapping = flatten_state_dict(state_dict)
+    some = {key: value for key, value in flat.items() if data.draw(st.booleans())}
+    expected = torchs._unflatten_state_dict(some, mapping)
+    assert unflatten_state_dict(some, mapping) == expected
+    assert unflatten_state_dict(state_dict=some, mapping=dict(mapping)) == expected
+
+
+@given(STATE_DICTS)
+def test_a_plain_dict_of_torchs_is_a_mapping(state_dict: dict[Any, Any]) -> None:
+    flat, mapping = torchs._flatten_state_dict(state_dict)
+    assert unflatten_state_dict(flat, mapping) == torchs._unflatten_state_dict(flat, mapping)
+
+
+def test_what_is_missing_leaves_containers_of_their_types() -> None:
+    state_dict = OrderedDict(
+        state={0: {"m": 1, "v": 2}, 10: {"m": 3}},
+        pair=Pair(1, [2, 3]),
+        record=Record(1, (4, 5, 6)),
+        list=ListOfOurs([1, {"x": 2}, 3]),
+        default=defaultdict(list, a=1, b=2),
+    )
+    flat, mapping = flatten_state_dict(state_dict)
+    gone = ("state.0.m", "state.10.m", "pair.0", "record.a", "record.b.2", "list.0", "list.2", "default.a")
+    some = unflatten_state_dict({key: flat[key] for key in reversed(flat) if key not in gone}, mapping)
+    expected = OrderedDict(
+        state={0: {"v": 2}},
+        pair=Pair(None, [2, 3]),
+        record=Record(None, (4, 5)),
+        list=ListOfOurs([None, {"x": 2}]),
+        default=defaultdict(list, b=2),
+    )
+    assert some == expected and types(some) == types(expected) and list(some) == list(expected)
+    assert some["default"]["new"] == []
+
+
 def test_flat_keys_that_the_mapping_does_not_know_are_refused() -> None:
     flat, mapping = flatten_state_dict({"a": [1, 2]})
-    with pytest.raises(UsageError, match=r"\['a.1'\] missing, \['b'\] unknown"):
-        unflatten_state_dict({"a.0": 1, "b": 2}, mapping)
+    for known in (mapping, dict(mapping)):
+        with pytest.raises(UsageError, match=r"expected flat keys that the mapping has; got \['b'\], unknown"):
+            unflatten_state_dict({"a.0": 1, "b": 2}, known)
 
 
-def test_a_mapping_of_torch_is_refused() -> None:
-    flat, mapping = torchs._flatten_state_dict({"a": [1]})
-    with pytest.raises(UsageError, match="expected the mapping that flatten_state_dict returned; got dict"):
-        unflatten_state_dict(flat, mapping)  # type: ignore[arg-type]
+@pytest.mark.parametrize("paths", [[("x",), ("x", "y")], [("x", "y"), ("x",)], [("x",), ("x",)], [()]], ids=str)
+def test_paths_that_meet_are_refused(paths: list[Any]) -> None:
+    flat = {str(n): object() for n in range(len(paths))}
+    with pytest.raises(UsageError, match="in the mapping: expected a path of its own"):
+        unflatten_state_dict(flat, dict(zip(flat, paths)))
 
 
 # --- Sharing and cycles ------------------------------------------------------------------------------------
