@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.15. Everything else in this package uses documented A
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import sys
@@ -299,6 +300,30 @@ def is_sharded_tensor(value: object) -> bool:
     """Whether it is one of the sharded tensors that torch had before DTensor."""
     home = sys.modules.get("torch.distributed._shard.sharded_tensor.api")  # not imported: there can be none
     return home is not None and isinstance(value, home.ShardedTensor)
+
+
+def group_of_sharded_tensor(tensor: Any) -> dist.ProcessGroup:
+    """The group of the ranks that it lies on."""
+    group: dist.ProcessGroup = tensor._process_group
+    return group
+
+
+def sharded_tensor_like(shards: Sequence[Tensor], like: Any) -> Any:
+    """A sharded tensor with these local shards, cut among the same ranks as `like`; without communication.
+
+    Args:
+        shards: as many as `like` has here, of the same shapes, in the order of their offsets, all on the CPU.
+    """
+    metadata = copy.deepcopy(like.metadata())
+    for place in metadata.shards_metadata:
+        place.placement._device = torch.device("cpu")
+    places = {tuple(place.shard_offsets): place for place in metadata.shards_metadata}
+    offsets = [tuple(shard.metadata.shard_offsets) for shard in like.local_shards()]
+    new = dict(zip(sorted(offsets), shards))
+    local = [type(shard)(new[at], places[at]) for shard, at in zip(like.local_shards(), offsets)]
+    return type(like)._init_from_local_shards_and_global_metadata(
+        local, sharded_tensor_metadata=metadata, process_group=like._process_group
+    )
 
 
 def replace_local(tensor: DTensor, local: Tensor) -> None:

@@ -10,6 +10,7 @@
 Rooms, in reading order:
 
     traverse      what a state dict is: leaves at paths, in containers that keep their types
+    sharded_tensor  what torch had before DTensor
     state_dict    gathered, offloaded, copied, compared
     agreement     all ranks, or none
     distribute    whole tensors into shards, on every rank or from one

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from hwfsdp.checkpoint.agreement import agree
-from hwfsdp.checkpoint.state_dict import bytes_of, check_data, to_cpu
+from hwfsdp.checkpoint.state_dict import bytes_of, check_data, refuse_sharded_tensor, to_cpu
 from hwfsdp.checkpoint.traverse import Path, items_of, leaves_of, map_leaves, show
-from hwfsdp.compat import device_types, dtensor
+from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
 from hwfsdp.layout import shard_of
 
@@ -229,6 +229,8 @@ def _check_entry(path: Path, coming: Any, place: Any) -> None:
         if isinstance(place, Tensor):
             _refuse_entry(path, f"a tensor of shape {tuple(place.shape)}", type(coming).__name__)
         return
+    if is_sharded_tensor(place):
+        refuse_sharded_tensor(path)
     if not isinstance(place, Tensor):
         _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
     elif (tuple(place.shape), place.dtype) != coming:

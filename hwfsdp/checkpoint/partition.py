@@ -275,7 +275,7 @@ class Contents(NamedTuple):
     optimizers: list[dict[str, Any]]
     others: dict[Any, Any]
     save_id: str | None
-    count: int
+    part_count: int
 
 
 class _Entries:

@@ -123,7 +123,7 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
     for entries in (*contents.models, *dicts):
         for key, entry in entries.items():
             entries[key] = whole_entry(entry)  # in place, so that the chunks can go
-    head = {COUNT_KEY: contents.count, VERSION_KEY: VERSION}
+    head = {COUNT_KEY: contents.part_count, VERSION_KEY: VERSION}
     return head | {"model": _bare(contents.models), "optimizer": _bare(contents.optimizers)} | contents.others
 
 
@@ -184,7 +184,7 @@ def load_into(
 # --- All ranks ---------------------------------------------------------------------------------------------
 
 
-def _rank_in(group: dist.ProcessGroup | None) -> int:
+def _rank_in(group: Any) -> int:
     if not isinstance(group, dist.ProcessGroup | None) and group != dist.GroupMember.NON_GROUP_MEMBER:
         refuse_kind("group", group, "a process group, or None for all ranks")
     rank = dist.get_rank(group) if dist.is_initialized() else 0

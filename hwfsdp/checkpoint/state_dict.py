@@ -20,7 +20,7 @@ Note [Gathering by extents]
     whole, `layout` knows, also where cuts are uneven and strided, which is where redistributing in torch goes wrong.
     Bytes are sent, not numbers, so every dtype can travel over every backend.
 
-Left out: `ShardedTensor`. It is refused by name, except that `iterate_state_dict` hands it to the function for it.
+What is done with a `ShardedTensor` is in `sharded_tensor`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import io
 import weakref
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hwfsdp.checkpoint.sharded_tensor import check_owners, describe_shards, join_shards, shards_in
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, Path, items_of, leaves_of, map_leaves, show
-from hwfsdp.compat import all_gather_single, is_shard, is_sharded_tensor, local_of, wrap_like
+from hwfsdp.compat import (
+    all_gather_single,
+    is_shard,
+    is_sharded_tensor,
+    local_of,
+    sharded_tensor_like,
+    wrap_like,
+)
 from hwfsdp.errors import StateError, UnsupportedError, UsageError
 from hwfsdp.layout import compute_local_shape_and_global_offset, local_extent_of, unshard_strided
 
@@ -122,7 +130,8 @@ def _is_kept(ranks_only: Sequence[int], pg: dist.ProcessGroup | None) -> bool:
 def _check_leaves(state_dict: Any, type_check: bool, needs_data: bool) -> None:
     for path, value in leaves_of(state_dict):
         if needs_data and isinstance(value, Tensor):
-            check_data(path, value)
+            for tensor in shards_in(value):
+                check_data(path, tensor)
         elif type_check and items_of(value) is None and not isinstance(value, (Tensor, *SIMPLE)):
             raise UsageError(
                 show(path),
@@ -133,9 +142,9 @@ def _check_leaves(state_dict: Any, type_check: bool, needs_data: bool) -> None:
 
 
 def check_data(path: Path, tensor: Tensor) -> None:
-    """Raises if the values of the tensor cannot be had."""
+    """Raises if the values of the tensor cannot be had, or it is a ShardedTensor."""
     if is_sharded_tensor(tensor):
-        _refuse_sharded_tensor(path)
+        refuse_sharded_tensor(path)
     if is_lazy(tensor):
         _refuse_without_memory(path, "a parameter that is not initialized yet")
     if tensor.is_meta:
@@ -168,10 +177,9 @@ def _refuse_without_memory(path: Path, got: str) -> None:
     raise UsageError(show(path), expected="a tensor with memory", got=got, remedy=remedy)
 
 
-def _refuse_sharded_tensor(path: Path) -> None:
-    raise UnsupportedError(
-        show(path), expected="a Tensor or DTensor", got="a ShardedTensor", remedy="Make it a DTensor."
-    )
+def refuse_sharded_tensor(path: Path) -> NoReturn:
+    remedy = "Make it a DTensor, or call gather_state_dict for the whole."
+    raise UnsupportedError(show(path), expected="a Tensor or DTensor", got="a ShardedTensor", remedy=remedy)
 
 
 # --- Gather and offload ------------------------------------------------------------------------------------
@@ -187,29 +195,33 @@ def gather_state_dict(
     ranks_only: Sequence[int] = (),
     type_check: bool = True,
 ) -> Any:
-    """The state dict with whole tensors in place of DTensors; everything else in it is the same object.
+    """The state dict with whole tensors in place of DTensors and ShardedTensors; all else in it is the same object.
 
     A collective: every rank of a DTensor's mesh calls it, with the DTensors in the same order. They are gathered one
     at a time over their own meshes, on the mesh's kind of device.
 
     Args:
-        pg: the group in which `ranks_only` counts.
-        device: without effect, as in torch for DTensors.
+        pg: the group in which `ranks_only` counts, and over which ShardedTensors are gathered (None: each over its own).
+        device: where ShardedTensors are while they are gathered. The result is where this rank's shards are. None: a
+            device whose tensors the group moves.
         cpu_offload, ranks_only, type_check: see `iterate_state_dict`.
 
     Raises:
-        UsageError: what `iterate_state_dict` does, a tensor on the meta device, or a DTensor whose local shape is
-            not what its placements say; no collective has run then on this rank.
-        UnsupportedError: a ShardedTensor.
+        UsageError: what `iterate_state_dict` does, a tensor on the meta device, a DTensor whose local shape is not
+            what its placements say, or a ShardedTensor on ranks that the group does not have; no collective has run
+            then on this rank.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
+    for path, value in leaves_of(state_dict):
+        if is_sharded_tensor(value):
+            check_owners(path, value, pg)
     options: dict[str, Any] = {
         "pg": pg,
         "device": device,
         "cpu_offload": cpu_offload,
         "ranks_only": ranks_only,
     }
-    return iterate_state_dict(state_dict, _same, _gathered, _same, type_check=type_check, **options)
+    return iterate_state_dict(state_dict, _joined, _gathered, _same, type_check=type_check, **options)
 
 
 def _same(tensor: Tensor, *_: Any) -> Tensor:
@@ -218,6 +230,10 @@ def _same(tensor: Tensor, *_: Any) -> Tensor:
 
 def _gathered(tensor: DTensor, *_: Any) -> Tensor:
     return whole_of(tensor)
+
+
+def _joined(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device | None, _: Any) -> Tensor:
+    return join_shards(tensor, [bytes_of(shard) for shard in shards_in(tensor)], pg, device)
 
 
 def whole_of(tensor: DTensor) -> Tensor:
@@ -275,7 +291,7 @@ def offload_state_dict_to_cpu(
         ranks_only, type_check: see `iterate_state_dict`.
 
     Raises:
-        UsageError: what `iterate_state_dict` does, or a tensor on the meta device. UnsupportedError: a ShardedTensor.
+        UsageError: what `iterate_state_dict` does, or a tensor on the meta device.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     options: dict[str, Any] = {"cpu_offload": True, "ranks_only": ranks_only, "type_check": type_check}
@@ -283,6 +299,11 @@ def offload_state_dict_to_cpu(
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
+    if is_sharded_tensor(tensor):
+        shards = shards_in(tensor)
+        if not all(shard.is_cpu for shard in shards):
+            tensor = sharded_tensor_like([shard.cpu() for shard in shards], tensor)
+        return tensor
     if isinstance(tensor, DTensor) and not tensor.to_local().is_cpu:
         return wrap_like(tensor.to_local().cpu(), tensor)
     return tensor.cpu()
@@ -297,7 +318,8 @@ def create_cpu_state_dict(
 ) -> Any:
     """The state dict with new tensors of the same shapes and dtypes on the CPU, for `copy_state_dict` to fill.
 
-    They are dense, each with memory of its own, and hold nothing in particular. DTensors get a new local part. Other
+    They are dense, each with memory of its own, and hold nothing in particular. DTensors get a new local part, and
+    ShardedTensors new shards. Other
     leaves are deep copies if they are not of the types that `iterate_state_dict` accepts.
 
     Args:
@@ -305,7 +327,7 @@ def create_cpu_state_dict(
         share_memory: in memory that child processes see.
 
     Raises:
-        StateError: memory to be pinned, but no CUDA device. UnsupportedError: a ShardedTensor.
+        StateError: memory to be pinned, but no CUDA device.
     """
     if pin_memory and not torch.cuda.is_available():
         raise StateError(
@@ -314,11 +336,11 @@ def create_cpu_state_dict(
             got="none",
             remedy="Leave pin_memory out; nothing could copy faster.",
         )
-    for path, value in leaves_of(state_dict):
-        if is_sharded_tensor(value):
-            _refuse_sharded_tensor(path)
 
-    def make(tensor: Tensor, *_: Any) -> Tensor:
+    def make(tensor: Tensor, *_: Any) -> Any:
+        if is_sharded_tensor(tensor):
+            rooms = [_cpu_room(shard, pin_memory, share_memory) for shard in shards_in(tensor)]
+            return sharded_tensor_like(rooms, tensor)
         if isinstance(tensor, DTensor):
             return wrap_like(_cpu_room(tensor.to_local(), pin_memory, share_memory), tensor)
         return _cpu_room(tensor, pin_memory, share_memory)
@@ -355,8 +377,7 @@ def copy_state_dict(
 
     Raises:
         CompanionMismatch: keys differ, or a shape, a dtype, a placement: nothing is broadcast, cast or cut.
-        UsageError: what `iterate_state_dict` does, or a tensor on the meta device. UnsupportedError: a ShardedTensor.
-        Nothing was copied then.
+        UsageError: what `iterate_state_dict` does, or a tensor on the meta device. Nothing was copied then.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     _check_leaves(copy_state_dict, type_check=False, needs_data=True)
@@ -372,9 +393,10 @@ def copy_state_dict(
 def _copy_into(path: Path, value: Any, target: Any, non_blocking: bool) -> Any:
     _check_pair(path, value, target)
     if isinstance(value, Tensor):
-        inner = isinstance(target, DTensor)
-        to, source = (target.to_local(), value.to_local()) if inner else (target, value)  # type: ignore[attr-defined]
-        to.copy_(source, non_blocking=non_blocking)
+        for to, source in zip(shards_in(target), shards_in(value)):
+            if isinstance(to, DTensor) and isinstance(source, DTensor):
+                to, source = to.to_local(), source.to_local()
+            to.copy_(source, non_blocking=non_blocking)
         return target
     return value
 
@@ -412,6 +434,8 @@ def describe(leaf: Any) -> str:
     """What has to be the same for values to be copied as they are."""
     if not isinstance(leaf, Tensor):
         return "no tensor" if items_of(leaf) is None else f"a {type(leaf).__name__}"
+    if is_sharded_tensor(leaf):
+        return describe_shards(leaf)
     text = f"{leaf.dtype} {list(leaf.shape)}"
     if leaf.layout != torch.strided:
         text += f" ({leaf.layout})"

@@ -25,7 +25,7 @@ from hwfsdp.checkpoint.state_dict import (
     offload_state_dict_to_cpu,
 )
 from hwfsdp.checkpoint.traverse import CompanionMismatch
-from hwfsdp.errors import StateError, UnsupportedError, UsageError
+from hwfsdp.errors import StateError, UsageError
 
 
 class Pair(NamedTuple):
@@ -231,7 +231,7 @@ def test_a_cycle_in_either_is_an_error_with_its_path() -> None:
             copy_state_dict(source, target)
 
 
-# --- Meta and ShardedTensor --------------------------------------------------------------------------------
+# --- Meta -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,25 +256,6 @@ def test_meta_tensors_have_a_shape_to_make_room_for_and_to_compare() -> None:
     room = create_cpu_state_dict(meta)
     assert room["m"].is_cpu and room["m"].shape == (2, 3)
     assert check_state_dict_similarity(meta, room)
-
-
-@pytest.mark.filterwarnings("ignore:.*DTensor:FutureWarning")
-def test_a_sharded_tensor_is_refused_by_name(tmp_path: Any) -> None:
-    import torch.distributed as dist
-
-    sharded_tensor = pytest.importorskip("torch.distributed._shard.sharded_tensor")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-        old = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=["rank:0/cpu"]), 4)
-        for go in (gather_state_dict, offload_state_dict_to_cpu, create_cpu_state_dict):
-            with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\]: .*got a ShardedTensor\."):
-                go({"s": old})
-        handled = iterate_state_dict({"s": old}, lambda *_: "seen", same, same)
-        assert handled == {"s": "seen"}
-    finally:
-        dist.destroy_process_group()
 
 
 # --- Similarity --------------------------------------------------------------------------------------------

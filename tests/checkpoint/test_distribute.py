@@ -11,6 +11,7 @@ import re
 import contextlib
 import functools
 import traceback
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from hwfsdp import fully_shard, launch
 from hwfsdp.checkpoint.distribute import broadcast_state_dict, distribute_state_dict
 from hwfsdp.checkpoint.state_dict import copy_state_dict, create_cpu_state_dict, gather_state_dict
 from hwfsdp.checkpoint.state_dict import check_state_dict_similarity, offload_state_dict_to_cpu
+from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import FSDPError, RankError, StateError, UnsupportedError, UsageError
 from hwfsdp.layout import shard_of
@@ -372,6 +374,118 @@ def dtensors_of_other_shape_placement_or_mesh_are_not_similar() -> None:
         assert not check_state_dict_similarity(state_dict, {"a": other})
         with pytest.raises(UsageError, match=r"^state_dict\['a'\]: "):
             copy_state_dict(state_dict, {"a": other})
+
+
+# --- ShardedTensors ----------------------------------------------------------------------------------------
+
+
+def old_sharded(whole: Tensor, boxes: list[tuple[list[int], list[int]]], group: Any = None) -> Any:
+    """A ShardedTensor of these (offsets, sizes), dealt out in turn among the ranks of the group, the last one first."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)[::-1]
+    places = [
+        ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=f"rank:{ranks[i % len(ranks)]}/cpu")
+        for i, (offsets, sizes) in enumerate(boxes)
+    ]
+    made = sharded_tensor.empty(
+        EnumerableShardingSpec(places), *whole.shape, dtype=whole.dtype, process_group=group
+    )
+    for shard in made.local_shards():
+        (box,) = [m for m in places if m.shard_offsets == shard.metadata.shard_offsets]
+        shard.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.shard_offsets, box.shard_sizes))])
+    return made
+
+
+def chunked(whole: Tensor) -> Any:
+    """What FSDP1 made: one chunk of rows for each rank."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(dist.get_world_size())])
+    made = sharded_tensor.empty(spec, *whole.shape, dtype=whole.dtype)
+    for shard, rows in zip(made.local_shards(), [whole.chunk(dist.get_world_size())[dist.get_rank() :]]):
+        shard.tensor.copy_(rows[0]) if rows else None
+    return made
+
+
+def values(sharded_tensor: Any) -> list[Any]:
+    return [shard.tensor.tolist() for shard in sharded_tensor.local_shards()]
+
+
+BOXES = [([3, 0], [4, 2]), ([0, 0], [3, 5]), ([3, 2], [4, 3])]  # 7 x 5, in no order, and fewer than 4 ranks
+
+
+@on_ranks
+def sharded_tensors_are_gathered_as_torch_gathers_them() -> None:
+    for whole in (numbered(7, 3), numbered(2, 3), numbered(8, dtype=torch.int64)):
+        state_dict = {"x": [chunked(whole)], "y": 1}
+        mine = gather_state_dict(state_dict)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = torchs._gather_state_dict(state_dict)
+        assert type(mine["x"][0]) is Tensor and torch.equal(mine["x"][0], theirs["x"][0])
+        assert torch.equal(mine["x"][0], whole) and mine["y"] == 1
+
+
+@on_ranks
+def sharded_tensors_of_several_boxes_or_none_are_gathered() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        whole = numbered(7, 5, dtype=dtype)
+        assert torch.equal(gather_state_dict({"s": old_sharded(whole, BOXES)})["s"], whole)
+    only = gather_state_dict({"s": old_sharded(numbered(7, 5), BOXES)}, ranks_only=(0,), cpu_offload=True)
+    assert torch.equal(only["s"], numbered(7, 5)) if is_first() else only == {}
+
+
+@on_ranks
+def a_sharded_tensor_of_some_ranks_is_gathered_by_them() -> None:
+    if dist.get_world_size() < 3:
+        return
+    groups = [dist.new_group(ranks) for ranks in ([0], [*range(1, dist.get_world_size())])]
+    group = groups[not is_first()]
+    whole = numbered(7, 5) * (1 + is_first())
+    state_dict = {"s": old_sharded(whole, BOXES, group)}
+    assert torch.equal(gather_state_dict(state_dict)["s"], whole)
+    room = create_cpu_state_dict(state_dict)  # where torch loses the group
+    assert torch.equal(gather_state_dict(copy_state_dict(state_dict, room))["s"], whole)
+    with pytest.raises(UsageError, match=r"^state_dict\['s'\]: expected a ShardedTensor on ranks of the group"):
+        gather_state_dict({"s": chunked(numbered(7, 5))}, pg=group)
+
+
+@on_ranks
+def sharded_tensors_are_copied_into_room_made_for_them() -> None:
+    for state_dict in ({"s": chunked(numbered(7, 3))}, {"s": [old_sharded(numbered(7, 5), BOXES)]}):
+        room = create_cpu_state_dict(state_dict)
+        assert check_state_dict_similarity(state_dict, room)
+        copied = copy_state_dict(state_dict, room)
+        old, new, into = ([*leaves_of(d)][0].value for d in (state_dict, copied, room))
+        assert new is into and type(new) is type(old) and values(new) == values(old)
+        for shard in new.local_shards():
+            shard.tensor.fill_(-1)
+        assert values(new) != values(old) or not new.local_shards()
+        assert [*leaves_of(offload_state_dict_to_cpu(state_dict))][0].value is old
+
+
+@on_ranks
+def a_sharded_tensor_that_is_cut_in_another_way_is_not_similar() -> None:
+    state_dict = {"s": old_sharded(numbered(7, 5), BOXES)}
+    for other in (
+        numbered(7, 5),
+        old_sharded(numbered(7, 5), [([0, 0], [7, 5])]),
+        old_sharded(numbered(7, 5).double(), BOXES),
+    ):
+        assert not check_state_dict_similarity(state_dict, {"s": other})
+        with pytest.raises(UsageError, match=r"^state_dict\['s'\]: expected torch.float32 \[7, 5\] as a Sharded"):
+            copy_state_dict(state_dict, {"s": other})
+
+
+@on_ranks
+def a_sharded_tensor_is_not_filled_from_a_whole_one() -> None:
+    for fill in (broadcast, distribute):
+        with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\].*: expected a Tensor or DTensor; got a Sh"):
+            fill({"s": numbered(7, 3)}, {"s": chunked(numbered(7, 3))})
 
 
 # --- Broadcast and distribute, where all goes well ---------------------------------------------------------
