@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_door(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_door(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of the package with this name.
 
     Args:

@@ -511,7 +511,9 @@ def test_of_two_dims_with_one_stride_the_one_that_is_cut_is_the_longer_one(mesh:
     assert compute_local_stride(whole.stride(), mesh, [Shard(2), Replicate()])[0] == 4
 
 
-@pytest.mark.parametrize("how", [(), ("mesh",), ("placements",), ("mesh", "placements", "local_shape")], ids=str)
+@pytest.mark.parametrize(
+    "how", [(), ("mesh",), ("placements",), ("mesh", "placements", "local_shape")], ids=str
+)
 def test_a_stride_takes_a_shape_or_a_mesh_with_placements(mesh: DeviceMesh, how: tuple[str, ...]) -> None:
     every = {"mesh": mesh, "placements": [Shard(0), Replicate()], "local_shape": (2,)}
     with pytest.raises(UsageError, match="compute_local_stride: expected the local shape, or a mesh and"):

@@ -18,10 +18,11 @@ Left out: tensors that nobody asked for still travel, and gradients still to be 
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,8 @@ def broadcast_state_dict(
     pg: dist.ProcessGroup | None = None,
     strict: bool = False,
     cpu_offload: bool = False,
+    *,
+    cast: bool = False,
 ) -> None:
     """Fills every rank's `local_state_dict` from the `full_state_dict` of rank 0 of the group, in place.
 
@@ -75,9 +78,10 @@ def broadcast_state_dict(
         full_state_dict: whole tensors; of other ranks than 0 it is not looked at.
         strict: keys of dicts that rank 0 does not have are removed from `local_state_dict`.
         cpu_offload: tensors of `local_state_dict` that were filled move to the CPU.
+        cast: tensors keep their dtype where rank 0 has another one; the values become what it can hold.
 
     Raises:
-        UsageError: on all ranks, if on any of them a shape or dtype differs, a tensor faces what is none, a DTensor
+        UsageError: on all ranks, if on any of them a shape or, unless `cast`, a dtype differs, a tensor faces what is none, a DTensor
             is not cut as its placements say, or rank 0 has a DTensor, a meta tensor or what cannot be pickled.
         UnsupportedError: likewise, for a `Partial` placement or a ShardedTensor.
         StateError: there is no process group.
@@ -91,7 +95,7 @@ def broadcast_state_dict(
         )
     is_source = dist.get_rank(pg) == 0
     plan = _send_plan(full_state_dict if is_source else None, pg)
-    agree("broadcast_state_dict", lambda: check_plan(plan, local_state_dict), pg)
+    agree("broadcast_state_dict", lambda: check_plan(plan, local_state_dict, cast), pg)
     source = dict(leaves_of(full_state_dict)) if is_source else {}
     device = torch.device(device)
     buffer = _buffer_for(plan, source, _way(pg, device))
@@ -110,21 +114,25 @@ def distribute_state_dict(
     local_state_dict: dict[Any, Any],
     device: torch.device,
     pg: dist.ProcessGroup | None = None,
+    *,
+    cast: bool = False,
 ) -> None:
     """Fills `local_state_dict` from the `full_state_dict` that this rank has, in place, as `broadcast_state_dict` does.
 
-    No communication, and no tensor shares memory with the full one.
+    No communication, and no tensor shares memory with the full one. What dicts and lists of the full one alone have is
+    added where no tensor in it could be cut: values that are no tensors, and 0-d tensors, on the CPU.
 
     Args:
-        pg: without effect, as in torch.
+        pg: without effect, as in torch. cast: as in `broadcast_state_dict`.
 
     Raises:
         UsageError, UnsupportedError: as `broadcast_state_dict`, but on this rank only; nothing was touched.
     """
     plan = _plan_of(full_state_dict)
-    check_plan(plan, local_state_dict)
+    check_plan(plan, local_state_dict, cast)
     source = dict(leaves_of(full_state_dict))
     _fill(plan, local_state_dict, lambda path: source[path].detach(), torch.device(device), cpu_offload=False)
+    _add_missing(full_state_dict, local_state_dict)
 
 
 # --- Plan --------------------------------------------------------------------------------------------------
@@ -196,14 +204,18 @@ def _as_ours(error: Exception) -> FSDPError:
     )
 
 
-def check_plan(plan: Plan, local_state_dict: dict[Any, Any]) -> None:
-    """Raises unless everything in the plan that this rank has a place for fits there."""
+def check_plan(plan: Plan, local_state_dict: dict[Any, Any], cast: bool | None = None) -> None:
+    """Raises unless everything in the plan that this rank has a place for fits there.
+
+    Args:
+        cast: whether in any dtype. None: it must fit, and the caller has no such option to recommend.
+    """
     places = dict(leaves_of(local_state_dict))
     inner = {path[:n] for path in places for n in range(len(path))}
     planned = {path[:n] for path in plan for n in range(len(path))}
     for path, place in places.items():
         if path in plan:
-            _check_entry(path, plan[path], place)
+            _check_entry(path, plan[path], place, cast)
         elif path in planned and items_of(place) is None:
             _refuse_entry(path, "what can hold the entries of a container", type(place).__name__)
     for path, coming in plan.items():
@@ -211,16 +223,14 @@ def check_plan(plan: Plan, local_state_dict: dict[Any, Any]) -> None:
             _refuse_entry(path, "a container, as this rank has", "a leaf")
 
 
-def _refuse_entry(path: Path, expected: str, got: str) -> None:
-    raise UsageError(
-        show(path),
-        expected=expected,
-        got=got,
-        remedy="Compare the model that the full state dict was taken from with this one.",
-    )
+_COMPARE = "Compare the model that the full state dict was taken from with this one."
 
 
-def _check_entry(path: Path, coming: Any, place: Any) -> None:
+def _refuse_entry(path: Path, expected: str, got: str, remedy: str = _COMPARE) -> NoReturn:
+    raise UsageError(show(path), expected=expected, got=got, remedy=remedy)
+
+
+def _check_entry(path: Path, coming: Any, place: Any, cast: bool | None) -> None:
     if isinstance(coming, EmptyContainer):
         if items_of(place) is None:
             _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
@@ -233,11 +243,8 @@ def _check_entry(path: Path, coming: Any, place: Any) -> None:
         refuse_sharded_tensor(path)
     if not isinstance(place, Tensor):
         _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
-    elif (tuple(place.shape), place.dtype) != coming:
-        _refuse_entry(
-            path, f"shape {tuple(place.shape)} and {place.dtype}", f"shape {coming.shape} and {coming.dtype}"
-        )
-    elif isinstance(place, DTensor) and any(isinstance(p, Partial) for p in place.placements):
+    _check_kind(path, coming, place, cast)
+    if isinstance(place, DTensor) and any(isinstance(p, Partial) for p in place.placements):
         raise UnsupportedError(
             show(path),
             expected="placements that say which values a rank has",
@@ -246,6 +253,16 @@ def _check_entry(path: Path, coming: Any, place: Any) -> None:
         )
     elif not place.is_meta:
         check_data(path, place)
+
+
+def _check_kind(path: Path, coming: TensorInfo, place: Tensor, cast: bool | None) -> None:
+    expected, got = (f"shape {tuple(t.shape)} and {t.dtype}" for t in (place, coming))
+    if tuple(place.shape) != coming.shape or (place.dtype != coming.dtype and cast is None):
+        _refuse_entry(path, expected, got)
+    if place.dtype != coming.dtype and not cast:
+        _refuse_entry(
+            path, expected, got, "Pass cast=True if the values may become what that dtype can hold."
+        )
 
 
 # --- Move --------------------------------------------------------------------------------------------------
@@ -309,7 +326,13 @@ def _fill(
         elif not isinstance(coming, EmptyContainer):
             filled[path] = coming
 
-    new = map_leaves(lambda path, leaf, _: filled.get(path, leaf), dict(local_state_dict), by_path=True)
+    def fill_in(path: Path, leaf: Any, _: Any) -> Any:
+        empty = isinstance(
+            leaf, MutableMapping | list
+        )  # a container of our own, to which entries may be added
+        return filled[path] if path in filled else copy.copy(leaf) if empty else leaf
+
+    new = map_leaves(fill_in, dict(local_state_dict), by_path=True)
     for key, value in new.items():
         local_state_dict[key] = value
 
@@ -327,14 +350,34 @@ def _write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
         memory.copy_(part)
         return place
     if not isinstance(place, DTensor):
-        return _copy_to(part, device if place.ndim else torch.device("cpu"))
-    local = _copy_to(part, torch.device(device))
+        return _copy_to(part, device if place.ndim else torch.device("cpu"), place.dtype)
+    local = _copy_to(part, torch.device(device), place.dtype)
     return dtensor(local, place.device_mesh, place.placements, place.shape, place.stride())
 
 
-def _copy_to(part: Tensor, device: torch.device) -> Tensor:
+def _copy_to(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A contiguous copy, never a view: a part of a tensor would keep the whole alive."""
-    return torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+    return torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
+
+
+def _add_missing(full: Any, local: Any) -> None:
+    """Adds to dicts and lists what only the full ones have, unless a tensor in it would have to be cut."""
+    theirs, mine = items_of(full) or {}, items_of(local)
+    if mine is None:
+        return
+    for key, child in theirs.items():
+        if key in mine:
+            _add_missing(child, mine[key])
+        elif all(not isinstance(value, Tensor) or value.ndim == 0 for _, value in leaves_of({key: child})):
+            new = map_leaves(_alone, child)
+            if isinstance(local, MutableMapping):
+                local[key] = new
+            elif isinstance(local, list) and key == len(local):
+                local.append(new)
+
+
+def _alone(_: Path, leaf: Any, __: Any) -> Any:
+    return _copy_to(leaf.detach(), torch.device("cpu"), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_expanded(tensor: Tensor) -> bool:

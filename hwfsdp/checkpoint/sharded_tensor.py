@@ -50,11 +50,12 @@ def shards_in(tensor: Any) -> list[Tensor]:
     return [shard.tensor for shard in ordered]
 
 
-def describe_shards(tensor: Any) -> str:
-    """What has to be the same for shards to be copied as they are."""
+def describe_shards(tensor: Any, with_dtype: bool) -> str:
+    """What has to be the same for shards to be copied as they are, or, without the dtype, to be copied at all."""
     metadata = tensor.metadata()
+    kind = metadata.tensor_properties.dtype if with_dtype else "a tensor"
     boxes = [(*box.extent, box.rank) for box in boxes_of(tensor)]
-    return f"{metadata.tensor_properties.dtype} {list(metadata.size)} as a ShardedTensor of {boxes}"
+    return f"{kind} {list(metadata.size)} as a ShardedTensor of {boxes}"
 
 
 def check_owners(path: Path, tensor: Any, pg: dist.ProcessGroup | None) -> None:

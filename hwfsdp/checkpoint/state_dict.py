@@ -29,6 +29,7 @@ import copy
 import io
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NoReturn
 
@@ -73,6 +74,7 @@ def iterate_state_dict(
     ranks_only: Sequence[int] = (),
     type_check: bool = True,
     non_blocking: bool = True,
+    cast: bool = False,
 ) -> Any:
     """The state dict with every tensor replaced by what the function for its kind returns.
 
@@ -84,7 +86,7 @@ def iterate_state_dict(
         ranks_only: where not empty, the other ranks call the functions as well, but get {} (None for what is no dict).
         type_check: refuse leaves other than tensors, int, float, str, bytes, BytesIO, torch.Size and None. Otherwise
             they are deep copies.
-        non_blocking: of the copies into the companion.
+        non_blocking: of the copies into the companion. cast: they may change the dtype.
 
     Raises:
         UsageError: a leaf that the type check refuses, or a container that contains itself; nothing was called yet.
@@ -95,7 +97,7 @@ def iterate_state_dict(
 
     def visit(path: Path, value: Any, companion: Any) -> Any:
         if not isinstance(value, Tensor):
-            _check_pair(path, value, companion)
+            _check_pair(path, value, companion, cast)
             return value if isinstance(value, SIMPLE) else copy.deepcopy(value)
         function = dtensor_func if isinstance(value, DTensor) else tensor_func
         function = sharded_tensor_func if is_sharded_tensor(value) else function
@@ -103,7 +105,7 @@ def iterate_state_dict(
         if not kept:
             return None
         if companion is not ABSENT:
-            return _copy_into(path, result, companion, non_blocking)
+            return _copy_into(path, result, companion, non_blocking, cast)
         return to_cpu(result) if cpu_offload and isinstance(result, Tensor) else result
 
     result = map_leaves(visit, iter_object, ABSENT if companion_obj is None else companion_obj)
@@ -369,29 +371,34 @@ def copy_state_dict(
     copy_state_dict: dict[Any, Any],
     non_blocking: bool = False,
     type_check: bool = True,
+    cast: bool = False,
 ) -> Any:
     """Copies the values of every tensor into the tensor at the same place in `copy_state_dict`.
+
+    Args:
+        cast: the target's dtype may be another one; the values become what it can hold.
 
     Returns:
         The containers and other leaves of `state_dict` with the tensors of `copy_state_dict`.
 
     Raises:
-        CompanionMismatch: keys differ, or a shape, a dtype, a placement: nothing is broadcast, cast or cut.
+        CompanionMismatch: keys differ, or a shape, a placement, or, unless `cast`, a dtype. Nothing is broadcast or cut.
         UsageError: what `iterate_state_dict` does, or a tensor on the meta device. Nothing was copied then.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     _check_leaves(copy_state_dict, type_check=False, needs_data=True)
-    map_leaves(_check_pair, state_dict, copy_state_dict)
+    map_leaves(partial(_check_pair, cast=cast), state_dict, copy_state_dict)
     options: dict[str, Any] = {
         "companion_obj": copy_state_dict,
         "type_check": type_check,
         "non_blocking": non_blocking,
+        "cast": cast,
     }
     return iterate_state_dict(state_dict, _same, _same, _same, **options)
 
 
-def _copy_into(path: Path, value: Any, target: Any, non_blocking: bool) -> Any:
-    _check_pair(path, value, target)
+def _copy_into(path: Path, value: Any, target: Any, non_blocking: bool, cast: bool) -> Any:
+    _check_pair(path, value, target, cast)
     if isinstance(value, Tensor):
         for to, source in zip(shards_in(target), shards_in(value)):
             if isinstance(to, DTensor) and isinstance(source, DTensor):
@@ -416,27 +423,28 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
     return True
 
 
-def _check_pair(path: Path, value: Any, other: Any) -> None:
-    """Raises if one of two leaves is a tensor and the other is not one just like it."""
+def _check_pair(path: Path, value: Any, other: Any, cast: bool = False) -> None:
+    """Raises if one of two leaves is a tensor and the other is not one just like it; with `cast`, but for the dtype."""
     if other is ABSENT:
         return
-    mine, theirs = describe(value), describe(other)
+    mine, theirs = describe(value, with_dtype=not cast), describe(other, with_dtype=not cast)
     if mine != theirs or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh):
         raise CompanionMismatch(
             show(path),
             expected=mine,
             got=theirs if mine != theirs else "one on another device mesh",
-            remedy="Make the second state dict from the first one, for example with create_cpu_state_dict.",
+            remedy="Make the second state dict from the first one, for example with create_cpu_state_dict"
+            + (", or pass cast=True." if describe(value, False) == describe(other, False) else "."),
         )
 
 
-def describe(leaf: Any) -> str:
-    """What has to be the same for values to be copied as they are."""
+def describe(leaf: Any, with_dtype: bool = True) -> str:
+    """What has to be the same for values to be copied as they are, or, without the dtype, to be copied at all."""
     if not isinstance(leaf, Tensor):
         return "no tensor" if items_of(leaf) is None else f"a {type(leaf).__name__}"
     if is_sharded_tensor(leaf):
-        return describe_shards(leaf)
-    text = f"{leaf.dtype} {list(leaf.shape)}"
+        return describe_shards(leaf, with_dtype)
+    text = f"{leaf.dtype if with_dtype else 'a tensor'} {list(leaf.shape)}"
     if leaf.layout != torch.strided:
         text += f" ({leaf.layout})"
     if isinstance(leaf, DTensor):

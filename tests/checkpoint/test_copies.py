@@ -206,6 +206,23 @@ def test_copy_refuses_by_path_and_before_anything_is_copied(name: str) -> None:
     assert torch.equal(into["first"], torch.zeros(1))
 
 
+@pytest.mark.parametrize("name", MISFITS)
+def test_copy_casts_dtypes_if_asked_for_and_nothing_else(name: str) -> None:
+    source, target = MISFITS[name]
+    alike = isinstance(source, Tensor) and isinstance(target, Tensor) and source.shape == target.shape
+    if alike and source.layout == target.layout and not source.is_complex():
+        with pytest.raises(CompanionMismatch, match="pass cast=True"):
+            copy_state_dict({"k": source}, {"k": target})
+        expected = torchs._copy_state_dict({"k": source}, {"k": target.clone()})
+        into = {"k": target.clone()}
+        assert copy_state_dict({"k": source}, into, cast=True)["k"] is into["k"]
+        assert_equal(into, expected)
+    elif not (alike and source.is_complex()):
+        with pytest.raises(CompanionMismatch) as info:
+            copy_state_dict({"k": source}, {"k": target}, cast=True)
+        assert "cast=True" not in str(info.value)
+
+
 def test_torch_does_broadcast_and_truncate() -> None:
     """Why the tests above are there."""
     assert torchs._copy_state_dict({"a": torch.ones(1)}, {"a": torch.zeros(4)})["a"].tolist() == [1, 1, 1, 1]

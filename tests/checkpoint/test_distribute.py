@@ -450,7 +450,9 @@ def a_sharded_tensor_of_some_ranks_is_gathered_by_them() -> None:
     assert torch.equal(gather_state_dict(state_dict)["s"], whole)
     room = create_cpu_state_dict(state_dict)  # where torch loses the group
     assert torch.equal(gather_state_dict(copy_state_dict(state_dict, room))["s"], whole)
-    with pytest.raises(UsageError, match=r"^state_dict\['s'\]: expected a ShardedTensor on ranks of the group"):
+    with pytest.raises(
+        UsageError, match=r"^state_dict\['s'\]: expected a ShardedTensor on ranks of the group"
+    ):
         gather_state_dict({"s": chunked(numbered(7, 5))}, pg=group)
 
 
@@ -477,14 +479,18 @@ def a_sharded_tensor_that_is_cut_in_another_way_is_not_similar() -> None:
         old_sharded(numbered(7, 5).double(), BOXES),
     ):
         assert not check_state_dict_similarity(state_dict, {"s": other})
-        with pytest.raises(UsageError, match=r"^state_dict\['s'\]: expected torch.float32 \[7, 5\] as a Sharded"):
+        with pytest.raises(
+            UsageError, match=r"^state_dict\['s'\]: expected torch.float32 \[7, 5\] as a Sharded"
+        ):
             copy_state_dict(state_dict, {"s": other})
 
 
 @on_ranks
 def a_sharded_tensor_is_not_filled_from_a_whole_one() -> None:
     for fill in (broadcast, distribute):
-        with pytest.raises(UnsupportedError, match=r"^state_dict\['s'\].*: expected a Tensor or DTensor; got a Sh"):
+        with pytest.raises(
+            UnsupportedError, match=r"^state_dict\['s'\].*: expected a Tensor or DTensor; got a Sh"
+        ):
             fill({"s": numbered(7, 3)}, {"s": chunked(numbered(7, 3))})
 
 
@@ -495,8 +501,8 @@ def broadcast(full: dict[Any, Any], local: dict[Any, Any], **options: Any) -> No
     broadcast_state_dict(full if is_first() else {"junk": object()}, local, CPU, **options)
 
 
-def distribute(full: dict[Any, Any], local: dict[Any, Any]) -> None:
-    distribute_state_dict(full, local, CPU)
+def distribute(full: dict[Any, Any], local: dict[Any, Any], **options: Any) -> None:
+    distribute_state_dict(full, local, CPU, **options)
 
 
 def every_rank_gets_its_part(fill: Callable[..., None]) -> None:
@@ -546,6 +552,25 @@ def what_one_side_alone_has_is_left_as_it_is(fill: Callable[..., None]) -> None:
     assert_holds(local, {"a": numbered(2), "mine": {"b": [torch.zeros(1), "x"]}, "empty": {}})
 
 
+def dtypes_are_cast_if_asked_for(fill: Callable[..., None]) -> None:
+    whole = numbered(7, 3) + 0.7
+    meta = dtensor(torch.empty(2, 3, device="meta", dtype=torch.float16), line(), [Shard(0)], (7, 3), (3, 1))
+    make: dict[str, Callable[[], Tensor]] = {
+        "sharded": lambda: cut(torch.zeros(7, 3, dtype=torch.int64), line(), Shard(0)),
+        "plain": lambda: torch.zeros(7, 3, dtype=torch.bfloat16),
+        "meta": lambda: meta,
+        "plain meta": lambda: torch.empty(7, 3, dtype=torch.float64, device="meta"),
+    }
+    for name, place in make.items():
+        with pytest.raises(UsageError, match=r"; got shape \(7, 3\) and torch.float32. Pass cast=True"):
+            fill({name: whole}, {name: place()})
+    local = {name: place() for name, place in make.items()}
+    fill({name: whole for name in make}, local, cast=True)
+    assert_holds(local, {name: whole.to(place().dtype) for name, place in make.items()})
+    with pytest.raises(UsageError, match=r"got shape \(7, 3\) and torch.float32. Compare the model"):
+        fill({"a": whole}, {"a": torch.zeros(3, 7, dtype=torch.int64)}, cast=True)
+
+
 def the_state_of_a_real_optimizer_survives(fill: Callable[..., None]) -> None:
     model = nn.Linear(5, 7)
     nn.init.constant_(model.weight, 0.5)
@@ -571,6 +596,7 @@ BOTH = [
     what_is_on_the_meta_device_gets_memory,
     an_expanded_tensor_is_replaced,
     what_one_side_alone_has_is_left_as_it_is,
+    dtypes_are_cast_if_asked_for,
     the_state_of_a_real_optimizer_survives,
 ]
 for fill in (broadcast, distribute):
@@ -602,6 +628,46 @@ def broadcasting_gives_what_torch_gives() -> None:
     assert list(mine) == list(theirs)
     assert torch.equal(local_of(mine["a"]), local_of(theirs["a"]))
     assert torch.equal(mine["b"], theirs["b"]) and mine["step"] == theirs["step"] and mine["s"] == theirs["s"]
+
+
+@on_ranks
+def distributing_adds_what_needs_no_cutting() -> None:
+    full = {
+        "a": numbered(2),
+        "lr": 0.5,
+        "step": torch.tensor(3.0),
+        "theirs": numbered(3),
+        "others": {"epoch": 1, "seen": torch.tensor(2)},
+        "state": {
+            0: {"m": numbered(2), "step": torch.tensor(1.0)},
+            5: {"step": torch.tensor(1.0), "m": numbered(2)},
+        },
+        "groups": [{"lr": 1.0, "betas": (0.5, 0.25)}, {"lr": 2.0}],
+        "empty": {"x": 1},
+        "none": None,
+    }
+    nothing: dict[str, Any] = {}
+    local = {
+        "a": cut(torch.zeros(2), line(), Shard(0)),
+        "state": {0: {"m": torch.zeros(2)}},
+        "groups": [{"lr": 0.0}],
+        "empty": nothing,
+    }
+    distribute(full, local)
+    state = {0: full["state"][0]}  # type: ignore[index]
+    added = ("lr", "step", "others", "none")
+    expected = {"a": full["a"], "state": state, "groups": full["groups"], "empty": {"x": 1}}
+    assert_holds(local, expected | {key: full[key] for key in added})
+    assert local["step"] is not full["step"] and local["others"] is not full["others"] and nothing == {}
+
+    flat = {"a": numbered(2), "lr": 0.5, "step": torch.tensor(3.0), "theirs": numbered(3)}
+    mine, theirs = {"a": torch.zeros(2)}, {"a": torch.zeros(2)}
+    distribute(flat, mine)
+    torchs._distribute_state_dict(flat, theirs, CPU)
+    assert_holds(mine, theirs)
+    only_filled = {"a": torch.zeros(2)}
+    broadcast(flat, only_filled)  # of which torch's adds nothing either
+    assert list(only_filled) == ["a"]
 
 
 @on_ranks

@@ -241,11 +241,15 @@ def test_what_is_missing_leaves_containers_of_their_types() -> None:
 def test_flat_keys_that_the_mapping_does_not_know_are_refused() -> None:
     flat, mapping = flatten_state_dict({"a": [1, 2]})
     for known in (mapping, dict(mapping)):
-        with pytest.raises(UsageError, match=r"expected flat keys that the mapping has; got \['b'\], unknown"):
+        with pytest.raises(
+            UsageError, match=r"expected flat keys that the mapping has; got \['b'\], unknown"
+        ):
             unflatten_state_dict({"a.0": 1, "b": 2}, known)
 
 
-@pytest.mark.parametrize("paths", [[("x",), ("x", "y")], [("x", "y"), ("x",)], [("x",), ("x",)], [()]], ids=str)
+@pytest.mark.parametrize(
+    "paths", [[("x",), ("x", "y")], [("x", "y"), ("x",)], [("x",), ("x",)], [()]], ids=str
+)
 def test_paths_that_meet_are_refused(paths: list[Any]) -> None:
     flat = {str(n): object() for n in range(len(paths))}
     with pytest.raises(UsageError, match="in the mapping: expected a path of its own"):
