@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed.fsdp as torch_fsdp
+from torch.distributed import _state_dict_utils as torch_dicts
+from torch.distributed.tensor import _utils as torch_layout
 
 import hwfsdp
 
@@ -131,3 +134,37 @@ def test_the_doors_of_packages_give_what_they_list(door: str) -> None:
         assert getattr(package, name) is not None and name in dir(package)
     with pytest.raises(AttributeError, match=f"module 'hwfsdp.{door}' has no attribute 'no_such_name'"):
         package.no_such_name
+
+
+# Ours → the module of ours, torch's, and the parameters that torch's does not have, with the reason.
+CASTS = {"cast": "torch casts without being asked, and loses values"}
+HELPERS: dict[str, tuple[str, Any, dict[str, str]]] = {
+    "iterate_state_dict": ("checkpoint.state_dict", torch_dicts._iterate_state_dict, CASTS),
+    "gather_state_dict": ("checkpoint.state_dict", torch_dicts._gather_state_dict, {}),
+    "offload_state_dict_to_cpu": ("checkpoint.state_dict", torch_dicts._offload_state_dict_to_cpu, {}),
+    "create_cpu_state_dict": ("checkpoint.state_dict", torch_dicts._create_cpu_state_dict, {}),
+    "copy_state_dict": ("checkpoint.state_dict", torch_dicts._copy_state_dict, CASTS),
+    "check_state_dict_similarity": ("checkpoint.state_dict", torch_dicts._check_state_dict_similarity, {}),
+    "broadcast_state_dict": ("checkpoint.distribute", torch_dicts._broadcast_state_dict, CASTS),
+    "distribute_state_dict": ("checkpoint.distribute", torch_dicts._distribute_state_dict, CASTS),
+    "flatten_state_dict": ("checkpoint.traverse", torch_dicts._flatten_state_dict, {}),
+    "unflatten_state_dict": ("checkpoint.traverse", torch_dicts._unflatten_state_dict, {}),
+    "traverse_state_dict": ("checkpoint.traverse", torch_dicts._traverse_state_dict, {}),
+    "compute_local_shape_and_global_offset": (
+        "layout",
+        torch_layout.compute_local_shape_and_global_offset,
+        {},
+    ),
+    "normalize_to_torch_size": ("layout", torch_layout.normalize_to_torch_size, {}),
+    "try_find_mesh_from_args": ("layout", torch_layout.try_find_mesh_from_args, {}),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_helper_takes_what_torchs_takes_by_position_and_by_name(name: str) -> None:
+    module, torchs, extra = HELPERS[name]
+    helper = getattr(importlib.import_module(f"hwfsdp.{module}"), name)
+    ours, theirs = (inspect.signature(inspect.unwrap(f)).parameters.values() for f in (helper, torchs))
+    shared = [p for p in ours if p.name not in extra]
+    assert [(p.name, p.kind, p.default) for p in shared] == [(p.name, p.kind, p.default) for p in theirs]
+    assert {p.name for p in ours if p.kind == p.KEYWORD_ONLY} >= extra.keys()

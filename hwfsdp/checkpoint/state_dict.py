@@ -371,6 +371,7 @@ def copy_state_dict(
     copy_state_dict: dict[Any, Any],
     non_blocking: bool = False,
     type_check: bool = True,
+    *,
     cast: bool = False,
 ) -> Any:
     """Copies the values of every tensor into the tensor at the same place in `copy_state_dict`.
