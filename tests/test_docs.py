@@ -22,7 +22,10 @@ from hwfsdp.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [path for path in (*DOCS.glob("*.md"), ROOT / "README.md") if "```python" in path.read_text()]
+TEXTS = [*DOCS.glob("*.md"), ROOT / "README.md", *(ROOT / "exercises").glob("[0-9]*/README.md")]
+PAGES = [
+    path for path in TEXTS if "```python" in path.read_text()
+]  # the capstone's takes the learner's own file
 READER = Sybil(parsers=[PythonCodeBlockParser()])
 
 
@@ -33,7 +36,7 @@ def read(path: Path) -> Document:
     return document
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     try:

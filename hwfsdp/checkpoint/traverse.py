@@ -145,14 +145,40 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return found
 
 
-def traverse_state_dict(state_dict: Mapping[Any, Any], visitor: Callable[[Path, Any], None]) -> None:
+def traverse_state_dict(
+    state_dict: Mapping[Any, Any],
+    visitor: Callable[[Path, Any], None],
+    keep_traversing: Callable[[Any], bool] | None = None,
+) -> None:
     """Calls `visitor(path, leaf)` for every leaf, from left to right; an empty container is visited as a leaf.
+
+    Args:
+        keep_traversing: says of an entry of a list that it makes the list worth going through. If given, lists without such
+            an entry, and without mappings at any depth, are leaves, as are tuples and dataclasses. None: none of them are.
 
     Raises:
         UsageError: a container contains itself.
     """
-    for path, value in leaves_of(state_dict):
+    leaves = leaves_of(state_dict)  # also where they are not needed: it refuses cycles
+    if keep_traversing is not None:
+        leaves = _leaves_at((), state_dict, keep_traversing)
+    for path, value in leaves:
         visitor(path, value)
+
+
+def _leaves_at(path: Path, tree: Any, keep_traversing: Callable[[Any], bool]) -> list[Leaf]:
+    items = None if _is_one(tree, keep_traversing) else items_of(tree)
+    if not items:
+        return [Leaf(path, tree)] if path else []
+    return [leaf for key, child in items.items() for leaf in _leaves_at((*path, key), child, keep_traversing)]
+
+
+def _is_one(tree: Any, keep_traversing: Callable[[Any], bool]) -> bool:
+    """Whether it is visited as one leaf."""
+    if isinstance(tree, Mapping) or not isinstance(tree, list):
+        return not isinstance(tree, Mapping)
+    inner = (isinstance(entry, Mapping | list) and not _is_one(entry, keep_traversing) for entry in tree)
+    return not any(inner) and not any(map(keep_traversing, tree))
 
 
 class _Descent:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import _state_dict_utils as torchs
+from torch.distributed.checkpoint import _traverse as torchs_checkpoint
 
 from hwfsdp.checkpoint.traverse import (
     ABSENT,
@@ -199,6 +200,19 @@ def test_two_leaves_with_the_same_flat_key_are_refused_by_both_paths(
     with pytest.raises(UsageError) as info:
         flatten_state_dict(state_dict)
     assert all(f"state_dict{name}" in str(info.value) for name in names)
+
+
+@given(PLAIN)
+def test_lists_without_what_is_looked_for_are_visited_as_a_whole(state_dict: dict[str, Any]) -> None:
+    """The oracle is the other traversal of torch, that of its checkpoints."""
+    for wanted in (str, float, ()):
+        visits: list[Any] = []
+        expected: list[Any] = []
+        traverse_state_dict(state_dict, lambda *visit: visits.append(visit), lambda v: isinstance(v, wanted))
+        torchs_checkpoint.traverse_state_dict(
+            state_dict, lambda *visit: expected.append(visit), lambda v: isinstance(v, wanted)
+        )
+        assert visits == expected
 
 
 @given(PLAIN, st.data())
