@@ -74,7 +74,7 @@ from hwfsdp.compat import (
     storage_key,
     wrap_like,
 )
-from hwfsdp.errors import UnsupportedError, UsageError
+from hwfsdp.errors import FSDPError, UnsupportedError, UsageError
 from hwfsdp.layout import compute_local_stride
 
 T = TypeVar("T")
@@ -143,10 +143,14 @@ class StateDictStager:
     def _move_others(self, result: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> None:
         """Moves tensors of the result that objects copied by themselves (Note [A memo that answers tensors])."""
         known = {storage_key(tensor) for tensor in staged.values()}
-        found = [(path, t) for path, t in _tensors_in(result) if storage_key(_memory_of(t)) not in known]
-        sources = {storage_key(_memory_of(tensor)) for tensor in tensors}
+        found = []
+        for path, value, _ in _objects_in(result):
+            if isinstance(value, Tensor) and _storage_of(value) not in known:
+                _check(path, value)
+                found.append((path, value))
+        sources = {_storage_of(tensor) for tensor in tensors}
         for path, tensor in found:
-            if tensor.numel() and storage_key(_memory_of(tensor)) in sources:
+            if tensor.numel() and _storage_of(tensor) in sources:
                 remedy = "Let its __deepcopy__ call copy.deepcopy(tensor, memo)."
                 _refuse(
                     UsageError, path, "an object whose copy shares no tensor with it", "one that does", remedy
@@ -246,34 +250,47 @@ class StateDictStager:
 # --- Find and check ----------------------------------------------------------------------------------------
 
 
+class _Found(NamedTuple):
+    """An object in a state dict, and one of the paths to it; uncertain if a `__deepcopy__` decides whether it is copied."""
+
+    path: Path
+    value: Any
+    certain: bool = True
+
+
 def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
     """All tensors of the state dict, each once, in the order in which they are met."""
     tensors = []
-    for path, tensor in _tensors_in(state_dict):
-        _check(path, tensor)
-        tensors.append(tensor)
+    for path, value, certain in _objects_in(state_dict):
+        if isinstance(value, Tensor):
+            try:
+                _check(path, value)
+                tensors.append(value)
+            except FSDPError:  # of an uncertain one, the copy tells
+                if certain:
+                    raise
     return tensors
 
 
-def _tensors_in(tree: Any) -> Iterator[tuple[Path, Tensor]]:
-    return ((path, value) for path, value in _objects_in(tree) if isinstance(value, Tensor))
-
-
-def _objects_in(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """All objects that a deep copy of `tree` would copy, each once, with one of the paths to it; an object before its parts."""
+def _objects_in(tree: Any) -> Iterator[_Found]:
+    """All objects that a deep copy of `tree` would copy, each once, an object before its parts."""
     seen: dict[int, Any] = {}  # holds what it knows by id, so ids stay valid
-    todo: list[tuple[Path, Any]] = [((), tree)]
+    todo = [_Found((), tree)]
     while todo:
-        path, value = todo.pop()
+        path, value, certain = found = todo.pop()
         if type(value) in ATOMIC or id(value) in seen:
             continue
         seen[id(value)] = value
-        yield path, value
+        yield found
         try:
             parts = _parts_of(value)
         except Exception as error:
-            raise _not_copied(path, value, error) from error
-        todo += [((*path, *steps), part) for steps, part in reversed(parts) if type(part) not in ATOMIC]
+            if certain:
+                raise _not_copied(path, value, error) from error
+            continue
+        certain = certain and (isinstance(value, Tensor) or getattr(value, "__deepcopy__", None) is None)
+        inner = [_Found((*path, *steps), part, certain) for steps, part in parts if type(part) not in ATOMIC]
+        todo += reversed(inner)
 
 
 Parts = list[tuple[Path, Any]]
@@ -328,6 +345,12 @@ def _memory_of(tensor: Tensor) -> Tensor:
         offset, stride = int(tensor.storage_offset()), tensor.stride()
         return _over(tensor.untyped_storage(), _INTEGERS[tensor.dtype], offset, tensor.shape, stride)
     return tensor
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Which storage its memory is in; None if it has no memory of its own."""
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    return storage_key(_memory_of(tensor)) if dense else None
 
 
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
@@ -610,12 +633,16 @@ class _KnownViews(TorchFunctionMode):
         self.staged = {self.key_of(tensor): memo[id(tensor)] for tensor in tensors}
 
     def key_of(self, tensor: Tensor) -> Any:
-        memory = _memory_of(tensor)
-        return isinstance(tensor, DTensor), storage_key(memory), _view_of(memory)
+        storage = _storage_of(tensor)
+        return (
+            None if storage is None else (isinstance(tensor, DTensor), storage, _view_of(_memory_of(tensor)))
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and (staged := self.staged.get(self.key_of(args[0]))) is not None:
-            return staged
+        if func is Tensor.__deepcopy__:
+            staged = self.staged.get(self.key_of(args[0]))
+            if staged is not None:
+                return staged
         return func(*args, **(kwargs or {}))
 
 
@@ -623,7 +650,7 @@ def _culprit(tree: Any, memo: dict[int, Any], error: Exception) -> UsageError:
     """The error that names the innermost object in `tree` that cannot be copied."""
     path: Path = ()
     found, tensors = tree, {key: value for key, value in memo.items() if isinstance(value, Tensor)}
-    for steps, value in _objects_in(tree):
+    for steps, value, _ in _objects_in(tree):
         try:
             copy.deepcopy(value, dict(tensors))
         except Exception as inner:

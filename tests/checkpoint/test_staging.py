@@ -774,6 +774,28 @@ def test_tensors_that_an_object_copies_by_itself_are_moved_into_staged_memory() 
         stage({"own": Shared(torch.ones(2), None)})
 
 
+class Unsparse(WithMemo):
+    """Copies all that it holds, but a lock and a sparse tensor."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__(first, second)
+        self.hidden = [threading.Lock(), torch.eye(2).to_sparse()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unsparse:
+        made = Unsparse(copy.deepcopy(self.first, memo), copy.deepcopy(self.second, memo))
+        made.hidden = []
+        return made
+
+
+def test_what_an_object_leaves_out_of_its_copy_need_not_be_copied() -> None:
+    weight = torch.ones(2)
+    staged = stage({"w": weight, "k": Unsparse(weight, None)})
+    assert staged["k"].first is staged["w"] and staged["k"].hidden == []
+    source = Sloppy(None, torch.eye(2).to_sparse())
+    with pytest.raises(UnsupportedError, match=r"^state_dict\['k'\]\.second: .*got torch.sparse_coo"):
+        stage({"k": source})
+
+
 def test_what_contains_itself_is_copied_with_its_circles() -> None:
     weight = torch.ones(3, requires_grad=True)
     looped: dict[str, Any] = {"a": {"t": weight * 2}, "node": SimpleNamespace(list=[])}
