@@ -331,6 +331,29 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
+IS_PARAMETER = "_is_param"  # the attribute by which torch knows parameters that are of a subclass of Tensor
+
+
+def quantized_over(integers: Tensor, like: Tensor) -> Tensor:
+    """A quantized tensor over the memory of its integers, with the scales and zero points of `like`, which it copies."""
+    size = [0] * like.ndim
+    if like.qscheme() == torch.per_tensor_affine:
+        new = torch._empty_affine_quantized(
+            size, scale=like.q_scale(), zero_point=like.q_zero_point(), dtype=like.dtype, device="cpu"
+        )
+    else:
+        new = torch._empty_per_channel_affine_quantized(
+            size,
+            scales=like.q_per_channel_scales().to("cpu", copy=True),
+            zero_points=like.q_per_channel_zero_points().to("cpu", copy=True),
+            axis=like.q_per_channel_axis(),
+            dtype=like.dtype,
+            device="cpu",
+        )
+    storage, offset = integers.untyped_storage(), int(integers.storage_offset())
+    return new.set_(storage, offset, integers.shape, integers.stride())
+
+
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:
     """Identity of a storage, while it lives; unlike `data_ptr`, fake and freed ones have it too."""
     storage = of.untyped_storage() if isinstance(of, Tensor) else of

@@ -21,13 +21,13 @@ Rooms, in reading order:
     blocks        its files, each block with a checksum
     plan          who writes what
     saves         the directory: which save counts, and which may go
+    meta          from the meta device straight into shards
     matching      a save and a state dict to load it into
     saving        a save, step by step
     loading       a load, step by step
     background    a save, while training goes on
     verification  looking at a checkpoint without loading it
     store         the public functions: save, load, async_save, verify, inspect
-    meta          from the meta device straight into shards
     archives      zip files of torch.save, intact or not
     partition     the PART format: who holds what
     part_files    its files, checked, replaced as a whole

@@ -12,7 +12,7 @@ it would do silently:
     a directory appears when it is complete; DCP overwrites a checkpoint file by file
     nothing in a checkpoint is run (`dcp_metadata`); DCP unpickles the metadata and all values
     checksums are compared; DCP reads over flipped bits
-    a tensor on the meta device is refused; DCP would load into another one, which the model does not have
+    a tensor on the meta device gets memory where it is; DCP loads into another one, which the model does not have
 
 All is checked before anything changes, and ranks agree on it: an error on one is raised on all.
 
@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
@@ -69,6 +69,7 @@ from hwfsdp.checkpoint.dcp_plans import (
     memory_of,
     refuse,
 )
+from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.errors import CheckpointError, UsageError
 
@@ -129,10 +130,12 @@ def save(
 
 
 def load(
-    state_dict: dict[Any, Any],
+    state_dict: dict[Any, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
+    device: torch.device | str | None = None,
+    model: nn.Module | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Reads a DCP checkpoint into the tensors of `state_dict`, in place. A collective over the group, if there is one.
@@ -141,25 +144,39 @@ def load(
     twice: to check them, which takes the memory of one chunk, then to copy them.
 
     Args:
-        state_dict: tensors are written where they are; other values are replaced.
+        state_dict: tensors are written where they are; other values are replaced. Or a module, for its state dict.
         path: the directory.
         strict: the keys of the checkpoint and those of all ranks together have to be the same. Otherwise what one side
             alone has is left out.
+        device, model: for what is on the meta device; see `store.load`.
 
     Raises:
         UsageError: keys that one side alone has (`strict`); a shape or dtype differs, a tensor faces a value; a tensor
-            on the meta device, or one that cannot be written to. UnsupportedError: a `Partial` placement.
+            that cannot be written to, or one on the meta device that the checkpoint does not have, `strict` or not.
+            UnsupportedError: a `Partial` placement, or what `meta.init_state_dict` raises it for, as StateError.
             CheckpointError: the checkpoint is missing, damaged, or asks for code to be run (see `dcp_metadata`).
             The same on all ranks. Nothing was changed then, unless the checkpoint is changed by others meanwhile.
     """
-    loading = _Loading(Path(path))
+    module = state_dict if isinstance(state_dict, nn.Module) else None
+    target: dict[str, Any] = state_dict if not isinstance(state_dict, nn.Module) else state_dict.state_dict()
+    memory = NewMemory(target, device, model if module is None else module)
+    try:
+        _load(_Loading(Path(path), memory), target, strict, process_group)
+    except BaseException:
+        memory.take_back()
+        raise
+    if module is not None:
+        module.load_state_dict(target)  # what it holds besides tensors
+
+
+def _load(loading: _Loading, state_dict: Any, strict: bool, process_group: dist.ProcessGroup | None) -> None:
     _agreed(lambda: loading.prepare(state_dict), process_group)
     known = _gathered((sorted(loading.entries), loading.manifest.digest), process_group)
     _agreed(lambda: loading.check_keys(known, strict), process_group)
     _agreed(loading.check_parts, process_group)
     _run(
         functools.partial(dcp_load, {key: entry.value for key, entry in loading.entries.items()}),
-        f"load from {path}",
+        f"load from {loading.directory}",
         storage_reader=CheckedReader(loading.manifest),
         planner=CheckedLoadPlanner(loading.entries, loading.items),
         process_group=process_group,
@@ -259,13 +276,14 @@ class _Loading:
 
     manifest: Manifest
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, memory: NewMemory) -> None:
+        self.directory, self.memory = directory, memory
         self.entries: dict[str, Entry] = {}
         self.items: list[ReadItem] = []
         self.values: dict[str, Any] = {}
 
     def prepare(self, state_dict: dict[Any, Any]) -> None:
+        self.memory.give()
         self.entries = entries_of(state_dict)
         for keys, value, _ in self.entries.values():
             if isinstance(value, Tensor):
@@ -301,6 +319,7 @@ class _Loading:
                 remedy="Compare the models, or pass strict=False to load what both have.",
             )
         self.entries = {key: entry for key, entry in self.entries.items() if key in there}
+        self.memory.check_loaded({entry.keys for entry in self.entries.values()})
 
     def check_parts(self) -> None:
         """Compares every entry with what is stored, then reads all that is no tensor, and checks all that is."""

@@ -7,7 +7,8 @@ All ranks agree at each arrow (see `agreement`).
 Note [Read first, then write]
     A damaged block may be the last one that is read. So values go to memory of their own, as much as the rank's part of
     the state dict, and from there into the target when all ranks have all of theirs. It is the price of a load that
-    happens or does not.
+    happens or does not. What is on the meta device has no values that could be lost: it gets memory, which is read into at
+    once, and goes back to the meta device if the load fails.
 
 Note [A save that goes while it is read]
     Another job may save into the same directory, and sweep what is being read. Then something is missing, and another
@@ -18,23 +19,41 @@ Note [A save that goes while it is read]
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from hwfsdp.checkpoint import saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.matching import Match, fill, match, read_tensors
+from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.errors import CheckpointError
 
 
-def load_agreed(agreement: Agreement, state_dict: Any, path: Path, *, strict: bool, allow_cast: bool) -> None:
+class Request(NamedTuple):
+    """What is asked of a load; `memory` is for what of the state dict is on the meta device."""
+
+    state_dict: Any
+    memory: NewMemory
+    strict: bool
+    allow_cast: bool
+
+
+def load_agreed(agreement: Agreement, request: Request, path: Path) -> None:
     """`store.load`, in an agreement that was made before."""
+    try:
+        _load_current(agreement, request, path)
+    except BaseException:
+        request.memory.take_back()
+        raise
+
+
+def _load_current(agreement: Agreement, request: Request, path: Path) -> None:
     save_id, digest = _find(agreement, path)
     while True:
         try:
-            _load_save(agreement, state_dict, path, save_id, digest, strict, allow_cast)
+            _load_save(agreement, request, path, save_id, digest)
             return
         except CheckpointError as error:
             if error.file is None:  # a rank is lost, say
@@ -57,22 +76,18 @@ def _find(agreement: Agreement, path: Path) -> list[Any]:
     return found
 
 
-def _load_save(
-    agreement: Agreement,
-    state_dict: Any,
-    path: Path,
-    save_id: str,
-    digest: str,
-    strict: bool,
-    allow_cast: bool,
-) -> None:
+def _load_save(agreement: Agreement, request: Request, path: Path, save_id: str, digest: str) -> None:
     matched: list[Match] = []
     parts: dict[KeyPath, Tensor] = {}
     folder = path if path.name == save_id else path / save_id
+    state_dict, memory, strict, allow_cast = request
 
     def match_mine() -> None:
         manifest = saves.read_manifest(saves.Current(folder, digest))
+        memory.give()
         matched.append(match(state_dict, manifest, strict=strict, allow_cast=allow_cast))
+        memory.check_loaded(manifest.entries)
+        matched[0].fresh.update(memory.paths)
 
     def read_mine() -> None:
         parts.update(read_tensors(matched[0], folder, agreement.check))

@@ -46,11 +46,13 @@ class Match:
     Attributes:
         tensors: path to the target of every tensor of which this rank has a part.
         values: path to the new value of everything else.
+        fresh: paths of targets that hold no values yet, because they were on the meta device.
     """
 
     manifest: Manifest
     tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
     values: dict[KeyPath, Any] = field(default_factory=dict)
+    fresh: set[KeyPath] = field(default_factory=set)
 
 
 # --- Matching ----------------------------------------------------------------------------------------------
@@ -276,12 +278,15 @@ def _rooms_for(match: Match) -> dict[KeyPath, Tensor]:
     """New memory for every part, in the dtype that was saved.
 
     One piece for all, in large pages where the system has them: to be given 64 MiB in small ones takes as long as to
-    read and check them. Parts that will be cast have memory of their own, which can go one by one.
+    read and check them. Parts that will be cast have memory of their own, which can go one by one. Targets without values
+    are read into where they are.
     """
-    rooms: dict[KeyPath, Tensor] = {}
+    rooms = _rooms_in_place(match)
     together: dict[KeyPath, int] = {}
     end = 0
     for path, target in match.tensors.items():
+        if path in rooms:
+            continue
         entry, box = match.manifest.entries[path], box_of(target)
         assert isinstance(entry, TensorEntry) and box is not None
         rooms[path] = torch.empty(0 if entry.dtype == target.dtype else box.shape, dtype=entry.dtype)
@@ -299,6 +304,23 @@ def _rooms_for(match: Match) -> dict[KeyPath, Tensor]:
             assert box is not None
             rooms[path] = every[start : start + box.numel * dtype.itemsize].view(dtype).view(box.shape)
     return rooms
+
+
+def _rooms_in_place(match: Match) -> dict[KeyPath, Tensor]:
+    """Fresh targets that can be read into: dense, on the CPU, of the saved dtype, and no two that partly overlap."""
+    rooms: dict[KeyPath, Tensor] = {}
+    by_storage: dict[int, dict[Any, Tensor]] = {}
+    for path in match.fresh & match.tensors.keys():
+        target, part = match.tensors[path], part_of(match.tensors[path])
+        by_storage.setdefault(part.untyped_storage().data_ptr(), {})[identity_of(part)] = part
+        entry = match.manifest.entries[path]
+        assert isinstance(entry, TensorEntry)
+        if part.is_cpu and part.is_contiguous() and target.dtype == entry.dtype:
+            rooms[path] = part
+    overlapping = {key for key, parts in by_storage.items() if _may_overlap(list(parts.values()))}
+    return {
+        path: part for path, part in rooms.items() if part.untyped_storage().data_ptr() not in overlapping
+    }
 
 
 class _Readers:
@@ -436,7 +458,8 @@ def _may_overlap(locals_: list[Tensor]) -> bool:
 def fill(state_dict: Any, match: Match, parts: dict[KeyPath, Tensor]) -> None:
     """Puts the parts into the tensors of the target, and the values where they belong."""
     for path, part in parts.items():
-        part_of(match.tensors[path]).copy_(part)
+        if identity_of(part_of(match.tensors[path])) != identity_of(part):  # was it not read in place?
+            part_of(match.tensors[path]).copy_(part)
     _put(state_dict, (), match.values)
 
 

@@ -10,6 +10,8 @@ shards, and values for them, which a checkpoint has. So:
     load(state_dict, path)                     values, written where the model has them
     check_materialized(model, optimizer)       nothing was forgotten
 
+`load(model, path)` does the middle two at once, and leaves the model on the meta device if it fails.
+
 `init_optimizer_state` is the same for an optimizer: the state that it would have after a step, to load into.
 
 Note [The same objects]
@@ -37,7 +39,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -47,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hwfsdp.checkpoint.traverse import leaves_of, show
+from hwfsdp.checkpoint.traverse import Path, leaves_of, show
 from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
 from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
 from hwfsdp.group import ParamGroup
@@ -88,6 +90,50 @@ def init_state_dict(
             ShardedTensor, or the detached entry of a parameter that is a tensor subclass. StateError: something holds
             a weak reference to a tensor. Nothing was touched then.
     """
+    _init(state_dict, device, model)
+    return state_dict
+
+
+class NewMemory:
+    """What `init_state_dict` does for a load: memory for what is on the meta device, until something fails.
+
+    Attributes:
+        paths: of the entries that got memory. They hold nothing before they are loaded.
+    """
+
+    def __init__(self, state_dict: Any, device: torch.device | str | None, model: nn.Module | None) -> None:
+        self._target, self._device, self._model = state_dict, device, model
+        self._rooms: _Rooms | None = None
+        self.paths: list[Path] = []
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Gives it, once; raises what `init_state_dict` does."""
+        on_meta = [path for path, v in leaves_of(self._target) if isinstance(v, Tensor) and v.is_meta]
+        if on_meta:
+            self._rooms, self.paths = _init(self._target, self._device, self._model), on_meta
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Puts everything back on the meta device, as it was."""
+        if self._rooms is not None:
+            self._rooms.take_back()
+            for group in _groups_of(self._model) if self._model is not None else ():
+                group.adopt_registered()
+
+    def check_loaded(self, found: Container[Any]) -> None:
+        """Raises if something on the meta device is not among the paths that a checkpoint has."""
+        missing = [show(path) for path in self.paths if path not in found]
+        if missing:
+            raise UsageError(
+                "load",
+                expected="values for everything in the state dict that is on the meta device",
+                got=f"no entry in the checkpoint for {_listed(missing)}",
+                remedy="Take it out of the state dict, or initialize it before: to_empty(device=…), then its values.",
+            )
+
+
+def _init(state_dict: Any, device: torch.device | str | None, model: nn.Module | None) -> _Rooms:
     if device is not None and torch.device(device).type == "meta":
         raise UsageError(
             "init_state_dict(device='meta')",
@@ -106,7 +152,7 @@ def init_state_dict(
         _exchange_groups(model, {id(tensor) for tensor in of_model.values()}, rooms)
     for tensor in (*of_model.values(), *entries.values()):
         rooms.exchange(tensor)
-    return state_dict
+    return rooms
 
 
 def init_meta_model(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Any]:
@@ -211,7 +257,8 @@ class _Rooms:
         default = torch.get_default_device()
         self.elsewhere = torch.device(kinds[0] if kinds else "cpu" if default.type == "meta" else default)
         self.blocks: dict[int, torch.UntypedStorage] = {}
-        self.old: list[Tensor] = []  # what is known by identity has to live
+        # What is known by identity has to live. Of each tensor what it was before, in the order of the exchanges.
+        self.exchanged: list[tuple[Tensor, Tensor]] = []
 
     def exchange(self, tensor: Tensor, is_offloaded: bool = False) -> None:
         """Gives the tensor memory, if it has none."""
@@ -227,7 +274,12 @@ class _Rooms:
             new.__class__ = type(tensor)
         new.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, new)
-        self.old.append(new)
+        self.exchanged.append((tensor, new))
+
+    def take_back(self) -> None:
+        """Makes every tensor what it was before."""
+        while self.exchanged:
+            torch.utils.swap_tensors(*self.exchanged.pop())
 
     def _home(self, tensor: Tensor) -> torch.device:
         return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else self.elsewhere
@@ -371,26 +423,19 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
 
     Every parameter that requires grad and has no state yet gets it (Note [One parameter at a time]): moments are zero,
     counts of steps are zero. Parameters keep every bit, gradients and groups stay what they were, hooks are not called.
-    No communication, unless the optimizer's step communicates.
+    No communication, unless the optimizer's step communicates. The state of parameters on the meta device is there, too.
 
     Args:
         optimizer: of `torch.optim`, of `hwfsdp.optim`, or any whose step skips parameters without gradients.
 
     Raises:
         UnsupportedError: its step needs a closure, as that of LBFGS, or does not take dense gradients of zeros.
-        StateError: a parameter is on the meta device. The optimizer is as it was then.
+            The optimizer is as it was then.
     """
     step = _plain_step(optimizer)
     todo = []
-    for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if param.is_meta:
-                raise StateError(
-                    f"{type(optimizer).__name__}: param_groups[{number}]['params'][{index}]",
-                    expected="a parameter in memory",
-                    got=f"shape {tuple(param.shape)} on the meta device",
-                    remedy="Call init_meta_model(model) first.",
-                )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
             if param.requires_grad and not optimizer.state.get(param):
                 todo.append((group, param))
     done: list[Tensor] = []

@@ -8,8 +8,10 @@ A model has a place for every entry: the tensors of its state dict. An optimizer
 the state of a parameter is cut like the parameter, if it has the parameter's shape. What the optimizer does have
 decides otherwise, so states of other shapes that are sharded want an optimizer that has stepped once.
 
-Left out: an optimizer over parameters on the meta device, as it is made after they have memory; and tensors in lists in
-the state of an optimizer, which stay whole.
+What is on the meta device gets memory in place, as `meta` gives it, so an optimizer that was made over such parameters
+has the right ones afterwards.
+
+Left out: tensors in lists in the state of an optimizer, which stay whole.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_state_dict
+from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.traverse import Path, brief, show
-from hwfsdp.compat import dtensor
+from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import UsageError, WrongTypeError
 from hwfsdp.layout import shard_of
 
@@ -50,10 +53,13 @@ def refuse_kind(what: str, value: Any, expected: str = "a module, an optimizer o
 
 
 class Loading:
-    """What is loaded, and where it goes on this rank. Making it checks everything, and touches nothing."""
+    """What is loaded, and where it goes on this rank.
+
+    Making it checks everything, and changes nothing, except that models on the meta device get memory.
+    """
 
     def __init__(self, contents: Contents, model: Any, optimizer: Any, device: torch.device | None) -> None:
-        self.contents, self.device = contents, device
+        self.contents = contents
         self.modules, self.optimizers = several(model), several(optimizer)
         self.places = [state_of(module, f"model[{i}]") for i, module in enumerate(self.modules)]
         for i, module in enumerate(self.modules):
@@ -65,51 +71,53 @@ class Loading:
             _check_count("optimizer", len(self.optimizers), len(contents.optimizers))
         for i, places in enumerate(self.places):
             _check_places(("model", i), contents.models[i], places)
+        self.memories = [
+            NewMemory(places, device, module if isinstance(module, nn.Module) else None)
+            for module, places in zip(self.modules, self.places)
+        ]
+        try:
+            self._prepare(contents)
+        except BaseException:
+            self.take_back()
+            raise
+
+    def _prepare(self, contents: Contents) -> None:
+        """Gives models memory that have none, so that it is known how their optimizers' states are cut."""
+        for memory in self.memories:
+            memory.give()
         self.states = [
             _OptimizerPlaces(("optimizer", i), saved, target)
             for i, (saved, target) in enumerate(zip(contents.optimizers, self.optimizers))
         ]
 
+    def take_back(self) -> None:
+        """Puts what was on the meta device back there."""
+        for memory in self.memories:
+            memory.take_back()
+
     def fill(self) -> None:
         """Puts everything in its place."""
-        for module, places, entries in zip(self.modules, self.places, self.contents.models):
-            on_meta = any(isinstance(place, Tensor) and place.is_meta for place in places.values())
+        for module, places, entries, memory in zip(
+            self.modules, self.places, self.contents.models, self.memories
+        ):
             for name, entry in entries.items():
                 places[name] = self._filled(entry, places[name])
             if isinstance(module, MutableMapping):
                 module.update(places)
                 continue
-            if on_meta and isinstance(module, nn.Module):
-                _make_parameters(module, places)
-            module.load_state_dict(places, **({"assign": True} if on_meta else {}))
+            assign = memory.paths and not isinstance(module, nn.Module)
+            module.load_state_dict(places, **({"assign": True} if assign else {}))
         for state in self.states:
             state.fill()
 
     def _filled(self, entry: Any, place: Any) -> Any:
-        """The place, holding this rank's values of the entry; another one if it had no memory."""
+        """The place, holding this rank's values of the entry."""
         value = whole_entry(entry)
         if not isinstance(place, Tensor):
             return kept(value, True)
-        device = place.device
-        if place.is_meta:
-            kind = place.device_mesh.device_type if isinstance(place, DTensor) else "cpu"
-            device = self.device or torch.device(kind)
-            if not isinstance(place, DTensor):
-                return own(value).to(device)
         held = {"": place}
-        distribute_state_dict({"": value}, held, device)
+        distribute_state_dict({"": value}, held, place.device)
         return held[""]
-
-
-def _make_parameters(module: nn.Module, places: dict[str, Any]) -> None:
-    """Makes parameters of what takes the place of some on the meta device: one of what was one, under all its names."""
-    made: dict[int, nn.Parameter] = {}
-    for name, param in module.state_dict(keep_vars=True).items():
-        if isinstance(param, nn.Parameter) and not param.is_meta:
-            places[name] = param
-        elif isinstance(param, nn.Parameter):
-            new = nn.Parameter(places[name], requires_grad=param.requires_grad)
-            places[name] = made.setdefault(id(param), new)
 
 
 def _check_count(what: str, given: int, saved: int) -> None:
@@ -176,13 +184,13 @@ class _OptimizerPlaces:
         place = self._place(index, key)
         if isinstance(place, Tensor):
             _check_places((*self.path, "state", index), {key: value}, {key: place})
-        like = self._like(index, key, value)
-        if isinstance(like, Tensor) and like.is_meta:
+        like, param = self._like(index, key, value), self.params.get(index)
+        if isinstance(param, Tensor) and param.is_meta:
             raise UsageError(
                 show((*self.path, "state", index, key)),
                 expected="parameters with memory",
                 got="one on the meta device",
-                remedy="Load the model first, then make the optimizer, and load it with model=None.",
+                remedy="Load its model in the same call, or before.",
             )
         if like is not None and any(isinstance(placement, Partial) for placement in like.placements):
             refuse_kind(
@@ -207,7 +215,9 @@ class _OptimizerPlaces:
         like, whole = self._like(index, key, value), whole_entry(value)
         if like is None:
             return own(whole)
-        local = own(shard_of(whole, like.device_mesh, like.placements)).to(like.to_local().device)
+        param = self.params.get(index)
+        home = param if like.is_meta and isinstance(param, DTensor) else like
+        local = own(shard_of(whole, like.device_mesh, like.placements)).to(local_of(home).device)
         return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
 
     def fill(self) -> None:

@@ -150,7 +150,7 @@ def load_into(
             as they are.
         optimizer: likewise, of optimizers over the same parameters. A state that the checkpoint has, and the
             optimizer not yet, is sharded like its parameter if it has the same shape.
-        device: where what is on the meta device gets memory. None: where the DTensor's mesh is; the CPU for others.
+        device: where what is on the meta device gets memory; see `meta.init_state_dict`.
 
     Returns:
         The others of the checkpoint.
@@ -168,15 +168,20 @@ def load_into(
         loading.append(Loading(contents, model, optimizer, device))
         return contents.save_id
 
-    ids = _together(prepare, group)
-    if len(set(ids)) > 1:
-        raise CheckpointError(
-            "load_into",
-            expected="one save on all ranks",
-            got=f"{len(set(ids))} of them",
-            remedy="Give all ranks the same directory, while nobody saves to it.",
-        )
-    loading[0].fill()
+    try:
+        ids = _together(prepare, group)
+        if len(set(ids)) > 1:
+            raise CheckpointError(
+                "load_into",
+                expected="one save on all ranks",
+                got=f"{len(set(ids))} of them",
+                remedy="Give all ranks the same directory, while nobody saves to it.",
+            )
+        loading[0].fill()
+    except BaseException:
+        for each in loading:
+            each.take_back()
+        raise
     others: dict[Any, Any] = kept(loading[0].contents.others, True)
     return others
 

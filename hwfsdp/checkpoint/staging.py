@@ -28,33 +28,60 @@ Note [Lent memory]
     that, because a view, or an array made of one tensor, survives it. Of the free buffers that a call finds, it
     keeps what it needs and as much again, for a save that is still being written; the rest is released.
 
+Note [A memo that answers tensors]
+    A deep copy keeps a memo of what it has copied, by id, and looks there first. So the copies of the tensors are made
+    before, all together, and put into the memo; `copy.deepcopy` then builds everything else around them: containers and
+    objects of any class, that share things, or hold themselves. Which tensors it will meet, `_parts_of` tells: it goes
+    from an object to what `copy.deepcopy` would copy of it, and copies nothing.
+
+    An object may make a new tensor when it is asked for its state, or copy one without passing the memo on: its id is
+    not in the memo. If it is a view that was staged, `_KnownViews` answers. What an object copied by itself, with
+    `clone` for example, is found in the copy, and moved into staged memory then.
+
 Left out: references that Python and torch do not count. Another process that mapped a staged tensor, and a copy from
-one to a device that is still under way, see the next staging if the dict was dropped before they were done.
+one to a device that is still under way, see the next staging if the dict was dropped before they were done. What is
+moved afterwards has new memory each time, and shares it with nothing that was found before.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import threading
+import types
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from hwfsdp.checkpoint.state_dict import check_data, create_cpu_state_dict
-from hwfsdp.checkpoint.traverse import Path, leaves_of, map_leaves, show
-from hwfsdp.compat import is_referred_to_elsewhere, local_of, wrap_like
-from hwfsdp.errors import StateError, UnsupportedError, UsageError
+from hwfsdp.checkpoint.traverse import Attribute, Path, show
+from hwfsdp.compat import (
+    IS_PARAMETER,
+    is_referred_to_elsewhere,
+    is_sharded_tensor,
+    local_of,
+    quantized_over,
+    replace_local,
+    storage_key,
+    wrap_like,
+)
+from hwfsdp.errors import FSDPError, UnsupportedError, UsageError
 from hwfsdp.layout import compute_local_stride
 
 T = TypeVar("T")
 Storage = torch.UntypedStorage
+# what a deep copy returns as it is
+ATOMIC: tuple[type, ...] = (int, float, bool, complex, bytes, str, range, property, type(None), type(...))
+ATOMIC += (type(NotImplemented), types.FunctionType, types.BuiltinFunctionType, types.CodeType, ref)
 
 
 class StateDictStager:
@@ -63,22 +90,19 @@ class StateDictStager:
     Calls from several threads wait for each other.
 
     Args:
-        pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous.
+        pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous. Without a CUDA device
+            there is a warning, and ordinary memory.
         share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
             the staged dict until they are done: they are not seen to refer to it.
-
-    Raises:
-        StateError: memory to be pinned, but no CUDA device.
     """
 
     def __init__(self, pin_memory: bool = False, share_memory: bool = False) -> None:
         if pin_memory and not torch.cuda.is_available():
-            raise StateError(
-                "StateDictStager(pin_memory=True)",
-                expected="a CUDA device",
-                got="none",
-                remedy="Leave pin_memory out; nothing could copy faster.",
+            warnings.warn(
+                "StateDictStager(pin_memory=True): expected a CUDA device; got none. The memory is not pinned.",
+                stacklevel=2,
             )
+            pin_memory = False
         self._pin, self._share = pin_memory, share_memory
         self._pools: WeakKeyDictionary[Storage, list[Storage]] = WeakKeyDictionary()  # by source
         self._lock = threading.RLock()
@@ -97,22 +121,49 @@ class StateDictStager:
     def stage(self, state_dict: T) -> T:
         """A copy on the CPU that nothing done to `state_dict` later changes; it is complete on return.
 
-        Tensors become plain tensors of the same shape, dtype and values, DTensors DTensors of the same mesh and
-        placements, both without gradient or its history. Strides are the same, except where Note [Views stay views]
-        says otherwise. Other leaves are deep copies. What is one object at two paths is so in the copy.
+        Everything is a deep copy: containers and objects of any class, which may share things and contain themselves.
+        Tensors, wherever they are, keep shape, dtype and values, their class and their attributes; DTensors keep mesh and
+        placements, quantized tensors scales and zero points. Gradients and their history are left behind, and an
+        `nn.Parameter` becomes a plain tensor. Strides are the same, except where Note [Views stay views] says otherwise.
 
         Raises:
-            UsageError: a container contains itself, a leaf that cannot be copied, a tensor without data (on the meta
-                device, freed, or not initialized), or a DTensor whose local shape is not what its placements say.
-            UnsupportedError: a tensor that is sparse, nested, quantized, a ShardedTensor, or of a subclass that has
-                no memory of its own. In all cases nothing was copied.
+            UsageError: an object that cannot be copied, a tensor without data (on the meta device, freed, or not
+                initialized), or a DTensor whose local shape is not what its placements say.
+            UnsupportedError: a tensor that is sparse, nested, a ShardedTensor, of quantized elements smaller than a byte,
+                or of a subclass that has no memory of its own.
         """
-        tensors = _tensors_of(state_dict)
         with self._lock:
-            staged, copies = self._lay_out(tensors)
-            result: T = _rebuilt(state_dict, staged)
+            tensors = _checked_tensors_of(state_dict)
+            staged, copies = self._lay_out({id(tensor): _memory_of(tensor) for tensor in tensors})
             _run(copies, self._pin)
+            result: T = _rebuilt(state_dict, tensors, staged)
+            self._move_others(result, tensors, staged)
         return result
+
+    def _move_others(self, result: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> None:
+        """Moves tensors of the result that objects copied by themselves (Note [A memo that answers tensors])."""
+        known = {storage_key(tensor) for tensor in staged.values()}
+        found = []
+        for path, value, _ in _objects_in(result):
+            if isinstance(value, Tensor) and _storage_of(value) not in known:
+                _check(path, value)
+                found.append((path, value))
+        sources = {_storage_of(tensor) for tensor in tensors}
+        for path, tensor in found:
+            if tensor.numel() and _storage_of(tensor) in sources:
+                remedy = "Let its __deepcopy__ call copy.deepcopy(tensor, memo)."
+                _refuse(
+                    UsageError, path, "an object whose copy shares no tensor with it", "one that does", remedy
+                )
+            _check(path, tensor)
+        moved, copies = self._lay_out({id(tensor): _memory_of(tensor) for _, tensor in found})
+        _run(copies, self._pin)
+        for _, tensor in found:
+            part = moved[id(tensor)]
+            if isinstance(tensor, DTensor):
+                replace_local(tensor, part)
+            else:
+                tensor.data = quantized_over(part, tensor) if tensor.is_quantized else part
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
         """Memory for the copies, lent, and what is to be copied there; `stage` makes the copies when all of it is known.
@@ -196,27 +247,133 @@ class StateDictStager:
         return buffer.untyped_storage()
 
 
-# --- Check -------------------------------------------------------------------------------------------------
+# --- Find and check ----------------------------------------------------------------------------------------
 
 
-def _tensors_of(state_dict: Any) -> dict[int, Tensor]:
-    """What has to be copied for each tensor, by the tensor's id: itself, or of a DTensor the local part."""
-    tensors: dict[int, Tensor] = {}
-    for path, value in leaves_of(state_dict):
-        if isinstance(value, Tensor) and id(value) not in tensors:
-            if is_lazy(value):
-                _refuse(
-                    UsageError,
-                    path,
-                    "a tensor with data",
-                    "an uninitialized one",
-                    "Run a forward pass first.",
-                )
-            check_data(path, value)
-            local = local_of(value) if isinstance(value, DTensor) else value
-            _check_memory(path, local)
-            tensors[id(value)] = local
+class _Found(NamedTuple):
+    """An object in a state dict, and one of the paths to it; uncertain if a `__deepcopy__` decides whether it is copied."""
+
+    path: Path
+    value: Any
+    certain: bool = True
+
+
+def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
+    """All tensors of the state dict, each once, in the order in which they are met."""
+    tensors = []
+    for path, value, certain in _objects_in(state_dict):
+        if isinstance(value, Tensor):
+            try:
+                _check(path, value)
+                tensors.append(value)
+            except FSDPError:  # of an uncertain one, the copy tells
+                if certain:
+                    raise
     return tensors
+
+
+def _objects_in(tree: Any) -> Iterator[_Found]:
+    """All objects that a deep copy of `tree` would copy, each once, an object before its parts."""
+    seen: dict[int, Any] = {}  # holds what it knows by id, so ids stay valid
+    todo = [_Found((), tree)]
+    while todo:
+        path, value, certain = found = todo.pop()
+        if type(value) in ATOMIC or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield found
+        try:
+            parts = _parts_of(value)
+        except Exception as error:
+            if certain:
+                raise _not_copied(path, value, error) from error
+            continue
+        certain = certain and (isinstance(value, Tensor) or getattr(value, "__deepcopy__", None) is None)
+        inner = [_Found((*path, *steps), part, certain) for steps, part in parts if type(part) not in ATOMIC]
+        todo += reversed(inner)
+
+
+Parts = list[tuple[Path, Any]]
+
+
+def _parts_of(value: Any) -> Parts:
+    """What `copy.deepcopy` copies when it copies the value, with the steps that lead there."""
+    if isinstance(value, type):
+        return []
+    if isinstance(value, Tensor):
+        return _attributes_of(value)
+    if isinstance(value, tuple) or type(value) in (dict, list, set, frozenset):
+        return _items_of(value) + _attributes_of(value)
+    if getattr(value, "__deepcopy__", None) is not None:  # does what it likes, with these probably
+        return _items_of(value) + _attributes_of(value)
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+    if isinstance(reduced, str):  # a global object
+        return []
+    _, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    parts: Parts = [((), arg) for arg in args]
+    for each in states:
+        named = isinstance(each, dict)
+        parts += [((Attribute(key),), part) for key, part in each.items()] if named else [((), each)]
+    return parts + _items_of(list(items or ())) + _items_of(dict(pairs or ()))
+
+
+def _items_of(value: Any) -> Parts:
+    if isinstance(value, Mapping):
+        return [((key,), part) for item in value.items() for key, part in zip(item[:1] * 2, item)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [((index,), item) for index, item in enumerate(value)]
+    return []
+
+
+def _attributes_of(value: Any) -> Parts:
+    """What is in the object's `__dict__`, and in the slots that are no part of what torch made of it."""
+    classes = [kind for kind in type(value).__mro__ if kind is not DTensor]
+    members = [(name, member) for kind in classes for name, member in vars(kind).items()]
+    slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    found |= {name: part for name, part in getattr(value, "__dict__", {}).items() if name != IS_PARAMETER}
+    return [((Attribute(name),), part) for name, part in found.items()]
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """What has to be copied for it: of a DTensor the local part, of a quantized tensor its integers."""
+    if isinstance(tensor, DTensor):
+        return local_of(tensor)
+    if tensor.is_quantized:
+        offset, stride = int(tensor.storage_offset()), tensor.stride()
+        return _over(tensor.untyped_storage(), _INTEGERS[tensor.dtype], offset, tensor.shape, stride)
+    return tensor
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Which storage its memory is in; None if it has no memory of its own."""
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    return storage_key(_memory_of(tensor)) if dense else None
+
+
+_INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+
+def _check(path: Path, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        _refuse(UsageError, path, "a tensor with data", "an uninitialized one", "Run a forward pass first.")
+    if is_sharded_tensor(tensor):
+        _refuse(UnsupportedError, path, "a Tensor or DTensor", "a ShardedTensor", "Make it a DTensor.")
+    if tensor.is_quantized and tensor.dtype not in _INTEGERS:
+        remedy = "Store dequantize() instead."
+        _refuse(UnsupportedError, path, "elements of whole bytes", str(tensor.dtype), remedy)
+    check_data(path, tensor)
+    _check_memory(path, local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+    if isinstance(tensor, DTensor) and local_of(tensor).is_quantized:
+        _refuse(
+            UnsupportedError,
+            path,
+            "local parts that are not quantized",
+            str(tensor.dtype),
+            "Call dequantize().",
+        )
 
 
 def _check_memory(path: Path, tensor: Tensor) -> None:
@@ -225,9 +382,6 @@ def _check_memory(path: Path, tensor: Tensor) -> None:
         _refuse(
             UnsupportedError, path, "a dense tensor", kind, "Store to_dense(), or its values and indices."
         )
-    if tensor.is_quantized:
-        remedy = "Store int_repr(), the scale and the zero point instead."
-        _refuse(UnsupportedError, path, "a tensor that is not quantized", str(tensor.dtype), remedy)
     if not _has_memory(tensor):
         remedy = "Store the tensors that it is made of instead."
         _refuse(UnsupportedError, path, "a tensor with memory of its own", type(tensor).__name__, remedy)
@@ -426,39 +580,85 @@ def _run(copies: list[_Copy], pinned: bool) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _rebuilt(state_dict: Any, staged: dict[int, Tensor]) -> Any:
-    """The state dict again, in containers of its own, with the staged tensors and with copies of what is no tensor.
+# --- Rebuild -----------------------------------------------------------------------------------------------
+
+
+def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
+    """The state dict again: a deep copy, with the staged tensors in it (Note [A memo that answers tensors]).
 
     Args:
-        state_dict: dicts, lists and tuples, with leaves of any kind. staged: by `id` of a tensor of the state dict, its
-            staged tensor, for a DTensor that of the local part.
+        state_dict: any object. tensors: all tensors in it, each once, also those inside of objects. staged: by `id` of a
+            tensor, the staged tensor; of a DTensor that of the local part.
 
     Returns:
-        What `map_leaves(fn, state_dict)` makes of it: it calls `fn(path, leaf, other)` for every leaf, once for each object
-        (`other` is of no use here), and returns new containers of the same types with what `fn` returned. A tensor becomes
-        its staged one; a DTensor is wrapped again, `wrap_like(staged part, the DTensor)`; anything else is copied by
-        `_copied(path, leaf, memo)`, with one dict `memo` for all, so that what is one object inside of two leaves stays one.
+        What `_copied(state_dict, tensors, memo)` returns. `memo` is as of `copy.deepcopy`: a dict from the `id` of an object
+        to its copy. Deep copying looks there before it copies an object, and adds what it has copied, so that one object
+        at two places stays one. All tensors have to be there from the beginning: the copy of a tensor is what
+        `_dressed(staged part, tensor)` returns, which makes a DTensor of the part of a DTensor, for example.
 
     Raises:
-        UsageError: a leaf that cannot be copied.
+        UsageError: something that cannot be copied.
     """
-    memo: dict[int, Any] = {}
-
-    def visit(path: Path, value: Any, _: Any) -> Any:
-        if isinstance(value, DTensor):
-            return wrap_like(staged[id(value)], value)
-        if isinstance(value, Tensor):
-            return staged[id(value)]
-        return _copied(path, value, memo)
-
-    return map_leaves(visit, state_dict)
+    memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
+    return _copied(state_dict, tensors, memo)
 
 
-def _copied(path: Path, value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of a leaf; `memo` as of `copy.deepcopy`."""
+def _dressed(part: Tensor, like: Tensor) -> Tensor:
+    """The staged part as a tensor of the same kind."""
+    if isinstance(like, DTensor):
+        return wrap_like(part, like)
+    if like.is_quantized:
+        return quantized_over(part, like)
+    return part if type(like) in (Tensor, nn.Parameter) else part.as_subclass(type(like))
+
+
+def _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any:
+    """A deep copy. `memo`, as of `copy.deepcopy`, has the copies of these tensors; they get copies of attributes here."""
     try:
-        return copy.deepcopy(value, memo)
+        with _KnownViews(tensors, memo):
+            result = copy.deepcopy(value, memo)
+            for tensor in tensors:
+                for path, attribute in _attributes_of(tensor):
+                    setattr(memo[id(tensor)], path[-1], copy.deepcopy(attribute, memo))
     except Exception as error:
-        got = f"{type(value).__name__} ({' '.join(str(error).split())})"
-        remedy = "Take it out, or store what it is made of instead."
-        raise UsageError(show(path), expected="what can be copied", got=got, remedy=remedy) from error
+        raise _culprit(value, memo, error) from error
+    return result
+
+
+class _KnownViews(TorchFunctionMode):
+    """Within it, the deep copy of a tensor that the memo does not know is a staged tensor, if it is an equal view."""
+
+    def __init__(self, tensors: list[Tensor], memo: dict[int, Any]) -> None:
+        super().__init__()
+        self.staged = {self.key_of(tensor): memo[id(tensor)] for tensor in tensors}
+
+    def key_of(self, tensor: Tensor) -> Any:
+        storage = _storage_of(tensor)
+        return (
+            None if storage is None else (isinstance(tensor, DTensor), storage, _view_of(_memory_of(tensor)))
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            staged = self.staged.get(self.key_of(args[0]))
+            if staged is not None:
+                return staged
+        return func(*args, **(kwargs or {}))
+
+
+def _culprit(tree: Any, memo: dict[int, Any], error: Exception) -> UsageError:
+    """The error that names the innermost object in `tree` that cannot be copied."""
+    path: Path = ()
+    found, tensors = tree, {key: value for key, value in memo.items() if isinstance(value, Tensor)}
+    for steps, value, _ in _objects_in(tree):
+        try:
+            copy.deepcopy(value, dict(tensors))
+        except Exception as inner:
+            path, found, error = steps, value, inner
+    return _not_copied(path, found, error)
+
+
+def _not_copied(path: Path, value: Any, error: Exception) -> UsageError:
+    got = f"{type(value).__name__} ({' '.join(str(error).split())})"
+    remedy = "Take it out, or store what it is made of instead."
+    return UsageError(show(path), expected="what can be copied", got=got, remedy=remedy)

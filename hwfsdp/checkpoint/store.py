@@ -19,11 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.background import SaveHandle, end_save_before, finish_saves, start_save
-from hwfsdp.checkpoint.loading import load_agreed
+from hwfsdp.checkpoint.loading import Request, load_agreed
+from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.saving import Target, save_agreed
 from hwfsdp.checkpoint.verification import Inspection, inspect, verify
 
@@ -97,6 +100,8 @@ def load(
     *,
     strict: bool = True,
     allow_cast: bool = False,
+    device: torch.device | str | None = None,
+    model: nn.Module | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Puts what was saved into a state dict of the same keys, in place; a collective over the group.
@@ -104,9 +109,14 @@ def load(
     Each rank reads what it needs: of a DTensor the part that it has, at any world size and in any sharding, whatever they
     were at the save. Other values replace those of the state dict.
 
+    Tensors on the meta device get memory, as `meta.init_state_dict` gives it: of a DTensor for this rank's part only, once
+    for what shares memory, and in place, so that they are loaded wherever they are referred to. A load that fails puts
+    them back.
+
     Args:
         state_dict: taken right before; of an optimizer that has made no step yet, after `meta.init_optimizer_state`.
-            `optimizer.load_state_dict` then takes over what is not a tensor, the learning rate for example.
+            `optimizer.load_state_dict` then takes over what is not a tensor, the learning rate for example. Or a module,
+            for its state dict.
         path: what `save` got, or one save in it.
         strict: the keys have to be the same. Otherwise those that only one side has are left alone.
         allow_cast: tensors may have another dtype, of the same or a wider kind: precision may be lost, but no value
@@ -121,11 +131,11 @@ def load(
         CheckpointError: something in the checkpoint is missing or damaged, with file, key and offset. All ranks raise
             the same error, and the target is untouched.
     """
-    load_agreed(
-        Agreement(process_group, "load"),
-        state_dict,
-        Path(path).absolute(),
-        strict=strict,
-        allow_cast=allow_cast,
-    )
+    module = state_dict if isinstance(state_dict, nn.Module) else None
+    target = state_dict if module is None else module.state_dict()
+    memory = NewMemory(target, device, model if module is None else module)
+    request = Request(target, memory, strict, allow_cast)
+    load_agreed(Agreement(process_group, "load"), request, Path(path).absolute())
+    if module is not None:
+        module.load_state_dict(target)  # what it holds besides tensors
     return state_dict

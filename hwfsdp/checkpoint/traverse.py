@@ -44,9 +44,13 @@ class _Absent:
 ABSENT = _Absent()
 
 
+class Attribute(str):
+    """A step of a path that leads to an attribute."""
+
+
 def show(path: Path) -> str:
     """The path as one would index it: state_dict['state'][0]['exp_avg']."""
-    return "state_dict" + "".join(f"[{key!r}]" for key in path)
+    return "state_dict" + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in path)
 
 
 def brief(value: Any) -> str:

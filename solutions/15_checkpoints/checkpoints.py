@@ -33,7 +33,8 @@ from hwfsdp.layout import compute_local_shape_and_global_offset
 # hwfsdp.checkpoint.plan
 #     function   _refuse(path: KeyPath, expected: str, got: str) -> None
 # hwfsdp.checkpoint.matching
-#     class      Match(manifest: Manifest, tensors: dict[KeyPath, Tensor] = …, values: dict[KeyPath, Any] = …)
+#     class      Match(manifest: Manifest, tensors: dict[KeyPath, Tensor] = …, values: dict[KeyPath, Any] = …,
+#                    fresh: set[KeyPath] = …)
 #     class      Need(entry: TensorEntry, chunk: Chunk, box: Box, shared: Box)
 # hwfsdp.checkpoint.manifest
 #     attribute  Manifest.entries: dict[KeyPath, Entry]

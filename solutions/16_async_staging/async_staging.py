@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.saving import Target, Unstaged, save_agreed
@@ -18,12 +17,12 @@ from hwfsdp.checkpoint.staging import (
     _blocks,
     _copied,
     _copy_of,
+    _dressed,
     _over,
     _place_of,
     _view_of,
 )
-from hwfsdp.checkpoint.traverse import Path, map_leaves
-from hwfsdp.compat import is_referred_to_elsewhere, wrap_like
+from hwfsdp.compat import is_referred_to_elsewhere
 
 # The package's own, that the docstrings name:
 #
@@ -43,14 +42,10 @@ from hwfsdp.compat import is_referred_to_elsewhere, wrap_like
 #                    stride: Sequence[int]) -> Tensor
 #     class      _Copy(target: Tensor, source: Tensor, waits: bool)
 #     function   _copy_of(block: _Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy
-#     function   _copied(path: Path, value: Any, memo: dict[int, Any]) -> Any
+#     function   _dressed(part: Tensor, like: Tensor) -> Tensor
+#     function   _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any
 # hwfsdp.compat
 #     function   is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None
-#     function   wrap_like(local: Tensor, like: DTensor) -> DTensor
-# hwfsdp.checkpoint.traverse
-#     constant   Path = tuple[Any, ...]
-#     function   map_leaves(fn: Callable[[Path, Any, Any], Any], tree: Any, companion: Any = ABSENT, *,
-#                    by_path: bool = False) -> Any
 # hwfsdp.checkpoint.saving
 #     class      Target(path: Path, overwrite: bool = False, keep: int | None = None)
 #     class      Unstaged(error: Exception)
@@ -77,12 +72,10 @@ class StateDictStager:
     Calls from several threads wait for each other.
 
     Args:
-        pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous.
+        pin_memory: into page-locked memory, to which copies from CUDA devices are asynchronous. Without a CUDA device
+            there is a warning, and ordinary memory.
         share_memory: into memory that other processes can map. Each staged storage takes a file descriptor. Keep
             the staged dict until they are done: they are not seen to refer to it.
-
-    Raises:
-        StateError: memory to be pinned, but no CUDA device.
     """
 
     def _lay_out(self, tensors: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[_Copy]]:
@@ -157,32 +150,24 @@ class StateDictStager:
         return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
 
 
-def _rebuilt(state_dict: Any, staged: dict[int, Tensor]) -> Any:
-    """The state dict again, in containers of its own, with the staged tensors and with copies of what is no tensor.
+def _rebuilt(state_dict: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> Any:
+    """The state dict again: a deep copy, with the staged tensors in it (Note [A memo that answers tensors]).
 
     Args:
-        state_dict: dicts, lists and tuples, with leaves of any kind. staged: by `id` of a tensor of the state dict, its
-            staged tensor, for a DTensor that of the local part.
+        state_dict: any object. tensors: all tensors in it, each once, also those inside of objects. staged: by `id` of a
+            tensor, the staged tensor; of a DTensor that of the local part.
 
     Returns:
-        What `map_leaves(fn, state_dict)` makes of it: it calls `fn(path, leaf, other)` for every leaf, once for each object
-        (`other` is of no use here), and returns new containers of the same types with what `fn` returned. A tensor becomes
-        its staged one; a DTensor is wrapped again, `wrap_like(staged part, the DTensor)`; anything else is copied by
-        `_copied(path, leaf, memo)`, with one dict `memo` for all, so that what is one object inside of two leaves stays one.
+        What `_copied(state_dict, tensors, memo)` returns. `memo` is as of `copy.deepcopy`: a dict from the `id` of an object
+        to its copy. Deep copying looks there before it copies an object, and adds what it has copied, so that one object
+        at two places stays one. All tensors have to be there from the beginning: the copy of a tensor is what
+        `_dressed(staged part, tensor)` returns, which makes a DTensor of the part of a DTensor, for example.
 
     Raises:
-        UsageError: a leaf that cannot be copied.
+        UsageError: something that cannot be copied.
     """
-    memo: dict[int, Any] = {}
-
-    def visit(path: Path, value: Any, _: Any) -> Any:
-        if isinstance(value, DTensor):
-            return wrap_like(staged[id(value)], value)
-        if isinstance(value, Tensor):
-            return staged[id(value)]
-        return _copied(path, value, memo)
-
-    return map_leaves(visit, state_dict)
+    memo: dict[int, Any] = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
+    return _copied(state_dict, tensors, memo)
 
 
 class SaveHandle:

@@ -23,14 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hwfsdp.optim
 from hwfsdp import CPUOffloadPolicy, checkpoint, fully_shard, launch
+from hwfsdp.checkpoint import dcp, parts
 from hwfsdp.checkpoint.distribute import broadcast_state_dict
 from hwfsdp.checkpoint.meta import check_materialized, init_meta_model, init_optimizer_state, init_state_dict
 from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.compat import dtensor, local_of
-from hwfsdp.errors import RankError, StateError, UnsupportedError, UsageError
+from hwfsdp.errors import CheckpointError, RankError, StateError, UnsupportedError, UsageError
 from hwfsdp.layout import compute_local_shape_and_global_offset
 from hwfsdp.models import GPT, GPTConfig
 
@@ -45,9 +47,13 @@ def on_ranks(check: Callable[[], None]) -> Callable[[], None]:
     return check
 
 
-def run_all() -> dict[str, str]:
+SAVED: list[Path] = []  # where `save_trained` has saved, on a rank
+
+
+def run_all(saved: str) -> dict[str, str]:
     """On a rank: check to traceback, empty where it held."""
     found = {}
+    SAVED.append(Path(saved))
     for name, check in CHECKS.items():
         try:
             check()
@@ -60,7 +66,7 @@ def run_all() -> dict[str, str]:
 @functools.cache
 def results(world_size: int) -> list[dict[str, str]]:
     try:
-        found: list[dict[str, str]] = launch(run_all, world_size, timeout=60)
+        found: list[dict[str, str]] = launch(run_all, world_size, save_trained(), timeout=60)
     except RankError as error:
         found = [dict.fromkeys(CHECKS, str(error))]
     return found
@@ -381,6 +387,119 @@ def torch_state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, 
     }
 
 
+# --- Loads into the meta device ----------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> optim.Optimizer:
+    return hwfsdp.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+
+@functools.cache
+def save_trained() -> str:
+    """A tied model and its optimizer after a step, on one rank, in three formats."""
+    directory = Path(tempfile.mkdtemp())
+    model = gpt(tied=True)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    step(model, optimizer)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    checkpoint.save(state, directory / "store")
+    dcp.save(state, directory / "dcp")
+    parts.save(directory / "parts", model, optimizer)
+    checkpoint.save(model.state_dict(), directory / "model")
+    return str(directory)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of each new storage with memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            isinstance(result, Tensor)
+            and not result.is_meta
+            and func.overloadpacket._qualified_op_name
+            in ("aten::empty", "aten::empty_strided", "aten::zeros", "aten::clone")
+        ):
+            self.sizes.append(result.untyped_storage().nbytes())
+        return result
+
+
+def load_all(kind: str, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Model and optimizer, by one of the three."""
+    if kind == "parts":
+        parts.load_into(SAVED[0] / kind, model, optimizer)
+        return
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    load = checkpoint.load if kind == "store" else dcp.load
+    load(state, SAVED[0] / kind, model=model)
+    optimizer.load_state_dict(state["optim"])
+
+
+def shard_bytes(model: nn.Module) -> int:
+    """With padding, if this rank has fewer rows than others."""
+    return sum(-(-p.shape[0] // dist.get_world_size()) * p[:1].numel() * 4 for p in model.parameters())
+
+
+@on_ranks
+def a_checkpoint_is_loaded_into_the_shards_of_a_model_and_an_optimizer_on_meta() -> None:
+    for kind in ("store", "dcp", "parts"):
+        expected = shard(gpt(tied=True))
+        theirs = adamw(expected)
+        init_optimizer_state(theirs)
+        load_all(kind, expected, theirs)
+        model = shard(on_meta(lambda: gpt(tied=True)))
+        before, optimizer = dict(model.named_parameters()), adamw(model)
+        nbytes = shard_bytes(model)
+        init_optimizer_state(optimizer)
+        assert all(value.is_meta for value in torch_state_dict(model, optimizer).values() if value.ndim)
+        with Allocated() as allocated:
+            load_all(kind, model, optimizer)
+        check_materialized(model, optimizer)
+        assert model.head.weight is model.tokens.weight
+        assert all(param is before[name] for name, param in model.named_parameters())
+        if kind == "store":  # parameters, two moments
+            assert sum(size for size in allocated.sizes if size > 4) <= 3 * nbytes
+        held = {
+            p.untyped_storage().data_ptr(): p.untyped_storage() for p in map(local_of, model.parameters())
+        }
+        assert sum(storage.nbytes() for storage in held.values()) <= nbytes
+        for _ in range(2):
+            assert_equal(whole(model), whole(expected))
+            mine, other = (
+                gather_state_dict(torch_state_dict(*each))
+                for each in ((model, optimizer), (expected, theirs))
+            )
+            assert_equal(mine, other)
+            step(model, optimizer), step(expected, theirs)
+
+
+@on_ranks
+def a_load_that_fails_leaves_the_model_on_meta_and_the_next_one_fills_it() -> None:
+    model = shard(on_meta(lambda: gpt(tied=True)))
+    before = dict(model.named_parameters())
+    manifest = next((SAVED[0] / "model").glob("*/manifest.json")).parent.name
+    for load in (checkpoint.load, dcp.load):
+        with pytest.raises(UsageError):
+            load(model, SAVED[0] / ("store" if load is checkpoint.load else "dcp"))
+        with pytest.raises(UsageError, match=r"no entry in the checkpoint for 1: state_dict\['new'\]"):
+            kind = "model" if load is checkpoint.load else "dcp"
+            entries = model.state_dict() | {"new": torch.ones(2, device="meta")}
+            load(
+                entries if kind == "model" else {"model": model.state_dict(), "new": entries["new"]},
+                SAVED[0] / kind,
+                strict=False,
+                model=model,
+            )
+        assert all(param.is_meta and param is before[name] for name, param in model.named_parameters())
+    assert checkpoint.load(model, SAVED[0] / "model" / manifest) is model
+    assert model.head.weight is model.tokens.weight
+    model(batch())
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_ranks(check: str, world_size: int) -> None:
@@ -416,6 +535,99 @@ def test_views_of_one_storage_are_views_of_one_memory() -> None:
     assert torch.equal(state_dict["part"], torch.arange(2.0, 9.0))
     assert torch.equal(state_dict["every other"], torch.arange(0.0, 12.0, 2.0))
     assert torch.equal(state_dict["tied"], torch.arange(12.0))
+
+
+def some_state() -> dict[str, Any]:
+    weight, matrix = torch.arange(6.0), torch.arange(12.0).view(3, 4)
+    state = {"w": nn.Parameter(weight), "tied": weight.detach(), "columns": matrix[:, 1:], "matrix": matrix}
+    return state | {"half": matrix.bfloat16(), "none": torch.zeros(0, 3), "flag": torch.tensor(True)}
+
+
+def fill_from(kind: str, path: Path, target: Any, **options: Any) -> None:
+    load = {"store": checkpoint.load, "dcp": dcp.load, "parts": lambda t, p, **o: parts.load_into(p, t, **o)}
+    load[kind](target, path, **options)
+
+
+def save_some(kind: str, path: Path) -> dict[str, Any]:
+    source = some_state()
+    if kind == "parts":
+        parts.save(path, source)
+    else:
+        (checkpoint if kind == "store" else dcp).save(source, path)
+    return source
+
+
+@pytest.mark.parametrize("kind", ["store", "dcp", "parts"])
+def test_a_state_dict_on_meta_is_loaded_into_new_memory_which_is_shared_as_before(
+    kind: str, tmp_path: Path
+) -> None:
+    source = save_some(kind, tmp_path / "c")
+    target = on_meta(some_state)
+    with pytest.raises(UsageError, match="expected a device with memory"):
+        fill_from(kind, tmp_path / "c", target, device="meta")
+    fill_from(kind, tmp_path / "c", target, device="cpu")
+    assert_equal(target, source)
+    assert isinstance(target["w"], nn.Parameter) and target["w"].dtype == source["w"].dtype
+    assert target["w"].data_ptr() == target["tied"].data_ptr()
+    assert target["columns"].data_ptr() == target["matrix"].data_ptr() + 4
+
+
+def test_a_damaged_checkpoint_leaves_meta_tensors_what_they_were(tmp_path: Path) -> None:
+    save_some("store", tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*/*.bin")
+    data = bytearray(file.read_bytes())
+    data[70] ^= 1
+    file.write_bytes(data)
+    target = on_meta(some_state)
+    before = dict(target)
+    with pytest.raises(CheckpointError):
+        checkpoint.load(target, tmp_path / "c")
+    assert all(value.is_meta and value is before[name] for name, value in target.items())
+    data[70] ^= 1
+    file.write_bytes(data)
+    assert_equal(checkpoint.load(target, tmp_path / "c"), some_state())
+
+
+def test_meta_tensors_of_another_dtype_get_values_of_theirs(tmp_path: Path) -> None:
+    checkpoint.save({"a": torch.arange(4.0), "b": torch.arange(3)}, tmp_path / "c")
+    target = {"a": torch.empty(4, dtype=torch.bfloat16, device="meta"), "b": torch.empty(3, device="meta")}
+    with pytest.raises(UsageError, match="torch.bfloat16, as in the state dict; got torch.float32"):
+        checkpoint.load(target, tmp_path / "c")
+    checkpoint.load(target, tmp_path / "c", allow_cast=True)
+    assert_equal(target, {"a": torch.arange(4.0).bfloat16(), "b": torch.arange(3.0)})
+
+
+class Extra(nn.BatchNorm1d):
+    """Buffers that are saved and one that is not, and something else."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.extra: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("kind", ["store", "dcp", "parts"])
+def test_a_module_on_meta_is_filled_except_for_what_no_checkpoint_has(kind: str, tmp_path: Path) -> None:
+    source = Extra()
+    source(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
+    source.extra = 3
+    (parts if kind == "parts" else checkpoint if kind == "store" else dcp).save(
+        *([tmp_path / "c", source] if kind == "parts" else [source.state_dict(), tmp_path / "c"])
+    )
+    target = on_meta(Extra)
+    before = dict(target.named_parameters())
+    fill_from(kind, tmp_path / "c", target)
+    assert target.extra == 3 and target.weight is before["weight"]
+    tensors = [{k: v for k, v in m.state_dict().items() if isinstance(v, Tensor)} for m in (target, source)]
+    assert_equal(*tensors)
+    with pytest.raises(StateError, match="got 1: non-persistent buffer 'cache'. No checkpoint has"):
+        check_materialized(target)
 
 
 def test_an_expanded_tensor_gets_memory_that_can_be_written_to() -> None:
@@ -590,10 +802,11 @@ def test_an_optimizer_whose_step_fails_is_left_without_state_and_with_its_parame
     assert all(torch.equal(param, torch.ones(2)) and param.grad is None for param in params)
 
 
-def test_an_optimizer_of_parameters_on_meta_is_refused() -> None:
-    optimizer = optim.Adam([torch.ones(1, requires_grad=True), nn.Parameter(torch.empty(2, device="meta"))])
-    with pytest.raises(
-        StateError, match=r"^Adam: param_groups\[0\]\['params'\]\[1\]: expected a parameter in memory"
-    ):
-        init_optimizer_state(optimizer)
-    assert not optimizer.state
+def test_an_optimizer_of_parameters_on_meta_has_its_state_there() -> None:
+    params = [torch.ones(2, requires_grad=True), nn.Parameter(torch.empty(2, device="meta"))]
+    optimizer = optim.Adam(params)
+    init_optimizer_state(optimizer)
+    here, there = (optimizer.state[param] for param in params)
+    assert here.keys() == there.keys() and float(here["step"]) == float(there["step"]) == 0
+    assert there["exp_avg"].is_meta and there["exp_avg"].shape == (2,) and params[1].grad is None
+    assert here["exp_avg"].tolist() == [0, 0] and params[0].tolist() == [1, 1]

@@ -732,7 +732,7 @@ MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a list for a dict": (lambda: target_with(nested=[1, 2]), ["state_dict['nested']", "list", "dict"]),
     "a short list": (lambda: in_nested(list=[1]), [f"{KEY_LIST}[1]", "no place"]),
     "a long list": (lambda: in_nested(list=[1, 2, 3]), [f"{KEY_LIST}[2]", "no such entry"]),
-    "meta": (lambda: target_with(a=torch.zeros(4, 6, device="meta")), [KEY_A, "meta"]),
+    "meta": (lambda: target_with(a=torch.zeros(4, 7, device="meta")), [KEY_A, "(4, 7)", "(4, 6)"]),
     "expanded": (lambda: target_with(a=expanded()), [KEY_A, "expanded"]),
     "sparse": (lambda: target_with(a=torch.zeros(4, 6).to_sparse()), [KEY_A, "sparse"]),
     "read-only": (
@@ -1069,8 +1069,8 @@ ON_ONE: dict[str, tuple[Callable[[int], Any], list[str]]] = {
     "a container": (lambda last: target_with(a={}) if last else without(), [KEY_A, "dict"]),
     "no state dict": (lambda last: 5 if last else without(), ["int"]),
     "meta": (
-        lambda last: target_with(a=torch.zeros(4, 6, device="meta" if last else "cpu")),
-        [KEY_A, "meta"],
+        lambda last: target_with(a=torch.zeros(4, 6 + last, device="meta" if last else "cpu")),
+        [KEY_A, "(4, 7)"],
     ),
     "read-only": (
         lambda last: target_with(nested=MappingProxyType(without()["nested"])) if last else without(),

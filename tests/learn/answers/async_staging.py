@@ -36,17 +36,9 @@ LEND = """
         return [self._add(pool, size) if buffer is None else buffer for size, buffer in zip(sizes, lent)]
     """
 REBUILT = """
-    def _rebuilt(state_dict, staged):
-        memo = {}
-
-        def visit(path, value, _):
-            if isinstance(value, DTensor):
-                return wrap_like(staged[id(value)], value)
-            if isinstance(value, Tensor):
-                return staged[id(value)]
-            return _copied(path, value, memo)
-
-        return map_leaves(visit, state_dict)
+    def _rebuilt(state_dict, tensors, staged):
+        memo = {id(tensor): _dressed(staged[id(tensor)], tensor) for tensor in tensors}
+        return _copied(state_dict, tensors, memo)
     """
 RUN = """
     def _run(self):
@@ -133,6 +125,9 @@ EACH_ALONE = """
         return staged, copies
     """
 
+LEAF = "lambda path, leaf, _: "
+MAP_LEAVES = "from hwfsdp.checkpoint.traverse import map_leaves\n"
+
 WRONG = [
     Wrong(
         "a tensor on the CPU need not be copied",
@@ -166,14 +161,28 @@ WRONG = [
     ),
     Wrong(
         "settings as they are",
-        rebuilt(("_copied(path, value, memo)", "value")),
+        rebuilt(
+            ("_copied(state_dict, tensors, memo)", f"map_leaves({LEAF}memo.get(id(leaf), leaf), state_dict)")
+        ),
         "16.snapshot",
         "snapshot-aliased",
+        also=MAP_LEAVES,
     ),
-    Wrong("a memo for each leaf", rebuilt(("value, memo)", "value, {})")), "16.snapshot", "untied"),
+    Wrong(
+        "a memo for each leaf",
+        rebuilt(
+            (
+                "_copied(state_dict, tensors, memo)",
+                f"map_leaves({LEAF}_copied(leaf, tensors, dict(memo)), state_dict)",
+            )
+        ),
+        "16.snapshot",
+        "untied",
+        also=MAP_LEAVES,
+    ),
     Wrong(
         "the local part in place of a DTensor",
-        rebuilt(("wrap_like(staged[id(value)], value)", "staged[id(value)]")),
+        rebuilt(("_dressed(staged[id(tensor)], tensor)", "staged[id(tensor)]")),
         "16.snapshot",
         "wrong-placement",
     ),
@@ -432,12 +441,14 @@ RIGHT = [
                 """},
     ),
     Right(
-        "a copy by hand, a nested class for the memo",
+        "a memo filled by hand, and a thread that forgets first",
         {
             "_rebuilt": """
-                def _rebuilt(state_dict, staged):
+                def _rebuilt(state_dict, tensors, staged):
                     known = {}
-                    return map_leaves(lambda path, leaf, _: _again(path, leaf, staged, known), state_dict)
+                    for tensor in reversed(tensors):
+                        known[id(tensor)] = _again(tensor, staged)
+                    return _copied(state_dict, list(tensors), known)
                 """,
             "SaveHandle._run": """
                 def _run(self):
@@ -453,11 +464,8 @@ RIGHT = [
                 """,
         },
         also="""
-        def _again(path, leaf, staged, known):
-            if not isinstance(leaf, Tensor):
-                return _copied(path, leaf, known)
-            local = staged[id(leaf)]
-            return wrap_like(local, leaf) if isinstance(leaf, DTensor) else local
+        def _again(tensor, staged):
+            return _dressed(like=tensor, part=staged[id(tensor)])
         """,
     ),
     Right(
