@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -185,6 +186,7 @@ class Channel:
     Attributes:
         shard, replicate: the ranks to gather from and reduce-scatter over, and those to all-reduce over.
         owner: the group's fqn, for errors and the event log.
+        module_fqn: the same for torch's profiler, which has "" for the root.
         reduce_group: for reduce-scatters, if not that of `shard`.
         divide_factor: what sums of gradients are divided by; None: the number of ranks.
         force_sum: reduce by summing only, and divide apart from that.
@@ -204,6 +206,7 @@ class Channel:
     force_sum: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
     hook_stream: Stream | None = None
+    module_fqn: str = ""
 
 
 class Gathered(NamedTuple):
@@ -213,11 +216,13 @@ class Gathered(NamedTuple):
         flat: [W, n], row r being the part of rank r; uint8 if the tensors' dtypes differ.
         sizes: elements of a row that each tensor has; they sum to n.
         done: after it `flat` is complete.
+        module_fqn: of the parameter group, for torch's profiler.
     """
 
     flat: Tensor
     sizes: list[int]
     done: StreamEvent
+    module_fqn: str = ""
 
 
 class Reducing(NamedTuple):
@@ -284,9 +289,14 @@ def all_gather(
         if note is not None:
             streams.all_gather.collective(note.follow(call), "all_gather", channel.owner)
 
-    with events.owned_by(channel.owner):
+    with events.owned_by(channel.owner), _profiled("all_gather", axis.size, channel.module_fqn):
         done = pack_then_gather(streams, pack, gather)
-    return Gathered(flat.view(axis.size, -1), sizes, done)
+    return Gathered(flat.view(axis.size, -1), sizes, done, channel.module_fqn)
+
+
+def _profiled(moment: str, ranks: int, module_fqn: str) -> AbstractContextManager[Any]:
+    """A range of torch's profiler; nothing where one rank has nobody to gather from, as in FSDP2."""
+    return compat.profiler_range(moment, module_fqn) if ranks > 1 else nullcontext()
 
 
 def pack_then_gather(streams: StreamSet, pack: Callable[[], None], gather: Callable[[], None]) -> StreamEvent:
@@ -361,7 +371,8 @@ def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
     """
     flat = gathered.flat
     nbytes = flat.numel() * flat.element_size()
-    with events.span("copy_out", "compute", owner=owner, bytes=nbytes, reads=(flat,), writes=wholes):
+    span = events.span("copy_out", "compute", owner=owner, bytes=nbytes, reads=(flat,), writes=wholes)
+    with span, _profiled("all_gather_copy_out", len(flat), gathered.module_fqn):
         copy_columns(flat, gathered.sizes, wholes)
 
 
