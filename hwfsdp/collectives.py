@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat, events, history, shared_memory
+from hwfsdp.errors import UsageError
 from hwfsdp.mesh import Axis
 from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.sharding import chunk_length, padded_local_numel
@@ -368,12 +369,32 @@ def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
     Args:
         wholes: per tensor gathered, in order, [W, *rest] with any strides: row r is what came from rank r; written.
         owner: fqn of the parameter group.
+
+    Raises:
+        UsageError: a tensor has another size than what was gathered for it. Torch would change its shape and go on, and a
+            later copy would write beyond its memory.
     """
     flat = gathered.flat
+    _check_memory(flat, gathered.sizes, wholes, owner)
     nbytes = flat.numel() * flat.element_size()
     span = events.span("copy_out", "compute", owner=owner, bytes=nbytes, reads=(flat,), writes=wholes)
     with span, _profiled("all_gather_copy_out", len(flat), gathered.module_fqn):
         copy_columns(flat, gathered.sizes, wholes)
+
+
+def _check_memory(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor], owner: str) -> None:
+    unit = "bytes" if flat.dtype == torch.uint8 else "elements"
+    expected = [len(flat) * size for size in sizes]
+    got = [whole.nbytes if unit == "bytes" else whole.numel() for whole in wholes]
+    if got == expected:
+        return
+    wrong = [i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b]
+    raise UsageError(
+        f"copy_out of parameter group {owner!r}",
+        expected=f"{expected[wrong[0]]} {unit} in tensor {wrong[0]}" if wrong else f"{len(sizes)} tensors",
+        got=str(got[wrong[0]] if wrong else len(got)),
+        remedy="Pass the memory of all parameters, in the order in which they were gathered.",
+    )
 
 
 def copy_columns(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> None:
