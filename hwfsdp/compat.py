@@ -95,6 +95,19 @@ def receive_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -
     group.recv([data], rank, tag).wait(timedelta(days=1))
 
 
+def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
+    """Whether the connection to a rank of a gloo group is known to be broken; never blocks.
+
+    Args:
+        tag: of no message. What is asked for by it is never received.
+    """
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], rank, tag)
+    except RuntimeError:
+        return True
+    return False
+
+
 def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
     """Lets dispatch modes, if there are any, see a collective that no backend of torch runs.
 
