@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat, events, history, shared_memory
+from hwfsdp.errors import UsageError
 from hwfsdp.mesh import Axis
 from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.sharding import chunk_length, padded_local_numel
@@ -185,6 +187,7 @@ class Channel:
     Attributes:
         shard, replicate: the ranks to gather from and reduce-scatter over, and those to all-reduce over.
         owner: the group's fqn, for errors and the event log.
+        module_fqn: the same for torch's profiler, which has "" for the root.
         reduce_group: for reduce-scatters, if not that of `shard`.
         divide_factor: what sums of gradients are divided by; None: the number of ranks.
         force_sum: reduce by summing only, and divide apart from that.
@@ -204,6 +207,7 @@ class Channel:
     force_sum: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
     hook_stream: Stream | None = None
+    module_fqn: str = ""
 
 
 class Gathered(NamedTuple):
@@ -213,11 +217,13 @@ class Gathered(NamedTuple):
         flat: [W, n], row r being the part of rank r; uint8 if the tensors' dtypes differ.
         sizes: elements of a row that each tensor has; they sum to n.
         done: after it `flat` is complete.
+        module_fqn: of the parameter group, for torch's profiler.
     """
 
     flat: Tensor
     sizes: list[int]
     done: StreamEvent
+    module_fqn: str = ""
 
 
 class Reducing(NamedTuple):
@@ -284,9 +290,14 @@ def all_gather(
         if note is not None:
             streams.all_gather.collective(note.follow(call), "all_gather", channel.owner)
 
-    with events.owned_by(channel.owner):
+    with events.owned_by(channel.owner), _profiled("all_gather", axis.size, channel.module_fqn):
         done = pack_then_gather(streams, pack, gather)
-    return Gathered(flat.view(axis.size, -1), sizes, done)
+    return Gathered(flat.view(axis.size, -1), sizes, done, channel.module_fqn)
+
+
+def _profiled(moment: str, ranks: int, module_fqn: str) -> AbstractContextManager[Any]:
+    """A range of torch's profiler; nothing where one rank has nobody to gather from, as in FSDP2."""
+    return compat.profiler_range(moment, module_fqn) if ranks > 1 else nullcontext()
 
 
 def pack_then_gather(streams: StreamSet, pack: Callable[[], None], gather: Callable[[], None]) -> StreamEvent:
@@ -358,11 +369,32 @@ def copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None:
     Args:
         wholes: per tensor gathered, in order, [W, *rest] with any strides: row r is what came from rank r; written.
         owner: fqn of the parameter group.
+
+    Raises:
+        UsageError: a tensor has another size than what was gathered for it. Torch would change its shape and go on, and a
+            later copy would write beyond its memory.
     """
     flat = gathered.flat
+    _check_memory(flat, gathered.sizes, wholes, owner)
     nbytes = flat.numel() * flat.element_size()
-    with events.span("copy_out", "compute", owner=owner, bytes=nbytes, reads=(flat,), writes=wholes):
+    span = events.span("copy_out", "compute", owner=owner, bytes=nbytes, reads=(flat,), writes=wholes)
+    with span, _profiled("all_gather_copy_out", len(flat), gathered.module_fqn):
         copy_columns(flat, gathered.sizes, wholes)
+
+
+def _check_memory(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor], owner: str) -> None:
+    unit = "bytes" if flat.dtype == torch.uint8 else "elements"
+    expected = [len(flat) * size for size in sizes]
+    got = [whole.nbytes if unit == "bytes" else whole.numel() for whole in wholes]
+    if got == expected:
+        return
+    wrong = [i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b]
+    raise UsageError(
+        f"copy_out of parameter group {owner!r}",
+        expected=f"{expected[wrong[0]]} {unit} in tensor {wrong[0]}" if wrong else f"{len(sizes)} tensors",
+        got=str(got[wrong[0]] if wrong else len(got)),
+        remedy="Pass the memory of all parameters, in the order in which they were gathered.",
+    )
 
 
 def copy_columns(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -95,6 +96,19 @@ def receive_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -
     group.recv([data], rank, tag).wait(timedelta(days=1))
 
 
+def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
+    """Whether the connection to a rank of a gloo group is known to be broken; never blocks.
+
+    Args:
+        tag: of no message. What is asked for by it is never received.
+    """
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], rank, tag)
+    except RuntimeError:
+        return True
+    return False
+
+
 def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
     """Lets dispatch modes, if there are any, see a collective that no backend of torch runs.
 
@@ -113,18 +127,21 @@ def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: 
     getattr(dispatching, name)(output, input, options)
 
 
-def stand_in(new: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Registers a group that `torch.distributed` did not make, as one of the same ranks and backend as another."""
-    world: Any = dist.distributed_c10d._world
-    for table in (world.pg_map, world.pg_group_ranks):
-        table[new] = table[group]
+_NOTHING = nullcontext()
 
 
-def stand_down(group: dist.ProcessGroup) -> None:
-    """Undoes `stand_in`."""
-    world: Any = dist.distributed_c10d._world
-    for table in (world.pg_map, world.pg_group_ranks):
-        table.pop(group, None)
+def profiler_range(moment: str, fqn: str = "") -> AbstractContextManager[Any]:
+    """A range that torch's profiler shows around the block, named as FSDP2 names it; nothing when none runs.
+
+    Args:
+        moment: for example "all_gather"; "backward_prefetch for" goes on with the name alone.
+        fqn: of the module; the root's is "".
+    """
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    named = f" {fqn}" if moment.endswith(" for") else f" ({fqn})" if fqn else ""
+    shown: AbstractContextManager[Any] = profiler.record_function(f"FSDP::{moment}{named}")
+    return shown
 
 
 def unseen_by_modes() -> AbstractContextManager[None]:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ from hwfsdp.collectives import (
     copy_out,
     reduce_scatter,
 )
-from hwfsdp.compat import outside_autograd
+from hwfsdp.compat import outside_autograd, profiler_range
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.mesh import ShardMesh, is_in_place
 from hwfsdp.param import FSDPParam, ShardedState
@@ -77,6 +79,11 @@ class FSDPCommContext:
     @property
     def reduce_scatter_stream(self) -> Stream:
         return self.streams.reduce_scatter
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another reduction has to wait for one in flight."""
+        return len(self._reducing) >= self.max_reductions
 
     def note_forward(self, group: ParamGroup) -> None:
         """The forward of `group` has ended."""
@@ -219,9 +226,14 @@ class ParamGroup:
         """Communicates through this context from now on."""
         self.comm_ctx, self.channel.streams = comm_ctx, comm_ctx.streams
 
-    def rename(self, fqn: str) -> None:
-        """Sets the group's name, once the root of the model is known."""
+    def rename(self, fqn: str, module_fqn: str = "") -> None:
+        """Sets the group's name, once the root of the model is known, and the one for torch's profiler."""
         self.fqn = self.channel.owner = fqn
+        self.channel.module_fqn = module_fqn
+
+    def profiled(self, moment: str) -> AbstractContextManager[Any]:
+        """A range of torch's profiler around a moment of this group; nothing when none runs."""
+        return profiler_range(moment, self.channel.module_fqn)
 
     @property
     def is_unsharded(self) -> bool:
@@ -371,14 +383,16 @@ class ParamGroup:
         optimizer step that comes too early warns.
         """
         advice.note_unsynchronized(self, not self.reduce_grads)
-        params, grads = self.take_grads() if self.reduce_grads else ([], [])
-        if self.reshard_after_backward:
-            self.reshard()
+        with self.profiled("post_backward_reshard"):
+            params, grads = self.take_grads() if self.reduce_grads else ([], [])
+            if self.reshard_after_backward:
+                self.reshard()
         if grads:
             self.reduce(params, grads)
-        if not self.reduce_grads:
-            for param in self.params:
-                param.accumulate_grad()
+        with self.profiled("post_backward_accumulate"):
+            if not self.reduce_grads:
+                for param in self.params:
+                    param.accumulate_grad()
 
     def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """The parameters that have a gradient to reduce, and those gradients, no longer referred to from elsewhere.
@@ -414,11 +428,13 @@ class ParamGroup:
         Starts the reduction and returns. Before that, compute waits until fewer than `max_reductions` of the
         context are in flight. `grads` is empty afterwards.
         """
-        self.comm_ctx.wait_for_reductions(leave=self.comm_ctx.max_reductions - 1)
-        dtype = self.reduce_dtype(params, grads)
-        grads[:] = [p.rows_of(grad) for p, grad in zip(params, grads, strict=True)]
-        reducing = reduce_scatter(grads, dtype, self.channel)
-        self.comm_ctx.add_reduction(reducing, self.finish_reduction(params, reducing))
+        with self.profiled("post_backward_rs_wait") if self.comm_ctx.is_full else nullcontext():
+            self.comm_ctx.wait_for_reductions(leave=self.comm_ctx.max_reductions - 1)
+        with self.profiled("post_backward_reduce"):
+            dtype = self.reduce_dtype(params, grads)
+            grads[:] = [p.rows_of(grad) for p, grad in zip(params, grads, strict=True)]
+            reducing = reduce_scatter(grads, dtype, self.channel)
+            self.comm_ctx.add_reduction(reducing, self.finish_reduction(params, reducing))
 
     def finish_reduction(self, params: Sequence[FSDPParam], reducing: Reducing) -> Reducing:
         """Says what becomes of a reduction over the shard axis, which may still be under way, and returns at once.

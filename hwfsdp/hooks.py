@@ -37,6 +37,7 @@ Note [Several modules, one group]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
 
@@ -170,7 +171,8 @@ class FSDPState:
 
     def on_pre_backward(self) -> None:
         with events.scope("backward", self.fqn, self.comm_ctx.streams.clock):
-            entered = self.pre_backward()
+            with self._profiled("pre_backward", self.phase is not Phase.PRE_BACKWARD):
+                entered = self.pre_backward()
             if entered and (recorder := events.active()):
                 self._open_backward_span(recorder)
 
@@ -194,11 +196,16 @@ class FSDPState:
 
     def on_backward_end(self) -> None:
         with events.scope("backward", self.fqn, self.comm_ctx.streams.clock):
-            self.finish_backward()
+            with compat.profiler_range("root_post_backward_callback"):
+                self.finish_backward()
             if recorder := events.active():
                 for state in self.root.states:
                     state._watch_grads(recorder, sharded=True)
                 recorder.sample()
+
+    def _profiled(self, moment: str, when: bool = True) -> AbstractContextManager[Any]:
+        """A range of torch's profiler around a moment of the group, if there is one; nothing when no profiler runs."""
+        return self.group.profiled(moment) if self.group and when else nullcontext()
 
     def _visit(self, recorder: events.Recorder) -> None:
         """Has all parameters below the modules counted, those of nobody's group too."""
@@ -240,12 +247,14 @@ class FSDPState:
         first = self.phase not in (Phase.PRE_BACKWARD, Phase.FORWARD)
         if first:
             if self.root.forward_root is None:
-                args, kwargs = self.begin_iteration(args, kwargs)
+                with compat.profiler_range("root_pre_forward"):
+                    args, kwargs = self.begin_iteration(args, kwargs)
             self.phase, self.to_run = Phase.FORWARD, set(self.modules)
         args, kwargs = self.cast_inputs(args, kwargs)
-        self.gather_for_forward(first)
-        if first and self.group:
-            args, kwargs = watch_inputs((args, kwargs), self.on_post_backward)
+        with self._profiled("pre_forward", self.phase is Phase.FORWARD):
+            self.gather_for_forward(first)
+            if first and self.group:
+                args, kwargs = watch_inputs((args, kwargs), self.on_post_backward)
         return args, kwargs
 
     def gather_for_forward(self, prefetch: bool) -> None:
@@ -298,7 +307,8 @@ class FSDPState:
             learned = outermost.forward_order.enter(self.group)
         listed = [group for state in self.forward_prefetch for group in state.groups]
         for group in listed or ([learned] if learned else []):
-            group.unshard()
+            with group.profiled("forward_prefetch for"):
+                group.unshard()
             self.root.guessed.append(group)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -310,7 +320,8 @@ class FSDPState:
             return self.cast_outputs(output)
         self.to_run.discard(module)
         if not self.to_run:
-            self.complete_forward(output)
+            with self._profiled("post_forward"):
+                self.complete_forward(output)
         elif self.root.forward_root in (None, self):  # called by itself
             self.watch_part(output)
         if self.root.forward_root is self:
@@ -382,7 +393,8 @@ class FSDPState:
             streams.copy.wait(streams.compute.record())
         if self.device == torch.device("cpu"):
             return args, kwargs
-        moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
+        with compat.profiler_range("inputs_to_device"):
+            moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
         return moved
 
     def _close_open_forwards(self) -> None:
@@ -401,7 +413,8 @@ class FSDPState:
         """
         for state in reversed(self.root.states):
             if state is not self and state.phase is Phase.FORWARD:  # Note [Several modules, one group]
-                state.complete_forward(output)
+                with state._profiled("post_forward"):
+                    state.complete_forward(output)
                 output = state.cast_outputs(output)
         for group in self.root.guessed:
             group.drop_gather()
@@ -422,7 +435,8 @@ class FSDPState:
         """
         if self.policy.param_dtype is None or not self.policy.cast_forward_inputs:
             return args, kwargs
-        cast: tuple[Args, Kwargs] = cast_floating((args, kwargs), self.policy.param_dtype)
+        with compat.profiler_range("cast_forward_inputs"):
+            cast: tuple[Args, Kwargs] = cast_floating((args, kwargs), self.policy.param_dtype)
         return cast
 
     def cast_outputs(self, output: Any) -> Any:
@@ -431,7 +445,10 @@ class FSDPState:
         Without an output dtype it is returned as it is, the same object.
         """
         dtype = self.policy.output_dtype
-        return output if dtype is None else cast_floating(output, dtype)
+        if dtype is None:
+            return output
+        with compat.profiler_range("cast_forward_outputs"):
+            return cast_floating(output, dtype)
 
     # --- backward ---
 
@@ -484,7 +501,8 @@ class FSDPState:
             targets = [before] if before else []
         for target in targets:
             if target.unshard_in_backward:
-                target.unshard()
+                with target.profiled("backward_prefetch for"):
+                    target.unshard()
 
     def post_backward(self) -> None:
         """After the modules' backward: frees the parameters, and reduces the gradients or accumulates them.
@@ -625,7 +643,7 @@ class FSDPState:
         for state, fqns in found.items():
             state.fqn = state.fqn or ", ".join(fqns) or type(self.modules[0]).__name__.removeprefix("FSDP")
             for group in state.groups:
-                group.rename(state.fqn)
+                group.rename(state.fqn, ", ".join(fqns))
                 for param in group.params:
                     slot = param.slots[0]
                     param.fqn = f"{modules.get(slot.module, '')}.{slot.name}".lstrip(".")

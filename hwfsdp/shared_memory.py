@@ -220,11 +220,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     It is called by the functions of `torch.distributed`, so that whoever watches those sees its collectives, too; and
     they are shown to dispatch modes, such as the one that counts communication (`compat.show_collective`).
+
+    Torch keeps tables of its groups: their backends, ranks, names. This group is in none of them, and is found in all: it
+    equals the group whose ranks it has. So a question about it has that group's answer, and whoever goes through a table,
+    as a profiler does, meets torch's own groups only.
     """
 
-    def __init__(self, neighbors: Neighbors, name: str) -> None:
+    def __init__(self, neighbors: Neighbors, group: dist.ProcessGroup) -> None:
         super().__init__(neighbors.rank, neighbors.size)  # type: ignore[call-arg]  # declared without this form
-        self.neighbors, self._name = neighbors, name
+        self.neighbors, self._name = neighbors, group.group_name
+        self._hash, self._group = hash(group), weakref.ref(
+            group
+        )  # the group keeps this one alive, not the reverse
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (other is not None and other is self._group())
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def group_name(self) -> Any:
@@ -539,14 +552,8 @@ def _find(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
             found = _meet(group)
     _found[group] = found
     if found is not None:
-        compat.stand_in(found, group)
-        weakref.finalize(group, _leave, found).atexit = False
+        weakref.finalize(group, found.neighbors.leave).atexit = False
     return found
-
-
-def _leave(found: SharedMemoryGroup) -> None:
-    compat.stand_down(found)
-    found.neighbors.leave()
 
 
 def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
@@ -567,7 +574,7 @@ def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
         shutil.rmtree(place, ignore_errors=True)
     if not connected or sockets is None:
         return None
-    return SharedMemoryGroup(Neighbors(rank, sockets, timeout), group.group_name)
+    return SharedMemoryGroup(Neighbors(rank, sockets, timeout), group)
 
 
 def _agree(group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-from hwfsdp import launch
+from hwfsdp import UsageError, launch
 from hwfsdp.collectives import (
     Channel,
     DefaultAllGather,
@@ -113,6 +113,23 @@ def test_what_was_gathered_as_bytes_comes_out_in_the_dtypes_it_went_in(
     copy_out(Gathered(flat, in_bytes, None), wholes, "group")
     for i, whole in enumerate(wholes):
         assert same_bits(whole, torch.stack([of_rank[i] for of_rank in shards]))
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+@pytest.mark.parametrize(
+    ("order", "expected", "got"), [((1, 0, 2), "in tensor 0", 6), ((0, 1), "3 tensors", 2)]
+)
+def test_memory_in_another_order_is_refused_and_left_as_it_was(
+    order: Sequence[int], expected: str, got: int, as_bytes: bool
+) -> None:
+    """Torch would resize the tensors, not their memory, and the next gather would be written beyond it."""
+    sizes = [n * (4 if as_bytes else 1) for n in (5, 3, 3)]
+    flat = torch.zeros(2, sum(sizes), dtype=torch.uint8 if as_bytes else torch.float32)
+    wholes = [torch.ones(2, n) for n in (5, 3, 3)]
+    got *= 4 if as_bytes and "in" in expected else 1
+    with pytest.raises(UsageError, match=f"group 'blocks.0'.*{expected}.*got {got}"):
+        copy_out(Gathered(flat, sizes, None), [wholes[i] for i in order], "blocks.0")
+    assert all(torch.equal(whole, torch.ones(2, n)) for whole, n in zip(wholes, (5, 3, 3), strict=True))
 
 
 # --- Copy-in of gradients ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from hwfsdp.streams import StreamEvent, StreamSet
 #     method     Stream.wait(event: StreamEvent | None) -> None
 #     property   StreamEvent.is_over -> bool
 # hwfsdp.collectives
-#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent)
+#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent, module_fqn: str = '')
 # hwfsdp.group
 #     method     ParamGroup.unshard() -> None
 #     attribute  ParamGroup._gathered: Gathered | None

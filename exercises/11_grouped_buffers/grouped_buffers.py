@@ -52,7 +52,7 @@ from hwfsdp.param import FSDPParam, Slot
 # hwfsdp.collectives
 #     function   all_gather(shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], axis: Axis,
 #                    channel: Channel) -> Gathered
-#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent)
+#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent, module_fqn: str = '')
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -28,6 +28,11 @@ Note [One message after another]
     A message is two: its size, then its bytes. Where a step has failed, ranks go on to the next one while messages of
     this one still travel. Two threads that send to one rank, or two that listen to it, would mix the halves of two
     messages. So each waits for the one before it.
+
+Note [Sends that never end]
+    A send may be the first to notice that a rank has died. gloo marks the connection as broken then, but forgets this
+    send: it is not told, and waits for ever. So the leader, whose answer does not go out, asks whether the connection
+    still stands. Otherwise it would wait for a dead rank for as long as the others wait for the leader.
 """
 
 from __future__ import annotations
@@ -48,10 +53,18 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp import errors
-from hwfsdp.compat import collectives_are_checked, cpu_backend, receive_bytes, send_bytes, timeout_of
+from hwfsdp.compat import (
+    collectives_are_checked,
+    cpu_backend,
+    is_disconnected,
+    receive_bytes,
+    send_bytes,
+    timeout_of,
+)
 from hwfsdp.errors import CheckpointError, FSDPError, UnsupportedError, UsageError
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
+_NO_MESSAGE = _FIRST_TAG - 1  # a tag that nothing is sent with
 _ALSO = 0.2  # seconds after a rank has died in which others that die are named with it
 _FAREWELL = 2.0  # seconds in which the leader tries to tell ranks that may not listen
 _KNOWN: dict[str, type[FSDPError]] = {
@@ -228,8 +241,10 @@ class Agreement:
         """Sends each rank its answer. In a hurry, those that do not listen are left alone."""
         senders = [self._send(rank, answers[rank]) for rank in range(1, self.size)]
         until = time.monotonic() + (_FAREWELL if hurry else self._patience)
-        for sender in senders:
-            sender.join(max(0.0, until - time.monotonic()))
+        for rank, sender in enumerate(senders, 1):
+            sender.join(min(_ALSO, max(0.0, until - time.monotonic())))
+            if sender.is_alive() and not is_disconnected(self._carrier, rank, _NO_MESSAGE):
+                sender.join(max(0.0, until - time.monotonic()))  # Note [Sends that never end]
 
     # --- The others ------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from hwfsdp.watch import WatchedOutputs
 #     attribute  FSDPParam.state
 #     attribute  FSDPParam.gather_mesh: ShardMesh
 # hwfsdp.collectives
-#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent)
+#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent, module_fqn: str = '')
 #     function   copy_out(gathered: Gathered, wholes: Sequence[Tensor], owner: str) -> None
 # hwfsdp.hooks
 #     property   FSDPState.groups -> list[ParamGroup]

@@ -111,7 +111,8 @@ class FSDPState:
         """
         if self.policy.param_dtype is None or not self.policy.cast_forward_inputs:
             return args, kwargs
-        cast: tuple[Args, Kwargs] = cast_floating((args, kwargs), self.policy.param_dtype)
+        with compat.profiler_range("cast_forward_inputs"):
+            cast: tuple[Args, Kwargs] = cast_floating((args, kwargs), self.policy.param_dtype)
         return cast
 
     def cast_outputs(self, output: Any) -> Any:
@@ -120,7 +121,10 @@ class FSDPState:
         Without an output dtype it is returned as it is, the same object.
         """
         dtype = self.policy.output_dtype
-        return output if dtype is None else cast_floating(output, dtype)
+        if dtype is None:
+            return output
+        with compat.profiler_range("cast_forward_outputs"):
+            return cast_floating(output, dtype)
 
 
 class ParamGroup:

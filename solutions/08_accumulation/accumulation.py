@@ -71,14 +71,16 @@ class ParamGroup:
         optimizer step that comes too early warns.
         """
         advice.note_unsynchronized(self, not self.reduce_grads)
-        params, grads = self.take_grads() if self.reduce_grads else ([], [])
-        if self.reshard_after_backward:
-            self.reshard()
+        with self.profiled("post_backward_reshard"):
+            params, grads = self.take_grads() if self.reduce_grads else ([], [])
+            if self.reshard_after_backward:
+                self.reshard()
         if grads:
             self.reduce(params, grads)
-        if not self.reduce_grads:
-            for param in self.params:
-                param.accumulate_grad()
+        with self.profiled("post_backward_accumulate"):
+            if not self.reduce_grads:
+                for param in self.params:
+                    param.accumulate_grad()
 
 
 class FSDPParam:

@@ -20,7 +20,7 @@ from hwfsdp.streams import StreamEvent, StreamSet
 #     method     Stream.wait(event: StreamEvent | None) -> None
 #     property   StreamEvent.is_over -> bool
 # hwfsdp.collectives
-#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent)
+#     class      Gathered(flat: Tensor, sizes: list[int], done: StreamEvent, module_fqn: str = '')
 # hwfsdp.group
 #     method     ParamGroup.unshard() -> None
 #     attribute  ParamGroup._gathered: Gathered | None
@@ -203,5 +203,6 @@ class FSDPState:
             learned = outermost.forward_order.enter(self.group)
         listed = [group for state in self.forward_prefetch for group in state.groups]
         for group in listed or ([learned] if learned else []):
-            group.unshard()
+            with group.profiled("forward_prefetch for"):
+                group.unshard()
             self.root.guessed.append(group)

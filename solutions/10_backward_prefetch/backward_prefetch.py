@@ -88,7 +88,8 @@ class FSDPState:
             targets = [before] if before else []
         for target in targets:
             if target.unshard_in_backward:
-                target.unshard()
+                with target.profiled("backward_prefetch for"):
+                    target.unshard()
 
 
 def reduce_after_packing(streams: StreamSet, reduce: Callable[[], Tensor]) -> tuple[Tensor, StreamEvent]:

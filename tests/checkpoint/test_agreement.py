@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch
+from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch, ranks
 from hwfsdp.checkpoint import agreement as agreement_module
 from hwfsdp.checkpoint.agreement import Abandoned, Agreement
-from hwfsdp.compat import send_bytes
+from hwfsdp.compat import receive_bytes, send_bytes
 
 LATER = threading.Event()  # never set
 
@@ -179,6 +179,38 @@ def test_all_survivors_name_the_dead(victim, point, tmp_path):
     assert raised.value.rank == victim and "SIGKILL" in str(raised.value)
     for rank in {0, 1, 2} - {victim}:
         assert f"expected rank {victim} to do its part" in (tmp_path / str(rank)).read_text()
+
+
+def die_unanswered(path: Path) -> None:
+    """Rank 2 dies when it has reported. The leader's answer to it is one of those sends that gloo forgets."""
+
+    def send_bytes_or_die(group: dist.ProcessGroup, data: torch.Tensor, rank: int, tag: int) -> None:
+        if dying and dist.get_rank() == 0 and rank == 2:
+            with pytest.raises(RuntimeError):  # as soon as its end is known
+                receive_bytes(group, torch.empty(1, dtype=torch.uint8), rank, 7)
+            threading.Event().wait()
+        send_bytes(group, data, rank, tag)
+        if dying and dist.get_rank() == 2 and data.numel() > 8:  # not the size alone
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    dying = False
+    agreement = Agreement(None, "test")
+    agreement.step("beginning", lambda: None)
+    agreement_module.send_bytes, dying = send_bytes_or_die, True
+    try:
+        agreement.step("dying", lambda: None)
+        agreement.step("dying later", lambda: None)
+    except CheckpointError as error:
+        (path / str(agreement.rank)).write_text(str(error))
+        raise
+
+
+def test_the_leader_waits_for_no_answer_to_a_dead_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_GRACE", 60.0)  # the others are waited for
+    with pytest.raises(RankError):
+        launch(die_unanswered, 3, tmp_path, timeout=20)
+    for rank in (0, 1):
+        assert "expected rank 2 to do its part; got a broken" in (tmp_path / str(rank)).read_text()
 
 
 def hang(sleeper: int, done: Path) -> str:

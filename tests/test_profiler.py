@@ -1,0 +1,181 @@
+"""torch's profiler around a step shows FSDP2's ranges, whatever it records and wherever the collectives run.
+
+Ranges are compared with those of FSDP2 over the same model in the same process: as many of every name. Two moments
+differ: FSDP2 gathers ahead in forward only what a list says, hwfsdp what it has learned; and in FSDP2 a group that has
+nothing to reduce waits for the reduction before it, in hwfsdp the next that has.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile, schedule
+
+import hwfsdp
+import models
+from hwfsdp import launch
+from oracles import fresh, wrap
+
+
+class Case(NamedTuple):
+    """A model, and how it is sharded; two micro-batches are run, the first of which may leave its gradients."""
+
+    build: Callable[[], models.Model]
+    how: str = "blocks"
+    mixed: bool = False
+    reduce_first: bool = True
+    one_rank: bool = False
+
+
+CASES = {
+    "blocks": Case(models.stem),
+    "nested": Case(models.even, how="nested"),
+    "mixed precision": Case(models.even, mixed=True),
+    "accumulation": Case(models.stem, reduce_first=False),
+    "checkpoints": Case(lambda: models.checkpointed(reentrant=False)),
+    "frozen": Case(models.frozen),
+    "one rank": Case(models.stem, one_rank=True),
+}
+FULL = {"record_shapes": True, "with_stack": True, "profile_memory": True}
+CPU = [ProfilerActivity.CPU]
+
+
+def trained(case: Case, library: Any) -> Callable[[], None]:
+    """Runs what a case says, once for every call; the first time is over."""
+    options: dict[str, Any] = {}
+    if case.mixed:
+        policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        options["mp_policy"] = policy
+    if case.one_rank:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("outer", "inner"))
+        options["mesh"] = mesh["inner"]
+    model: Any = wrap(fresh(case.build), library.fully_shard, case.how, **options)
+
+    def step() -> None:
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1 or case.reduce_first)
+            model(*model.inputs(4, micro)).sum().backward()
+        model.zero_grad()
+
+    step()
+    return step
+
+
+def ranges(step: Callable[[], None]) -> Counter[str]:
+    """How often each range of FSDP is in a profile; FSDP2 has one whose name is not like the others at the root."""
+    with profile(activities=CPU) as profiled:
+        step()
+    names = [event.name for event in profiled.events() or [] if event.name.startswith("FSDP::")]
+    return Counter(name.removesuffix(" ()") for name in names)
+
+
+def compare() -> dict[str, tuple[Counter[str], Counter[str]]]:
+    return {
+        name: (ranges(trained(case, hwfsdp)), ranges(trained(case, fsdp))) for name, case in CASES.items()
+    }
+
+
+def profile_in_all_ways(folder: str) -> list[int]:
+    """How many ranges of FSDP each file has: profiles of all kinds, the last one of the first rank only."""
+    step, path = trained(CASES["blocks"], hwfsdp), Path(folder) / str(dist.get_rank())
+    files: list[Path] = []
+
+    def keep(profiled: Any) -> None:
+        files.append(path.with_suffix(f".{len(files)}.json"))
+        profiled.export_chrome_trace(str(files[-1]))
+
+    for options in ({}, FULL):
+        with profile(activities=CPU, on_trace_ready=keep, **options):
+            step()
+    with profile(
+        activities=CPU, schedule=schedule(wait=1, warmup=1, active=1, repeat=2), on_trace_ready=keep
+    ) as turns:
+        for _ in range(6):
+            step()
+            turns.step()
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(path.with_suffix(".et.json")))
+    with profile(activities=CPU, execution_trace_observer=observer):
+        step()
+    if dist.get_rank() == 0:
+        with profile(activities=CPU, on_trace_ready=keep):
+            step()
+    else:
+        step()
+    traces = [json.loads(file.read_text()) for file in files]
+    groups = [len(trace["distributedInfo"]["pg_config"]) for trace in traces]
+    assert groups == [1] * len(traces), "a profile lists the groups of torch, and each once"
+    return [sum(e.get("name", "").startswith("FSDP::") for e in trace["traceEvents"]) for trace in traces]
+
+
+def test_a_profile_has_the_ranges_of_fsdp2() -> None:
+    for found in launch(compare, 2):
+        for case, (ours, theirs) in found.items():
+            skipped = ["FSDP::forward_prefetch for "] + ["FSDP::post_backward_rs_wait"] * (case == "frozen")
+            for names in (ours, theirs):
+                for name in [name for name in names if name.startswith(tuple(skipped))]:
+                    del names[name]
+            assert ours == theirs, case
+        assert found["blocks"][0]["FSDP::all_gather (blocks.1)"] == 4
+
+
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_all_kinds_of_profiles_can_be_made(
+    shared_memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HWFSDP_SHARED_MEMORY", shared_memory)
+    first, second = launch(profile_in_all_ways, 2, str(tmp_path))
+    assert len(first) == len(second) + 1 == 5
+    assert len({*first, *second}) == 1 and first[0] > 0, (first, second)
+
+
+def test_no_range_is_made_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a range, and nobody to see it")
+
+    monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", refuse)
+    with hwfsdp.compat.profiler_range("all_gather", "blocks.0"):
+        pass
+
+
+def test_a_profile_can_be_made_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent("""
+        import json, os
+        import torch, torch.distributed as dist
+        from torch import nn
+        from hwfsdp import fully_shard
+
+        dist.init_process_group("gloo")
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 2)))
+        model(torch.ones(2, 4)).sum().backward()
+        with torch.profiler.profile() as profiled:
+            model(torch.ones(2, 4)).sum().backward()
+        path = f"{os.path.dirname(__file__)}/{dist.get_rank()}.json"
+        profiled.export_chrome_trace(path)
+        names = [event.get("name") for event in json.load(open(path))["traceEvents"]]
+        assert names.count("FSDP::all_gather (0)") == 2, names
+        dist.destroy_process_group()
+        """))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
