@@ -29,7 +29,9 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → claims 
 _warned: WeakSet[Optimizer] = WeakSet()
 _unsynchronized: WeakSet[Any] = WeakSet()
 _claims = 0
-optimizer_steps = 0  # begun and ended: whatever was gathered before the last one holds other values than the shards
+optimizer_steps = (
+    0  # begun and ended: whatever was gathered before the last one holds other values than the shards
+)
 
 
 def mark_claimed(param: Tensor, fqn: str) -> None:

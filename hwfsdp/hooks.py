@@ -256,7 +256,9 @@ class FSDPState:
             self.break_off()
         first = self.phase not in (Phase.PRE_BACKWARD, Phase.FORWARD)
         if first:
-            if self.root.forward_root is None or self.is_stale():
+            if self.root.forward_root is None or (
+                self.root.steps != advice.optimizer_steps and self.is_stale()
+            ):
                 args, kwargs = self.begin_iteration(args, kwargs)
             self.phase, self.to_run = Phase.FORWARD, set(self.modules)
         args, kwargs = self.cast_inputs(args, kwargs)
@@ -594,6 +596,8 @@ class FSDPState:
                 remedy="Call it on the module that is called first in a forward.",
             )
         self.break_off()
+        self.comm_ctx.finish_reductions()
+        self.comm_ctx.forget_forwards()
         for state in self.root.states or [self]:
             state.forward_order = ForwardOrder()
             for group in state.groups:

@@ -6,7 +6,10 @@ the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+
+from hwfsdp import register_fsdp_forward_method
 
 Fault = Callable[..., None]
 
@@ -136,7 +141,8 @@ class Case(NamedTuple):
     Attributes:
         place: of `FORWARD` or `BACKWARD`. error: what is raised there.
         synced: whether the micro-batch before was reduced.
-        then: what follows at once: "step", "zero" (and a step of weight decay), "" (the next micro-batch).
+        then: what follows at once: "step"; "zero" or "zero all", the optimizer's or the model's `zero_grad`, and a step of
+            weight decay; "save", a state dict; "", the next micro-batch.
         mode: around the broken forward. reentrant: how the middle block is checkpointed.
     """
 
@@ -184,26 +190,20 @@ def part(tensor: Tensor | None, shards: int) -> Tensor | None:
 
 def train(model: Net, case: Case, shards: int) -> dict[str, Any]:
     """Two micro-batches, of which the second breaks, and two steps; what they computed, by name."""
-    kept: dict[str, Any] = {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    params = dict(zip([name for name, _ in model.named_parameters()], optimizer.param_groups[0]["params"]))
+    kept, params = dict[str, Any](), dict(model.named_parameters())
+    optimizer = torch.optim.SGD(params.values(), lr=0.1, weight_decay=0.1)
     loss = Loss()
     model.blocks[1].reentrant = case.reentrant
 
     def batch(seed: int) -> Tensor:
         return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
 
-    def keep(when: str) -> None:
-        for name, param in params.items():
-            kept[f"{when}: gradient of {name}"] = part(param.grad, shards)
-            kept[f"{when}: {name}"] = part(param, shards)
-
     def update(seed: int) -> None:
         value = loss(model(batch(seed)))
         value.backward()
         kept[f"loss {seed}"] = value.detach().clone()
-        if seed == 3:
-            keep(f"update {seed}")
+        for name, param in params.items() if seed == 3 else ():
+            kept[f"gradient of {name}"], kept[name] = part(param.grad, shards), part(param, shards)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -221,19 +221,27 @@ def train(model: Net, case: Case, shards: int) -> dict[str, Any]:
         kept["parameters that are shards"] = all(
             isinstance(p, DTensor) for p in model.parameters()
         ) or not hasattr(model, "unshard")
-    if case.then == "zero":
-        model.zero_grad()
-        assert all(p.grad is None for p in params.values())
-        for param in params.values():  # so that the step changes the weights
-            param.grad = torch.zeros_like(param)
-    if case.then:
-        keep("broken")
-        kept["state dict"] = {name: part(value, shards) for name, value in model.state_dict().items()}
-        optimizer.step()
-        optimizer.zero_grad()
+    kept["went on"] = go_on(case, model, optimizer, shards)
     sync(True)
     update(3)
     update(4)
+    return kept
+
+
+def go_on(case: Case, model: Net, optimizer: torch.optim.Optimizer, shards: int) -> dict[str, Any]:
+    """What the case says that follows; what was seen meanwhile."""
+    params, kept = optimizer.param_groups[0]["params"], dict[str, Any]()
+    if case.then.startswith("zero"):
+        (optimizer if case.then == "zero" else model).zero_grad()
+        kept["cleared"] = all(p.grad is None for p in params)
+        for param in params:  # so that the step changes the weights
+            param.grad = torch.zeros_like(param)
+    if case.then == "save":
+        return {name: part(value, shards) for name, value in model.state_dict().items()}
+    if case.then:
+        kept |= {f"gradient {number}": part(p.grad, shards) for number, p in enumerate(params)}
+        optimizer.step()
+        optimizer.zero_grad()
     return kept
 
 
@@ -256,19 +264,242 @@ def differences(case: Case, shard: Callable[..., Any], **options: Any) -> list[s
     return [name for name in expected if not same(got.get(name), expected[name])]
 
 
-def cases() -> list[Case]:
-    """All that one world is asked; for a gradient that was not reduced, a step is another thing than without sharding."""
-    found = []
+def few_cases() -> list[Case]:
+    """One of each kind."""
+    recomputed = [
+        Case("in a recomputation", synced=False, reentrant=reentrant) for reentrant in (True, False)
+    ]
+    return [
+        Case("in a leaf", then="step"),
+        Case("at a block's output", KeyboardInterrupt, then="step"),
+        Case("in the loss", then="step"),
+        Case("in the loss", then="step", mode=torch.no_grad),
+        Case("in a block's backward", then="zero"),
+        Case("in a block's backward", synced=False),
+        Case("at the end of backward", then="zero"),
+        *recomputed,
+    ]
+
+
+def all_cases() -> list[Case]:
+    """No step while a gradient is not reduced: sharded, that is a step without it."""
+    found = few_cases()
     for place in FORWARD:
-        found += [Case(place, synced=synced) for synced in (True, False)]
         found += [Case(place, then="step"), Case(place, KeyboardInterrupt, then="step")]
+        found += [Case(place, synced=False)]
     for mode in (torch.no_grad, torch.inference_mode):
         found += [Case(place, then="step", mode=mode) for place in ("in a leaf", "in the loss")]
     for place in BACKWARD:
         for reentrant in (True, False) if place == "in a recomputation" else (None,):
             found += [Case(place, synced=False, reentrant=reentrant)]
             found += [Case(place, then="zero", reentrant=reentrant)]
-            found += [Case(place, KeyboardInterrupt, then="zero", reentrant=reentrant)]
-    found += [Case("at the loss's gradient", then="step"), Case("at the loss's gradient")]
+    found += [Case("at the loss's gradient", then=then) for then in ("", "step", "zero all")]
     found += [Case("in a leaf", then="step", reentrant=r) for r in (True, False)]
+    found += [Case(place, then="save") for place in ("in a leaf", "at a block's output", "in the loss")]
+    found += [Case(place, then="zero all") for place in ("in a leaf", "in a block's backward")]
+    found += [Case("in a block's backward", KeyboardInterrupt, then="zero")]
+    return list(dict.fromkeys(found))
+
+
+def complaints(cases: list[Case], shard: Callable[..., Any], **options: Any) -> dict[str, list[str]]:
+    """What differs, of the cases in which something does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps without gradients
+        found = {str(case): differences(case, shard, **options) for case in cases}
+    return {case: names for case, names in found.items() if names}
+
+
+# --- Other ways to go on -----------------------------------------------------------------------------------
+
+
+class Run:
+    """A model that has had a step and the gradients of a micro-batch, and what it computed."""
+
+    def __init__(self, shard: Callable[..., Any] | None) -> None:
+        self.model, self.loss = build(shard), Loss()
+        self.shards = dist.get_world_size()
+        self.params = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.params, lr=0.1)
+        self.kept: list[Tensor | None] = []
+        self.update()
+        self.forward().backward()
+
+    def forward(self, seed: int = 1) -> Tensor:
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        return self.loss(self.model(batch))
+
+    def update(self) -> None:
+        loss = self.forward()
+        loss.backward()
+        self.kept += [loss.detach().clone(), *(part(p.grad, self.shards) for p in self.params)]
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def broken(self, place: str, error: type[BaseException] = KeyError) -> AbstractContextManager[Any]:
+        return armed(self.model, self.loss, Case(place, error))
+
+    def part_breaks(self, error: type[BaseException]) -> None:
+        with self.broken("in a leaf", error):
+            self.model.blocks[1](torch.ones(4, 8))
+
+
+def another_loss_s_backward(run: Run) -> None:
+    first, second = run.forward(), run.forward(2)
+    with run.broken("at a block's gradient"):
+        run.forward(3).backward()
+    run.optimizer.zero_grad()
+    second.backward()
+    first.backward()
+    run.update()
+
+
+def a_part_that_was_called_by_itself(run: Run) -> None:
+    for error in (KeyError, KeyboardInterrupt):
+        run.part_breaks(error)
+        run.step()
+        run.update()
+
+
+def a_part_after_the_root(run: Run) -> None:
+    with run.broken("in a nested module", KeyboardInterrupt):
+        run.forward()
+    run.step()
+    with torch.no_grad():
+        run.kept.append(run.model.blocks[1](torch.ones(4, 8)).clone())
+    run.update()
+
+
+def unshard_by_hand(run: Run) -> None:
+    for error in (KeyError, KeyboardInterrupt):
+        with run.broken("in a leaf", error):
+            run.forward()
+        run.step()
+        for block in run.model.blocks if hasattr(run.model, "unshard") else ():
+            block.unshard()
+        run.update()
+        run.forward().backward()
+
+
+def reshard_by_hand(run: Run) -> None:
+    with run.broken("in a leaf", KeyboardInterrupt):
+        run.forward()
+    for block in run.model.blocks if hasattr(run.model, "reshard") else ():
+        block.reshard()
+    run.step()
+    run.update()
+
+
+def weights_that_are_loaded(run: Run) -> None:
+    for place, error in (("in a leaf", KeyError), ("in a nested module", KeyboardInterrupt)):
+        with run.broken(place, error):
+            run.forward()
+        run.model.load_state_dict({k: v.detach() * 0.5 for k, v in run.model.state_dict().items()})
+        run.update()
+
+
+def a_method_that_gathers(run: Run) -> None:
+    block = run.model.blocks[1]
+    block.apart = types.MethodType(Block.body, block)
+    register_fsdp_forward_method(block, "apart")
+    for error in (KeyError, KeyboardInterrupt):
+        with run.broken("in a nested module", error):
+            block.apart(torch.ones(4, 8))
+        run.step()
+        run.update()
+
+
+def a_fallback_inside_the_forward(run: Run) -> None:
+    block = run.model.blocks[1]
+    body = block.body
+
+    def careful(x: Tensor) -> Tensor:
+        try:
+            return body(x)
+        except KeyError:
+            return body(x)  # the same once more
+
+    block.body = careful
+    handle = block.inner.register_forward_hook(raise_once())
+    run.update()
+    handle.remove()
+    run.update()
+
+
+def raise_once() -> Fault:
+    calls = iter([True])
+
+    def fault(*_: Any) -> None:
+        if next(calls, False):
+            raise KeyError("once")
+
+    return fault
+
+
+def a_training_inside_a_handler(run: Run) -> None:
+    try:
+        raise ValueError("an earlier one")
+    except ValueError:
+        run.update()
+        with run.broken("in a leaf"):
+            run.forward()
+        run.step()
+        run.update()
+
+
+def a_hook_on_a_parameter(run: Run) -> None:
+    run.optimizer.zero_grad()
+    handle = run.params[5].register_post_accumulate_grad_hook(raise_once())
+    with contextlib.suppress(KeyError):
+        run.forward().backward()
+    handle.remove()
+    run.optimizer.zero_grad()
+    run.update()
+    run.update()
+
+
+def a_clipped_norm(run: Run) -> None:
+    with run.broken("in a leaf"):
+        run.forward()
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 1e3)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    run.kept.append(norm.round(decimals=4))  # of norms of parts: another order of additions
+    run.step()
+    run.update()
+
+
+WAYS: list[Callable[[Run], None]] = [
+    another_loss_s_backward,
+    a_part_that_was_called_by_itself,
+    a_part_after_the_root,
+    unshard_by_hand,
+    reshard_by_hand,
+    weights_that_are_loaded,
+    a_method_that_gathers,
+    a_fallback_inside_the_forward,
+    a_training_inside_a_handler,
+    a_hook_on_a_parameter,
+    a_clipped_norm,
+]
+
+
+def complaints_of_ways(shard: Callable[..., Any]) -> dict[str, str]:
+    """What differs from the unsharded model, for those ways to go on after which something does."""
+    found = {}
+    for way in WAYS:
+        runs = Run(shard), Run(None)
+        try:
+            for run in runs:
+                way(run)
+        except Exception as error:
+            found[way.__name__] = "".join(traceback.format_exception(error, limit=-3))
+            continue
+        pairs = list(zip(runs[0].kept, runs[1].kept, strict=True))
+        wrong = [number for number, pair in enumerate(pairs) if not same(*pair)]
+        if wrong:
+            found[way.__name__] = (
+                f"{len(wrong)} of {len(pairs)} differ, the first {wrong[0]}: {pairs[wrong[0]]}"
+            )
     return found
