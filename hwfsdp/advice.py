@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hwfsdp import compat, events, history
 from hwfsdp.mesh import Axis
@@ -29,6 +29,9 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → claims 
 _warned: WeakSet[Optimizer] = WeakSet()
 _unsynchronized: WeakSet[Any] = WeakSet()
 _claims = 0
+optimizer_steps = (
+    0  # begun and ended: whatever was gathered before the last one holds other values than the shards
+)
 
 
 def mark_claimed(param: Tensor, fqn: str) -> None:
@@ -37,6 +40,9 @@ def mark_claimed(param: Tensor, fqn: str) -> None:
     setattr(param, _CLAIMED, fqn)
     if not _claims:
         register_optimizer_step_pre_hook(_before_step)
+        count: Any = torch.compiler.disable(_count_step, reason="it counts")
+        register_optimizer_step_pre_hook(count)
+        register_optimizer_step_post_hook(count)
     _claims += 1
 
 
@@ -51,6 +57,11 @@ def note_unsynchronized(group: Any, unsynchronized: bool) -> None:
         _unsynchronized.add(group)
     elif _unsynchronized:
         _unsynchronized.discard(group)
+
+
+def _count_step(*_: Any) -> None:
+    global optimizer_steps
+    optimizer_steps += 1
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hwfsdp import advice
 from hwfsdp.collectives import (
@@ -189,6 +189,7 @@ class ParamGroup:
         all_reduce_grads: reduce over replicas, too; off, partial gradients add up (Note [Partial gradients]).
         reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
         unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        accumulated: whether the last backward that ended left gradients that are not reduced over all ranks.
         max_reductions: see `FSDPCommContext`, which takes the largest of its groups.
         post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
     """
@@ -206,7 +207,7 @@ class ParamGroup:
         self.reshard_mesh = reshard_mesh
         self.reshard_after_backward = True
         self.reduce_grads = self.all_reduce_grads = True
-        self.reduce_unused = False
+        self.reduce_unused = self.accumulated = False
         self.max_reductions = 1
         self.unshard_in_backward = True
         self.post_forward_indices: list[int] = []
@@ -238,6 +239,11 @@ class ParamGroup:
     @property
     def is_unsharded(self) -> bool:
         return self.params[-1].state is ShardedState.UNSHARDED  # the last one to become so
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing but the shards is there, nor on its way."""
+        return self._gathered is None and self.params[0].state is ShardedState.SHARDED
 
     @property
     def has_late_gradients(self) -> bool:
@@ -366,6 +372,12 @@ class ParamGroup:
             param.drop_grads()
 
     # --- gradients ---
+
+    def note_accumulated(self) -> None:
+        """A backward has ended."""
+        self.accumulated = not (self.reduce_grads and self.all_reduce_grads) and any(
+            p.has_unreduced_grad or p.partial_grad is not None for p in self.params
+        )
 
     @outside_autograd
     def finish_gradients(self) -> None:
@@ -600,3 +612,21 @@ class ParamGroup:
 def divided(tensor: Tensor, by: float) -> Tensor:
     """`tensor`, divided in place."""
     return tensor if by == 1 else tensor.div_(by)
+
+
+@outside_autograd
+def finish_broken_backward(groups: Sequence[ParamGroup], comm_ctx: FSDPCommContext) -> None:
+    """Ends the reductions that a broken backward started, and drops its gradients that are not on the shards yet.
+
+    The user may have cleared or used the shards' gradients since, so that nothing may be added to them now. But where
+    earlier backwards left gradients without reducing them (`accumulated`), what is there holds these, too, and is kept.
+    """
+    dropped = [(p, p.sharded_param) for group in groups if not group.accumulated for p in group.params]
+    for param, shard in dropped:  # a stand-in without hooks, whose gradient nobody reads
+        param.sharded_param = nn.Parameter(shard.detach(), requires_grad=shard.requires_grad)
+    try:
+        comm_ctx.finish_reductions()
+    finally:
+        for param, shard in dropped:
+            param.sharded_param = shard
+            param.drop_grads()

@@ -32,14 +32,24 @@ Note [Several modules, one group]
     the root's forward is over before all have run, it ends then. A member may be called by itself afterwards, as a
     head that computes a long sequence's loss in chunks: each call gathers if it must, and a backward that reaches the
     input of such a call reduces; nobody knows how many calls will follow, so the parameters stay whole until then.
+
+Note [What an exception leaves]
+    Two rules put it back, and no list of places where one may be raised. First, a whole parameter is valid until the next
+    optimizer step: an iteration that begins after one frees all that was gathered before. Second, `break_off` ends
+    whatever is unfinished. For a forward, the outermost module's hook calls it, since torch calls that hook after an
+    exception, too; or the next forward does, after a KeyboardInterrupt. For a backward, only autograd holds what it is to
+    call at the end (`RootContext.callbacks` refers to it weakly): gone without a call, the backward was broken off, and
+    whoever comes next finds out. A forward inside a backward ends nothing: checkpointing stops it by an exception.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -47,7 +57,7 @@ from torch import nn
 from hwfsdp import advice, compat, events
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.events import Draft
-from hwfsdp.group import FSDPCommContext, ParamGroup
+from hwfsdp.group import FSDPCommContext, ParamGroup, finish_broken_backward
 from hwfsdp.nested import map_tensors
 from hwfsdp.precision import MixedPrecisionPolicy, cast_floating
 from hwfsdp.prefetch import ForwardOrder, next_in_backward
@@ -75,7 +85,9 @@ class RootContext:
         forwards_before: how many forwards were noted when the iteration began (a second one before its backward).
         guessed: groups that were gathered ahead in this forward; unused, they are stale after the next optimizer step.
         post_optim_event: what the next iteration's gathers wait for, if the user said so.
-        final_callback_queued: whether the backward in progress will call `finish_backward`.
+        steps: of optimizers, when what is whole now was gathered (Note [What an exception leaves]).
+        handled: the id of the exception that was being handled when the forward began; one raised since has another.
+        callbacks: what the backward in progress will call at its end: for a part called by itself, and (None) for the root.
         is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
         backwards: how many are over.
     """
@@ -86,13 +98,19 @@ class RootContext:
         self.forwards_before = 0
         self.guessed: list[ParamGroup] = []
         self.post_optim_event: torch.Event | None = None
-        self.final_callback_queued = False
+        self.steps, self.handled = advice.optimizer_steps, 0
+        self.callbacks: dict[FSDPState | None, ref[Callable[[], None]]] = {}
         self.is_last_backward = True
         self.backwards = 0
 
     @property
     def groups(self) -> list[ParamGroup]:
         return [group for state in self.states for group in state.groups]
+
+    @property
+    def backward_broke(self) -> bool:
+        """Whether a backward ended without calling what it was to call."""
+        return any(callback() is None for callback in self.callbacks.values())
 
 
 class FSDPState:
@@ -128,7 +146,6 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
         self.forward_order: ForwardOrder[ParamGroup] = ForwardOrder()
-        self._part_callback_queued = False
         self._forward_spans: list[Draft] = []
         self._backward_span: Draft | None = None
         # a compiler must not look inside the hooks: they do what it cannot see
@@ -136,7 +153,7 @@ class FSDPState:
         self.post_forward_hook = torch.compiler.disable(self.on_post_forward, reason="FSDP hooks")
         for module in self.modules:
             module.register_forward_pre_hook(self.pre_forward_hook, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward_hook)
+            module.register_forward_hook(self.post_forward_hook, always_call=True)
 
     @property
     def groups(self) -> list[ParamGroup]:
@@ -242,11 +259,11 @@ class FSDPState:
         post-backward. In a recomputation only the parameters and the cast matter (Note [Recomputation]), and in the
         forward of a further module of the group, too.
         """
-        if self.phase is Phase.PRE_BACKWARD:
-            self._check_recomputation()
+        if self.phase is not Phase.IDLE and self.is_left_over():
+            self.break_off()
         first = self.phase not in (Phase.PRE_BACKWARD, Phase.FORWARD)
         if first:
-            if self.root.forward_root is None:
+            if self.root.forward_root is None or self.is_stale():
                 with compat.profiler_range("root_pre_forward"):
                     args, kwargs = self.begin_iteration(args, kwargs)
             self.phase, self.to_run = Phase.FORWARD, set(self.modules)
@@ -278,14 +295,16 @@ class FSDPState:
         for group in self.groups:
             group.finish_unshard()
 
-    def _check_recomputation(self) -> None:
-        if not compat.in_backward():
-            raise StateError(
-                f"forward of {self.fqn}",
-                expected="the last backward to have ended",
-                got="one that was broken off",
-                remedy="After an exception in a backward, call reset_iter_state() on the root and zero the gradients.",
-            )
+    def is_left_over(self) -> bool:
+        """Whether the phase, which is not IDLE, is that of a forward or backward that an exception ended."""
+        if compat.in_backward():
+            return self.root.backward_broke
+        entered_again = self.phase is Phase.FORWARD and (self.parent is None or self.is_stale())
+        return bool(self.root.callbacks) or entered_again
+
+    def is_stale(self) -> bool:
+        """Whether an optimizer stepped since the last iteration began; in a backward, it may step for some parameters."""
+        return self.root.steps != advice.optimizer_steps and not compat.in_backward()
 
     def prefetch_forward(self) -> None:
         """Starts the gathers to hide behind this forward: those the user listed, else the one learned.
@@ -314,17 +333,22 @@ class FSDPState:
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """After the forward of one of the modules; returns the output, cast to the policy's output dtype.
 
-        In a recomputation, and before the last module of the group has run, the cast is all there is to do.
+        In a recomputation, and before the last module of the group has run, the cast is all there is to do. Called after
+        an exception in the forward, too; if that leaves the outermost one, the iteration is broken off.
         """
+        outermost = self.root.forward_root is self
+        if outermost and id(sys.exc_info()[1]) != self.root.handled and not compat.in_backward():
+            self.break_off()
+            return output
         if self.phase is Phase.PRE_BACKWARD:
             return self.cast_outputs(output)
         self.to_run.discard(module)
         if not self.to_run:
             with self._profiled("post_forward"):
                 self.complete_forward(output)
-        elif self.root.forward_root in (None, self):  # called by itself
+        elif outermost or self.root.forward_root is None:  # called by itself
             self.watch_part(output)
-        if self.root.forward_root is self:
+        if outermost:
             output = self.end_iteration_forward(output)
         return self.cast_outputs(output)
 
@@ -357,9 +381,7 @@ class FSDPState:
             for group in self.groups:
                 group.unshard()
                 group.wait_for_unshard()
-            if not self._part_callback_queued:
-                self._part_callback_queued = True
-                compat.call_after_backward(self.finish_part)
+            self.queue_callback(self, self.finish_part)
 
         if torch.is_grad_enabled():
             WatchedOutputs(gather, lambda: self.root.backwards).watch(output)
@@ -370,7 +392,7 @@ class FSDPState:
         Gradients that came after post-backward are reduced now. Those of a module whose inputs need no gradient wait
         for the model's own backward; should there be none before the optimizer's step, it warns.
         """
-        self._part_callback_queued = False
+        self.root.callbacks.pop(self, None)
         late = any(group.has_late_gradients for group in self.groups)
         if late and self.phase is Phase.POST_BACKWARD:
             self.on_post_backward()
@@ -382,7 +404,10 @@ class FSDPState:
         """The outermost forward begins: shards as the optimizer left them, inputs on the device."""
         if not self.root.states:
             self.become_root()
-        self.root.forward_root = self
+        if (self.root.callbacks or self.root.forward_root) and not compat.in_backward():
+            self.break_off()
+        self.free_stale()
+        self.root.forward_root, self.root.handled = self, id(sys.exc_info()[1])
         self.root.forwards_before = len(self.comm_ctx.post_forward_order)
         self._close_open_forwards()
         streams = self.comm_ctx.streams
@@ -396,6 +421,15 @@ class FSDPState:
         with compat.profiler_range("inputs_to_device"):
             moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
         return moved
+
+    def free_stale(self) -> None:
+        """Frees what was gathered before the last optimizer step."""
+        if self.is_stale():
+            self.root.steps = advice.optimizer_steps
+            for state in self.root.states or [self]:
+                if state.group and not state.group.is_sharded:
+                    state.group.drop_gather()
+                    state.group.reshard()
 
     def _close_open_forwards(self) -> None:
         """Modules called by themselves have left their groups whole; the optimizer may have stepped since."""
@@ -523,9 +557,17 @@ class FSDPState:
 
     def queue_final_callback(self) -> None:
         """Has the root called when this backward has executed its last node."""
-        if not self.root.final_callback_queued:
-            self.root.final_callback_queued = True
-            compat.call_after_backward(self.on_backward_end)
+        self.queue_callback(None, self.on_backward_end)
+
+    def queue_callback(self, key: FSDPState | None, callback: Callable[[], None]) -> None:
+        """Has `callback` called when this backward is over, once; one before that never came to its end is broken off."""
+        queued = self.root.callbacks.get(key)
+        if queued is not None and queued() is not None:
+            return
+        if self.root.backward_broke:
+            self.break_off()
+        compat.call_after_backward(callback)
+        self.root.callbacks[key] = ref(callback)
 
     def finish_backward(self) -> None:
         """When a backward is over: groups left out are finished, what is in flight is waited for.
@@ -533,7 +575,6 @@ class FSDPState:
         Afterwards every state is idle. If this was the last backward of the iteration, all sharded gradients are
         there, no buffer is held, and the order of forwards is forgotten.
         """
-        self.root.final_callback_queued = False
         self.root.forward_root = None
         self.root.backwards += 1
         for state in self.root.states:
@@ -541,7 +582,10 @@ class FSDPState:
             if state.phase is not Phase.POST_BACKWARD or late:  # Note [Groups without an input gradient]
                 state.on_post_backward()
             state.phase = Phase.IDLE
+            for group in state.groups:
+                group.note_accumulated()
         self.comm_ctx.settle()  # gradients are looked at from here on
+        self.root.callbacks.pop(None, None)
         if not self.root.is_last_backward:
             return
         self.comm_ctx.finish_reductions()
@@ -567,20 +611,36 @@ class FSDPState:
                 got="a module below it",
                 remedy="Call it on the module that is called first in a forward.",
             )
+        self.break_off()
         self.comm_ctx.finish_reductions()
-        self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards()
         for state in self.root.states or [self]:
-            state.phase, state._backward_span = Phase.IDLE, None
-            state.to_run.clear()
-            state._forward_spans.clear()
-            state._part_callback_queued = False
             state.forward_order = ForwardOrder()
             for group in state.groups:
                 group.discard_iteration()
         self.root.guessed.clear()
-        self.root.forward_root, self.root.final_callback_queued = None, False
-        self.root.backwards += 1
+
+    def break_off(self) -> None:
+        """Ends what is unfinished: every state is idle, modules have their shards, no reduction is in flight.
+
+        Gathers in flight are left to whoever comes next, who has time to wait for them (`free_stale`).
+        """
+        broken, root = bool(self.root.callbacks), self.root
+        states = root.states or [self]
+        if broken:
+            root.backwards += 1
+            finish_broken_backward([group for state in states for group in state.groups], self.comm_ctx)
+        self.comm_ctx.release_gather_buffer()
+        self.comm_ctx.forget_forwards(keep=0 if broken else root.forwards_before)
+        for state in states:
+            state.phase, state._backward_span = Phase.IDLE, None
+            state.to_run.clear()
+            state._forward_spans.clear()
+            state.forward_order.forget()
+            for group in state.groups:
+                group.reshard()
+        root.callbacks.clear()
+        root.forward_root, root.steps = None, -1
 
     @compat.outside_transforms
     def become_root(self) -> None:

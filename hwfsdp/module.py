@@ -62,6 +62,9 @@ class FSDPModule:
             async_op: return at once, with a handle; `wait` on it, or the next forward, puts them in place.
         """
         state = self._state()
+        if state.root.backward_broke:
+            state.break_off()
+        state.free_stale()
         if state.group and not state.root.states:  # before the first forward, which would check
             state.group.adopt_registered()
             state.group.check_ready()
@@ -168,9 +171,9 @@ class FSDPModule:
                 group.channel.hook_stream = group.comm_ctx.streams.all_reduce.over(stream)
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: makes the next iteration possible. Call it on the root.
+        """Drops what an exception in forward or backward left, unreduced gradients included. Call it on the root.
 
-        Gradients that were not reduced are gone; zero the others before the next backward.
+        The next forward puts back the rest by itself. Zero the gradients that were reduced before the next backward.
         """
         self._state().reset_iteration()
 
@@ -279,6 +282,14 @@ class FSDPModule:
             "`allocate` takes symmetric memory, with set_custom_all_gather.",
         )
 
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of every module, for the shards' gradients, also while modules have their whole parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for shard in [p.sharded_param for group in self._groups(recurse=True) for p in group.params]:
+            if shard.grad is not None:
+                shard.grad = None if set_to_none else shard.grad.zero_()
+
     # --- inside ---
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,8 +362,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.pre_forward_hook(self, args, kwargs)
-        return state.post_forward_hook(self, args, method(*args, **kwargs))
+        output = None
+        try:
+            args, kwargs = state.pre_forward_hook(self, args, kwargs)
+            output = method(*args, **kwargs)
+        finally:
+            output = state.post_forward_hook(self, args, output)
+        return output
 
     setattr(module, method_name, MethodType(wrapped, module))
 

@@ -77,3 +77,7 @@ class ForwardOrder(Generic[T]):
     def finish(self) -> None:
         """This forward is over; what it did is what the next one is expected to do."""
         self._last, self._current = self._current, []
+
+    def forget(self) -> None:
+        """This forward was broken off; the last one that ended is still the one to go by."""
+        self._current = []

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import broken
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 from torch.utils.data import DataLoader
 
 from hwfsdp import (
+    CPUOffloadPolicy,
     FSDPCommContext,
     StateError,
     UsageError,
@@ -26,7 +28,7 @@ from hwfsdp import (
     record,
 )
 from hwfsdp.collectives import DefaultReduceScatter
-from oracles import cpu_mesh, theirs
+from oracles import cpu_mesh, ours, theirs
 
 
 def build(shard: Callable[..., Any] = fully_shard) -> nn.Sequential:
@@ -86,15 +88,31 @@ def test_after_an_exception_and_a_reset_an_iteration_is_clean(fail: Callable[[nn
         assert results == [True] * 12
 
 
-def test_without_the_reset_the_next_forward_says_what_to_do() -> None:
-    def go_on() -> None:
-        model = build()
-        with pytest.raises(KeyError):
-            fail_under_the_root(model)
-        with pytest.raises(StateError, match="reset_iter_state"):
-            run(model, 0)
+def test_whatever_broke_the_next_iteration_is_that_of_an_unsharded_model() -> None:
+    def on_a_rank() -> list[dict[str, Any]]:
+        return [broken.complaints(broken.all_cases(), ours), broken.complaints_of_ways(ours)]
 
-    launch(go_on, 2, timeout=60)
+    for found in launch(on_a_rank, 2, timeout=240):
+        assert found == [{}, {}]
+
+
+def test_that_holds_for_parameters_that_stay_whole_or_in_part_for_replicas_and_offloading() -> None:
+    def on_a_rank() -> dict[str, Any]:
+        def shard(module: nn.Module, **options: Any) -> nn.Module:
+            return fully_shard(module, **{"mesh": cpu_mesh(), **options})
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options: dict[str, dict[str, Any]] = {
+            "whole": {"reshard_after_forward": False},
+            "smaller": {"reshard_after_forward": 2},
+            "hybrid": {"mesh": mesh},
+            "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        }
+        cases = broken.few_cases()
+        found = {name: broken.complaints(cases, shard, **chosen) for name, chosen in options.items()}
+        return {option: wrong for option, wrong in found.items() if wrong}
+
+    assert launch(on_a_rank, 4, timeout=400) == [{}] * 4
 
 
 def test_only_the_root_resets() -> None:

@@ -63,6 +63,7 @@ class ParamGroup:
         all_reduce_grads: reduce over replicas, too; off, partial gradients add up (Note [Partial gradients]).
         reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
         unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        accumulated: whether the last backward that ended left gradients that are not reduced over all ranks.
         max_reductions: see `FSDPCommContext`, which takes the largest of its groups.
         post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
     """
