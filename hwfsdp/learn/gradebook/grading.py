@@ -115,7 +115,7 @@ class ClassRun:
         self.handed = find_submissions(paths, course.exercises, settings.single, settings.left_out)
         self.submitted = match_times(settings.submitted, self.handed)
         self.version = course_version(course)
-        self.extras = [extra.name for extra in extras.available(course)]
+        self.extras = extras.available(course)
         self._hidden = secret_inputs(settings.secret) if settings.secret is not None else None
         self._pending: dict[str, _Pending] = {}
         self._ready: deque[Result] = deque()

@@ -57,8 +57,8 @@ def _grade(order: dict[str, Any], course: Course, say: Any) -> dict[str, Any]:
     def on_check(check: CheckResult) -> None:
         say(check=check.as_dict())
 
-    if any(order["what"] == extra.name for extra in EXTRAS):
-        return grade_extra(order["what"], folder, course, options, on_check)
+    if order["what"] in EXTRAS:
+        return grade_extra(order["what"], folder, course, options, on_check).as_dict()
     exercise = course.exercise(order["what"])
     try:
         result = grade(exercise, folder, course, options, on_check)
