@@ -178,8 +178,10 @@ def test_what_is_late_in_a_crowd_is_repeated_alone_before_it_counts(
         hand_in(handed, f"a{index}", first=f"# a{index}", second=f"# b{index}")
     hand_in(handed, "bob", first="# late once", second="# bob")
     hand_in(handed, "eve", first="# late twice")
+    hand_in(handed, "zoe", first="# stuck")  # for sure: more time would not help
     found = by_name(grade_class([handed], course, replace(settings, jobs=3)))
-    assert (found["bob"].score, found["eve"].score) == (6, 0)
+    assert (found["bob"].score, found["eve"].score, found["zoe"].score) == (6, 0, 0)
+    assert begun(log).count("stuck 01") == 1
     assert begun(log).count("late once 01") == begun(log).count("late twice 01") == 2
     last = [line.split()[0] for line in log.read_text().splitlines()][-4:]
     assert last == ["begin", "end", "begin", "end"]  # the repeats, each with nothing beside it

@@ -35,7 +35,6 @@ from hwfsdp.learn.gradebook.submissions import Collected, Handed, collect, find_
 from hwfsdp.learn.manifest import PACKAGE, Course, Exercise
 from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 
-CROWDED = frozenset({"endless", "stuck-in"})  # misconceptions that a crowded machine can look like
 Data = dict[str, Any]
 
 
@@ -153,14 +152,15 @@ class ClassRun:
         settings = self.settings
         until = time.monotonic() + settings.time_limit if settings.time_limit else None
         with Pool(self.course.root, self._on_check, until, list(settings.worker)) as pool:
-            yield from self._run(pool, self._orders(), settings.jobs, repeat=True)
-            again, self._again = self._again, []
-            yield from self._run(pool, iter(again), 1, repeat=False)
+            yield from self._run(pool, self._orders(), settings.jobs, again=False)
+            alone = [order._replace(message={**order.message, "repeat": True}) for order in self._again]
+            self._again = []
+            yield from self._run(pool, iter(alone), 1, again=True)
 
-    def _run(self, pool: Pool, orders: Iterator[Order | None], size: int, repeat: bool) -> Iterator[Result]:
+    def _run(self, pool: Pool, orders: Iterator[Order | None], size: int, again: bool) -> Iterator[Result]:
         for ended in pool.run(orders, size):
             if ended is not None:
-                self._note(*ended, alone=size == 1, repeat=repeat)
+                self._note(*ended, again=again)
             while self._ready:
                 self._done += 1
                 result = self._ready.popleft()
@@ -218,6 +218,7 @@ class ClassRun:
             "world_size": world_size,
             "mine": self.settings.mine,
             "run_seconds": self.settings.run_seconds,
+            "repeat": self.settings.jobs == 1,
         }
         return Order(pending.handed.name, what, message)
 
@@ -234,11 +235,10 @@ class ClassRun:
     def _on_check(self, order: Order, check: Data) -> None:
         self.journal.check(order.name, order.what, check)
 
-    def _note(self, order: Order, outcome: Outcome, alone: bool, repeat: bool) -> None:
+    def _note(self, order: Order, outcome: Outcome, again: bool) -> None:
         """Takes what became of an order into the submission, or has it repeated."""
         pending = self._pending[order.name]
-        late = not alone and outcome.graded is not None and bool(CROWDED & _misconceptions(outcome.graded))
-        if repeat and (outcome.died or late):
+        if not again and (outcome.died or outcome.provisional):
             if outcome.graded is not None and order.what not in self.extras:
                 self.journal.exercise(self._key(pending, order.what), outcome.graded, final=False)
             self._again.append(order)
@@ -318,10 +318,6 @@ class _Pending:
     graded: dict[str, Data] = field(default_factory=dict)
     extra: dict[str, Data] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
-
-
-def _misconceptions(exercise: Data) -> set[str]:
-    return {check["misconception"] for check in exercise.get("checks", ())}
 
 
 def _unrun(exercise: Exercise) -> list[CheckResult]:
