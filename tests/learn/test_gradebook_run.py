@@ -231,7 +231,7 @@ def test_memory_does_not_grow_with_the_class(
     handed: Path, course: Course, settings: Settings, tmp_path: Path
 ) -> None:
     kept = []
-    for count in (20, 120):
+    for count in (20, 60, 100):
         folder = tmp_path / f"class of {count}"
         for index in range(count):
             hand_in(folder, f"s{index:03d}", first=f"# s{index}")
@@ -241,7 +241,8 @@ def test_memory_does_not_grow_with_the_class(
             kept.append(tracemalloc.get_traced_memory()[0])
             assert sum(1 for _ in run.journal.results(run.names)) == count
         tracemalloc.stop()
-    assert (kept[1] - kept[0]) / 100 < 2000  # bytes a submission: names and places, no results
+    grown = min(kept[1] - kept[0], kept[2] - kept[1])  # in the other one, a table of Python's own may have doubled
+    assert grown / 40 < 2000  # bytes a submission: names and places, no results
 
 
 def test_nothing_of_a_submission_is_left_on_disk(handed: Path, course: Course, settings: Settings) -> None:
