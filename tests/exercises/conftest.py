@@ -19,7 +19,11 @@ GRADES = pytest.StashKey[dict[str, Grade]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hwfsdp")
-    group.addoption("--submission", metavar="DIR", help="folder to grade (default: solutions/, or exercises/ where there is none)")
+    group.addoption(
+        "--submission",
+        metavar="DIR",
+        help="folder to grade (default: solutions/, or exercises/ where there is none)",
+    )
     group.addoption("--mine", action="store_true", help="earlier exercises come from the same folder")
     group.addoption("--input-seed", type=int, help="of the inputs (default: another one each time)")
 

@@ -26,7 +26,9 @@ COURSE = find_course(Path(__file__))
 MATH, RINGS = COURSE.exercise(1), COURSE.exercise(2)
 ALL = MATH.points + RINGS.points
 BUG = read_bugs(COURSE)[0]
-SKIPPED = "        if rank:\n            exchange(blocks[(rank - step)"  # rank 0 leaves out what the others enter
+SKIPPED = (
+    "        if rank:\n            exchange(blocks[(rank - step)"  # rank 0 leaves out what the others enter
+)
 HALF = holes.blank(solution(MATH), MATH.hole_names[-1], MATH.number)
 HALF_CAPSTONE = holes.blank(solution_path(COURSE).read_text(), "FSDPModule._backward_prefetch", FOLDER)
 
@@ -208,5 +210,5 @@ def test_one_submission_of_untouched_starters_is_nothing_and_no_error(here: Path
     found = grade(here, "../class/bob")
     assert (found.returncode, found.stderr.count("Error")) == (1, 0)
     lines = found.stdout.splitlines()
-    assert lines[-1] == f"0 of {ALL} points" and "  capstone: 0 of 10, apart" in lines
+    assert lines[-1] == f"0 of {ALL} points" and "  lab: 0 of 42, apart" in lines
     assert len([line for line in lines if line.endswith("not started")]) == 2

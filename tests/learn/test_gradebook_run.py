@@ -241,7 +241,9 @@ def test_memory_does_not_grow_with_the_class(
             kept.append(tracemalloc.get_traced_memory()[0])
             assert sum(1 for _ in run.journal.results(run.names)) == count
         tracemalloc.stop()
-    grown = min(kept[1] - kept[0], kept[2] - kept[1])  # in the other one, a table of Python's own may have doubled
+    grown = min(
+        kept[1] - kept[0], kept[2] - kept[1]
+    )  # in the other one, a table of Python's own may have doubled
     assert grown / 40 < 2000  # bytes a submission: names and places, no results
 
 

@@ -13,7 +13,9 @@ from hwfsdp.learn.overlay import Overlay
 from hwfsdp.learn.run import LONGER, MOST_LOAD, Broken, Ranks, Run, Times
 
 DONE = Run([{"x": 1}])
-Steps = list[tuple[float, bool]]  # of each run: seconds that it takes, and whether it hangs for sure if that is too long
+Steps = list[
+    tuple[float, bool]
+]  # of each run: seconds that it takes, and whether it hangs for sure if that is too long
 
 
 class Machine:
@@ -22,7 +24,9 @@ class Machine:
     def __init__(self, steps: Steps, load: float = 0.5) -> None:
         self.steps, self.now, self.given, self.load = steps, 0.0, list[float](), load
 
-    def launch(self, probe: Any, world_size: int, arguments: Any, learner: Any, seconds: float, write: Any) -> Run:
+    def launch(
+        self, probe: Any, world_size: int, arguments: Any, learner: Any, seconds: float, write: Any
+    ) -> Run:
         takes, hangs = self.steps[min(len(self.given), len(self.steps) - 1)]
         self.given.append(seconds)
         self.now += min(takes, seconds)

@@ -35,6 +35,7 @@ from hwfsdp.learn.gradebook.submissions import Collected, Handed, collect, find_
 from hwfsdp.learn.manifest import PACKAGE, Course, Exercise
 from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 
+NOT_GRADED = "was not graded"  # in an error: it is the grader that could not
 Data = dict[str, Any]
 
 
@@ -260,11 +261,11 @@ class ClassRun:
             self.journal.exercise(self._key(pending, number), outcome.graded, final=True)
             return
         pending.graded[number] = not_graded(exercise, outcome.failed)
-        pending.collected.errors.append(f"exercise {number} was not graded: {outcome.failed}")
+        pending.collected.errors.append(f"exercise {number} {NOT_GRADED}: {outcome.failed}")
 
     def _note_extra(self, pending: _Pending, name: str, outcome: Outcome) -> None:
         if outcome.graded is None:
-            pending.collected.errors.append(f"{name} was not graded: {outcome.failed}")
+            pending.collected.errors.append(f"{name} {NOT_GRADED}: {outcome.failed}")
             return
         pending.extra[name] = outcome.graded
         self.journal.exercise(
