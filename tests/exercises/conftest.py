@@ -76,7 +76,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     grades = config.stash.get(GRADES, {})
     if grades:
         terminalreporter.section("exercises")
-        width = max(len(grade.exercise.title) for grade in grades.values())
-    for number, grade in sorted(grades.items()):
-        status = grade.status.replace("_", " ")
-        terminalreporter.line(f"{number} {grade.exercise.title:<{width}}  {status:<11}  {grade.points}")
+        width = max(len(each.exercise.title) for each in grades.values())
+    for number, each in sorted(grades.items()):
+        status = each.status.replace("_", " ")
+        terminalreporter.line(f"{number} {each.exercise.title:<{width}}  {status:<11}  {each.points}")
