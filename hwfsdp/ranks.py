@@ -14,6 +14,12 @@ Note [Which rank failed first]
     about the connection. So after the first failure the others get a moment to fail too, and the one reported is
     the first that is not about a lost peer.
 
+Note [Deadlocks]
+    When time runs out, ranks may hang or may only be slow, on a crowded machine for example. They are sure to hang if all that
+    run wait in collectives, not all in the same one (or for a rank that has returned), and none of them wakes for a while:
+    a collective ends when all its ranks have called it, and its end wakes them. Linux counts how often a thread was
+    given a processor and left it. Elsewhere nothing is sure.
+
 Note [Asked to stop]
     SIGTERM ends a process where it stands. Who has something to bring to an end first, wraps `launch` in `stoppable`, and
     on the ranks the function in it, too: then the signal sets `stop_requested` instead, in the caller's process for all
@@ -25,17 +31,19 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import cloudpickle
@@ -56,9 +64,10 @@ from hwfsdp.worker import (
 )
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
-_SILENT = "does not answer"
+_SILENT, _GONE = "does not answer", "gone"
 _LONGEST_GOT = 80  # characters of an error in a line about a rank
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
+_STILL = 1.0  # seconds without a turn on a processor: a rank that waits is not about to go on
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first did
 LOST_PEER = (
     "Connection reset by peer",
@@ -370,7 +379,7 @@ def _ask_where(ranks: list[_Rank]) -> dict[int, _Stand]:
         try:
             ranks[number].connection.send("where")
         except OSError:
-            stands[number] = _Stand("gone", "")
+            stands[number] = _Stand(_GONE, "")
     until = time.monotonic() + _ANSWER
     for number in running:
         rank = ranks[number]
@@ -398,7 +407,28 @@ def _time_out(ranks: list[_Rank], timeout: float) -> RankError:
         "late",
     )
     error.table = _describe_divergence(ranks, stands)
+    error.deadlock = _is_deadlock(ranks, stands)
     return error
+
+
+def _is_deadlock(ranks: Sequence[_Rank], stands: Mapping[int, _Stand]) -> bool:
+    """Whether the ranks wait for each other for sure (Note [Deadlocks])."""
+    waiting = {stand.waiting for stand in stands.values()}
+    apart = len(waiting) > 1 or any(rank.finished for rank in ranks)
+    if not apart or waiting & {"", _GONE, _SILENT}:
+        return False
+    before = [_turns(ranks[number].process.pid) for number in stands]
+    time.sleep(_STILL)
+    return None not in before and before == [_turns(ranks[number].process.pid) for number in stands]
+
+
+def _turns(pid: int | None) -> str | None:
+    """How often the main thread of a process has left a processor; None where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return "".join(re.findall(r"^\w*ctxt_switches:.*\n", status, re.MULTILINE)) or None
 
 
 def _describe_divergence(ranks: list[_Rank], stands: Mapping[int, _Stand]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import select
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
+from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch, ranks
 from hwfsdp.errors import CollectiveError
 from hwfsdp.messages import read_message
 from hwfsdp.ranks import run_ranks
@@ -122,7 +124,49 @@ def test_a_hang_ends_in_time_with_the_place_of_every_rank_and_no_process_left(tm
     assert str(caught.value).startswith("rank 1 has not called ")
     assert "rank 1 in no collective" in caught.value.got
     assert "in hang" in caught.value.traceback
+    assert not caught.value.deadlock  # rank 1 may be computing
     assert all_end([int((tmp_path / str(rank)).read_text()) for rank in range(2)], seconds=1)
+
+
+IN_A, IN_B, NOWHERE = "waiting in all_gather of 'a'", "waiting in barrier", ""
+
+
+@pytest.mark.parametrize(
+    "waiting, returned, sure",
+    [
+        ([IN_A, IN_B], False, True),
+        ([IN_A, IN_A], False, False),  # which may be about to end
+        ([IN_A], True, True),
+        ([IN_A, NOWHERE], False, False),
+        ([IN_A, "does not answer"], False, False),
+        ([IN_A, "gone"], False, False),
+    ],
+)
+def test_ranks_hang_for_sure_if_they_wait_for_each_other_and_none_wakes(
+    waiting: list[str], returned: bool, sure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stands = {number: ranks._Stand(place, "") for number, place in enumerate(waiting)}
+    found = [SimpleNamespace(finished=False, process=SimpleNamespace(pid=number)) for number in stands]
+    found += [SimpleNamespace(finished=True, process=SimpleNamespace(pid=99))] * returned
+    monkeypatch.setattr(ranks, "_STILL", 0.0)
+    monkeypatch.setattr(ranks, "_turns", lambda pid: f"{pid} has been asleep")
+    assert ranks._is_deadlock(found, stands) is sure  # type: ignore[arg-type]
+    for turns in (lambda pid: None, lambda pid, turn=itertools.count(): str(next(turn))):
+        monkeypatch.setattr(ranks, "_turns", turns)
+        assert not ranks._is_deadlock(found, stands)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the turns of a process")
+def test_a_process_has_no_turns_while_it_waits() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        before = ranks._turns(process.pid)
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        assert process.stdout.read(1) == b"x"  # it has been awake, and then waits again
+        process.stdin.close()
+        assert before is not None and before != ranks._turns(process.pid)
+    assert ranks._turns(process.pid) is None
 
 
 def test_a_failing_collective_names_rank_collective_and_group(tmp_path: Path) -> None:

@@ -223,7 +223,9 @@ def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
         )
     waiting = "waiting in" in broken.got
     line = _line_of_learner(broken, paths)
-    return Finding("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}")
+    finding = Finding("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}")
+    finding.provisional = broken.provisional
+    return finding
 
 
 def _line_of_learner(broken: Broken, paths: Sequence[str]) -> str:

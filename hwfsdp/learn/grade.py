@@ -20,7 +20,7 @@ from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.misconceptions import FATAL
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
 from hwfsdp.learn.rules import check_rules
-from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Unreported
+from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Times, Unreported
 from hwfsdp.learn.submission import find_source, inspect, is_started
 from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
 
@@ -32,7 +32,9 @@ class Options:
     Attributes:
         mine: earlier exercises come from the same submission, not from the package.
         seed: of the inputs; None draws one.
-        run_seconds: that one run of ranks may take; one that takes longer hangs.
+        run_seconds: that one run of ranks may take before it is repeated.
+        repeat: runs that were late are repeated at once; off where others are graded at the same time (`run`, Note [Slow
+            or stuck]).
         world_size: of runs whose number of ranks does not matter, 1 to 4.
         thorough: off, nothing is judged any more once a check has failed; for who asks only whether one does.
         only: id of a check; none but it, and those that it needs, are judged. None: all of them.
@@ -41,6 +43,7 @@ class Options:
     mine: bool = False
     seed: int | None = None
     run_seconds: float = RUN_SECONDS
+    repeat: bool = True
     world_size: int = WORLD_SIZE
     thorough: bool = True
     only: str | None = None
@@ -99,9 +102,8 @@ def grade(
             check_rules(each.path, each.text)
         exercises = [course.exercise(s.number) for s in submitted]
         overlay = Overlay(blanked(exercises), tuple(submitted))
-        ranks = new_ranks(
-            overlay, printed.append, options.run_seconds, options.world_size, off_limits(course, folder)
-        )
+        times = Times(options.run_seconds, repeat=options.repeat)
+        ranks = new_ranks(overlay, printed.append, times, options.world_size, off_limits(course, folder))
         paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
         run_checks(result, ranks, paths, holes, on_check, options)
     except Finding as finding:

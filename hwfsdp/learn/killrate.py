@@ -109,7 +109,7 @@ def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str,
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
     """Grades mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
     rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solved(course, exercise)
-    options = Options(seed=SEED, run_seconds=SECONDS, thorough=False)
+    options = Options(seed=SEED, run_seconds=SECONDS, repeat=False, thorough=False)
     with grading_pool(course) as pool:
         grades: list[tuple[HoleMutant, Future[Grade]]] = []
         for each in chosen:

@@ -11,6 +11,13 @@ verdicts are made from them by whoever asked.
 
 A rank that dies, hangs, exits or leaves its peers waiting ends the run with `Broken`; one that raises does not, as what
 it reported before is worth looking at.
+
+Note [Slow or stuck]
+    A right answer may run out of time on a crowded machine. So a run that was late is repeated, for longer, the longer the
+    more the machine has to do. Only if it is late again, it counts, and the message tells the machine's load. Ranks that
+    wait for each other for sure (`ranks`, Note [Deadlocks]) are not asked twice. Where other runs are graded at the same
+    time, a repeat would meet the same crowd: there the run ends with a `Broken` that is provisional, and who started
+    them all repeats it later, with nothing beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from hwfsdp import ranks, worker
+from hwfsdp import ranks, recording, worker
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import COLLECTIVES, Event, Sample
@@ -51,8 +58,10 @@ from hwfsdp.messages import read_message
 Probe = Callable[..., None]
 Report = dict[str, Any]
 
-RUN_SECONDS = 12.0  # of one run; one that takes longer hangs
+RUN_SECONDS = 8.0  # of one run; one that takes longer is repeated (Note [Slow or stuck])
 ALL_SECONDS = 17.0  # of all runs of an exercise
+LONGER = 2.0  # times as many seconds for the repeat, and as many times more as the machine has processes for a core
+MOST_LOAD = 4.0  # times, at most
 PATIENCE = "HWFSDP_PATIENCE"  # environment: a factor for both, on a slow or crowded machine
 WORLD_SIZE = 2  # of runs whose number of ranks does not matter
 FAILED = "parts that raised"  # in a report: by key, what kept it from being reported
@@ -150,7 +159,10 @@ class Broken(Exception):
     Attributes:
         reason: "died", "late", "exited", "processes", "files" or "blocked". rank: the first one. got: what happened.
         stacks: where the ranks stood, as text.
+        unsure: it was late, but may only be slow (Note [Slow or stuck]). provisional: it is to be repeated.
     """
+
+    unsure = provisional = False
 
     def __init__(self, reason: str, rank: int, got: str, stacks: str = "") -> None:
         super().__init__(got)
@@ -182,6 +194,28 @@ class _Learner:
     confinement: Confinement | None = None
 
 
+def load_per_core() -> float:
+    """How many processes want each core of this machine, on average over the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long runs may take, all times `patience()`.
+
+    Attributes:
+        run_seconds: one run. all_seconds: all of them.
+        repeat: one that was late is repeated; off where others run beside it (Note [Slow or stuck]).
+        clock, load: what tells the time and the machine's load.
+    """
+
+    run_seconds: float = RUN_SECONDS
+    all_seconds: float = ALL_SECONDS
+    repeat: bool = True
+    clock: Callable[[], float] = time.monotonic
+    load: Callable[[], float] = load_per_core
+
+
 _references: dict[str, Run] = (
     {}
 )  # runs with the package as it is, the same whoever asks; the last one asked for is last
@@ -194,7 +228,7 @@ class Ranks:
     Args:
         overlay: the learner's functions.
         write: gets what the learner's code prints, the first `PRINTED` characters of it.
-        run_seconds: that one run may take. all_seconds: that all of them may.
+        times: that runs may take.
         world_size: of runs whose number of ranks does not matter: 1 to 4, since an answer has to hold for all of them.
         off_limits: paths that a learner's code has no business with: solutions, tests, other submissions.
     """
@@ -203,18 +237,16 @@ class Ranks:
         self,
         overlay: Overlay,
         write: Callable[[str], None] = lambda text: None,
-        run_seconds: float = RUN_SECONDS,
+        times: Times = Times(),
         world_size: int = WORLD_SIZE,
         off_limits: Sequence[Path] = (),
-        all_seconds: float = ALL_SECONDS,
     ) -> None:
-        self.overlay, self.world_size = overlay, world_size
+        self.overlay, self.times, self.world_size = overlay, times, world_size
         answers = [compiled_body(place) for submitted in overlay.submitted for place in submitted.places]
         self.off_limits = (*off_limits, *answers)
-        self.run_seconds = run_seconds * patience()
+        self.run_seconds, self.all_seconds = times.run_seconds * patience(), times.all_seconds * patience()
         self._write, self._left = write, PRINTED
-        self.all_seconds = all_seconds * patience()
-        self._deadline = time.monotonic() + self.all_seconds
+        self._deadline, self._extended = times.clock() + self.all_seconds, False
         self._runs: dict[str, Run | Broken] = {}
 
     def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
@@ -243,9 +275,33 @@ class Ranks:
         return _references[key]
 
     def _attempt(self, probe: Probe, world_size: int, arguments: dict[str, Any]) -> Run | Broken:
-        seconds = min(self.run_seconds, self._deadline - time.monotonic())
+        """Note [Slow or stuck]."""
+        found = self.attempt_once(probe, world_size, arguments, self.run_seconds)
+        if not isinstance(found, Broken) or not found.unsure:
+            return found
+        if not self.times.repeat:
+            found.provisional = True
+            return found
+        slow = min(MOST_LOAD, max(1.0, self.times.load()))
+        if not self._extended:
+            self._extended = True
+            self._deadline = self.times.clock() + slow * (LONGER * self.run_seconds + self.all_seconds)
+        found = self.attempt_once(probe, world_size, arguments, slow * LONGER * self.run_seconds)
+        if isinstance(found, Broken) and found.unsure:
+            load = f"the machine's load average is {self.times.load():.1f} per core"
+            got = f"{found.got}, repeated with nothing beside it that is graded; {load}"
+            return Broken("late", found.rank, got, found.stacks)
+        return found
+
+    def attempt_once(
+        self, probe: Probe, world_size: int, arguments: dict[str, Any], seconds: float
+    ) -> Run | Broken:
+        """One run that may take so many seconds, or what is left of those for all runs."""
+        seconds = min(seconds, self._deadline - self.times.clock())
         if seconds <= 0.5:
-            return Broken("late", 0, f"no end within {self.all_seconds:g} s for all runs of the exercise")
+            late = Broken("late", 0, f"no end within {self.all_seconds:g} s for all runs of the exercise")
+            late.unsure = True
+            return late
         try:
             learner = _Learner(self.overlay, self.off_limits)
             return _launch(probe, world_size, arguments, learner, seconds, self._keep)
@@ -364,7 +420,9 @@ def _broken(error: RankError, folder: Path) -> Broken:
         reason = "exited"
     elif reason == "died":
         stacks = _tail(folder / str(error.rank))
-    return Broken(reason, error.rank, got, stacks)
+    broken = Broken(reason, error.rank, got, stacks)
+    broken.unsure = reason == "late" and not error.deadlock
+    return broken
 
 
 def _tail(path: Path) -> str:
@@ -496,6 +554,9 @@ def _collective_called() -> str:
     found = ""
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path == recording.__file__:  # which stands between a call and what it calls
+            frame = frame.f_back
+            continue
         if "/torch/distributed/" in path:
             found = name if BLOCKING.match(name) else found
         elif found:

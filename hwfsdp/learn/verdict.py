@@ -22,7 +22,12 @@ class Finding(Exception):
     Args:
         misconception: its id. message: the evidence, in one or two sentences with names and numbers.
         expected, actual: what they say side by side, if that helps.
+
+    Attributes:
+        provisional: time ran out while others were graded beside it; to be graded again alone (`run`, Note [Slow or stuck]).
     """
+
+    provisional = False
 
     def __init__(self, misconception: str, message: str, expected: Any = None, actual: Any = None) -> None:
         assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
@@ -121,6 +126,11 @@ class Grade:
     @property
     def max_score(self) -> int:
         return self.exercise.points
+
+    @property
+    def provisional(self) -> bool:
+        """Whether it is to be graded again, alone (`Finding`)."""
+        return any(result.finding is not None and result.finding.provisional for result in self.results)
 
     @property
     def has_everything(self) -> bool:

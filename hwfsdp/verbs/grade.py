@@ -134,7 +134,7 @@ def _grade(args: argparse.Namespace) -> int:
         return _make(args)
     if not args.submission:
         raise UsageError(
-            "hwfsdp grade", expected="a submission", got="none", remedy="Give its folder: hwfsdp grade DIR."
+            "grade", expected="a submission", got="none", remedy="Give its folder: hwfsdp grade DIR."
         )
     if args.resume and not args.out:
         raise UsageError(

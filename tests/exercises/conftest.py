@@ -1,8 +1,7 @@
-"""`pytest tests/exercises --submission DIR` grades a folder: one test per check."""
+"""`pytest tests/exercises --submission DIR` grades a folder: one test per check, and a line per exercise at the end."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +14,16 @@ from hwfsdp.learn.verdict import Grade
 
 Grader = Callable[[str], Grade]
 GRADER = pytest.StashKey[Grader]()
+GRADES = pytest.StashKey[dict[str, Grade]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hwfsdp")
-    group.addoption("--submission", metavar="DIR", help="folder to grade (default: the course's solutions)")
+    group.addoption(
+        "--submission",
+        metavar="DIR",
+        help="folder to grade (default: solutions/, or exercises/ where there is none)",
+    )
     group.addoption("--mine", action="store_true", help="earlier exercises come from the same folder")
     group.addoption("--input-seed", type=int, help="of the inputs (default: another one each time)")
 
@@ -29,16 +33,23 @@ def grader(config: pytest.Config) -> Grader:
     course = find_course(Path(__file__))
     folder = submission(config, course)
     mine, seed = config.getoption("--mine", False), config.getoption("--input-seed", None)
-    return functools.cache(
-        lambda number: grade(course.exercise(number), folder, course, Options(mine=bool(mine), seed=seed))
-    )
+    grades = config.stash[GRADES] = {}
+
+    def grade_of(number: str) -> Grade:
+        if number not in grades:
+            options = Options(mine=bool(mine), seed=seed)
+            grades[number] = grade(course.exercise(number), folder, course, options)
+        return grades[number]
+
+    return grade_of
 
 
 def submission(config: pytest.Config, course: Course) -> Path:
     """The folder to grade; an unusable one ends the session."""
     chosen = config.getoption("--submission", None)
-    if chosen is None:
-        return course.root / "solutions"
+    if chosen is None:  # a student's edition has no solutions, but the student's own files
+        solutions = course.root / "solutions"
+        return solutions if solutions.is_dir() else course.root / "exercises"
     folder = Path(config.invocation_params.dir, chosen)
     try:
         check_folder(folder, course.exercises)
@@ -58,3 +69,14 @@ def grade_of(request: pytest.FixtureRequest) -> Grader:
     if GRADER not in stash:  # pytest came to this folder only while collecting
         stash[GRADER] = grader(request.config)
     return stash[GRADER]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """A line for each exercise that was graded here."""
+    grades = config.stash.get(GRADES, {})
+    if grades:
+        terminalreporter.section("exercises")
+        width = max(len(each.exercise.title) for each in grades.values())
+    for number, each in sorted(grades.items()):
+        status = each.status.replace("_", " ")
+        terminalreporter.line(f"{number} {each.exercise.title:<{width}}  {status:<11}  {each.points}")

@@ -84,7 +84,7 @@ WORTHLESS = {  # name → (text, misconception, words that the message has)
 }
 
 
-QUICK = Options(seed=1, run_seconds=4.0)  # for what never ends anyway
+QUICK = Options(seed=1, run_seconds=4.0, repeat=False)  # for what never ends anyway
 
 
 def is_worthless(result: Grade, misconception: str, words: str) -> None:

@@ -113,6 +113,31 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert not out.exists() and out.with_name("grades.csv.journal").exists()
 
 
+def test_what_the_grader_could_not_grade_is_told_as_its_own_fault(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exercises = [{**each, "score": 0, "status": "not_started"} for each in fake.made[0].exercises]
+    fault = "capstone was not graded: AttributeError: it is gone"
+    monkeypatch.setattr(fake, "made", [Result("ada", tuple(exercises), errors=(fault,))])
+    assert main(["grade", str(tmp_path / "class" / "ada")]) == 1
+    out, error = capsys.readouterr()
+    assert f"hwfsdp: ada: {fault}\n" in error and "Give the folder" not in error
+    assert out.endswith("0 of 10 points\n")
+
+
+def test_what_is_apart_is_shown_for_a_class(
+    fake: type[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = {"capstone": {"score": 7, "max_score": 10, "bonus": 2, "max_bonus": 3, "status": "failed"}}
+    extra["lab"] = {"score": 0, "max_score": 42, "status": "not_started"}
+    monkeypatch.setattr(fake, "made", [Result("ada", fake.made[0].exercises, extra), fake.made[1]])
+    assert main(["grade", str(tmp_path / "class")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ada  2 of 10  capstone: 7 of 10 and 2 of 3 bonus points",
+        "bob  2 of 10",
+    ]
+
+
 def test_the_gradebook_shows_what_was_earned_taken_off_and_counts(
     fake: type[FakeRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

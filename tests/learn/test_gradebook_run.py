@@ -178,8 +178,10 @@ def test_what_is_late_in_a_crowd_is_repeated_alone_before_it_counts(
         hand_in(handed, f"a{index}", first=f"# a{index}", second=f"# b{index}")
     hand_in(handed, "bob", first="# late once", second="# bob")
     hand_in(handed, "eve", first="# late twice")
+    hand_in(handed, "zoe", first="# stuck")  # for sure: more time would not help
     found = by_name(grade_class([handed], course, replace(settings, jobs=3)))
-    assert (found["bob"].score, found["eve"].score) == (6, 0)
+    assert (found["bob"].score, found["eve"].score, found["zoe"].score) == (6, 0, 0)
+    assert begun(log).count("stuck 01") == 1
     assert begun(log).count("late once 01") == begun(log).count("late twice 01") == 2
     last = [line.split()[0] for line in log.read_text().splitlines()][-4:]
     assert last == ["begin", "end", "begin", "end"]  # the repeats, each with nothing beside it
@@ -229,7 +231,7 @@ def test_memory_does_not_grow_with_the_class(
     handed: Path, course: Course, settings: Settings, tmp_path: Path
 ) -> None:
     kept = []
-    for count in (20, 120):
+    for count in (20, 60, 100):
         folder = tmp_path / f"class of {count}"
         for index in range(count):
             hand_in(folder, f"s{index:03d}", first=f"# s{index}")
@@ -239,7 +241,10 @@ def test_memory_does_not_grow_with_the_class(
             kept.append(tracemalloc.get_traced_memory()[0])
             assert sum(1 for _ in run.journal.results(run.names)) == count
         tracemalloc.stop()
-    assert (kept[1] - kept[0]) / 100 < 2000  # bytes a submission: names and places, no results
+    grown = min(
+        kept[1] - kept[0], kept[2] - kept[1]
+    )  # in the other one, a table of Python's own may have doubled
+    assert grown / 40 < 2000  # bytes a submission: names and places, no results
 
 
 def test_nothing_of_a_submission_is_left_on_disk(handed: Path, course: Course, settings: Settings) -> None:

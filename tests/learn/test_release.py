@@ -101,6 +101,23 @@ def test_its_own_tests_pass(edition: Path) -> None:
     assert found.returncode == 0, found.stdout[-2000:]
 
 
+def test_its_tests_grade_the_students_own_files(edition: Path) -> None:
+    math, rings = COURSE.exercise(1), COURSE.exercise(2)
+    half = holes.blank(solution(rings), rings.hole_names[-1], rings.number)
+    with written(edition, math, solution(math)), written(edition, rings, half):
+        found = run(edition, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/exercises")
+    assert found.returncode == 1, found.stderr
+    lines = found.stdout.splitlines()
+    summary = re.findall(r"^(\d\d) .*?  +(passed|failed|not started) +(.+)$", found.stdout, re.MULTILINE)
+    told = {number: (status, points) for number, status, points in summary}
+    assert told["01"] == ("passed", "5 of 5 points") and told["02"][0] == "failed"
+    assert told["03"] == ("not started", "0 of 5 points") and len(told) == len(COURSE.exercises)
+    failed = [line for line in lines if line.startswith("FAILED")]
+    assert failed and all("[02." in line for line in failed)
+    assert f"{rings.hole_names[-1]} is called, and still a TODO." in lines
+    assert "not started" in next(line for line in lines if line.startswith("SKIPPED"))
+
+
 # 05 and one that loads modules with holes while it is checked
 @pytest.mark.parametrize("number, blanked", [(5, "ParamGroup.reshard"), (12, "ParamGroup.finish_reduction")])
 def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_does_not(

@@ -244,7 +244,7 @@ def _files(course: Course, limit: float) -> Iterator[tuple[str, tuple[bytes, int
     yield "requirements.txt", ("\n".join(requirements()).encode() + b"\n", 0o644)
     for path in _below(PACKAGE):
         yield f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}", (path.read_bytes(), 0o644)
-    extras = [course.root / "exercises" / extra.name for extra in EXTRAS]
+    extras = [course.root / "exercises" / name for name in EXTRAS]
     for folder in [*(exercise.folder for exercise in course.exercises), *extras]:
         for path in _below(folder):
             if path.suffix != ".png":

@@ -12,10 +12,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.gradebook import conditions
@@ -32,7 +33,7 @@ from hwfsdp.learn.gradebook.formats import (
     write_text,
 )
 from hwfsdp.learn.gradebook.formats.github import announce
-from hwfsdp.learn.gradebook.grading import ClassRun, Settings
+from hwfsdp.learn.gradebook.grading import NOT_GRADED, ClassRun, Settings
 from hwfsdp.learn.gradebook.html_student import render_student
 from hwfsdp.learn.gradebook.late import LatePolicy
 from hwfsdp.learn.gradebook.progress_bar import ProgressBar
@@ -182,7 +183,7 @@ def _saying_how_to_go_on(output: Output) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"hwfsdp grade: {error.filename or output.journal or 'results'}",
+            str(error.filename or output.journal or "results"),
             expected="room, and the right, to write it",
             got=error.strerror or type(error).__name__,
             remedy=_way_on(output),
@@ -204,7 +205,8 @@ def _complain(result: Result) -> None:
 def _refuse_nothing(book: Gradebook, path: Path) -> None:
     """Complains of the only submission; raises UsageError if nothing in it could be graded."""
     (result,) = first_results(book, 1)
-    if result.errors and all(exercise["status"] == "not_started" for exercise in result.exercises):
+    begun = result.extra or any(exercise["status"] != "not_started" for exercise in result.exercises)
+    if result.errors and not begun and not any(NOT_GRADED in error for error in result.errors):
         first = book.course.exercises[0]
         raise UsageError(
             f"submission {path}",
@@ -264,18 +266,27 @@ def _lines(book: Gradebook) -> list[str]:
         "error": ("✗", "red"),
         "not_started": ("–", "grey"),
     }
+    width = max(len(exercise.title) for exercise in book.course.exercises)
     for found in result.exercises:
         mark, color = marks[found["status"]]
         first = next((check["misconception"] for check in found["checks"] if check["misconception"]), None)
         why = first or ("not started" if found["status"] == "not_started" else "")
         title = book.exercise(found["exercise"]).title
         score = f"{found['score']:>3} of {found['max_score']}"
-        lines.append(f"{style.paint(mark, color)} {found['exercise']} {title:<28} {score}  {why}".rstrip())
-    lines += [
-        f"  {name}: {found.get('score')} of {found.get('max_score')}, apart"
-        for name, found in result.extra.items()
-    ]
+        lines.append(
+            f"{style.paint(mark, color)} {found['exercise']} {title:<{width}} {score}  {why}".rstrip()
+        )
+    lines += [f"  {told}, apart" for told in _extras(result.extra)]
     return [*lines, *_total(result, book)]
+
+
+def _extras(extra: Mapping[str, Any]) -> list[str]:
+    """What does not count into the score, in words."""
+    told = []
+    for name, found in extra.items():
+        bonus = f" and {found['bonus']} of {found['max_bonus']} bonus points" if "bonus" in found else ""
+        told.append(f"{name}: {found['score']} of {found['max_score']}{bonus}")
+    return told
 
 
 def _total(result: Result, book: Gradebook) -> list[str]:
@@ -304,7 +315,8 @@ def _table(book: Gradebook) -> list[str]:
             if standing.late_seconds
             else ""
         )
-        told = "; ".join(filter(None, [late, *result.errors]))
+        begun = {name: found for name, found in result.extra.items() if found.get("status") != "not_started"}
+        told = "; ".join(filter(None, [late, *_extras(begun), *result.errors]))
         rows.append((result.name, f"{standing.final:g} of {result.max_score}", told))
     width, points = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"{name:<{width}}  {score:>{points}}  {told}".rstrip() for name, score, told in rows]

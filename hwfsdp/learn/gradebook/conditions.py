@@ -27,7 +27,7 @@ def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
         copy = Path(path, PACKAGE.name)
         if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
             raise UsageError(
-                "hwfsdp grade",
+                "grade",
                 expected=f"one copy of the package, {PACKAGE}",
                 got=f"another one, {copy.absolute()}, which submissions could read",
                 remedy="Uninstall that, or install the course as it lies: pip install --editable.",

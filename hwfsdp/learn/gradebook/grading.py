@@ -35,7 +35,7 @@ from hwfsdp.learn.gradebook.submissions import Collected, Handed, collect, find_
 from hwfsdp.learn.manifest import PACKAGE, Course, Exercise
 from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 
-CROWDED = frozenset({"endless", "stuck-in"})  # misconceptions that a crowded machine can look like
+NOT_GRADED = "was not graded"  # in an error: it is the grader that could not
 Data = dict[str, Any]
 
 
@@ -115,7 +115,7 @@ class ClassRun:
         self.handed = find_submissions(paths, course.exercises, settings.single, settings.left_out)
         self.submitted = match_times(settings.submitted, self.handed)
         self.version = course_version(course)
-        self.extras = [extra.name for extra in extras.available(course)]
+        self.extras = extras.available(course)
         self._hidden = secret_inputs(settings.secret) if settings.secret is not None else None
         self._pending: dict[str, _Pending] = {}
         self._ready: deque[Result] = deque()
@@ -153,14 +153,15 @@ class ClassRun:
         settings = self.settings
         until = time.monotonic() + settings.time_limit if settings.time_limit else None
         with Pool(self.course.root, self._on_check, until, list(settings.worker)) as pool:
-            yield from self._run(pool, self._orders(), settings.jobs, repeat=True)
-            again, self._again = self._again, []
-            yield from self._run(pool, iter(again), 1, repeat=False)
+            yield from self._run(pool, self._orders(), settings.jobs, again=False)
+            alone = [order._replace(message={**order.message, "repeat": True}) for order in self._again]
+            self._again = []
+            yield from self._run(pool, iter(alone), 1, again=True)
 
-    def _run(self, pool: Pool, orders: Iterator[Order | None], size: int, repeat: bool) -> Iterator[Result]:
+    def _run(self, pool: Pool, orders: Iterator[Order | None], size: int, again: bool) -> Iterator[Result]:
         for ended in pool.run(orders, size):
             if ended is not None:
-                self._note(*ended, alone=size == 1, repeat=repeat)
+                self._note(*ended, again=again)
             while self._ready:
                 self._done += 1
                 result = self._ready.popleft()
@@ -218,6 +219,7 @@ class ClassRun:
             "world_size": world_size,
             "mine": self.settings.mine,
             "run_seconds": self.settings.run_seconds,
+            "repeat": self.settings.jobs == 1,
         }
         return Order(pending.handed.name, what, message)
 
@@ -234,11 +236,10 @@ class ClassRun:
     def _on_check(self, order: Order, check: Data) -> None:
         self.journal.check(order.name, order.what, check)
 
-    def _note(self, order: Order, outcome: Outcome, alone: bool, repeat: bool) -> None:
+    def _note(self, order: Order, outcome: Outcome, again: bool) -> None:
         """Takes what became of an order into the submission, or has it repeated."""
         pending = self._pending[order.name]
-        late = not alone and outcome.graded is not None and bool(CROWDED & _misconceptions(outcome.graded))
-        if repeat and (outcome.died or late):
+        if not again and (outcome.died or outcome.provisional):
             if outcome.graded is not None and order.what not in self.extras:
                 self.journal.exercise(self._key(pending, order.what), outcome.graded, final=False)
             self._again.append(order)
@@ -260,11 +261,11 @@ class ClassRun:
             self.journal.exercise(self._key(pending, number), outcome.graded, final=True)
             return
         pending.graded[number] = not_graded(exercise, outcome.failed)
-        pending.collected.errors.append(f"exercise {number} was not graded: {outcome.failed}")
+        pending.collected.errors.append(f"exercise {number} {NOT_GRADED}: {outcome.failed}")
 
     def _note_extra(self, pending: _Pending, name: str, outcome: Outcome) -> None:
         if outcome.graded is None:
-            pending.collected.errors.append(f"{name} was not graded: {outcome.failed}")
+            pending.collected.errors.append(f"{name} {NOT_GRADED}: {outcome.failed}")
             return
         pending.extra[name] = outcome.graded
         self.journal.exercise(
@@ -318,10 +319,6 @@ class _Pending:
     graded: dict[str, Data] = field(default_factory=dict)
     extra: dict[str, Data] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
-
-
-def _misconceptions(exercise: Data) -> set[str]:
-    return {check["misconception"] for check in exercise.get("checks", ())}
 
 
 def _unrun(exercise: Exercise) -> list[CheckResult]:

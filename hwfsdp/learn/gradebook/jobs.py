@@ -4,8 +4,8 @@ Each is a `worker` with a server of ranks of its own, as whatever that server st
 Orders are handed out one by one, so nothing is lost but what was being graded when a worker dies; another takes its place.
 
 Note [What a crowd may not cost]
-    With several runs on one machine a right answer may take longer than it may. So orders that came to nothing because time
-    was over, and those whose worker died, are to be repeated by the caller with nothing beside them: `run` with one worker.
+    With several runs on one machine a right answer may take longer than it may. So orders whose outcome is provisional,
+    and those whose worker died, are to be repeated by the caller with nothing beside them: `run` with one worker.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ class Outcome(NamedTuple):
     Attributes:
         graded: the exercise, as data; None if there is none.
         failed: why there is none. died: because its worker did. overdue: because time for everything was over.
+        provisional: its time was over, which may be due to what ran beside it.
     """
 
     graded: Message | None
     failed: str = ""
     died: bool = False
     overdue: bool = False
+    provisional: bool = False
 
 
 OVERDUE = Outcome(None, "time for everything was over", overdue=True)
@@ -229,7 +231,8 @@ class Pool:
                 self.on_check(order, message["check"])
             else:
                 worker.order = None
-                return Outcome(message.get("done"), message.get("failed", ""))
+                provisional = bool(message.get("provisional"))
+                return Outcome(message.get("done"), message.get("failed", ""), provisional=provisional)
         if self._is_over():
             self._drop(worker)
             return OVERDUE

@@ -5,8 +5,8 @@
 reads orders from standard input and writes what it finds to standard output, JSON lines both. It ends when its input does,
 so that none outlives the process that started it.
 
-    {"what": "01", "folder": …, "seed": …, "world_size": …, "mine": …, "run_seconds": …}
-    → {"check": {…}} for each check, then {"done": {…}}, or {"failed": "…"} if it is the grader that could not
+    {"what": "01", "folder": …, "seed": …, "world_size": …, "mine": …, "run_seconds": …, "repeat": …}
+    → {"check": {…}} for each check, then {"done": {…}, "provisional": …}, or {"failed": "…"} if it is the grader that could not
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(root: str) -> None:
     for line in sys.stdin.buffer:
         order = json.loads(line)
         try:
-            say(done=_grade(order, course, say))
+            say(**_grade(order, course, say))
         except Exception as error:
             say(failed=f"{type(error).__name__}: {error}")
 
@@ -51,20 +51,21 @@ def _grade(order: dict[str, Any], course: Course, say: Any) -> dict[str, Any]:
     from hwfsdp.learn.gradebook.grading import unreadable
 
     chosen = {name: order[name] for name in ("world_size", "run_seconds") if order.get(name) is not None}
-    options = Options(mine=order["mine"], seed=order["seed"], **chosen)
+    options = Options(mine=order["mine"], seed=order["seed"], repeat=order["repeat"], **chosen)
     folder = Path(order["folder"])
 
     def on_check(check: CheckResult) -> None:
         say(check=check.as_dict())
 
-    if any(order["what"] == extra.name for extra in EXTRAS):
-        return grade_extra(order["what"], folder, course, options, on_check)
+    if order["what"] in EXTRAS:
+        extra = grade_extra(order["what"], folder, course, options, on_check)
+        return {"done": extra.as_dict(), "provisional": extra.provisional}
     exercise = course.exercise(order["what"])
     try:
         result = grade(exercise, folder, course, options, on_check)
     except UsageError as error:
-        return unreadable(exercise, str(error))
-    return result.as_dict()
+        return {"done": unreadable(exercise, str(error))}
+    return {"done": result.as_dict(), "provisional": result.provisional}
 
 
 if __name__ == "__main__":
