@@ -61,6 +61,7 @@ a book, in this order; each imports only from those before it.
          messages      what they say to their caller
          worker        what runs on each rank
          ranks         processes to run on
+         implementations  hwfsdp, FSDP2, none, or a file of yours: one way to call them
          snapshots     what a run needs to go on where it was
          train         the loop
     VIII Ranks you do not have
