@@ -47,6 +47,7 @@ a book, in this order; each imports only from those before it.
          memory        what is alive, by kind, read from the storages themselves
          functional    functional collectives, seen at their operators
          recording     puts the instruments in place, takes them away again
+         onlooker      tells a recording of modules that have no instruments
          inspection    a model's parameters as a table
          filling       the same weights whatever the number of ranks
     VI   Checkpoints

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from hwfsdp import events, worker
-from hwfsdp.compat import default_store, local_of
+from hwfsdp.compat import default_store_below, local_of
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.precision import MixedPrecisionPolicy
 from hwfsdp.wrap import fully_shard
@@ -288,7 +288,7 @@ def limit_collectives(seconds: float | None) -> None:
     if seconds is None:
         return
     backend, rank, ranks = dist.get_backend(), dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("with a limit", default_store())
+    store = default_store_below("with a limit")
     dist.destroy_process_group()
     limit = timedelta(seconds=seconds + _LATER)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)

@@ -36,6 +36,7 @@ from hwfsdp.implementations import (
 )
 from hwfsdp.mesh import default_mesh
 from hwfsdp.models import GPT, GPTConfig, next_byte_loss
+from hwfsdp.onlooker import Layout, Onlooker, units_of
 from hwfsdp.precision import MixedPrecisionPolicy
 from hwfsdp.ranks import launch, stoppable
 from hwfsdp.recording import record
@@ -214,12 +215,14 @@ class Trainee:
 
     def __init__(self, config: TrainConfig, implementation: str) -> None:
         self.implementation, self.seconds = implementation, patience(implementation, config.timeout)
-        model = build_model(config.model, config.seed)
+        model, mesh = build_model(config.model, config.seed), default_mesh()
+        onlooker = Onlooker(units_of(model, *_layout(config, implementation, model, mesh.size())))
         self.shapes = {name: param.shape for name, param in model.named_parameters()}
         options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy_of(config)}
         with time_limit(self.seconds, f"sharding with {label_of(implementation)}"):
-            shard = sharder(implementation, model, default_mesh())
+            shard = sharder(implementation, model, mesh)
             self.model = shard_model(model, shard, **options)
+        onlooker.attach()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -234,6 +237,17 @@ class Trainee:
     def own_square(self) -> float:
         """This rank's share of the squared norm of the gradients of the last step."""
         return own_square(self.model, self.shapes)
+
+
+def _layout(
+    config: TrainConfig, implementation: str, model: GPT, ranks: int
+) -> tuple[dict[nn.Module, bool], Layout]:
+    """The modules that are sharded by themselves, whether backward gathers them again, and how they are laid out."""
+    if implementation == NONE:
+        return {model: False}, Layout(1, ranks)
+    policy, reshard = policy_of(config), config.reshard_after_forward
+    again = {block: reshard is not False for block in model.blocks} | {model: bool(reshard)}
+    return again, Layout(ranks, 1, policy.param_dtype, policy.reduce_dtype)
 
 
 class _Run:
