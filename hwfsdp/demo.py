@@ -65,6 +65,11 @@ class Comparison:
     largest_difference: float = 0.0
     log: EventLog = field(default_factory=EventLog)
 
+    @classmethod
+    def of(cls, runs: list[str]) -> Comparison:
+        """Nothing found yet."""
+        return cls({run: [] for run in runs}, {run: [] for run in runs}, {run: [] for run in runs})
+
     def note(self, run: str, loss: float, square: float, ms: float) -> None:
         """One step of a run: this rank's loss, its share of the squared gradient norm, and milliseconds."""
         self.losses[run].append(loss)
@@ -80,8 +85,7 @@ class _Comparer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.text = load_text(config.text)
         self.name = label_of(config.implementation)
-        runs = (self.name, THEIRS, WHOLE)
-        self.found = Comparison(*({run: [] for run in runs} for _ in range(3)))
+        self.found = Comparison.of([self.name, THEIRS, WHOLE])
         self.sharded = {self.name: Trainee(config, config.implementation), THEIRS: Trainee(config, TORCHS)}
         self.whole = build_model(config.model, config.seed)
         self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=config.lr)
