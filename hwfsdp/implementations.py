@@ -320,7 +320,7 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
 def blamed(error: RankError, path: Path | str) -> RankError:
     """The same error, which says where in a user's file it was raised, and not where in this package."""
     cause, place = error.__cause__, ""
-    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+), in (\S+)', error.traceback)
+    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)(?:, in (\S+))?', error.traceback)
     if isinstance(cause, UsageError) and not lines:
         return error
     what = f"{type(cause).__name__}: {cause}".splitlines()[0].removesuffix(": ") if cause else error.got
