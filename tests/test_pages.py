@@ -77,7 +77,7 @@ PAGES: dict[str, list[Row]] = {
             "A: a.json",
             first="cp trace.json a.json; cp trace.json b.json",
         ),
-        Row("hwfsdp explain llama3-8b --ranks 64", "see", "layers.0"),
+        Row("hwfsdp explain llama3-8b --ranks 64", "see", "blocks.0 … blocks.31"),
         Row(
             "hwfsdp train --save-every 20 --resume", "save", "Saved in", makes="runs/train/checkpoint/CURRENT"
         ),
