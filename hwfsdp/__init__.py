@@ -48,6 +48,7 @@ a book, in this order; each imports only from those before it.
          memory        what is alive, by kind, read from the storages themselves
          functional    functional collectives, seen at their operators
          recording     puts the instruments in place, takes them away again
+         onlooker      tells a recording of modules that have no instruments
          inspection    a model's parameters as a table
          filling       the same weights whatever the number of ranks
     VI   Checkpoints
@@ -62,6 +63,7 @@ a book, in this order; each imports only from those before it.
          messages      what they say to their caller
          worker        what runs on each rank
          ranks         processes to run on
+         implementations  hwfsdp, FSDP2, none, or a file of yours: one way to call them
          snapshots     what a run needs to go on where it was
          train         the loop
     VIII Ranks you do not have

@@ -98,13 +98,17 @@ class About:
     groups: tuple[GroupAbout, ...]
 
 
-def describe_run(modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """What `EventLog.about` holds after a recording in which these modules ran: `About` as JSON-ready values."""
+def describe_run(modules: Iterable[nn.Module], told: Iterable[GroupAbout] = ()) -> dict[str, Any]:
+    """What `EventLog.about` holds after a recording in which these modules ran: `About` as JSON-ready values.
+
+    Args:
+        told: groups of modules that cannot be asked (`onlooker`).
+    """
     states = dict.fromkeys(state for module in modules if (state := state_of(module)) is not None)
     groups = [group for state in states for group in state.groups]
     device = groups[0].mesh.device.type if groups else "cpu"
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    about = About(world_size, torch.version.__version__, device, tuple(map(_about_group, groups)))
+    about = About(world_size, torch.version.__version__, device, (*map(_about_group, groups), *told))
     found: dict[str, Any] = json.loads(
         json.dumps(asdict(about))
     )  # lists for tuples, as they come back from a file

@@ -154,6 +154,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def default_store_below(prefix: str) -> Any:
+    """The same store, with names of its own: ranks may meet in it again."""
+    return dist.distributed_c10d.PrefixStore(prefix, default_store())
+
+
 def default_store_by_itself() -> Any:
     """The same store over a connection of its own, for a thread that waits; None if this torch or store has no copies."""
     store = default_store()

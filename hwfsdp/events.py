@@ -198,6 +198,7 @@ class Recorder:
         sample_memory: bytes alive now, by kind. book, visit, visit_params, watch: as those of `memory.Ledger`.
         visited: modules, one of each `fully_shard` call, in the order in which they ran first; with the ids of their whole
             parameters, and the numbers of the memory of these.
+        groups: parameter groups that an `onlooker` describes, since the modules that ran have no instruments.
         buffers: knows which flat buffers are still there.
         last_seq: by stream, the last event there. waits: by stream, the last seq of each that it waited for.
         origin: when the recording began. first_step: number of the step that it began in.
@@ -221,6 +222,7 @@ class Recorder:
     visit: Callable[[Any], None] = lambda module: None
     visit_params: Callable[[Iterable[Any]], None] = lambda params: None
     visited: dict[Any, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
+    groups: Collection[Any] = ()
     watch: Callable[[Any, str], None] | None = None
     buffers: Buffers | None = None
     last_seq: dict[str, int] = field(default_factory=dict)

@@ -139,7 +139,7 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
             found, samples = recorder.finish()
             clock = RankClock(recorder.origin.us(), this_machine())
             log.events, log.samples = found, {rank: samples}
-            log.about = {**describe_run(recorder.visited), **clocks_about({rank: clock})}
+            log.about = {**describe_run(recorder.visited, recorder.groups), **clocks_about({rank: clock})}
 
 
 def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLog | None:

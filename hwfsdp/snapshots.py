@@ -1,6 +1,6 @@
 """What a run needs to go on where it was, saved now and then.
 
-A snapshot holds the sharded model, the optimizer's state, how many steps are done and their losses, each rank's random
+A snapshot holds the model, the optimizer's state, how many steps are done, their losses and gradient norms, each rank's random
 number generators, and the settings that made the run what it is. Batches are a function of seed and step (see `data`), so
 the number of the step is also the position in the data. A run that goes on from a snapshot with as many ranks as
 before computes the same bits as one that was never interrupted; with another number of ranks, the same up to rounding.
@@ -25,6 +25,7 @@ from hwfsdp.checkpoint import saves
 from hwfsdp.checkpoint.store import SaveHandle, async_save, inspect, load, save
 from hwfsdp.compat import dtensor
 from hwfsdp.errors import UsageError
+from hwfsdp.mesh import default_mesh
 
 ROWS = "rows of a batch, all ranks together"  # the setting that may be shared out differently
 
@@ -65,10 +66,11 @@ class SnapshotConfig:
 
 @dataclass
 class Progress:
-    """Steps done, and the mean loss over all ranks of each."""
+    """Steps done; of each the mean loss over all ranks, and the norm of the gradient."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
 
 
 class Snapshots:
@@ -106,12 +108,13 @@ class Snapshots:
             generators = torch.empty(shape, dtype=torch.uint8)  # of another number of ranks: of no use here
         init_optimizer_state(self.optimizer)
         losses = torch.empty(found.tensors["state_dict['losses']"].shape, dtype=torch.float64)
-        state = {**self._state(Progress()), "losses": losses, "generators": generators}
+        norms = torch.empty_like(losses)
+        state = {**self._state(Progress()), "losses": losses, "grad_norms": norms, "generators": generators}
         load(state, source)
         self.optimizer.load_state_dict(state["optimizer"])
         if isinstance(generators, DTensor):
             self._set_generators(generators.to_local()[0])
-        return Progress(len(losses), losses.tolist())
+        return Progress(len(losses), losses.tolist(), norms.tolist())
 
     def save(self, progress: Progress) -> None:
         """Saves the run as it is now; the error of the save before, if that failed, is raised here.
@@ -136,6 +139,7 @@ class Snapshots:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "losses": torch.tensor(progress.losses, dtype=torch.float64),
+            "grad_norms": torch.tensor(progress.grad_norms, dtype=torch.float64),
             "generators": self._generators(),
             "settings": self.settings,
         }
@@ -162,9 +166,9 @@ class Snapshots:
             states.append(torch.get_device_module(self._device()).get_rng_state())
         mine = torch.cat(states)[None]
         param = next(self.model.parameters())
-        assert isinstance(param, DTensor)
+        mesh = param.device_mesh if isinstance(param, DTensor) else default_mesh()
         shape = (dist.get_world_size(), mine.shape[1])
-        return dtensor(mine, param.device_mesh, [Shard(0)], shape, (mine.shape[1], 1))
+        return dtensor(mine, mesh, [Shard(0)], shape, (mine.shape[1], 1))
 
     def _set_generators(self, mine: Tensor) -> None:
         size = torch.get_rng_state().numel()

@@ -44,7 +44,7 @@ class Interruption:
     def __init__(self, after: int, how: str) -> None:
         self.left, self.how = after, how
 
-    def __call__(self, step: int, loss: float) -> None:
+    def __call__(self, *_: object) -> None:
         self.left -= 1
         if self.left == 0 and self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

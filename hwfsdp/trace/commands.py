@@ -15,22 +15,32 @@ from hwfsdp.trace.findings import examine
 
 
 class Processes(NamedTuple):
-    """What to run on: ranks, "cpu", "cuda" or None, seconds for a collective (see `runs.trace_run`)."""
+    """What to run on: ranks, "cpu", "cuda" or None, seconds for a collective (see `runs.trace_run`); what shards the demo."""
 
     ranks: int
     device: str | None = None
     timeout: float | None = None
+    implementation: str | None = None
 
 
 def run(target: str, arguments: list[str], on: Processes, steps: str, out: Path, as_json: bool) -> int:
     """Records a run into `out` and shows what it finds there; 0 if no race is in it."""
+    from hwfsdp.implementations import OURS, read_implementation
     from hwfsdp.trace.runs import DEMO, Target, trace_run
     from hwfsdp.trace.steps import Steps, read_steps
 
     wanted = read_steps(steps) if steps else Steps()
     script = None if target == DEMO else Path(target)
+    if script is not None and on.implementation is not None:
+        raise UsageError(
+            f"--implementation {on.implementation}",
+            expected="the target demo",
+            got=f"the script {target}, which calls the fully_shard that it imports",
+            remedy="Import yours there, or record the demo's model: hwfsdp trace run demo.",
+        )
+    implementation = read_implementation(on.implementation or OURS)
     _check_writable(out)
-    asked = Target(script, tuple(arguments), wanted)
+    asked = Target(script, tuple(arguments), wanted, implementation)
     log = trace_run(asked, on.ranks, on.device, own_output=not as_json, timeout=on.timeout)
     log.save(out)
     findings = examine(log)

@@ -126,7 +126,7 @@ class Findings:
 def examine(log: EventLog) -> Findings:
     """Everything about a log. Raises what `about.read_about` does if what it says of its run is not readable."""
     about, ranks, summary = read_about(log.about), log.ranks, log.summary()
-    owners = {g.fqn for g in about.groups} if about else {e.owner for e in log.collectives()} - {""}
+    owners = _owners(about, {e.owner for e in log.collectives()})
     moved = {rank: _by_step(log.of_rank(rank), owners) for rank in ranks}
     first = moved[ranks[0]] if ranks else {}
     expected = expect(about.groups) if about and about.groups else None
@@ -144,6 +144,12 @@ def examine(log: EventLog) -> Findings:
         _races(log, blind=about is not None and about.world_size > 1 and not log.collectives()),
         sum(len(e.reads) + len(e.writes) for e in log.events),
     )
+
+
+def _owners(about: About | None, named: set[str]) -> set[str]:
+    """Who moves what parameter groups move. Implementations that name nobody move it in the name of nobody."""
+    groups = {g.fqn for g in about.groups} if about else named - {""}
+    return groups | {""} if about and about.groups and not groups & named else groups
 
 
 def _races(log: EventLog, blind: bool) -> list[str] | None:

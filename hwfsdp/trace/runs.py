@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
+from hwfsdp.implementations import OURS, blamed
 from hwfsdp.models import GPTConfig
 from hwfsdp.ranks import launch
 from hwfsdp.trace.capture import Capture, run_script
@@ -32,12 +32,13 @@ class Target:
 
     Attributes:
         script: a file; None: the demo's model. arguments: what the script finds in `sys.argv`.
-        steps: which to record.
+        steps: which to record. implementation: what shards the demo's model (see `implementations`).
     """
 
     script: Path | None
     arguments: tuple[str, ...]
     steps: Steps
+    implementation: str = OURS
 
 
 class Captured(NamedTuple):
@@ -75,7 +76,8 @@ def trace_run(
             folder = Path(rendezvous)
             captured = launch(capture_on_rank, ranks, target, device, folder, seconds=timeout, device=device)
         except RankError as error:
-            raise _told_by_line(error, target) from None
+            found = blamed(error, target.script or target.implementation)
+            raise found from found.__cause__
     logs = [each.log for each in captured if each.log is not None and each.log.events]
     if len(logs) < ranks:
         raise UsageError(
@@ -122,17 +124,6 @@ def _check(target: Target) -> None:
         )
 
 
-def _told_by_line(error: RankError, target: Target) -> RankError:
-    """The same error, which says where in the script it was raised, and not where in this package."""
-    cause, script = error.__cause__, str(target.script)
-    what = f"{type(cause).__name__}: {cause}".splitlines()[0] if cause else error.got
-    lines = re.findall(rf'File "{re.escape(script)}", line (\d+)', error.traceback)
-    place = f" at {script}:{lines[-1]}" if lines else ""
-    found = RankError(error.rank, what + place, error.traceback, error.remedy, error.reason)
-    found.table = error.table
-    return found
-
-
 def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: float | None = None) -> Captured:
     """What a rank does: runs the target, records the steps that are wanted; `seconds` for each collective."""
     if seconds is not None:
@@ -144,5 +135,9 @@ def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: floa
             run_script(target.script, list(target.arguments), rendezvous, seconds)
         else:
             last = target.steps.first + 1 if target.steps.last is None else target.steps.last
-            train(TrainConfig(GPTConfig(), steps=last + 2), device)  # whose forward ends the recording
+            steps = last + 2  # the forward of the last one ends the recording
+            train(
+                TrainConfig(GPTConfig(), steps=steps, implementation=target.implementation, timeout=seconds),
+                device,
+            )
     return Captured(capture.log, capture.steps)

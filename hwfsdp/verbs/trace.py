@@ -78,6 +78,11 @@ def _add_run(actions: Any) -> None:
         help="for each collective of the default process group (default: the script's, or 300)",
     )
     run.add_argument(
+        "--implementation",
+        metavar="NAME|FILE.py",
+        help="what shards the demo's model: hwfsdp, fsdp2, none, or a file of yours (default hwfsdp)",
+    )
+    run.add_argument(
         "--out",
         type=Path,
         default=Path("trace.json"),
@@ -122,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
     start_server()  # it imports torch, and so does the next line
     from hwfsdp.trace import commands
 
-    on = commands.Processes(args.ranks, args.device, args.timeout)
+    on = commands.Processes(args.ranks, args.device, args.timeout, args.implementation)
     return commands.run(args.target, args.script_arguments, on, args.steps, args.out, args.json)
 
 

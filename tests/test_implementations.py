@@ -1,0 +1,265 @@
+"""The same training with any implementation: ours, torch's, none, and files of users, good and bad.
+
+The oracle is unsharded PyTorch in one process, for losses and for gradient norms; between sharded runs it is equality.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwfsdp import EventLog, launch
+from hwfsdp.cli import main
+from hwfsdp.data import draw_batch, load_text
+from hwfsdp.models import GPTConfig
+from hwfsdp.snapshots import SnapshotConfig
+from hwfsdp.train import TrainConfig, TrainResult, build_model, train, train_step
+
+ROOT = Path(__file__).parent.parent
+HOMEWORK = ROOT / "solutions" / "capstone" / "hw_fsdp.py"
+STARTER = ROOT / "exercises" / "capstone" / "hw_fsdp.py"
+TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
+CONFIG = TrainConfig(GPTConfig(dim=32, layers=2, heads=1, seq_len=16), batch=2, steps=4)
+
+FILES = {  # signatures that a user may have chosen
+    "as_torch": "from torch.distributed.fsdp import fully_shard\n",
+    "ours": "from hwfsdp import fully_shard\n",
+    "short": "from hwfsdp import fully_shard as theirs\ndef fully_shard(module, mesh):\n    theirs(module, mesh=mesh)\n",
+    "stars": "import torch.distributed.fsdp as f\ndef fully_shard(m, **kw):\n    return f.fully_shard(m, **kw)\n",
+    "beside": "from helper_of_mine import fully_shard\n",
+}
+HELPER = "from torch.distributed.fsdp import fully_shard\n"
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    return path
+
+
+def unsharded(config: TrainConfig, world_size: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of one process with the whole batch."""
+    model, text = build_model(config.model, config.seed), load_text(config.text)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+    losses, norms = [], []
+    for step in range(config.steps):
+        batch = draw_batch(text, config.model.seq_len, config.batch * world_size, config.seed, step)
+        losses.append(float(train_step(model, optimizer, *batch)))
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+    return losses, norms
+
+
+def trained(configs: list[TrainConfig]) -> list[TrainResult]:
+    return [train(config) for config in configs]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])  # 3: rows that the ranks cannot share evenly
+def test_every_implementation_has_the_losses_and_norms_of_unsharded_training(
+    world_size: int, tmp_path: Path
+) -> None:
+    written(tmp_path, "helper_of_mine", HELPER)
+    files = [written(tmp_path, name, text) for name, text in FILES.items()]
+    names = ["hwfsdp", "fsdp2", "none", *map(str, (HOMEWORK, *files))]
+    configs = [replace(CONFIG, implementation=name) for name in names]
+    losses, norms = unsharded(CONFIG, world_size)
+    for results in launch(trained, world_size, configs, timeout=480):
+        for name, result in zip(names, results, strict=True):
+            assert result.losses == pytest.approx(losses, abs=1e-5), name
+            assert result.grad_norms == pytest.approx(norms, rel=1e-4), name
+            if name != "none":
+                assert (result.losses, result.grad_norms) == (results[0].losses, results[0].grad_norms), name
+
+
+def test_the_demo_holds_a_file_against_fsdp2_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["demo", "--implementation", str(HOMEWORK), "--steps", "5", "--out", str(out), *TINY]) == 0
+    report = capsys.readouterr().out
+    assert "losses and gradients, hw_fsdp.py and FSDP2  " in report and "equal, bit for bit" in report
+    assert max(map(len, report.splitlines())) <= 80
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["losses"]) == list(summary["grad_norms"]) == ["hw_fsdp.py", "FSDP2", "unsharded"]
+    assert summary["grad_norms"]["hw_fsdp.py"] == summary["grad_norms"]["FSDP2"]
+    assert summary["grad_norms"]["unsharded"] == pytest.approx(
+        unsharded(replace(CONFIG, steps=5), 2)[1], rel=1e-4
+    )
+    assert summary["bytes_by_op"] == summary["expected_bytes_by_op"]
+    assert summary["peak_unsharded_bytes"] == summary["expected_peak_unsharded_bytes"]
+    spans = {
+        (e.op, e.owner) for e in EventLog.load(out / "trace.json").events if e.op in ("forward", "backward")
+    }
+    assert spans == {(op, name) for op in ("forward", "backward") for name in ("blocks.0", "blocks.1", "GPT")}
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+SUMS = HOMEWORK.read_text() + (  # gradients are summed, not averaged: AdamW hides that from the loss
+    "\n_add = FSDPParam.add_sharded_grad\n"
+    "FSDPParam.add_sharded_grad = lambda self, reduced: _add(self, reduced * self.world_size)\n"
+)
+
+
+def test_the_demo_fails_a_file_whose_gradients_are_too_large(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "sums", SUMS)
+    assert (
+        main(["demo", "--implementation", str(path), "--steps", "3", "--out", str(tmp_path / "o"), *TINY])
+        == 1
+    )
+    assert "NOT equal" in capsys.readouterr().out
+    norms = json.loads((tmp_path / "o" / "summary.json").read_text())["grad_norms"]
+    assert norms["sums.py"][0] == pytest.approx(2 * norms["FSDP2"][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "moved", "whole"),
+    [
+        ("fsdp2", {"all_gather", "reduce_scatter"}, 0.5),
+        ("none", {"all_reduce"}, 1.0),
+        (str(HOMEWORK), None, 0.5),
+    ],
+)
+def test_a_trace_of_any_implementation_moves_what_the_closed_form_says(
+    name: str, moved: set[str] | None, whole: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.json"
+    assert main(["trace", "run", "demo", "--implementation", name, "--out", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["as_expected"] and found["races"] == [] and found["accesses"] > 0
+    assert {op for op, t in found["expected_per_step"].items() if t["bytes"]} == (
+        moved or {"all_gather", "reduce_scatter"}
+    )
+    kinds = found["summary"]["peak_bytes_by_kind"]
+    assert (kinds["unsharded_param"] < kinds["sharded_param"]) == (whole < 1)
+
+
+# --- Files that do not work --------------------------------------------------------------------------------
+
+BODY = "from torch.distributed.fsdp import fully_shard as theirs\ndef fully_shard(module, mesh):\n"
+RAISES = BODY + (
+    "    theirs(module, mesh=mesh)\n"
+    "    module.register_forward_hook(after)\n"
+    "def after(module, args, output):\n"
+    "    raise ValueError('no good')\n"
+)
+HANGS = BODY + (
+    "    import torch.distributed as dist\n"
+    "    while dist.get_rank() == 1:\n"
+    "        pass\n"
+    "    dist.barrier()\n"
+)
+BAD = {  # name: text, exit status, and what is said
+    "no_python": ("def f(:\n    pass\n", 2, "no_python.py:1: expected Python; got SyntaxError"),
+    "without": ("def shard(m):\n    pass\n", 2, "without.py: expected a function fully_shard; got none"),
+    "wants_more": ("def fully_shard(m, rank):\n    pass\n", 2, "wants_more.py: expected arguments among"),
+    "wraps": (
+        "import torch\ndef fully_shard(m):\n    return torch.nn.Sequential(m)\n",
+        2,
+        "to shard the module in place",
+    ),
+    "import_fails": ("import nothing_of_that_name\ndef fully_shard(m):\n    pass\n", 1, "import_fails.py:1"),
+    "raises": (RAISES, 1, "ValueError: no good at {}/raises.py:6."),
+    "hangs": (
+        HANGS,
+        1,
+        "rank 1 raised TimeoutError: sharding with hangs.py took more than 4 s at {}/hangs.py:4.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_with_a_file_is_one_line_with_its_place(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, status, said = BAD[name]
+    path = written(tmp_path, name, text)
+    limit = ["--timeout", "4"] if name == "hangs" else []
+    assert main(["train", "--implementation", str(path), "--steps", "2", *limit, *TINY]) == status
+    error = capsys.readouterr().err.strip()
+    assert said.format(tmp_path) in error.splitlines()[-1]
+    assert error.count("\n") == 0 or name == "hangs"  # where there is a table of what ranks called last
+
+
+def test_a_function_that_is_not_written_yet_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--implementation", str(STARTER), "--steps", "1", *TINY]) == 1
+    line = (
+        1
+        + next(
+            n for n, text in enumerate(STARTER.read_text().splitlines(), 1) if "def unclaimed_params" in text
+        )
+        + 2
+    )
+    error = capsys.readouterr().err
+    assert "NotImplementedError: unclaimed_params is not written yet" in error
+    assert f"hw_fsdp.py:{line}" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (
+            ["train", "--implementation", "gone.py"],
+            "hwfsdp, fsdp2, none, or a Python file with a fully_shard; got No such",
+        ),
+        (["train", "--implementation", "FSDP"], "implementation 'FSDP'"),
+        (["train", "--implementation", "none", "--param-dtype", "bfloat16"], "expected float32"),
+        (["demo", "--implementation", "fsdp2"], "hwfsdp train --implementation fsdp2"),
+        (["demo", "--implementation", "gone.py"], "got No such file"),
+        (["trace", "run", "demo", "--implementation", "gone.py"], "got No such file"),
+        (["trace", "run", "train.py", "--implementation", "none"], "expected the target demo"),
+    ],
+)
+def test_an_implementation_that_cannot_be_is_refused_before_ranks_are_started(
+    argv: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hwfsdp.ranks.run_ranks", lambda *args, **kwargs: pytest.fail("ranks are started"))
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
+
+
+def test_uneven_rows_are_named_when_a_file_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(
+        tmp_path, "even", "def fully_shard(m, mesh):\n    assert 256 % mesh.size() == 0\n    return m\n"
+    )
+    assert main(["train", "--implementation", str(path), "--ranks", "3", "--steps", "1", *TINY]) == 1
+    assert "tokens.weight has 256 rows for 3 ranks" in capsys.readouterr().err
+
+
+# --- Saving ------------------------------------------------------------------------------------------------
+
+
+def saved_and_resumed(configs: list[TrainConfig]) -> list[tuple[TrainResult, TrainResult]]:
+    found = []
+    for config in configs:
+        train(replace(config, steps=2))
+        found.append((train(replace(config)), train(replace(config, snapshots=None))))
+    return found
+
+
+def test_a_run_of_any_implementation_goes_on_from_its_save(tmp_path: Path) -> None:
+    names = ["fsdp2", "none", str(HOMEWORK)]
+    configs = [
+        replace(CONFIG, implementation=name, snapshots=SnapshotConfig(tmp_path / str(i), resume=True))
+        for i, name in enumerate(names)
+    ]
+    for each in launch(saved_and_resumed, 2, configs, timeout=480):
+        for name, (resumed, whole) in zip(names, each, strict=True):
+            assert resumed.resumed_at == 2, name
+            assert (resumed.losses, resumed.grad_norms) == (whole.losses, whole.grad_norms), name
+
+
+def test_parameters_that_do_not_say_what_they_are_a_part_of_are_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "plain", "def fully_shard(module):\n    return module\n")
+    arguments = ["train", "--implementation", str(path), "--steps", "1", *TINY]
+    assert main([*arguments, "--checkpoint", str(tmp_path / "c")]) == 2
+    assert "saving with plain.py: expected parameters that are DTensors" in capsys.readouterr().err
