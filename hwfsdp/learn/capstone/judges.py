@@ -61,8 +61,12 @@ def oracle_of(ranks: Ranks, seed: int, case: Case) -> list[Data]:
 
 
 @contextmanager
-def causes(ranks: Ranks, seed: int, case: Case, found: Sequence[Data]) -> Iterator[None]:
-    """Around a comparison of numbers: raises what makes them wrong, if that is known, in place of a finding that is vague."""
+def causes(ranks: Ranks, seed: int, case: Case | None = None, found: Sequence[Data] = ()) -> Iterator[None]:
+    """Around a comparison of numbers: raises what makes them wrong, if that is known, in place of a finding that is vague.
+
+    Args:
+        case: whose collectives, in `found`, are looked at, too, unless parts are recomputed.
+    """
     try:
         yield
     except Finding as finding:
@@ -71,7 +75,8 @@ def causes(ranks: Ranks, seed: int, case: Case, found: Sequence[Data]) -> Iterat
                 judge_order(ranks, seed)
             except (Unreported, Broken):
                 pass  # it does not run there; then this is all that is known
-            compare_traffic(found, case, seed)
+            if case is not None and not case.recomputed:
+                compare_traffic(found, case, seed)
         raise
 
 
@@ -299,7 +304,8 @@ def judge_gathers(ranks: Ranks, seed: int) -> None:
         for time, found in enumerate(times):
             for name, param in model.blocks[0].named_parameters():
                 where = f"Rank {rank}, blocks.0.{name}{' after an update of the shards' if time else ''}"
-                _compare_whole(where, found, name, param.detach() + time)
+                with causes(ranks, seed):
+                    _compare_whole(where, found, name, param.detach() + time)
 
 
 def _compare_whole(where: str, found: Data, name: str, expected: Tensor) -> None:
@@ -333,8 +339,13 @@ def judge_forward(ranks: Ranks, seed: int) -> None:
             with torch.no_grad():
                 expected = model(cases.batch_of(cases.PLAIN, seed, rank, number))
             if not torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
-                message = f"Rank {rank}: the output of forward {number + 1} differs {first_difference(output, expected)}."
-                raise Finding("wrong-value", message)
+                with causes(ranks, seed):
+                    raise _wrong_output(rank, number, output, expected)
+
+
+def _wrong_output(rank: int, number: int, output: Tensor, expected: Tensor) -> Finding:
+    where = first_difference(output, expected)
+    return Finding("wrong-value", f"Rank {rank}: the output of forward {number + 1} differs {where}.")
 
 
 def judge_backward(ranks: Ranks, seed: int) -> None:

@@ -58,7 +58,6 @@ def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
 
 def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     """Task 3: the next gather of a backward is started before this module's backward."""
-    judge_order(ranks, seed, "backward")
     found = figures(ranks, seed, "step on a host")
     gathers = [each for each in found.gathers if each[3]]
     if not gathers:
@@ -69,6 +68,7 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     if twice := sorted({name for name in order if order.count(name) > 1}):
         message = f"A backward on the virtual host gathers {', '.join(order)}, in this order: {', '.join(twice)} more than once."
         raise Finding("guessed-wrong", message, "each once, the last first", ", ".join(order))
+    judge_order(ranks, seed, "backward")
     if found.exposed.backward > HOST_GATHERS_US:
         exposed = [each for each in gathers if each[2] > 0.5 * (each[1] - each[0])]
         message = (
@@ -76,7 +76,8 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
             f"target {HOST_GATHERS_US:,.0f} µs. {len(exposed)} of {len(gathers)} are not hidden by anything."
         )
         raise Finding("not-prefetched", message, HOST_GATHERS_US, round(found.exposed.backward))
-    _compare_peak(found)
+    if found.flying <= 2:
+        _compare_peak(found, "unbounded-prefetch")
 
 
 def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
@@ -93,18 +94,18 @@ def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
             "hidden by anything."
         )
         raise Finding("no-overlap", message, HOST_REDUCTIONS_US, round(found.exposed.reductions))
-    _compare_peak(found)
-
-
-def _compare_peak(found: Figures) -> None:
-    """Memory is for one gather ahead, and for two reductions; which of both it is that there is more of."""
-    if found.peak_bytes <= HOST_PEAK:
-        return
-    message = f"A step on the virtual host: {found.peak_bytes:,} B are alive at once; bound {HOST_PEAK:,} B."
     if found.flying > 2:
-        message += f" {found.flying} reductions were started that compute had not waited for."
-        raise Finding("unbounded-reductions", message, HOST_PEAK, found.peak_bytes)
-    raise Finding("unbounded-prefetch", message, HOST_PEAK, found.peak_bytes)
+        _compare_peak(found, "unbounded-reductions")
+
+
+def _compare_peak(found: Figures, misconception: str) -> None:
+    """Memory is for one gather ahead, and for two reductions."""
+    if found.peak_bytes > HOST_PEAK:
+        message = (
+            f"A step on the virtual host: {found.peak_bytes:,} B are alive at once; bound {HOST_PEAK:,} B. "
+            f"Reductions started that compute had not waited for: {found.flying}."
+        )
+        raise Finding(misconception, message, HOST_PEAK, found.peak_bytes)
 
 
 def judge_order(ranks: Ranks, seed: int, part: str = "") -> None:

@@ -200,12 +200,12 @@ WRONG = [
         "the event of a reduction is one of compute",
         {REDUCE: "~InFlight(flat, stream.record()) ~> InFlight(flat, self.comm_ctx.compute_stream.record())"},
         "capstone.parity",
-        "left-in-flight",
+        "freed-too-early",
     ),
     Wrong(
         "compute waits for no gather",
         {WAIT: "~        compute.wait(gathered.done)\n ~> "},
-        "capstone.forward_prefetch",
+        "capstone.gather",
         "used-before-wait",
     ),
     Wrong(
