@@ -31,6 +31,10 @@ FOREIGN = tuple(  # what the course is about, ready-made
     f"torch.distributed.fsdp._fully_shard.{name}"
     for name in ("_fully_shard", "_fsdp_state", "_fsdp_param_group", "_fsdp_param", "_fsdp_collectives")
 )
+RECORDS = (
+    "ParamModuleInfo",
+    "_get_param_module_infos",
+)  # of torch's own, which say where parameters are registered
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _NEAR = 8  # frames
@@ -210,9 +214,9 @@ def forget(places: Iterable[Place]) -> None:
 
 
 def _blank_module(module: types.ModuleType) -> None:
-    """All functions and methods that a module defines."""
+    """All functions and methods that a module defines, but for records."""
     for name, value in list(vars(module).items()):
-        if getattr(value, "__module__", None) == module.__name__:
+        if getattr(value, "__module__", None) == module.__name__ and name not in RECORDS:
             inner = [f"{name}.{each}" for each in vars(value)] if type(value) is type else []
             for each in inner or [name]:
                 _blank_at(vars(module), each, "torch's own")

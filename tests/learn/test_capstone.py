@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hwfsdp.learn import holes
 from hwfsdp.learn.capstone import overlap
-from hwfsdp.learn.capstone.homework import read_homework, solution_path, starter_of
+from hwfsdp.learn.capstone.homework import Task, read_homework, solution_path, starter_of
 from hwfsdp.learn.capstone.grading import HomeworkGrade, graded_homework
 from hwfsdp.learn.killrate import hole_mutants, solved
 from hwfsdp.learn.capstone.rules import check_rules
@@ -42,8 +43,8 @@ def named(value: object) -> str | None:
 def test_our_file_gets_all_points_and_all_bonuses(seed: int, world_size: int) -> None:
     result = graded(SOLUTION, seed, world_size)
     found = result.as_dict()
-    assert (found["status"], found["score"], found["bonus"]) == ("passed", 10, 3), failures(result)
-    assert (found["exercise"], found["max_score"], found["max_bonus"]) == ("capstone", 10, 3)
+    assert (found["status"], found["score"], found["bonus"]) == ("passed", 10, 9), failures(result)
+    assert (found["exercise"], found["max_score"], found["max_bonus"]) == ("capstone", 10, 9)
 
 
 def test_the_starter_is_not_started_and_is_our_file_with_holes() -> None:
@@ -61,13 +62,59 @@ def test_a_wrong_answer_is_told_what_is_wrong(wrong: Wrong) -> None:
     result = graded(answer(SOLUTION, wrong.functions, wrong.also))
     verdicts = {r.check.id: r.finding.misconception for r in result.results if r.finding}
     assert verdicts.get(wrong.check) == wrong.misconception, failures(result)
-    assert result.score + result.bonus < 13
+    assert result.score + result.bonus < 19
 
 
 @pytest.mark.parametrize("right", RIGHT, ids=named)
 def test_a_right_answer_gets_everything_however_it_is_written(right: Right) -> None:
     result = graded(answer(SOLUTION, right.functions, right.also))
-    assert (result.status, result.score, result.bonus) == ("passed", 10, 3), failures(result)
+    assert (result.status, result.score, result.bonus) == ("passed", 10, 9), failures(result)
+
+
+@pytest.mark.parametrize("what", ["the gather's buffer", "the reduction's input"])
+def test_memory_that_is_let_go_too_early_is_told_by_its_name(what: str) -> None:
+    (wrong,) = (each for each in WRONG if each.name.startswith(what))
+    told = [r.finding.message for r in graded(answer(SOLUTION, wrong.functions)).results if r.finding]
+    name = (
+        "the buffer of the gather of 'blocks."
+        if "gather" in what
+        else "the input of the reduction of 'blocks."
+    )
+    assert all(name in message and "may give the memory away" in message for message in told), told
+    assert told
+
+
+def test_the_skeleton_filled_in_by_another_hand_gets_the_points_of_its_tasks() -> None:
+    result = graded((Path(__file__).parent / "answers" / "filled_skeleton.py").read_text())
+    assert (result.status, result.score) == ("passed", 10), failures(result)
+    assert {r.check.id for r in result.results if r.passed and r.check.id.startswith("bonus")} == {
+        "bonus.forward"
+    }
+    (uneven,) = (r.finding for r in result.results if r.check.id == "ours.uneven")
+    assert uneven is not None and "AssertionError" in uneven.message
+
+
+def test_the_first_functions_of_the_starter_earn_the_first_points() -> None:
+    homework = read_homework(COURSE)
+    written = {name for name in homework.hole_names if name.startswith(("FSDPParam", "FSDPModule"))}
+    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
+    without_hooks = graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
+    assert passed(without_hooks) == ["capstone.parse", "capstone.shard", "capstone.gather"]
+    written |= {"RegisterPostBackwardFunction.forward", "pre_forward", "post_forward"}
+    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
+    without_backward = graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
+    assert passed(without_backward) == [
+        *("capstone.parse", "capstone.shard", "capstone.gather", "capstone.forward")
+    ]
+    written |= {"pre_backward"}
+    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
+    without_reduction = graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
+    assert "capstone.backward" in passed(without_reduction)
+    assert (without_reduction.status, without_reduction.score) == ("failed", 4), failures(without_reduction)
+
+
+def passed(result: HomeworkGrade) -> list[str]:
+    return [r.check.id for r in result.results if r.passed]
 
 
 def test_task_1_alone_earns_its_points() -> None:
@@ -76,9 +123,9 @@ def test_task_1_alone_earns_its_points() -> None:
         {
             "FSDPModule._backward_prefetch": "def _backward_prefetch(self):\n    raise NotImplementedError\n",
             "FSDPModule.record_post_forward": "def record_post_forward(self):\n    raise NotImplementedError\n",
-            "pre_backward": "~        module._backward_prefetch()\n ~> ",
-            "post_forward": "~        if not ctx.in_backward:\n            module.record_post_forward()\n ~> ",
-            "FSDPModule.unshard": "~with stream.run(): ~> stream.wait(self.comm_ctx.streams.compute.record())\\n        with stream.run():",
+            "pre_backward": "~            module._backward_prefetch()\n ~> ",
+            "post_forward": "~            if not ctx.in_backward:\n                module.record_post_forward()\n ~> ",
+            "FSDPModule.unshard": "~with self.profiled ~> stream.wait(self.comm_ctx.compute_stream.record())\\n        with self.profiled",
             "FSDPModule.reduce_gradients": "~InFlight(flat, stream.record())) ~> InFlight(flat, stream.record()))\\n        self.comm_ctx.wait_for_reductions()",
         },
     )
@@ -116,6 +163,7 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
         "from sys import modules",
         "import torch.distributed.fsdp as f",
         "torch.distributed.fsdp.fully_shard",
+        "from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam",
         "__import__('hwfsdp.wrap')",
     ],
 )
@@ -131,6 +179,7 @@ def test_a_file_that_uses_what_it_is_to_supply_is_refused(line: str) -> None:
         "from hwfsdp import collectives, streams\nstreams.streams_for, collectives.all_gather_flat",
         "import hwfsdp.streams as s\ns.HostStream",
         "from torch.distributed.fsdp import MixedPrecisionPolicy",
+        "from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo",
         "import torch.distributed as dist\ndist.all_reduce",
     ],
 )
@@ -148,7 +197,9 @@ def test_a_file_without_a_function_that_is_asked_for_is_told_which(function: str
 def test_every_function_of_the_tasks_has_mutants_that_compile() -> None:
     homework = read_homework(COURSE)
     found = hole_mutants(COURSE, homework)
-    assert {each.hole for each in found} >= set(homework.hole_names) - {"HandOverGradients.forward"}
+    assert {each.hole for each in found} >= set(homework.hole_names) - {
+        "RegisterPostBackwardFunction.forward"
+    }
     for each in found[:: max(1, len(found) // 20)]:
         mutated = holes.splice(solved(COURSE, homework), each.hole, each.mutant.text)
         compile(mutated, "hw_fsdp.py", "exec")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 from collections.abc import Callable
@@ -72,19 +73,33 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 # --- Against PyTorch without sharding ----------------------------------------------------------------------
 
 
+class Inside(nn.Module):
+    """A part of it is recomputed in backward: the part runs without a graph first (reentrant), and has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.part, self.last = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = checkpoint(self.part, self.norm(x), use_reentrant=True)
+        return x + self.last(part)  # type: ignore[no-any-return]
+
+
 class Twice(nn.Module):
-    """A layer that runs twice, one that is recomputed in backward, one that is skipped at will; a dict comes out."""
+    """A layer that runs twice, some that are recomputed in backward, one that is skipped at will; a dict comes out."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.shared, self.again = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.inside, self.reentrant = Inside(), nn.Linear(5, 5)
         self.maybe, self.table = nn.Linear(5, 5), nn.Embedding(7, 5)
         self.register_buffer("shift", torch.ones(5))
 
     def forward(self, tokens: Tensor, *, use_maybe: bool) -> dict[str, Any]:
         x = self.shared(torch.tanh(self.shared(self.table(tokens)))) + self.shift
         x = checkpoint(self.again, x, use_reentrant=False)
+        x = checkpoint(self.reentrant, self.inside(x), use_reentrant=True)
         return {"out": self.maybe(x) if use_maybe else x, "kept": (x.detach(), 3)}
 
 
@@ -125,27 +140,46 @@ def test_modules_that_run_twice_are_recomputed_or_skipped_train_as_without_shard
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def refusals() -> list[str]:
+def misused() -> dict[str, Any]:
+    """On a rank: what is said to who shards, or copies, what cannot be; and what a sharded module is."""
     hw, messages = homework(), []
     mesh, context = init_device_mesh("cpu", (1,)), hw.FSDPCommContext("cpu")
-    policy = types.SimpleNamespace(param_dtype=None, reduce_dtype=None, output_dtype=None)
-    options = {"module_fqn": "it", "comm_ctx": context, "mesh": mesh, "mp_policy": policy}
+    options = {"module_fqn": "it", "comm_ctx": context, "mesh": mesh}
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     sharded = hw.fully_shard(nn.Linear(2, 2), **options)
-    for module in (scalar, mixed, sharded):
+    for module in (scalar, mixed, sharded, nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict()):
         with pytest.raises(ValueError) as refused:
             hw.fully_shard(module, **options)
         messages.append(str(refused.value))
-    return messages
+    with pytest.raises(TypeError) as refused_copy:
+        copy.deepcopy(nn.Sequential(sharded))
+    stack = hw.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        stack(torch.ones(1, 2)).sum().backward()
+    return {
+        "refused": messages,
+        "copy": str(refused_copy.value),
+        "slice": type(stack[1:]).__name__,
+        "classes": type(sharded) is type(hw.fully_shard(nn.Linear(3, 3), **options)),
+        "shown": repr(sharded),
+        "profiled": {e.name for e in profile.events() or () if e.name.startswith("FSDP::")},
+    }
 
 
-def test_what_cannot_be_sharded_is_refused_by_name() -> None:
-    scalar, mixed, twice = launch(refusals, 1)[0]
+def test_what_cannot_be_sharded_is_refused_by_name_and_what_is_sharded_shows() -> None:
+    found = launch(misused, 1)[0]
+    scalar, mixed, twice, listed, named = found["refused"]
     assert "scale" in scalar and "scalar" in scalar
     assert "bfloat16" in mixed and "it" in mixed
     assert "it is sharded already" in twice
+    assert "nn.ModuleList, which has no forward" in listed and "nn.ModuleDict, which has no forward" in named
+    assert "deepcopy of FSDPLinear" in found["copy"]
+    assert (found["slice"], found["classes"]) == ("Sequential", True)
+    assert found["shown"].startswith("FSDPLinear(")
+    moments = ("pre_forward", "post_forward", "pre_backward", "post_backward_reshard", "post_backward_reduce")
+    assert found["profiled"] == {f"FSDP::{moment} (it)" for moment in (*moments, "all_gather")}
 
 
 def test_it_can_be_read_in_one_sitting() -> None:

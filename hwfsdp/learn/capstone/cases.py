@@ -1,6 +1,7 @@
 """What the homework is tried on: small transformers, how they are wrapped, and how they are trained.
 
-The same cases run with the learner's `fully_shard` and, in other ranks, with torch's; sizes and values are drawn by the seed.
+Cases of the tasks and of the first bonuses ask for no more than the homework's skeleton: rows that ranks divide, modules sharded
+side by side. Cases of our own bonuses have a sharded root, and sizes that ranks do not divide. The same cases run with the learner's `fully_shard` and, in other ranks, with torch's; sizes and values are drawn by the seed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from hwfsdp.models.gpt import GPT, GPTConfig, next_byte_loss
 
@@ -26,7 +28,7 @@ class Case(NamedTuple):
     """A model and how it is trained.
 
     Attributes:
-        uneven: sizes that 2, 3 and 4 ranks do not divide, and a parameter with a single row.
+        uneven: sizes that 2, 3 and 4 ranks do not divide, a parameter with a single row, and the whole model sharded as the root.
         tied: the output layer is the embedding, and one module has a parameter under two names.
         frozen: some parameters of a block, all of another, and the embedding.
         nested: the attention of each block is sharded by itself, inside its block; and so is the head, which has one parameter.
@@ -34,6 +36,7 @@ class Case(NamedTuple):
         param, reduce, output: dtypes of the policy; output of the root only.
         reshard: reshard_after_forward. micros: micro-batches of a step. sync_all: reduce after every one of them.
         keep: parameters stay whole from one micro-batch to the next.
+        recomputed: the first block and parts of the second are checkpointed: "reentrant" or "non-reentrant".
         steps: of the optimizer.
     """
 
@@ -50,29 +53,29 @@ class Case(NamedTuple):
     micros: int = 1
     sync_all: bool = True
     keep: bool = False
+    recomputed: str = ""
     steps: int = 3
 
 
-PLAIN = Case("an even model", peek=True)
-UNEVEN = Case("an uneven model", uneven=True)
-MIXED = Case("bf16, reduced in fp32", uneven=True, peek=True, param=BF16, reduce=FP32, output=FP32)
+PLAIN = Case("an even model")
+MIXED = Case("bf16, reduced in fp32", param=BF16, reduce=FP32)
+RECOMPUTED = Case("checkpointing, non-reentrant", recomputed="non-reentrant", steps=2)
+REENTRANT = Case("checkpointing, reentrant", recomputed="reentrant", steps=2)
+WHOLE = Case("reshard_after_forward=False", reshard=False, steps=2)
+KEPT = Case("set_reshard_after_backward(False)", micros=3, keep=True, steps=2)
+SUMMED = Case("set_requires_gradient_sync(False)", micros=3, sync_all=False, steps=2)
+SUMMED_MIXED = SUMMED._replace(
+    name="set_requires_gradient_sync(False), bf16 reduced in fp32", param=BF16, reduce=FP32
+)
+UNEVEN = Case("an uneven model", uneven=True, peek=True)
+CASTS = Case("an uneven model in bf16", uneven=True, peek=True, param=BF16, reduce=FP32, output=FP32)
 FROZEN = Case("frozen parameters", uneven=True, frozen=True)
 TIED = Case("tied parameters", uneven=True, tied=True)
 NESTED = Case("nested modules", uneven=True, nested=True)
-WHOLE = Case("reshard_after_forward=False", reshard=False, steps=2)
-KEPT = Case("set_reshard_after_backward(False)", micros=3, keep=True, steps=2)
-SUMMED = Case("set_requires_gradient_sync(False)", uneven=True, micros=3, sync_all=False, steps=2)
-SUMMED_MIXED = Case(
-    "set_requires_gradient_sync(False), bf16 reduced in fp32",
-    micros=3,
-    sync_all=False,
-    param=BF16,
-    reduce=FP32,
-    steps=2,
-)
-TASK_1 = (PLAIN, UNEVEN, MIXED, FROZEN, TIED, NESTED)
-BONUSES = (WHOLE, KEPT, SUMMED, SUMMED_MIXED)
-CASES = (*TASK_1, *BONUSES)
+TASKS = (PLAIN, MIXED)
+BONUSES = (RECOMPUTED, REENTRANT, WHOLE, KEPT, SUMMED, SUMMED_MIXED)
+OURS = (UNEVEN, CASTS, FROZEN, TIED, NESTED)
+CASES = (*TASKS, *BONUSES, *OURS)
 
 
 class Model(GPT):
@@ -95,6 +98,34 @@ class Model(GPT):
         return logits
 
 
+class Recomputing(GPT):
+    """A GPT that keeps less for its backward: its first block is recomputed from outside, the second one's perceptron within."""
+
+    def __init__(self, config: GPTConfig, reentrant: bool) -> None:
+        super().__init__(config)
+        self.reentrant = reentrant
+        self.blocks[1].down = Recomputed(self.blocks[1].down, reentrant)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = checkpoint(self.blocks[0], x, use_reentrant=self.reentrant)
+        for block in self.blocks[1:]:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Recomputed(nn.Module):
+    """What a module computes, kept nothing of."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
 def config_of(case: Case, seed: int) -> GPTConfig:
     """Sizes; the same on every rank."""
     draw = random.Random(f"{case.name} {seed}")
@@ -110,6 +141,8 @@ def model_of(case: Case, seed: int) -> nn.Module:
     config = config_of(case, seed)
     torch.manual_seed(seed)
     model = Model(config) if case.uneven else GPT(config)
+    if case.recomputed:
+        model = Recomputing(config, case.recomputed == "reentrant")
     for param in model.parameters():
         param.data.add_(0.2 * torch.randn_like(param))  # norms and gains are not all ones
     if case.frozen:
@@ -122,13 +155,18 @@ def model_of(case: Case, seed: int) -> nn.Module:
 def groups_of(model: nn.Module, case: Case) -> Iterator[tuple[str, nn.Module]]:
     """The modules to shard, from the inside out, with their names."""
     assert isinstance(model, GPT)
+    if not case.uneven:
+        yield from (("tokens", model.tokens), ("positions", model.positions))
     for index, block in enumerate(model.blocks):
         if case.nested:
             yield f"blocks.{index}.attention", block.attention  # type: ignore[misc]
         yield f"blocks.{index}", block
     if case.nested:
         yield "head", model.head
-    yield "model", model
+    if case.uneven:
+        yield "model", model
+    else:
+        yield from (("norm", model.norm), ("head", model.head))
 
 
 def batch_of(case: Case, seed: int, rank: int, number: int) -> Tensor:
@@ -201,9 +239,10 @@ def train_step(model: Any, case: Case, seed: int, step: int, after: Callable[[st
     for micro in range(case.micros):
         last = micro == case.micros - 1
         if case.micros > 1:
-            model.set_requires_gradient_sync(last or case.sync_all)
-            if case.keep:
-                model.set_reshard_after_backward(last)
+            for _, module in groups_of(model, case):
+                module.set_requires_gradient_sync(last or case.sync_all)  # type: ignore[operator]
+                if case.keep:
+                    module.set_reshard_after_backward(last)  # type: ignore[operator]
         tokens = batch_of(case, seed, dist.get_rank(), step * case.micros + micro)
         loss = next_byte_loss(model(tokens).float(), tokens)
         losses.append(loss.detach().clone())

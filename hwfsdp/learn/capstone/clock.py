@@ -1,7 +1,8 @@
 """The homework on two virtual machines: how long bytes travel while nothing is computed.
 
     a GPU         the host issues and goes on, so the next gather is under way while this module computes, provided that it
-                  has a stream of its own: task 2
+                  has a stream of its own: task 2. Whatever does not wait for what it reads, or lets go of memory that
+                  another stream still reads, shows there, on every run
     a host        computes itself, so nothing is under way that was not started on purpose: task 3
 
 Times are arithmetic, the same wherever they are worked out. The devices are made up, so that a module computes about twice
@@ -17,20 +18,23 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import nn
 
 from hwfsdp import events
 from hwfsdp.events import COLLECTIVES
-from hwfsdp.eventlog import Interval, intersect, length, union
+from hwfsdp.eventlog import EventLog, Interval, intersect, length, union
 from hwfsdp.learn.capstone import cases
-from hwfsdp.learn.capstone.runs import own
+from hwfsdp.learn.capstone.runs import no_policy, own
+from hwfsdp.learn.capstone.witness import witnessed
 from hwfsdp.learn.checks.virtual_clock import simulate_here
-from hwfsdp.learn.run import Report, attempt
-from hwfsdp.models.gpt import GPT, GPTConfig, next_byte_loss
+from hwfsdp.learn.run import Report, attempt, log_data
+from hwfsdp.models.gpt import Block, GPTConfig
 from hwfsdp.virtual import clock
 from hwfsdp.virtual.devices import Device
 
 GPUS = 8
-WIDE = GPTConfig(dim=1024, layers=5, heads=8, seq_len=512, vocab=1024)
+WIDE = GPTConfig(dim=1024, layers=5, heads=8, seq_len=512)
+NARROW = GPTConfig(dim=64, layers=3, heads=2, seq_len=16)
 
 
 def _device(name: str, flops: float, memory_bandwidth: float, link: float, host: bool) -> Device:
@@ -63,29 +67,100 @@ HOST = _device("a host", 1e12, 50e9, 4e9, host=True)
 
 
 def probe_clock(report: Report, seed: int) -> None:
-    """A forward on the GPU, and a step on the host, with the learner's file."""
+    """Two steps and a forward on the GPU, and a step on the host, with the learner's file."""
+    attempt(report, "order", partial(ordered, own(cases.learners_shard())))
     attempt(report, "forward on a GPU", partial(timed, GPU, cases.learners_shard(), False))
     attempt(report, "step on a host", partial(timed, HOST, cases.learners_shard(), True))
+
+
+def ordered(shard: cases.Shard) -> dict[str, Any]:
+    """Two steps on the GPU with every operator in the log; events before the end of each forward, backward, optimizer step."""
+    runner = Ordered(shard)
+    found = simulate_here(lambda: runner.start(), GPUS, GPU)
+    return {"log": log_data(found.log), "ends": runner.ends}
+
+
+class Ordered:
+    """Two steps of the narrow model, for `simulate`, with a witness."""
+
+    def __init__(self, shard: cases.Shard) -> None:
+        self.shard, self.ends = shard, list[int]()
+
+    def start(self) -> Callable[[], None]:
+        self.model = stack_of_blocks(NARROW, self.shard)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
+        self.batch = torch.zeros(1, NARROW.seq_len, NARROW.dim)
+        return self.step
+
+    def step(self) -> None:
+        self.ends.clear()
+        with witnessed() as witness:
+            for _ in range(2):
+                loss = self.model(self.batch).square().mean()
+                self._end()
+                loss.backward()
+                self._end()
+                witness.unseen(self.optimizer.step)()  # it has an event of its own
+                self._end()
+                self.optimizer.zero_grad()
+
+    def _end(self) -> None:
+        recorder = events.active()
+        self.ends.append(len(recorder.drafts) if recorder else 0)
+
+
+def stack_of_blocks(config: GPTConfig, shard: cases.Shard) -> nn.Sequential:
+    """Blocks of a transformer, each sharded by itself."""
+    model, mesh = nn.Sequential(*(Block(config) for _ in range(config.layers))), cases.mesh_of_all()
+    for name, block in model.named_children():
+        shard(block, f"blocks.{name}", mesh, no_policy(), True)
+    return model
 
 
 def timed(device: Device, shard: cases.Shard, with_backward: bool) -> dict[str, Any]:
     """Runs it twice; of the second time, in µs.
 
     Returns:
-        gathers, reductions: of each, in order of issue, [begin, end, travelled while nothing was computed, backward?].
+        gathers, reductions: of each, in order of issue, [begin, end, travelled while nothing was computed, backward?, owner].
+        flying: how many reductions had been started and not waited for, at most.
         step_us: of all. peak_bytes: alive at once.
     """
     runner = Runner(own(shard), with_backward)
     with watched_kernels(runner.kernels):
         found = simulate_here(lambda: runner.start(), GPUS, device)
     log = found.log
-    busy = union(runner.kernels)
+    busy, gathers = union(runner.kernels), log.select("all_gather")
+    reductions = log.select(*(op for op in COLLECTIVES if op != "all_gather"))
+    waited = union(
+        [*runner.kernels, *((e.start_us, e.end_us) for e in gathers)]
+    )  # a late gather is not their fault
     return {
         "step_us": found.step_seconds * 1e6,
         "peak_bytes": round(found.peak_allocated_gib * (1 << 30)),
-        "gathers": _exposed(log.select("all_gather"), busy, runner.forward_end),
-        "reductions": _exposed(log.select(*(op for op in COLLECTIVES if op != "all_gather")), busy, 0),
+        "gathers": _exposed(gathers, busy, runner.forward_end),
+        "reductions": _exposed(reductions, waited, 0),
+        "flying": _in_flight(log),
     }
+
+
+def _in_flight(log: EventLog) -> int:
+    """The most reductions at once that compute had not waited for, counted whenever one starts."""
+    reductions = [e for e in log.select(*(op for op in COLLECTIVES if op != "all_gather"))]
+    stream_of = {e.seq: e.stream for e in log.events}
+    over: dict[int, int] = (
+        {}
+    )  # by seq of a reduction, that of the first wait for it, or for a later one on its stream
+    for wait in log.select("wait", stream="compute"):
+        for each in reductions:
+            if any(seq >= each.seq and stream_of[seq] == each.stream for seq in wait.after):
+                over.setdefault(each.seq, wait.seq)
+    return max(
+        (
+            sum(each.seq <= last.seq < over.get(each.seq, len(log.events)) for each in reductions)
+            for last in reductions
+        ),
+        default=0,
+    )
 
 
 def _exposed(found: list[events.Event], busy: list[Interval], forward_end: int) -> list[list[Any]]:
@@ -95,6 +170,7 @@ def _exposed(found: list[events.Event], busy: list[Interval], forward_end: int) 
             e.end_us,
             e.dur_us - length(intersect([(e.start_us, e.end_us)], busy)),
             e.seq >= forward_end,
+            e.owner,
         ]
         for e in found
     ]
@@ -114,18 +190,18 @@ class Runner:
         self.model: Any = None
 
     def start(self) -> Callable[[], None]:
-        self.model = cases.sharded(GPT(WIDE), cases.Case("wide"), self.shard, cases.mesh_of_all())
-        self.tokens = torch.zeros(1, WIDE.seq_len, dtype=torch.int64)
+        self.model = stack_of_blocks(WIDE, self.shard)
+        self.batch = torch.zeros(1, WIDE.seq_len, WIDE.dim)
         return self.step
 
     def step(self) -> None:
         self.kernels.clear()
         if not self.with_backward:
             with torch.no_grad():
-                self.model(self.tokens)
+                self.model(self.batch)
             return
         self.model.zero_grad()
-        loss = next_byte_loss(self.model(self.tokens), self.tokens)
+        loss = self.model(self.batch).square().mean()
         recorder = events.active()
         self.forward_end = len(recorder.drafts) if recorder else 0
         loss.backward()
@@ -157,7 +233,7 @@ def exposed_of(figures: dict[str, Any]) -> Exposed:
     """What `timed` found, in all."""
     gathers, reductions = figures["gathers"], figures["reductions"]
     return Exposed(
-        sum(us for _, _, us, in_backward in gathers if not in_backward),
-        sum(us for _, _, us, in_backward in gathers if in_backward),
-        sum(us for _, _, us, _ in reductions),
+        sum(us for _, _, us, in_backward, _ in gathers if not in_backward),
+        sum(us for _, _, us, in_backward, _ in gathers if in_backward),
+        sum(us for _, _, us, _, _ in reductions),
     )

@@ -1,4 +1,4 @@
-"""The homework's grade: 10 points for three tasks, 3 more for the bonuses."""
+"""The homework's grade: 10 points for three tasks, 9 more for the bonuses."""
 
 from __future__ import annotations
 

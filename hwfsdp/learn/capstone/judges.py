@@ -1,12 +1,14 @@
 """Task 1 and the bonuses, judged: what is registered, what is computed, what stays in memory, what travels.
 
-Numbers are those of torch's FSDP2 in other ranks: every loss and every gradient of every step, so the norms too. Up to
+Of several reasons for one wrong number, the one that causes the others is told: memory that is read too early, then a
+gather that is missing, then the number (`causes`). Numbers are those of torch's FSDP2 in other ranks: every loss and every gradient of every step, so the norms too. Up to
 rounding, since how bytes are laid out decides in which order sums are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 
 from hwfsdp.learn.capstone import cases
 from hwfsdp.learn.capstone.cases import BF16, Case
-from hwfsdp.learn.capstone.runs import DEEP, places_of, probe_homework, probe_oracle
-from hwfsdp.learn.diagnose import compare_gradients, first_difference
-from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.capstone.overlap import judge_order
+from hwfsdp.learn.capstone.runs import DEEP, places_of, probe_bonuses, probe_oracle, probe_tasks, two_halves
+from hwfsdp.learn.diagnose import compare_gradients, first_difference, ratio
+from hwfsdp.learn.run import Broken, Ranks, Unreported
 from hwfsdp.learn.verdict import Finding
 from hwfsdp.models.gpt import GPT
 from hwfsdp.sharding import chunk_extent, chunk_length, padded_local_numel
@@ -26,16 +29,55 @@ Data = dict[str, Any]
 NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters"}
 
 
+THREE = 3  # ranks, at least, for task 1: with two of them, a sum over the ranks looks like a gradient that counts twice
+VAGUE = ("wrong-value", "grad-lost", "not-reduced")  # they say what is wrong, not why
+
+
+def task_ranks(ranks: Ranks) -> int:
+    """How many ranks task 1 is run with."""
+    return max(THREE, ranks.world_size)
+
+
+def part_of(ranks: Ranks, seed: int, name: str) -> list[Any]:
+    """By rank, what a step of task 1 came to."""
+    return ranks.run(probe_tasks, task_ranks(ranks), seed=seed)[name]
+
+
 def found_of(ranks: Ranks, seed: int, case: Case) -> list[Data]:
     """By rank, what the learner's file came to."""
-    found: list[Data] = ranks.run(probe_homework, ranks.world_size, seed=seed)[case.name]
+    if case in cases.TASKS:
+        return part_of(ranks, seed, case.name)
+    found: list[Data] = ranks.run(probe_bonuses, ranks.world_size, seed=seed)[case.name]
     return found
 
 
 def oracle_of(ranks: Ranks, seed: int, case: Case) -> list[Data]:
     """By rank, what torch's FSDP2 came to."""
-    found: list[Data] = ranks.reference(probe_oracle, ranks.world_size, seed=seed)[case.name]
+    size = task_ranks(ranks) if case in cases.TASKS else ranks.world_size
+    found: list[Data] = ranks.reference(probe_oracle, size, seed=seed, of_tasks=case in cases.TASKS)[
+        case.name
+    ]
     return found
+
+
+@contextmanager
+def causes(ranks: Ranks, seed: int, case: Case | None = None, found: Sequence[Data] = ()) -> Iterator[None]:
+    """Around a comparison of numbers: raises what makes them wrong, if that is known, in place of a finding that is vague.
+
+    Args:
+        case: whose collectives, in `found`, are looked at, too, unless parts are recomputed.
+    """
+    try:
+        yield
+    except Finding as finding:
+        if finding.misconception in VAGUE:
+            try:
+                judge_order(ranks, seed)
+            except (Unreported, Broken):
+                pass  # it does not run there; then this is all that is known
+            if case is not None and not case.recomputed:
+                compare_traffic(found, case, seed)
+        raise
 
 
 # --- What is registered ------------------------------------------------------------------------------------
@@ -135,6 +177,12 @@ def _explain_gradient(
     where: str, rows: Sequence[Tensor | None], whole: Tensor, expected: Tensor, case: Case
 ) -> None:
     factors = [(float(n), n) for n in (len(rows), case.micros)]
+    factor = ratio(whole, expected)
+    if factor is not None and round(factor) > 1 and round(factor) not in (len(rows), case.micros):
+        message = (
+            f"The gradient of {where} is {factor:.3g} times that of the whole batch, on {len(rows)} ranks."
+        )
+        raise Finding("grad-kept", message, 1, round(factor, 3))
     if case.param is BF16 and not any(torch.allclose(whole, f * expected, rtol=0.05) for f, _ in factors):
         if torch.allclose(whole, expected, rtol=0, atol=0.05 * float(expected.abs().max())):
             message = f"The gradient of {where} is rounded: {first_difference(whole, expected)}."
@@ -167,7 +215,7 @@ def padded_bytes(case: Case, seed: int, world_size: int, trainable: bool = False
 
 
 def compare_traffic(found: Sequence[Data], case: Case, seed: int) -> None:
-    """Every group gathered once where it has to be, and reduced once; every parameter in one group."""
+    """Every parameter is gathered once where it has to be, and reduced once; those of a sharded root in one collective each."""
     groups = sum(1 for _ in cases.groups_of(cases.model_of(case, seed), case))
     if len(found) == 1:
         return  # no other rank: a collective would move nothing
@@ -178,14 +226,13 @@ def compare_traffic(found: Sequence[Data], case: Case, seed: int) -> None:
             where = f"{case.name}, rank {rank}, {'backward' if backward else 'forward'} of step 2"
             where += f", micro-batch {micro + 1}" if case.micros > 1 else ""
             where += ", which comes after a forward without a backward" if case.peek else ""
-            _compare_count(where, span, "all_gather", groups * gathers)
-            _compare_count(where, span, "reduce_scatter", groups * reductions)
-            wholes = padded_bytes(case, seed, len(found)) * gathers
-            _compare_bytes(where, span, "all_gather", wholes)
+            if case.uneven:
+                _compare_count(where, span, "all_gather", groups * gathers)
+                _compare_count(where, span, "reduce_scatter", groups * reductions)
+            _compare_bytes(where, span, "all_gather", padded_bytes(case, seed, len(found)) * gathers)
             if not case.frozen:
-                _compare_bytes(
-                    where, span, "reduce_scatter", padded_bytes(case, seed, len(found), True) * reductions
-                )
+                whole = padded_bytes(case, seed, len(found), True)
+                _compare_bytes(where, span, "reduce_scatter", whole * reductions)
 
 
 def _expected_counts(case: Case, micro: int, backward: bool) -> tuple[int, int]:
@@ -215,16 +262,19 @@ def _compare_bytes(where: str, span: Sequence[Any], op: str, expected: int) -> N
     moved = sum(each[1] for each in span if each[0] == op)
     if moved == expected:
         return
-    message = f"{where}: {NAMES[op]} move {moved:,} B; all parameters, padded, are {expected:,} B."
+    message = f"{where}: {NAMES[op]} move {moved:,} B, expected {expected:,} B, all parameters' or nothing."
     if "nested" in where and moved > expected:
         raise Finding("claimed-twice", message, expected, moved)
-    raise Finding("too-much-traffic" if moved > expected else "too-little-traffic", message, expected, moved)
+    if op == "reduce_scatter":
+        raise Finding("reduced-too-often" if moved > expected else "not-reduced", message, expected, moved)
+    fewer = "never-resharded" if "backward" in where else "not-gathered"
+    raise Finding("gathered-again" if moved > expected else fewer, message, expected, moved)
 
 
 def compare_dtypes(found: Sequence[Data], case: Case) -> None:
     """Gathers in the param dtype, reductions in the reduce dtype, and the root's output in the output dtype."""
     for rank, of_rank in enumerate(found):
-        if of_rank["output"] != str(case.output):
+        if case.peek and of_rank["output"] != str(case.output):
             message = f"{case.name}, rank {rank}: the model returns {of_rank['output']}."
             raise Finding("wrong-dtype", message, str(case.output), of_rank["output"])
     wanted = {"all_gather": case.param, "reduce_scatter": case.reduce}
@@ -242,20 +292,120 @@ def compare_dtypes(found: Sequence[Data], case: Case) -> None:
 # --- Judges ------------------------------------------------------------------------------------------------
 
 
+def judge_shards(ranks: Ranks, seed: int) -> None:
+    """Placements and rows, right after `fully_shard`."""
+    compare_params(part_of(ranks, seed, "shards"), cases.PLAIN, seed)
+
+
+def judge_gathers(ranks: Ranks, seed: int) -> None:
+    """`unshard`, `wait_for_unshard` and `reshard` by hand, before and after an update: nothing else has to be written."""
+    model: Any = cases.model_of(cases.PLAIN, seed)
+    for rank, times in enumerate(part_of(ranks, seed, "gathers")):
+        for time, found in enumerate(times):
+            for name, param in model.blocks[0].named_parameters():
+                where = f"Rank {rank}, blocks.0.{name}{' after an update of the shards' if time else ''}"
+                with causes(ranks, seed):
+                    _compare_whole(where, found, name, param.detach() + time)
+
+
+def _compare_whole(where: str, found: Data, name: str, expected: Tensor) -> None:
+    whole = found["whole"].get(name)
+    if whole is None or whole.shape != expected.shape:
+        got = "the shard" if whole is None else tuple(whole.shape)
+        raise Finding(
+            "not-gathered", f"{where}: registered after wait_for_unshard is {got}.", "the whole", got
+        )
+    if not torch.allclose(whole, expected):
+        message = f"{where}: the whole parameter is wrong {first_difference(whole, expected)}."
+        raise Finding("update-not-seen" if "update" in where else "wrong-value", message)
+    if found["kinds"].get(name) != "Parameter" and found["kinds"].get(name) != "DTensor":
+        message = f"{where}: registered after reshard is a {found['kinds'].get(name)}."
+        raise Finding("not-registered", message, "the sharded parameter", found["kinds"].get(name))
+    if found["alive"]:
+        message = f"{where}: after reshard, {found['alive']:,} B of whole parameters are still alive."
+        raise Finding("not-freed", message, 0, found["alive"])
+
+
+def judge_forward(ranks: Ranks, seed: int) -> None:
+    """Outputs are those of the model that is not sharded; the second forward gathers everything once more, for it was freed."""
+    found, model = part_of(ranks, seed, "forward"), cases.model_of(cases.PLAIN, seed)
+    whole = padded_bytes(cases.PLAIN, seed, len(found))
+    for rank, of_rank in enumerate(found):
+        if of_rank["gathered"] != whole and len(found) > 1:
+            message = f"Rank {rank}: a second forward gathers {of_rank['gathered']:,} B, expected {whole:,} B: every parameter once."
+            more = of_rank["gathered"] > whole
+            raise Finding("gathered-again" if more else "not-freed", message, whole, of_rank["gathered"])
+        for number, output in enumerate(of_rank["outputs"]):
+            with torch.no_grad():
+                expected = model(cases.batch_of(cases.PLAIN, seed, rank, number))
+            if not torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
+                with causes(ranks, seed):
+                    raise _wrong_output(rank, number, output, expected)
+
+
+def _wrong_output(rank: int, number: int, output: Tensor, expected: Tensor) -> Finding:
+    where = first_difference(output, expected)
+    return Finding("wrong-value", f"Rank {rank}: the output of forward {number + 1} differs {where}.")
+
+
+def judge_backward(ranks: Ranks, seed: int) -> None:
+    """Backward gathers what forward freed: the gradient inside the last module is right, whatever becomes of parameters'."""
+    for rank, found in enumerate(_gone_back(ranks, seed)):
+        model, x = two_halves(seed, rank)
+        last: Any = model[1]
+        model(x).square().sum().backward()
+        if not found["gathers"] and task_ranks(ranks) > 1:
+            message = f"Rank {rank}: the backward of the last module gathers nothing."
+            right = torch.allclose(found["between"][0], last.between[0], rtol=1e-4, atol=1e-6)
+            raise Finding("never-resharded" if right else "not-gathered", message, "an all-gather", "none")
+        if not torch.allclose(found["between"][0], last.between[0], rtol=1e-4, atol=1e-6):
+            where = first_difference(found["between"][0], last.between[0])
+            raise Finding(
+                "wrong-value", f"Rank {rank}: inside the last module, the gradient is wrong {where}."
+            )
+
+
+def _gone_back(ranks: Ranks, seed: int) -> list[Data]:
+    try:
+        return part_of(ranks, seed, "backward")
+    except Unreported as unreported:
+        for raised in unreported.run.raised:
+            if "storage" in raised.message:  # torch's words for memory that is not there
+                message = f"Rank {raised.rank}: backward reads a weight whose memory is free: {raised.message.strip()[:150]}"
+                raise Finding("not-gathered", message, "whole parameters", "0 B of them") from None
+        raise
+
+
 def judge_parity(ranks: Ranks, seed: int) -> None:
+    """With three ranks, and with as many as the bonuses have."""
     _judge_training(ranks, seed, cases.PLAIN)
-
-
-def judge_uneven(ranks: Ranks, seed: int) -> None:
-    """Placements and rows, where ranks get different numbers of rows, or none; and training with them."""
-    for case in (cases.PLAIN, cases.UNEVEN):
-        compare_params(found_of(ranks, seed, case), case, seed)
-    _judge_training(ranks, seed, cases.UNEVEN)
+    if ranks.world_size != task_ranks(ranks):
+        found = ranks.run(probe_bonuses, ranks.world_size, seed=seed)[cases.PLAIN.name]
+        oracle = ranks.reference(probe_oracle, ranks.world_size, seed=seed, of_tasks=False)[cases.PLAIN.name]
+        compare_training(found, oracle, cases.PLAIN)
 
 
 def judge_mixed(ranks: Ranks, seed: int) -> None:
     compare_dtypes(found_of(ranks, seed, cases.MIXED), cases.MIXED)
     _judge_training(ranks, seed, cases.MIXED)
+
+
+def judge_recomputed(ranks: Ranks, seed: int) -> None:
+    """Activation checkpointing, around a sharded module and inside one, as torch has it in both modes."""
+    for case in (cases.RECOMPUTED, cases.REENTRANT):
+        _judge_training(ranks, seed, case)
+
+
+def judge_uneven(ranks: Ranks, seed: int) -> None:
+    """Placements and rows, where ranks get different numbers of rows, or none; and training with them."""
+    compare_params(found_of(ranks, seed, cases.UNEVEN), cases.UNEVEN, seed)
+    _judge_training(ranks, seed, cases.UNEVEN)
+
+
+def judge_casts(ranks: Ranks, seed: int) -> None:
+    """Arguments that come in another dtype than parameters, and an output in a dtype of its own."""
+    compare_dtypes(found_of(ranks, seed, cases.CASTS), cases.CASTS)
+    _judge_training(ranks, seed, cases.CASTS)
 
 
 def judge_frozen(ranks: Ranks, seed: int) -> None:
@@ -277,22 +427,34 @@ def judge_tied(ranks: Ranks, seed: int) -> None:
 
 
 def judge_nested(ranks: Ranks, seed: int) -> None:
-    """Every parameter belongs to the innermost module that was sharded; bytes travel once."""
-    found = found_of(ranks, seed, cases.NESTED)
+    """Every parameter belongs to the innermost module that was sharded; bytes travel once, in one collective of the group."""
+    found = _nested(ranks, seed)
     compare_params(found, cases.NESTED, seed)
     compare_traffic(found, cases.NESTED, seed)
     _judge_training(ranks, seed, cases.NESTED)
 
 
+def _nested(ranks: Ranks, seed: int) -> list[Data]:
+    try:
+        return found_of(ranks, seed, cases.NESTED)
+    except Unreported as unreported:
+        for raised in unreported.run.raised:
+            if "DTensor" in raised.message:
+                message = f"Rank {raised.rank}: a parameter that is sharded already is taken again: {raised.message.strip()[:150]}"
+                raise Finding("claimed-twice", message) from None
+        raise
+
+
 def _judge_training(ranks: Ranks, seed: int, case: Case) -> None:
-    compare_training(found_of(ranks, seed, case), oracle_of(ranks, seed, case), case)
+    found, oracle = found_of(ranks, seed, case), oracle_of(ranks, seed, case)
+    with causes(ranks, seed, case, found):
+        compare_training(found, oracle, case)
 
 
 def judge_memory(ranks: Ranks, seed: int) -> None:
     """Freed after forward and after backward, by giving memory back; one group of many is whole at a time."""
-    moments = ranks.run(probe_homework, ranks.world_size, seed=seed)["memory"]
-    for rank, found in enumerate(moments):
-        _compare_moments(f"A model of {DEEP.layers} blocks, rank {rank}", found, ranks.world_size)
+    for rank, found in enumerate(part_of(ranks, seed, "memory")):
+        _compare_moments(f"A model of {DEEP.layers} blocks, rank {rank}", found, task_ranks(ranks))
     compare_traffic(found_of(ranks, seed, cases.PLAIN), cases.PLAIN, seed)
 
 
@@ -345,11 +507,11 @@ def judge_kept(ranks: Ranks, seed: int) -> None:
 
 def _compare_kept(found: Sequence[Data], seed: int) -> None:
     """A backward gathers what the forward freed, so only forwards after a backward that kept everything count."""
-    groups = sum(1 for _ in cases.groups_of(cases.model_of(cases.KEPT, seed), cases.KEPT))
+    whole = padded_bytes(cases.KEPT, seed, len(found))
     for rank, of_rank in enumerate(found if len(found) > 1 else ()):
         for micro in range(cases.KEPT.micros):
             where = f"{cases.KEPT.name}, rank {rank}, forward of step 2, micro-batch {micro + 1}"
-            _compare_count(where, of_rank["counts"][2 * micro], "all_gather", groups if micro == 0 else 0)
+            _compare_bytes(where, of_rank["counts"][2 * micro], "all_gather", whole if micro == 0 else 0)
 
 
 def judge_summed(ranks: Ranks, seed: int) -> None:

@@ -36,12 +36,12 @@ class Step(NamedTuple):
 def steps() -> list[Step]:
     """Without overlap, and with it. In a process of its own, for there is no process group in a virtual world."""
     text = solution_path(find_course()).read_text()
-    at_once = "def _backward_prefetch(self):\n        pass\n"
+    nothing = "def _backward_prefetch(self):\n        pass\n"
     waiting = (
         holes.extract(text, "FSDPModule.reduce_gradients").rstrip()
         + "\n        self.comm_ctx.wait_for_reductions()\n"
     )
-    without = holes.splice(text, "FSDPModule._backward_prefetch", f"    {at_once}")
+    without = holes.splice(text, "FSDPModule._backward_prefetch", f"    {nothing}")
     return [run(holes.splice(without, "FSDPModule.reduce_gradients", waiting)), run(text)]
 
 

@@ -18,7 +18,11 @@ from hwfsdp.learn.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
-FROM_TORCHS_OWN = {"MixedPrecisionPolicy"}  # the policy is an argument
+FROM_TORCHS_OWN = (
+    {  # the policy is an argument; the others are records, and who finds where parameters are registered
+        *("MixedPrecisionPolicy", "ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
+    }
+)
 ROUND_ABOUT = set(
     "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
 )
@@ -143,7 +147,7 @@ def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]
         module = ".".join(parts[:2])
         if module not in ALLOWED or (len(parts) > 2 and parts[2] in _borrowed(module)):
             yield Use(dotted, line)
-    elif whole.startswith(TORCHS_OWN) and parts[-1] != "MixedPrecisionPolicy":
+    elif whole.startswith(TORCHS_OWN) and parts[-1] not in FROM_TORCHS_OWN:
         if whole not in TORCHS_OWN:
             yield Use(dotted, line)
 

@@ -1,4 +1,4 @@
-"""What ranks do with the homework's file, and report: training, memory, collectives.
+"""What ranks do with the homework's file, and report: its parts one after the other, training, memory, collectives.
 
 Every case reports for itself, so that one which raises does not take the others with it. Unless it raises on some ranks only:
 the others wait in a collective then, and hear why when those end (`attempt_together`).
@@ -20,32 +20,43 @@ from torch.distributed.tensor import DTensor
 from hwfsdp import events
 from hwfsdp.compat import default_store
 from hwfsdp.learn.capstone import cases
-from hwfsdp.learn.capstone.cases import CASES, PLAIN, Case, Shard
+from hwfsdp.learn.capstone.cases import BONUSES, EVEN, OURS, PLAIN, TASKS, Case, Shard
 from hwfsdp.learn.capstone.witness import Witness, witnessed
-from hwfsdp.learn.checks.lifetimes import ready
-from hwfsdp.learn.run import FAILED, Report, attempt, log_data
+from hwfsdp.learn.checks.lifetimes import bytes_alive, ready, watch
+from hwfsdp.learn.run import FAILED, Report, attempt
 from hwfsdp.models.gpt import GPT, GPTConfig
 from hwfsdp.ranks import LOST_PEER
 from hwfsdp.recording import record
 
-DEEP = GPTConfig(dim=32, layers=8, heads=2, seq_len=4, vocab=12)  # groups much larger than activations
+DEEP = GPTConfig(
+    dim=36, layers=8, heads=2, seq_len=12, vocab=12
+)  # groups much larger than activations of 4 tokens
 
 OTHERS = timedelta(seconds=2)  # until ranks that raise the same have done so
 
 
-def probe_homework(report: Report, seed: int) -> None:
-    """The learner's file: every case, then memory."""
+def probe_tasks(report: Report, seed: int) -> None:
+    """The learner's file, one step of task 1 after the other."""
     ready()
-    report["loaded"] = sorted(name for name in vars(cases.learners()) if not name.startswith("_"))
-    for case in CASES:
+    shard = own(cases.learners_shard())
+    parts = {"shards": shards, "gathers": gathers, "forward": forwards, "backward": goes_back}
+    for name, part in parts.items():
+        attempt_together(report, name, partial(part, seed, shard))
+    for case in TASKS:
         attempt_together(report, case.name, partial(trained, case, seed, own(cases.learners_shard())))
-    attempt_together(report, "memory", partial(remembered, seed, cases.learners_shard()))
-    attempt_together(report, "order", partial(ordered, seed, cases.learners_shard()))
+    attempt_together(report, "memory", partial(remembered, seed, cases.learners_shard))
 
 
-def probe_oracle(report: Report, seed: int) -> None:
+def probe_bonuses(report: Report, seed: int) -> None:
+    """The learner's file: the plain case with another number of ranks, and those of the bonuses."""
+    ready()
+    for case in (PLAIN, *BONUSES, *OURS):
+        attempt_together(report, case.name, partial(trained, case, seed, own(cases.learners_shard())))
+
+
+def probe_oracle(report: Report, seed: int, of_tasks: bool) -> None:
     """torch's FSDP2: the same cases."""
-    for case in CASES:
+    for case in TASKS if of_tasks else (PLAIN, *BONUSES, *OURS):
         report[case.name] = trained(case, seed, cases.torchs_shard())
 
 
@@ -171,20 +182,124 @@ def _rows_of(grad: Tensor | None) -> Tensor | None:
     return (grad.to_local() if isinstance(grad, DTensor) else grad).detach().clone()
 
 
+# --- One step after the other ------------------------------------------------------------------------------
+
+
+def shards(seed: int, shard: Shard) -> dict[str, Any]:
+    """What the parameters of a model are once it is sharded."""
+    mesh = cases.mesh_of_all()
+    model = cases.sharded(cases.model_of(PLAIN, seed), PLAIN, shard, mesh)
+    return {
+        "params": {name: described(p, mesh) for name, p in model.named_parameters(remove_duplicate=False)}
+    }
+
+
+def gathers(seed: int, shard: Shard) -> list[dict[str, Any]]:
+    """A block gathered and freed by hand, twice; in between one is added to every element, as an optimizer would.
+
+    Returns:
+        Of each time: whole, by name, None for a DTensor; kinds, afterwards; alive, bytes of the wholes afterwards.
+    """
+    model: Any = cases.model_of(PLAIN, seed)
+    block = model.blocks[0]
+    shard(block, "blocks.0", cases.mesh_of_all(), no_policy(), True)
+    found = []
+    for _ in range(2):
+        block.unshard()
+        block.wait_for_unshard()
+        wholes = dict(block.named_parameters())
+        whole = {name: None if isinstance(p, DTensor) else p.detach().clone() for name, p in wholes.items()}
+        watched = [watch(p) for p in wholes.values() if not isinstance(p, DTensor)]
+        del wholes
+        block.reshard()
+        kinds = {name: type(p).__name__ for name, p in block.named_parameters()}
+        found.append({"whole": whole, "kinds": kinds, "alive": bytes_alive(watched)})
+        with torch.no_grad():
+            for p in block.parameters():
+                if isinstance(p, DTensor):
+                    p.to_local().add_(1)
+    return found
+
+
+def no_policy() -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy()
+
+
+def forwards(seed: int, shard: Shard) -> dict[str, Any]:
+    """Two forwards without autograd: both outputs, and the bytes that the second one gathers."""
+    model = cases.sharded(cases.model_of(PLAIN, seed), PLAIN, shard, cases.mesh_of_all())
+    with torch.no_grad():
+        outputs = [model(cases.batch_of(PLAIN, seed, dist.get_rank(), 0))]
+        with record() as log:
+            outputs.append(model(cases.batch_of(PLAIN, seed, dist.get_rank(), 1)))
+    return {"outputs": outputs, "gathered": sum(e.bytes for e in log.select("all_gather"))}
+
+
+class Halves(nn.Module):
+    """Two layers; keeps the gradient of what goes from one to the other, which only the second one's weight decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(EVEN, EVEN), nn.Linear(EVEN, EVEN)
+        self.between: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lower(x).tanh()
+        x.register_hook(lambda grad: self.between.append(grad.detach().clone()))
+        out: Tensor = self.upper(x)
+        return out
+
+
+def two_halves(seed: int, rank: int) -> tuple[nn.Sequential, Tensor]:
+    """A model of two modules, the same on every rank, and an input [2, EVEN] of the rank's own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Halves(), Halves())
+    return model, torch.randn(2, EVEN, generator=torch.Generator().manual_seed(seed + rank))
+
+
+def goes_back(seed: int, shard: Shard) -> dict[str, Any]:
+    """The beginning of a backward, up to where gradients of parameters may be missing yet: nobody need reduce them.
+
+    Returns:
+        between: the gradient inside the last module; gathers: of the backward.
+    """
+    model, x = two_halves(seed, dist.get_rank())
+    for name, module in model.named_children():
+        shard(module, name, cases.mesh_of_all(), no_policy(), True)
+    loss, raised = model(x).square().sum(), None
+    with record() as log:
+        try:
+            loss.backward()
+        except Exception as error:  # by then the gradient in question is there, or this is why not
+            raised = error
+    last: Any = model[1]
+    if raised is not None and not last.between:
+        raise raised
+    return {"between": last.between[:1], "gathers": len(log.select("all_gather"))}
+
+
 # --- Memory ------------------------------------------------------------------------------------------------
 
 
-def remembered(seed: int, shard: Shard) -> dict[str, int]:
+def remembered(seed: int, shard_of: Callable[[], Shard]) -> dict[str, int]:
     """Bytes beyond those of the shards, at moments of a forward without autograd and of a whole step.
 
-    The deep model's groups are much larger than what it computes, which is measured on the same model in one piece.
+    The deep model's groups are much larger than what it computes, which is measured on the same model in one piece. Every
+    look is at a model of its own: a forward that no backward follows may leave its trace in another one's order.
     """
-    case = Case("a deep model")
+    case, found = Case("a deep model"), dict[str, int]()
+
+    def sharded() -> Any:
+        return cases.sharded(_deep(seed), case, shard_of(), cases.mesh_of_all())
+
     with witnessed() as witness:
-        plain = _moments(_deep(seed), witness)
-        model = cases.sharded(_deep(seed), case, shard, cases.mesh_of_all())
-        found = _moments(model, witness)
-    return {f"plain {name}": value for name, value in plain.items()} | found
+        for moments in (_forward_moments, _step_moments):
+            plain = moments(partial(_deep, seed), witness)
+            found |= {f"plain {name}": value for name, value in plain.items()}
+            found |= moments(sharded, witness)
+    return found
 
 
 def _deep(seed: int) -> GPT:
@@ -192,20 +307,29 @@ def _deep(seed: int) -> GPT:
     return GPT(DEEP)
 
 
-def _moments(model: Any, witness: Witness) -> dict[str, int]:
-    """Of the second forward without autograd, and the second step with it; the first ones make what is there to stay."""
-    tokens = torch.zeros(1, DEEP.seq_len, dtype=torch.int64)
-    found = {}
+def _forward_moments(made: Callable[[], Any], witness: Witness) -> dict[str, int]:
+    """Of the second forward without autograd; the first one makes what is there to stay."""
+    model, tokens, found = made(), torch.zeros(1, 4, dtype=torch.int64), {}
     for _ in range(2):
-        model.zero_grad()
         gc.collect()
         before = witness.mark()
-        found["at rest"] = before - sum(_bytes_of(p) for p in model.parameters())
         with torch.no_grad():
             model(tokens)
         found["peak of forward"] = witness.peak - before
         found["after forward"] = witness.alive() - before
+    return found
+
+
+def _step_moments(made: Callable[[], Any], witness: Witness) -> dict[str, int]:
+    """Of the second step."""
+    gc.collect()
+    without = witness.alive()
+    model, tokens, found = made(), torch.zeros(1, 4, dtype=torch.int64), {}
+    for _ in range(2):
+        model.zero_grad()
+        gc.collect()
         before = witness.mark()
+        found["at rest"] = before - without - sum(_bytes_of(p) for p in model.parameters())
         loss = model(tokens).sum()
         found["before backward"] = witness.alive() - before
         loss.backward()
@@ -219,28 +343,3 @@ def _moments(model: Any, witness: Witness) -> dict[str, int]:
 def _bytes_of(tensor: Tensor | None) -> int:
     rows = _rows_of(tensor)
     return 0 if rows is None else rows.numel() * rows.element_size()
-
-
-# --- Order -------------------------------------------------------------------------------------------------
-
-
-def ordered(seed: int, shard: Shard) -> dict[str, Any]:
-    """Two steps with every operator in the log; how many events there were after each forward, backward and optimizer step."""
-    mesh = cases.mesh_of_all()
-    ends: list[int] = []
-
-    def after(phase: str) -> None:
-        recorder = events.active()
-        assert recorder is not None
-        ends.append(len(recorder.drafts))
-
-    with witnessed() as witness:
-        model = cases.sharded(cases.model_of(PLAIN, seed), PLAIN, shard, mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        with record() as log:
-            for step in range(2):
-                cases.train_step(model, PLAIN, seed, step, after)
-                witness.unseen(optimizer.step)()  # it has an event of its own
-                after("optimizer")
-                optimizer.zero_grad()
-    return {"log": log_data(log), "ends": ends}

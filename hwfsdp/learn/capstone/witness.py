@@ -2,7 +2,8 @@
 
 The homework's file packs, copies and frees as it likes; no instrument of the package is in it. So what it does is seen where
 every operator passes, and where the streams of `hwfsdp.streams` say which of them is current. With a recording active,
-operators become events of the log, from which `order.find_races` tells whether anything is read before it is there.
+operators become events of the log, from which `order.find_races` tells whether anything is read before it is there. What they
+make counts as a buffer (`events.buffer_made`): once it is let go, the stream that it was made on may write there again.
 """
 
 from __future__ import annotations
@@ -94,6 +95,9 @@ class Witness(DispatchMode):
             return
         own = {id(t) for t in written}
         stream = recorder.stream or "compute"
+        for tensor in fresh:
+            if tensor.untyped_storage().nbytes() >= LEAST:
+                recorder.buffer_made(tensor)
         recorder.instant(name, stream, reads=[t for t in read if id(t) not in own], writes=[*written, *fresh])
 
     def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:

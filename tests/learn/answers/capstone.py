@@ -9,10 +9,15 @@ from answers.shapes import Right, Wrong
 
 from hwfsdp.learn import holes
 
-SHARD, REGISTER, TO_SHARDED = "FSDPParam.shard", "FSDPParam.register", "FSDPParam.to_sharded"
+SHARD, REGISTER, TO_SHARDED = "FSDPParam.shard", "FSDPParam._setattr_on_modules", "FSDPParam.to_sharded"
+TAKE, BACKWARD = "FSDPParam.take_unsharded_grad", "RegisterPostBackwardFunction.backward"
 ADD_WHOLE, ADD_ROWS = "FSDPParam.add_unsharded_grad", "FSDPParam.add_sharded_grad"
 UNSHARD, WAIT, REDUCE = "FSDPModule.unshard", "FSDPModule.wait_for_unshard", "FSDPModule.reduce_gradients"
-PREFETCH, HAND_OUT, CLAIM = "FSDPModule._backward_prefetch", "FSDPModule.hand_out", "unclaimed_params"
+PREFETCH, HAND_OUT, CLAIM = (
+    "FSDPModule._backward_prefetch",
+    "FSDPModule.register_post_backward",
+    "unclaimed_params",
+)
 
 
 def answer(solution: str, functions: Mapping[str, str], also: str = "") -> str:
@@ -46,14 +51,14 @@ WRONG = [
     ),
     Wrong(
         "never freed after backward",
-        {"post_backward": "~    if module.reshard_after_backward:\n        module.reshard()\n ~> "},
+        {"post_backward": "~module.reshard_after_backward: ~> False:"},
         "capstone.parity",
         "update-not-seen",
     ),
     Wrong(
         "even rows only",
         {SHARD: "~first = min( ~> assert self.shape[0] % self.world_size == 0\\n        first = min("},
-        "capstone.uneven",
+        "ours.uneven",
         "crashed",
     ),
     Wrong(
@@ -69,7 +74,7 @@ WRONG = [
                 local = self.padded_shard.view(self.local_shape)
                 self.sharded_param = nn.Parameter(self.as_dtensor(local), requires_grad=param.requires_grad)
             """},
-        "capstone.uneven",
+        "ours.uneven",
         "padding-leaked",
     ),
     Wrong(
@@ -77,38 +82,40 @@ WRONG = [
         {
             HAND_OUT: "~ if p.unsharded_param.requires_grad] ~> ]",
         },
-        "capstone.frozen",
+        "ours.frozen",
         "flag-not-followed",
     ),
     Wrong(
         "tied parameters at their first place only",
         {REGISTER: "~in self.module_info: ~> in self.module_info[:1]:"},
-        "capstone.tied",
+        "ours.tied",
         "untied",
     ),
     Wrong(
         "two names in one module taken for one",
-        {CLAIM: "~, remove_duplicate=False) ~> )"},
-        "capstone.tied",
+        {CLAIM: "~remove_duplicate=False ~> "},
+        "ours.tied",
         "untied",
     ),
     Wrong(
         "what is sharded inside is sharded again",
         {CLAIM: """
             def unclaimed_params(module):
+                found = []
                 for name, param in list(module.named_parameters()):
                     places = [
-                        Slot(submodule, own)
+                        ParamModuleInfo(submodule, own)
                         for submodule in module.modules()
-                        for own, found in submodule.named_parameters(recurse=False)
-                        if found is param
+                        for own, other in submodule.named_parameters(recurse=False)
+                        if other is param
                     ]
                     whole = param
                     if isinstance(param, DTensor):
                         whole = nn.Parameter(param.full_tensor(), requires_grad=param.requires_grad)
-                    yield name, whole, places
+                    found.append((name, whole, places))
+                return found
             """},
-        "capstone.nested",
+        "ours.nested",
         "claimed-twice",
     ),
     Wrong(
@@ -125,21 +132,21 @@ WRONG = [
     ),
     Wrong(
         "the memory is never given back",
-        {TO_SHARDED: "def to_sharded(self):\n    self.register(self.sharded_param)\n"},
-        "capstone.memory",
+        {TO_SHARDED: "def to_sharded(self):\n    self._setattr_on_modules(self.sharded_param)\n"},
+        "capstone.gather",
         "not-freed",
     ),
     Wrong(
         "every gather waits for compute",
         {
-            UNSHARD: "~with stream.run(): ~> stream.wait(self.comm_ctx.streams.compute.record())\\n        with stream.run():"
+            UNSHARD: "~with self.profiled ~> stream.wait(self.comm_ctx.compute_stream.record())\\n        with self.profiled"
         },
         "capstone.forward_prefetch",
         "no-overlap",
     ),
     Wrong(
         "no gather ever waits for the optimizer",
-        {"pre_forward": "~        ctx.streams.all_gather.wait(ctx.streams.compute.record())\n ~> "},
+        {"pre_forward": "~            ctx.all_gather_stream.wait(ctx.compute_stream.record())\n ~> "},
         "capstone.forward_prefetch",
         "used-before-wait",
     ),
@@ -151,9 +158,73 @@ WRONG = [
     ),
     Wrong(
         "a reduction does not wait for what it reduces",
-        {REDUCE: "~        stream.wait(streams.compute.record())\n ~> "},
-        "capstone.backward_prefetch",
+        {REDUCE: "~        stream.wait(self.comm_ctx.compute_stream.record())\n ~> "},
+        "capstone.reduce_overlap",
         "used-before-wait",
+    ),
+    Wrong(
+        "the gather's buffer is let go as soon as the copies are issued",
+        {WAIT: "~        self.comm_ctx.copied_out = InFlight(gathered.flat, compute.record())\n ~> "},
+        "capstone.forward_prefetch",
+        "freed-too-early",
+    ),
+    Wrong(
+        "the reduction's input is let go as soon as the reduction is issued",
+        {REDUCE: "~InFlight(flat, stream.record()) ~> InFlight(None, stream.record())"},
+        "capstone.reduce_overlap",
+        "freed-too-early",
+    ),
+    Wrong(
+        "a gradient that was taken is kept, and taken again",
+        {
+            TAKE: "~grad, self.unsharded_grad = self.unsharded_grad.reshape(-1), None ~> grad = self.unsharded_grad.reshape(-1)"
+        },
+        "capstone.parity",
+        "grad-kept",
+    ),
+    Wrong(
+        "the module after this one is gathered ahead",
+        {
+            PREFETCH: "~if index > 0: ~> if index + 1 < len(self.comm_ctx.post_forward_order):\n~index - 1 ~> index + 1"
+        },
+        "capstone.backward_prefetch",
+        "guessed-wrong",
+    ),
+    Wrong(
+        "no reduction is waited for before the end",
+        {REDUCE: "~        self.comm_ctx.wait_for_reductions()\n ~> "},
+        "capstone.reduce_overlap",
+        "unbounded-reductions",
+    ),
+    Wrong(
+        "the event of a reduction is one of compute",
+        {REDUCE: "~InFlight(flat, stream.record()) ~> InFlight(flat, self.comm_ctx.compute_stream.record())"},
+        "capstone.parity",
+        "freed-too-early",
+    ),
+    Wrong(
+        "compute waits for no gather",
+        {WAIT: "~        compute.wait(gathered.done)\n ~> "},
+        "capstone.gather",
+        "used-before-wait",
+    ),
+    Wrong(
+        "backward gathers nothing",
+        {"pre_backward": "~            module.unshard()\n            module.wait_for_unshard()\n ~> "},
+        "capstone.backward",
+        "not-gathered",
+    ),
+    Wrong(
+        "no forward in a backward",
+        {"pre_forward": "~    ctx, policy ~>     assert not module.comm_ctx.in_backward\\n    ctx, policy"},
+        "bonus.checkpoint",
+        "crashed",
+    ),
+    Wrong(
+        "gradients of a recomputed part are not looked for",
+        {"post_backward": "~    for p in module.fsdp_params: ~>     for p in ():"},
+        "bonus.checkpoint",
+        "grad-lost",
     ),
     Wrong(
         "reductions are waited for at once",
@@ -171,17 +242,13 @@ WRONG = [
     ),
     Wrong(
         "freed after backward whatever was asked",
-        {
-            "post_backward": "~    if module.reshard_after_backward:\n        module.reshard() ~>     module.reshard()"
-        },
+        {"post_backward": "~module.reshard_after_backward: ~> True:"},
         "bonus.backward",
         "gathered-again",
     ),
     Wrong(
         "reduced after every micro-batch",
-        {
-            "post_backward": "~    if module.requires_gradient_sync:\n        module.reduce_gradients() ~>     module.reduce_gradients()"
-        },
+        {"post_backward": "~module.requires_gradient_sync: ~> True:"},
         "bonus.sync",
         "reduced-too-often",
     ),
@@ -208,10 +275,10 @@ RIGHT = [
                     return
                 ctx, mesh = self.comm_ctx, self.fsdp_params[0].mesh
                 ctx.release_gather_buffer()
-                with torch.no_grad(), ctx.streams.all_gather.run():
+                with torch.no_grad(), ctx.all_gather_stream.run():
                     part = torch.cat([p.padded_shard.to(p.dtype) for p in self.fsdp_params])
                     flat = part.new_empty(mesh.size() * part.numel())
-                done = all_gather_flat(flat, part, mesh.get_group(), ctx.streams.all_gather, self.module_fqn)
+                done = all_gather_flat(flat, part, mesh.get_group(), ctx.all_gather_stream, self.module_fqn)
                 self._part, self._gathered = part, InFlight(flat.view(mesh.size(), -1), done)
             """,
             WAIT: """
@@ -219,13 +286,14 @@ RIGHT = [
             def wait_for_unshard(self):
                 if self._gathered:
                     flat, done = self._gathered
-                    self.comm_ctx.streams.compute.wait(done)
+                    self.comm_ctx.compute_stream.wait(done)
                     start = 0
                     for p in self.fsdp_params:
-                        p.allocate()[:] = flat[:, start : start + p.padded_numel]
+                        alloc_storage(p.gathered)
+                        p.gathered[:] = flat[:, start : start + p.padded_numel]
                         start += p.padded_numel
                         p.to_unsharded()
-                    self.comm_ctx.copied_out = InFlight(flat, self.comm_ctx.streams.compute.record())
+                    self.comm_ctx.copied_out = InFlight(flat, self.comm_ctx.compute_stream.record())
                     self._gathered = self._part = None
                     self.is_unsharded = True
             """,
@@ -235,7 +303,7 @@ RIGHT = [
         "leaves with hooks in place of an autograd function",
         {
             HAND_OUT: """
-            def hand_out(self):
+            def register_post_backward(self):
                 left = {p for p in self.fsdp_params if p.unsharded_param.requires_grad}
                 if not torch.is_grad_enabled():
                     return
@@ -246,11 +314,11 @@ RIGHT = [
                         leaf.grad = None
                         left.discard(p)
                         if not left:
-                            post_backward(self, [])
+                            post_backward(self)
 
                     leaf = p.unsharded_param.detach().requires_grad_()
                     leaf.register_post_accumulate_grad_hook(on_grad)
-                    p.register(leaf)
+                    p._setattr_on_modules(leaf)
             """,
         },
     ),
@@ -260,12 +328,12 @@ RIGHT = [
             "FSDPModule.record_post_forward": """
             def record_post_forward(self):
                 order = self.comm_ctx.post_forward_order
-                self._positions.append(order[-1] if order else None)
+                self._post_forward_indices.append(order[-1] if order else None)
                 order.append(self)
             """,
             PREFETCH: """
             def _backward_prefetch(self):
-                before = self._positions.pop() if self._positions else None
+                before = self._post_forward_indices.pop() if self._post_forward_indices else None
                 if before is not None:
                     before.unshard()
             """,
@@ -277,7 +345,7 @@ RIGHT = [
                         if param is None or isinstance(param, DTensor):
                             continue
                         fqn = ".".join(filter(None, (path, name)))
-                        found.setdefault(id(param), (fqn, param, []))[2].append(Slot(submodule, name))
+                        found.setdefault(id(param), (fqn, param, []))[2].append(ParamModuleInfo(submodule, name))
                 return list(found.values())
             """,
         },
