@@ -19,18 +19,26 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import distributed_c10d
 
+from hwfsdp.learn.doors import Doors
 from hwfsdp.learn.manifest import Place
 from hwfsdp.learn.overlay import SUBMITTED
 from hwfsdp.learn.trust import FILLER, digging, is_trusted
 
-FOREIGN = tuple(  # what the course is about, ready-made
-    f"torch.distributed.fsdp._fully_shard.{name}"
-    for name in ("_fully_shard", "_fsdp_state", "_fsdp_param_group", "_fsdp_param", "_fsdp_collectives")
+_FSDP = "torch.distributed.fsdp"
+FOREIGN = (  # what the course is about, ready-made
+    *(
+        f"{_FSDP}._fully_shard._{name}"
+        for name in ("fully_shard", "fsdp_init", "fsdp_state", "fsdp_param_group")
+    ),
+    *(f"{_FSDP}._fully_shard._{name}" for name in ("fsdp_param", "fsdp_collectives")),
+    *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
+    *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
+OWN = tuple(f"hwfsdp.{name}" for name in ("param", "group", "claim", "wrap"))  # the same, of the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _NEAR = 8  # frames
@@ -51,8 +59,9 @@ class Guard:
         seen: what was tried, as sentences, the first one first.
     """
 
-    def __init__(self, off_limits: Sequence[str]) -> None:
+    def __init__(self, off_limits: Sequence[str], alone: bool = False) -> None:
         self.seen: list[str] = []
+        self.doors = Doors(self._refuse, alone)
         self._bound: dict[tuple[str, str], Any] = {}
         self._off_limits = tuple(os.path.realpath(path) for path in off_limits)
 
@@ -60,6 +69,7 @@ class Guard:
         """From now on. An audit hook lasts as long as the process."""
         self._bound = dict(_bindings())
         pid, off_limits, seen = os.getpid(), self._off_limits, self.seen
+        came_in = self.doors.came_in
 
         looking: set[int] = set()  # threads that are here: to ask for a frame is an event, too
         thread, frame_of = threading.get_ident, sys._getframe
@@ -70,7 +80,8 @@ class Guard:
                 return
             looking.add(here)
             try:
-                tried = _tried(event, args, pid, off_limits) or digging(event, args, frame_of(1))
+                caller = frame_of(1)
+                tried = _tried(event, args, pid, off_limits) or digging(event, args, caller, came_in)
             finally:
                 looking.discard(here)
             if tried is not None:
@@ -78,7 +89,21 @@ class Guard:
                 raise Blocked(tried)
 
         _guard_groups(seen)
+        loaded: Any = importlib.import_module(
+            "hwfsdp.streams"
+        )  # not those of this module: it was loaded again
+        made = _for_the_package(
+            loaded.StreamSet.__init__, "StreamSet", seen
+        )  # whose maker says by which clock
+        loaded.StreamSet.__init__ = made
+        watching: Any = importlib.import_module("hwfsdp.recording")
+        watching.watch_from_now_on()
+        self.doors.close()
         sys.addaudithook(look)
+
+    def _refuse(self, tried: str) -> NoReturn:
+        self.seen.append(tried)
+        raise Blocked(tried)
 
     def finish(self) -> list[str]:
         """What was tried up to now, and what was exchanged for something that is neither Python's, nor torch's, nor ours."""
@@ -179,10 +204,15 @@ def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
 def _guard_groups(seen: list[str]) -> None:
     """A process group's own collectives, which no instrument sees, can be called by torch and the package only."""
     for kind in (distributed_c10d.ProcessGroup, distributed_c10d.Backend):
-        for name in dir(kind):
-            method = getattr(kind, name)
-            if name.lstrip("_").startswith(_COLLECTIVES) and callable(method):
-                setattr(kind, name, _for_the_package(method, name, seen))
+        for name in collectives_of(kind):
+            words = f"{name} of a process group itself"
+            setattr(kind, name, _for_the_package(getattr(kind, name), words, seen))
+
+
+def collectives_of(kind: type) -> list[str]:
+    """Names of the methods of a process group that communicate."""
+    names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
+    return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
 
 
 def _for_the_package(method: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:
@@ -190,7 +220,7 @@ def _for_the_package(method: Callable[..., Any], name: str, seen: list[str]) -> 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not known(frame_of(1).f_code):
-            seen.append(f"calls {name} of a process group itself, which no instrument sees")
+            seen.append(f"calls {name}, past what is timed and seen")
             raise Blocked(seen[-1])
         return method(*args, **kwargs)
 
@@ -205,17 +235,22 @@ def forget(places: Iterable[Place]) -> None:
     for place in places:
         if place.module in sys.modules:
             _blank_at(vars(sys.modules[place.module]), place.name, "the package's own")
-    for name in FOREIGN:
-        _blank_module(importlib.import_module(name))  # now: later, nobody can read them
+    forget_modules(FOREIGN, "torch's own")
 
 
-def _blank_module(module: types.ModuleType) -> None:
+def forget_modules(names: Iterable[str], whose: str) -> None:
+    """The same for all functions of these modules, which are loaded now: later, nobody can read them."""
+    for name in names:
+        _blank_module(importlib.import_module(name), whose)
+
+
+def _blank_module(module: types.ModuleType, whose: str) -> None:
     """All functions and methods that a module defines."""
     for name, value in list(vars(module).items()):
         if getattr(value, "__module__", None) == module.__name__:
             inner = [f"{name}.{each}" for each in vars(value)] if type(value) is type else []
             for each in inner or [name]:
-                _blank_at(vars(module), each, "torch's own")
+                _blank_at(vars(module), each, whose)
 
 
 def _blank_at(names: Mapping[str, Any], name: str, whose: str) -> None:
