@@ -130,7 +130,7 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
         instruments.enter_context(_watch_works(recorder))
         instruments.enter_context(_watch_storages(recorder))
         instruments.enter_context(_watch_optimizers(recorder, ledger))
-        instruments.callback(events.activate, None)
+        instruments.callback(lambda: events.activate(None))
         recorder.origin = recorder.mark("compute")
         events.activate(recorder)
         try:

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 from hwfsdp.learn.overlay import SUBMITTED
 from hwfsdp.learn.rules import (
     ATTRIBUTES,
+    BOUND,
     CLOSED,
     FRAMES,
     HOMEWORK_MAY,
@@ -46,6 +47,7 @@ from hwfsdp.learn.rules import (
     READY_MADE,
     is_below,
 )
+from hwfsdp.learn.trust import ROOTS
 
 Refuse = Callable[[str], NoReturn]
 _STREAMS = "hwfsdp.streams"
@@ -55,7 +57,6 @@ _ANNOTATIONS = ("annotation", "returns")
 _OWN_NAMES = ("__dict__",)  # may be asked of instances, but not of what is told
 _TOLD = (types.ModuleType, type, *_FUNCTIONS)  # what has a home of its own
 _WORDS = FRAMES | ATTRIBUTES | {*_OWN_NAMES}
-_BOUND = {"__builtins__", "__match_args__"}  # names that mean something to Python
 _STANDS_FOR = (super, weakref.ProxyType, weakref.CallableProxyType)  # others, whose attributes they have
 
 
@@ -79,7 +80,7 @@ class Doors:
         )  # modules and names that were asked for, with the answer
         self._plain: set[type] = set()  # whose instances are nobody's instruments
         self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a module's names, with them
-        self._builtins = {**vars(builtins), **self._replacements()}
+        self._builtins = {**vars(builtins), **self._by_name(), **self._by_text()}
 
     def close(self) -> None:
         """The package is loaded: from now on, what is closed one by one is known by its identity."""
@@ -128,7 +129,7 @@ class Doors:
         if _is_stream(kind):
             if name.startswith("_") or name == "clock":
                 self._refuse(f"looks into a stream ({name})")
-        elif is_below(kind.__module__, INSTRUMENTS):
+        elif is_below(str(kind.__module__), INSTRUMENTS):
             self._refuse(f"looks into an instrument ({kind.__module__}.{kind.__qualname__})")
         elif isinstance(value, types.ModuleType):
             self._check_module(value)
@@ -170,7 +171,7 @@ class Doors:
             return "" if home.startswith(SUBMITTED) else f"{home}.{value.__qualname__}"
         if isinstance(value, types.ModuleType):
             return "" if value.__name__.startswith(SUBMITTED) else value.__name__
-        if _is_stream(kind) or is_below(kind.__module__, (_STREAMS, _NATIVE)):
+        if _is_stream(kind) or is_below(str(kind.__module__), (_STREAMS, _NATIVE)):
             return f"a {kind.__qualname__}"
         return ""
 
@@ -185,7 +186,7 @@ class Doors:
         code = compile(tree, path, mode, dont_inherit=True)
         for each in (code, *_codes_in(code)):
             self._came_in[id(each)] = each
-            if found := _BOUND & {*each.co_names, *each.co_varnames, *each.co_cellvars}:
+            if found := BOUND & {*each.co_names, *each.co_varnames, *each.co_cellvars}:
                 self._refuse(f"uses {min(found)}")
         return code
 
@@ -209,8 +210,8 @@ class Doors:
         self._copies[id(shown)] = shown, whole
         return shown
 
-    def _replacements(self) -> dict[str, Any]:
-        """Built-in functions that do something with a name or a text."""
+    def _by_name(self) -> dict[str, Any]:
+        """Built-in functions that look names up."""
         missing, frame_of = object(), sys._getframe
 
         def look_up(value: Any, name: str, default: Any = missing, /) -> Any:
@@ -233,17 +234,6 @@ class Doors:
         def own_names(frame: types.FrameType) -> dict[str, Any]:
             return self._shown(frame.f_locals, frame.f_globals)
 
-        def run_text(source: Any, names: Any = None, own: Any = None, /) -> None:
-            self._run(source, "exec", names, own, frame_of(1))
-
-        def value_of(source: Any, names: Any = None, own: Any = None, /) -> Any:
-            return self._run(source, "eval", names, own, frame_of(1))
-
-        def compiled(source: Any, filename: Any, mode: str, flags: int = 0, *rest: Any, **more: Any) -> Any:
-            if flags & ast.PyCF_ONLY_AST:
-                return compile(source, filename, mode, flags)
-            return self._compile(source, filename, mode)
-
         def all_names() -> dict[str, Any]:
             frame = frame_of(1)
             return self._shown(frame.f_globals, frame.f_globals)
@@ -253,10 +243,31 @@ class Doors:
 
         return {
             **{"getattr": look_up, "setattr": set_to, "delattr": delete, "vars": names_of},
-            **{"exec": run_text, "eval": value_of, "compile": compiled},
-            **{"globals": all_names, "locals": local_names},
-            **{"__import__": self._import, self._look: self.look, self._touch: self.touch},
+            **{"globals": all_names, "locals": local_names, "__import__": self._import},
+            **{self._look: self.look, self._touch: self.touch},
         }
+
+    def _by_text(self) -> dict[str, Any]:
+        """Built-in functions that run a text."""
+        frame_of = sys._getframe
+
+        def run_text(source: Any, names: Any = None, own: Any = None, /) -> None:
+            self._run(source, "exec", names, own, frame_of(1))
+
+        def value_of(source: Any, names: Any = None, own: Any = None, /) -> Any:
+            return self._run(source, "eval", names, own, frame_of(1))
+
+        def compiled(source: Any, filename: Any, mode: str, flags: int = 0, *rest: Any, **more: Any) -> Any:
+            if flags & ast.PyCF_ONLY_AST:
+                return compile(source, filename, mode, flags)
+            if str(filename).startswith(ROOTS):
+                self._refuse("compiles code under a name that is not its own")
+            return self._compile(source, filename, mode)
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            self._refuse("uses breakpoint, which calls whatever the environment names")
+
+        return {"breakpoint": stop, "exec": run_text, "eval": value_of, "compile": compiled}
 
     def _run(self, source: Any, mode: str, names: Any, own: Any, frame: types.FrameType) -> Any:
         """`exec` or `eval`, called in this frame; names that the code binds are in `own` if there is one, else in `names`."""

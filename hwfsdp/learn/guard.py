@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from hwfsdp.learn.doors import Doors
 from hwfsdp.learn.manifest import Place
 from hwfsdp.learn.overlay import SUBMITTED
-from hwfsdp.learn.trust import FILLER, digging, is_trusted
+from hwfsdp.learn.trust import FILLER, digging, is_package, is_trusted
 
 _FSDP = "torch.distributed.fsdp"
 FOREIGN = (  # what the course is about, ready-made
@@ -42,6 +42,10 @@ OWN = tuple(f"hwfsdp.{name}" for name in ("param", "group", "claim", "wrap"))  #
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _NEAR = 8  # frames
+_SWITCHES = {
+    "hwfsdp.events": ("activate", "paused", "keeping_clock", "use_clock"),
+    "hwfsdp.streams": ("register_backend", "backend"),
+}
 _COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
 
 
@@ -89,15 +93,7 @@ class Guard:
                 raise Blocked(tried)
 
         _guard_groups(seen)
-        loaded: Any = importlib.import_module(
-            "hwfsdp.streams"
-        )  # not those of this module: it was loaded again
-        made = _for_the_package(
-            loaded.StreamSet.__init__, "StreamSet", seen
-        )  # whose maker says by which clock
-        loaded.StreamSet.__init__ = made
-        watching: Any = importlib.import_module("hwfsdp.recording")
-        watching.watch_from_now_on()
+        _guard_instruments(seen)
         self.doors.close()
         sys.addaudithook(look)
 
@@ -209,14 +205,35 @@ def _guard_groups(seen: list[str]) -> None:
             setattr(kind, name, _for_the_package(getattr(kind, name), words, seen))
 
 
+def _guard_instruments(seen: list[str]) -> None:
+    """What begins, pauses and ends a recording, and says by which clock it is timed, can be called by the package only.
+
+    These are not the modules that this one has imported: the package was loaded again.
+    """
+    loaded: Any
+    for module_name, names in _SWITCHES.items():
+        loaded = importlib.import_module(module_name)
+        for name in names:
+            setattr(loaded, name, _for_the_package(getattr(loaded, name), name, seen, is_package))
+    loaded = importlib.import_module("hwfsdp.streams").StreamSet
+    loaded.__init__ = _for_the_package(loaded.__init__, "StreamSet", seen, is_package)
+    loaded = importlib.import_module("hwfsdp.recording")
+    loaded.watch_from_now_on()
+
+
 def collectives_of(kind: type) -> list[str]:
     """Names of the methods of a process group that communicate."""
     names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
     return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
 
 
-def _for_the_package(method: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:
-    frame_of, known = sys._getframe, is_trusted
+def _for_the_package(
+    method: Callable[..., Any],
+    name: str,
+    seen: list[str],
+    known: Callable[[types.CodeType], bool] = is_trusted,
+) -> Callable[..., Any]:
+    frame_of = sys._getframe
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not known(frame_of(1).f_code):

@@ -13,75 +13,42 @@ from typing import NamedTuple
 
 from hwfsdp.learn.verdict import Finding
 
-MODULES = {  # doors to frames, memory and code of others, and to names that are put together
-    *("ctypes", "_ctypes", "gc", "inspect", "marshal", "signal", "_signal", "subprocess", "_posixsubprocess"),
-    *(
-        "opcode",
-        "dis",
-        "faulthandler",
-        "tracemalloc",
-        "mmap",
-        "pickletools",
-        "_testcapi",
-        "_testinternalcapi",
-    ),
-    *(
-        "_thread",
-        "code",
-        "codeop",
-        "builtins",
-        "unittest",
-        "pydoc",
-        "pkgutil",
-        "timeit",
-        "doctest",
-        "bdb",
-        "pdb",
-    ),
-    *(
-        "profile",
-        "cProfile",
-        "trace",
-        "atexit",
-        "asyncio",
-        "concurrent",
-        "multiprocessing",
-        "pickle",
-        "_pickle",
-    ),
-    *("torch._C", "torch.utils._python_dispatch", "torch._subclasses", "torch.testing", "torch.package"),
-}
-FRAMES = {
-    *("_getframe", "_current_frames", "_current_exceptions", "f_back", "f_globals", "f_locals", "f_builtins"),
-    *("f_code", "f_trace", "tb_frame", "gi_frame", "cr_frame", "ag_frame", "settrace", "setprofile"),
-}
-ATTRIBUTES = {
-    *("addaudithook", "__globals__", "__builtins__", "__closure__", "cell_contents", "__code__", "co_code"),
-    *("co_consts", "__subclasses__", "CodeType", "FunctionType", "get_objects", "get_referrers"),
-    *(
-        "get_referents",
-        "__getattribute__",
-        "__setattr__",
-        "__delattr__",
-        "__wrapped__",
-        "__self__",
-        "__func__",
-    ),
-    *(
-        "__defaults__",
-        "__kwdefaults__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__loader__",
-        "__spec__",
-        "__match_args__",
-    ),
-    *("settrace_all_threads", "setprofile_all_threads", "reload", "c10d", "c10d_functional"),
-    *("_c10d_functional", "_c10d_functional_autograd"),  # torch's operators, past its functions
-}
+MODULES = frozenset(  # doors to frames, memory and code of others, and to what has a name that is put together
+    """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
+    pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
+    cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml
+    torch._C torch.utils._python_dispatch torch._subclasses torch.testing torch.package""".split()
+)
+FRAMES = frozenset(
+    """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
+    cr_frame ag_frame settrace setprofile settrace_all_threads setprofile_all_threads""".split()
+)
+BOUND = frozenset(
+    ["__builtins__", "__match_args__"]
+)  # names that mean something to Python, as variables, too
+ATTRIBUTES = BOUND | frozenset(
+    """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
+    get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
+    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__
+    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, past its functions
+)
 NAMES = {  # closed by themselves, in modules that are open
-    "builtins": ("getattr", "setattr", "delattr", "vars", "exec", "eval", "compile", "globals", "__import__"),
-    "sys": ("modules", "meta_path", "path_hooks", "path_importer_cache"),
+    "builtins": (
+        *(
+            "getattr",
+            "setattr",
+            "delattr",
+            "vars",
+            "globals",
+            "locals",
+            "exec",
+            "eval",
+            "compile",
+            "__import__",
+        ),
+    ),
+    "importlib": ("reload",),
+    "sys": ("modules", "meta_path", "path_hooks", "path_importer_cache", "breakpointhook"),
     "operator": ("attrgetter", "methodcaller"),
     "string": ("Formatter",),
     "typing": ("get_type_hints", "ForwardRef"),
@@ -137,8 +104,9 @@ def _use_of(node: ast.AST) -> Use | None:
     if isinstance(node, ast.MatchClass):  # looks attributes up, without saying so
         bad = next((n for n in node.kwd_attrs if n.startswith("_") or n in FRAMES or n in ONE_BY_ONE), None)
         return Use(f"uses {bad}", line) if bad else None
-    named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return Use(f"uses {named}", line) if named in FRAMES | ATTRIBUTES else None
+    if isinstance(node, ast.Attribute) and node.attr in FRAMES | ATTRIBUTES:
+        return Use(f"uses {node.attr}", line)
+    return Use(f"uses {node.id}", line) if isinstance(node, ast.Name) and node.id in BOUND else None
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

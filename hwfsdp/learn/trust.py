@@ -42,6 +42,11 @@ def is_trusted(code: types.CodeType) -> bool:
     return code.co_filename.startswith(ROOTS)
 
 
+def is_package(code: types.CodeType) -> bool:
+    """Whether it was written in a file of the package."""
+    return code.co_filename.startswith(ROOTS[3:5])
+
+
 def digging(
     event: str,
     args: tuple[Any, ...],
