@@ -1,8 +1,9 @@
 """What a learner's code reaches for that it may not, seen from inside the rank: so that it is named, and counts nothing.
 
-Three looks, none of which a right answer comes near:
+Four looks, none of which a right answer comes near:
 
     audit       files of the course and other programs, opened or started from Python; frames, code and objects of others (`trust`)
+    doors       each attribute that its code reads or sets, with the object in hand, whatever its spelling (`doors`)
     forgotten   functions that the holes were cut out of, and torch's own `fully_shard`, raise if somebody digs them out
     rewired     functions and classes of the package, or of torch.distributed, exchanged for others
 
