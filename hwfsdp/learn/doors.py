@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from hwfsdp.compat import NATIVE_MODULES
 from hwfsdp.learn.overlay import SUBMITTED
 from hwfsdp.learn.rules import (
     ATTRIBUTES,
@@ -51,7 +52,7 @@ from hwfsdp.learn.trust import ROOTS
 
 Refuse = Callable[[str], NoReturn]
 _STREAMS = "hwfsdp.streams"
-_NATIVE = "torch._C._distributed_c10d"  # process groups and works
+_CLOSED = (*CLOSED, *NATIVE_MODULES)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _ANNOTATIONS = ("annotation", "returns")
 _OWN_NAMES = ("__dict__",)  # may be asked of instances, but not of what is told
@@ -148,14 +149,14 @@ class Doors:
                 self._refuse(f"uses {what}")
             if not isinstance(value, types.ModuleType) or _is_torchs(value):
                 return  # spies of a probe, and wrappers of a recording
-            if is_below(home, CLOSED):
+            if is_below(home, _CLOSED):
                 self._refuse(f"uses {what}")
             if self._is_of_others(home):
                 self._refuse(f"uses {what}, which the homework does without")
 
     def _check_module(self, module: types.ModuleType) -> None:
         name = type(module).__getattribute__(module, "__name__")
-        if is_below(name, CLOSED):
+        if is_below(name, _CLOSED):
             self._refuse(f"uses the module {name}")
         if self._is_of_others(name):
             self._refuse(f"uses {name}, which the homework does without")
@@ -171,7 +172,7 @@ class Doors:
             return "" if home.startswith(SUBMITTED) else f"{home}.{value.__qualname__}"
         if isinstance(value, types.ModuleType):
             return "" if value.__name__.startswith(SUBMITTED) else value.__name__
-        if _is_stream(kind) or is_below(str(kind.__module__), (_STREAMS, _NATIVE)):
+        if _is_stream(kind) or is_below(str(kind.__module__), (_STREAMS, NATIVE_MODULES[0])):
             return f"a {kind.__qualname__}"
         return ""
 
@@ -294,7 +295,7 @@ class Doors:
         self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
         """`__import__`, with its arguments' names."""
-        if is_below(name, CLOSED):
+        if is_below(name, _CLOSED):
             self._refuse(f"imports {name}")
         module = __import__(name, globals, locals, fromlist, level)
         for each in fromlist or ():

@@ -17,7 +17,7 @@ MODULES = frozenset(  # doors to frames, memory and code of others, and to what 
     """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
     pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
     cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml
-    torch._C torch.utils._python_dispatch torch._subclasses torch.testing torch.package""".split()
+    torch.utils._python_dispatch torch.testing torch.package""".split()
 )
 FRAMES = frozenset(
     """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
