@@ -147,8 +147,8 @@ class Doors:
             home, what = found.__module__ or "", f"{found.__module__}.{found.__qualname__}"
             if is_below(home, READY_MADE) and found.__name__ not in POLICIES:
                 self._refuse(f"uses {what}")
-            if not isinstance(value, types.ModuleType) or _is_torchs(value):
-                return  # spies of a probe, and wrappers of a recording
+            if not isinstance(value, types.ModuleType) or _may_hold_spies(value, home):
+                return  # of a probe, and wrappers of a recording
             if is_below(home, _CLOSED):
                 self._refuse(f"uses {what}")
             if self._is_of_others(home):
@@ -365,8 +365,10 @@ def _is_stream(kind: type) -> bool:
     )
 
 
-def _is_torchs(module: types.ModuleType) -> bool:
-    return is_below(module.__name__, ("torch",))
+def _may_hold_spies(module: types.ModuleType, home: str) -> bool:
+    """Whether something of this home is in a module of others because the package has put it there: in torch, or in `os`."""
+    name = module.__name__
+    return is_below(name, ("torch",)) or (is_below(home, ("hwfsdp",)) and not is_below(name, ("hwfsdp",)))
 
 
 def _public(module: Any) -> list[str]:

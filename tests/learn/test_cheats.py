@@ -187,7 +187,7 @@ NAMED = {
     "the oracles read": "opens learn/checks/shard_math.py",
     "answers brought along, compiled": "imports marshal",
     "answers brought along, compiled, in a file": "compiled elsewhere",
-    "answers brought along, pickled": "makes code out of bytes",
+    "answers brought along, pickled": "uses _pickle.loads",
     "code under a name of the package": "compiles code under a name that is not its own",
     "the frames of others": "looks into the frames of others",
     "the frames of others, from an exception": "looks into the frames of others",
