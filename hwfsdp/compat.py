@@ -44,6 +44,8 @@ LATE_IMPORT = (
     "torch._dynamo"  # the first DTensor or optimizer of a process imports it, which takes half a second
 )
 
+NATIVE_MODULES = ("torch._C", "torch._subclasses")  # whose parts can switch off what watches operators
+
 
 def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup | None, async_op: bool

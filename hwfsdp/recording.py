@@ -130,7 +130,7 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
         instruments.enter_context(_watch_works(recorder))
         instruments.enter_context(_watch_storages(recorder))
         instruments.enter_context(_watch_optimizers(recorder, ledger))
-        instruments.callback(events.activate, None)
+        instruments.callback(lambda: events.activate(None))
         recorder.origin = recorder.mark("compute")
         events.activate(recorder)
         try:
@@ -201,6 +201,9 @@ def _watch_collectives() -> Iterator[None]:
     But for those of batches: torch tells sends from receives by comparing an operation's function, which may be older
     than the recording, with the name in its own module.
     """
+    if isinstance(dist.all_reduce, _WatchedFunction):  # `watch_from_now_on`
+        yield
+        return
     with ExitStack() as patches:
         for name, collective in _WATCHED.items():
             if hasattr(dist, name):
@@ -213,6 +216,11 @@ def _watch_collectives() -> Iterator[None]:
         patches.enter_context(replaced(distributed_c10d, "batch_isend_irecv", batch))
         patches.enter_context(replaced(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__)))
         yield
+
+
+def watch_from_now_on() -> None:
+    """Leaves the wrappers in place between recordings, so that who takes a function now, and calls it later, is seen."""
+    _watch_collectives().__enter__()
 
 
 class _WatchedFunction:

@@ -1,8 +1,9 @@
 """What a learner's code reaches for that it may not, seen from inside the rank: so that it is named, and counts nothing.
 
-Three looks, none of which a right answer comes near:
+Four looks, none of which a right answer comes near:
 
     audit       files of the course and other programs, opened or started from Python; frames, code and objects of others (`trust`)
+    doors       each attribute that its code reads or sets, with the object in hand, whatever its spelling (`doors`)
     forgotten   functions that the holes were cut out of, and torch's own `fully_shard`, raise if somebody digs them out
     rewired     functions and classes of the package, or of torch.distributed, exchanged for others
 
@@ -19,25 +20,34 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import distributed_c10d
 
+from hwfsdp.learn.doors import Doors
 from hwfsdp.learn.manifest import Place
 from hwfsdp.learn.overlay import SUBMITTED
-from hwfsdp.learn.trust import FILLER, digging, is_trusted
+from hwfsdp.learn.trust import FILLER, digging, is_package, is_trusted
 
-FOREIGN = tuple(  # what the course is about, ready-made
-    f"torch.distributed.fsdp._fully_shard.{name}"
-    for name in ("_fully_shard", "_fsdp_state", "_fsdp_param_group", "_fsdp_param", "_fsdp_collectives")
+_FSDP = "torch.distributed.fsdp"
+FOREIGN = (  # what the course is about, ready-made
+    *(
+        f"{_FSDP}._fully_shard._{name}"
+        for name in ("fully_shard", "fsdp_init", "fsdp_state", "fsdp_param_group")
+    ),
+    *(f"{_FSDP}._fully_shard._{name}" for name in ("fsdp_param", "fsdp_collectives")),
+    *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
+    *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
-RECORDS = (
-    "ParamModuleInfo",
-    "_get_param_module_infos",
-)  # of torch's own, which say where parameters are registered
+RECORDS = ("ParamModuleInfo", "_get_param_module_infos")  # of torch's own: where parameters are registered
+OWN = tuple(f"hwfsdp.{name}" for name in ("param", "group", "claim", "wrap"))  # the same, of the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _NEAR = 8  # frames
+_SWITCHES = {
+    "hwfsdp.events": ("activate", "paused", "keeping_clock", "use_clock"),
+    "hwfsdp.streams": ("register_backend", "backend"),
+}
 _COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
 
 
@@ -55,8 +65,9 @@ class Guard:
         seen: what was tried, as sentences, the first one first.
     """
 
-    def __init__(self, off_limits: Sequence[str]) -> None:
+    def __init__(self, off_limits: Sequence[str], alone: bool = False) -> None:
         self.seen: list[str] = []
+        self.doors = Doors(self._refuse, alone)
         self._bound: dict[tuple[str, str], Any] = {}
         self._off_limits = tuple(os.path.realpath(path) for path in off_limits)
 
@@ -64,6 +75,7 @@ class Guard:
         """From now on. An audit hook lasts as long as the process."""
         self._bound = dict(_bindings())
         pid, off_limits, seen = os.getpid(), self._off_limits, self.seen
+        came_in = self.doors.came_in
 
         looking: set[int] = set()  # threads that are here: to ask for a frame is an event, too
         thread, frame_of = threading.get_ident, sys._getframe
@@ -74,7 +86,8 @@ class Guard:
                 return
             looking.add(here)
             try:
-                tried = _tried(event, args, pid, off_limits) or digging(event, args, frame_of(1))
+                caller = frame_of(1)
+                tried = _tried(event, args, pid, off_limits) or digging(event, args, caller, came_in)
             finally:
                 looking.discard(here)
             if tried is not None:
@@ -82,7 +95,13 @@ class Guard:
                 raise Blocked(tried)
 
         _guard_groups(seen)
+        _guard_instruments(seen)
+        self.doors.close()
         sys.addaudithook(look)
+
+    def _refuse(self, tried: str) -> NoReturn:
+        self.seen.append(tried)
+        raise Blocked(tried)
 
     def finish(self) -> list[str]:
         """What was tried up to now, and what was exchanged for something that is neither Python's, nor torch's, nor ours."""
@@ -183,18 +202,44 @@ def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
 def _guard_groups(seen: list[str]) -> None:
     """A process group's own collectives, which no instrument sees, can be called by torch and the package only."""
     for kind in (distributed_c10d.ProcessGroup, distributed_c10d.Backend):
-        for name in dir(kind):
-            method = getattr(kind, name)
-            if name.lstrip("_").startswith(_COLLECTIVES) and callable(method):
-                setattr(kind, name, _for_the_package(method, name, seen))
+        for name in collectives_of(kind):
+            words = f"{name} of a process group itself"
+            setattr(kind, name, _for_the_package(getattr(kind, name), words, seen))
 
 
-def _for_the_package(method: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:
-    frame_of, known = sys._getframe, is_trusted
+def _guard_instruments(seen: list[str]) -> None:
+    """What begins, pauses and ends a recording, and says by which clock it is timed, can be called by the package only.
+
+    These are not the modules that this one has imported: the package was loaded again.
+    """
+    loaded: Any
+    for module_name, names in _SWITCHES.items():
+        loaded = importlib.import_module(module_name)
+        for name in names:
+            setattr(loaded, name, _for_the_package(getattr(loaded, name), name, seen, is_package))
+    loaded = importlib.import_module("hwfsdp.streams").StreamSet
+    loaded.__init__ = _for_the_package(loaded.__init__, "StreamSet", seen, is_package)
+    loaded = importlib.import_module("hwfsdp.recording")
+    loaded.watch_from_now_on()
+
+
+def collectives_of(kind: type) -> list[str]:
+    """Names of the methods of a process group that communicate."""
+    names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
+    return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
+
+
+def _for_the_package(
+    method: Callable[..., Any],
+    name: str,
+    seen: list[str],
+    known: Callable[[types.CodeType], bool] = is_trusted,
+) -> Callable[..., Any]:
+    frame_of = sys._getframe
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not known(frame_of(1).f_code):
-            seen.append(f"calls {name} of a process group itself, which no instrument sees")
+            seen.append(f"calls {name}, past what is timed and seen")
             raise Blocked(seen[-1])
         return method(*args, **kwargs)
 
@@ -209,17 +254,22 @@ def forget(places: Iterable[Place]) -> None:
     for place in places:
         if place.module in sys.modules:
             _blank_at(vars(sys.modules[place.module]), place.name, "the package's own")
-    for name in FOREIGN:
-        _blank_module(importlib.import_module(name))  # now: later, nobody can read them
+    forget_modules(FOREIGN, "torch's own")
 
 
-def _blank_module(module: types.ModuleType) -> None:
+def forget_modules(names: Iterable[str], whose: str) -> None:
+    """The same for all functions of these modules, which are loaded now: later, nobody can read them."""
+    for name in names:
+        _blank_module(importlib.import_module(name), whose)
+
+
+def _blank_module(module: types.ModuleType, whose: str) -> None:
     """All functions and methods that a module defines, but for records."""
     for name, value in list(vars(module).items()):
         if getattr(value, "__module__", None) == module.__name__ and name not in RECORDS:
             inner = [f"{name}.{each}" for each in vars(value)] if type(value) is type else []
             for each in inner or [name]:
-                _blank_at(vars(module), each, "torch's own")
+                _blank_at(vars(module), each, whose)
 
 
 def _blank_at(names: Mapping[str, Any], name: str, whose: str) -> None:

@@ -1,49 +1,71 @@
 """What no answer needs, found in its text before anything of it runs: doors to the frames, the memory and the code of others.
 
-The guard sees these doors used (`trust`), but not all of them: a signal's handler is handed a frame, and nobody is told. A submission that
-names one in plain words is not run. One that hides the words still meets the guard.
+A submission that names one of these doors, or an instrument, in plain words is not run. One that hides the words meets the same rules
+when it uses what it has put together (`doors`), and the guard.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.learn.verdict import Finding
 
-MODULES = {
-    *(
-        "ctypes",
-        "_ctypes",
-        "gc",
-        "inspect",
-        "marshal",
-        "signal",
-        "_signal",
-        "subprocess",
-        "_posixsubprocess",
-        "opcode",
+MODULES = frozenset(  # doors to frames, memory and code of others, and to what has a name that is put together
+    """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
+    pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
+    cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml
+    torch.utils._python_dispatch torch.testing torch.package""".split()
+)
+FRAMES = frozenset(
+    """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
+    cr_frame ag_frame settrace setprofile settrace_all_threads setprofile_all_threads""".split()
+)
+BOUND = frozenset(
+    ["__builtins__", "__match_args__"]
+)  # names that mean something to Python, as variables, too
+ATTRIBUTES = BOUND | frozenset(
+    """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
+    get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
+    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__
+    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, past its functions
+)
+NAMES = {  # closed by themselves, in modules that are open
+    "builtins": (
+        *(
+            "getattr",
+            "setattr",
+            "delattr",
+            "vars",
+            "globals",
+            "locals",
+            "exec",
+            "eval",
+            "compile",
+            "__import__",
+        ),
     ),
-    *(
-        "faulthandler",
-        "tracemalloc",
-        "mmap",
-        "pickletools",
-        "_testcapi",
-        "_testinternalcapi",
-        "_thread",
-        "code",
-        "codeop",
-    ),
+    "importlib": ("reload",),
+    "sys": ("modules", "meta_path", "path_hooks", "path_importer_cache", "breakpointhook"),
+    "operator": ("attrgetter", "methodcaller"),
+    "string": ("Formatter",),
+    "typing": ("get_type_hints", "ForwardRef"),
+    "threading": ("Thread", "Timer"),
+    "hwfsdp.streams": ("register_backend", "backend", "_backends"),
+    "hwfsdp.compat": ("unseen_by_modes", "fake_tensors", "fake_process_group", "around_shape_propagation"),
 }
-ATTRIBUTES = {
-    *("_getframe", "_current_frames", "_current_exceptions", "settrace", "setprofile", "addaudithook"),
-    *("f_back", "f_globals", "f_locals", "f_builtins", "tb_frame", "gi_frame", "cr_frame", "ag_frame"),
-    *("__globals__", "__builtins__", "__closure__", "cell_contents", "__code__", "co_code", "co_consts"),
-    *("__subclasses__", "CodeType", "FunctionType", "get_objects", "get_referrers", "get_referents"),
-}
-CHECKS = "hwfsdp.learn"
+ONE_BY_ONE = {name for names in NAMES.values() for name in names}
+INSTRUMENTS = (  # what tells what a learner's code did
+    *(f"hwfsdp.{name}" for name in ("events", "eventlog", "recording", "functional", "memory", "history")),
+    *(f"hwfsdp.{name}" for name in ("order", "clocks", "perfetto", "about", "lifetimes", "divergence")),
+    *(f"hwfsdp.{name}" for name in ("virtual", "ranks", "worker", "nursery", "server", "messages")),
+)
+READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
+POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # of torch's, which are arguments
+CLOSED = (*MODULES, *INSTRUMENTS, "hwfsdp.learn")  # cannot be imported
+HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives")
 
 
 class Use(NamedTuple):
@@ -69,19 +91,33 @@ def find_digging(text: str) -> Use | None:
     return min(found, key=lambda use: use.line, default=None)
 
 
+def is_below(name: str, roots: Iterable[str]) -> bool:
+    """Whether a dotted name is one of these, or something in it."""
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
 def _use_of(node: ast.AST) -> Use | None:
+    line = getattr(node, "lineno", 0)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        bad = next((name for name in _imported(node) if _is_closed(name)), None)
+        return Use(f"imports {bad}", line) if bad else None
+    if isinstance(node, ast.MatchClass):  # looks attributes up, without saying so
+        bad = next((n for n in node.kwd_attrs if n.startswith("_") or n in FRAMES or n in ONE_BY_ONE), None)
+        return Use(f"uses {bad}", line) if bad else None
+    if isinstance(node, ast.Attribute) and node.attr in FRAMES | ATTRIBUTES:
+        return Use(f"uses {node.attr}", line)
+    return Use(f"uses {node.id}", line) if isinstance(node, ast.Name) and node.id in BOUND else None
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What is imported, with its module's name."""
+    names = [alias.name for alias in node.names]
     if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-        bad = [name for name in names if name.partition(".")[0] in MODULES or name.startswith(CHECKS)]
-        return Use(f"imports {bad[0]}", node.lineno) if bad else None
-    if isinstance(node, ast.ImportFrom):
-        module = node.module or ""
-        whole = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        bad = [name for name in whole if name.startswith(CHECKS)]
-        if module.partition(".")[0] in MODULES or bad:
-            return Use(f"imports {bad[0] if bad else module}", node.lineno)
-        bad = [alias.name for alias in node.names if alias.name in ATTRIBUTES]
-        return Use(f"imports {bad[0]}", node.lineno) if bad else None
-    if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
-        return Use(f"uses {node.attr}", node.lineno)
-    return None
+        return names
+    module = node.module or ""
+    return [module, *(f"{module}.{name}" for name in names)]
+
+
+def _is_closed(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return is_below(name, CLOSED) or last in FRAMES | ATTRIBUTES or last in NAMES.get(module, ())

@@ -47,7 +47,7 @@ from hwfsdp.errors import RankError, UsageError
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import COLLECTIVES, Event, Sample
 from hwfsdp.learn.confinement import Confinement, confine, files_of
-from hwfsdp.learn.guard import BLOCKED, Guard, forget
+from hwfsdp.learn.guard import BLOCKED, OWN, Guard, forget, forget_modules
 from hwfsdp.learn.manifest import compiled_body
 from hwfsdp.learn.oracles import keep_only
 from hwfsdp.learn.overlay import Overlay, install
@@ -482,22 +482,25 @@ def _probe_of(order: _Order) -> Probe:
 def _guard_for(learner: _Learner) -> Guard:
     hidden = learner.confinement.hidden if learner.confinement else ()
     texts = [path for module in learner.overlay.modules for path in files_of(module)]
-    return Guard([str(path) for path in (*learner.off_limits, *hidden, *texts)])
+    by_itself = not learner.overlay.modules  # the homework
+    return Guard([str(path) for path in (*learner.off_limits, *hidden, *texts)], by_itself)
 
 
 def _let_in(order: _Order, learner: _Learner, guard: Guard) -> Probe:
     """Loads the probe, forgets all else of the checks, and then loads a learner's functions under the eyes of a guard."""
     overlay, found = learner.overlay, list[Probe]()
-    forget(place for submitted in overlay.submitted for place in submitted.places)
+    forget([place for submitted in overlay.submitted for place in submitted.places])
 
     def close_the_door() -> None:
         found.append(_probe_of(order))
+        if not overlay.modules:
+            forget_modules(OWN, "the package's own")
         keep_only(found[0])
         if learner.confinement is not None:
             learner.confinement.hide_checks(order.folder)
         guard.arm()
 
-    install(overlay, when_loaded=close_the_door)
+    install(overlay, when_loaded=close_the_door, run=guard.doors.run)
     return found[0]
 
 

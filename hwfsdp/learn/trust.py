@@ -15,9 +15,11 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from hwfsdp.learn.manifest import PACKAGE
+from hwfsdp.learn.rules import CLOSED, NAMES, is_below
 
 ROOTS = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(PACKAGE), "<hwfsdp.", "<frozen ")
 FILLER = str(PACKAGE / "bodies.py")  # of a student's edition
@@ -32,6 +34,7 @@ _MEMORY = {"gc.get_objects", "gc.get_referrers", "gc.get_referents"}
 _FRAME_OF = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 _HAND_ON = {"currentframe", "stack", "trace", "walk_stack", "walk_tb", "getouterframes", "getinnerframes"}
 _IMPORTLIB = "<frozen importlib"
+_EVALUATES = ("/typing.py", "/timeit.py", "/runpy.py", "/inspect.py")
 
 
 def is_trusted(code: types.CodeType) -> bool:
@@ -39,11 +42,21 @@ def is_trusted(code: types.CodeType) -> bool:
     return code.co_filename.startswith(ROOTS)
 
 
-def digging(event: str, args: tuple[Any, ...], caller: types.FrameType) -> str | None:
+def is_package(code: types.CodeType) -> bool:
+    """Whether it was written in a file of the package."""
+    return code.co_filename.startswith(ROOTS[3:5])
+
+
+def digging(
+    event: str,
+    args: tuple[Any, ...],
+    caller: types.FrameType,
+    came_in: Callable[[types.CodeType], bool] = lambda code: False,
+) -> str | None:
     """What an audit event means, if it is a door that a learner's code has no business with; None for all others.
 
     Args:
-        caller: the frame that raised the event.
+        caller: the frame that raised the event. came_in: see `doors`.
     """
     direct = not is_trusted(caller.f_code)
     if event == "compile":
@@ -52,7 +65,11 @@ def digging(event: str, args: tuple[Any, ...], caller: types.FrameType) -> str |
             "compiles code under a name that is not its own" if direct and named.startswith(ROOTS) else None
         )
     if event == "exec":
-        return "runs code of others by hand" if direct and is_trusted(args[0]) else None
+        if direct and is_trusted(args[0]):
+            return "runs code of others by hand"
+        return (
+            None if came_in(args[0]) or not _is_unseen(args[0], caller) else "runs code that nobody has seen"
+        )
     if event == "function.__new__":
         return "makes a function of code of others" if direct and is_trusted(args[0]) else None
     if event == "code.__new__":
@@ -60,6 +77,9 @@ def digging(event: str, args: tuple[Any, ...], caller: types.FrameType) -> str |
     if event == "marshal.loads":
         brought = not _is_known_import(caller) and _is_behind(caller, imports=True)
         return "runs code that was compiled elsewhere" if brought else None
+    if event == "pickle.find_class":
+        closed = is_below(args[0], CLOSED) or args[1] in NAMES.get(args[0], ())
+        return f"unpickles {args[0]}.{args[1]}" if closed and _is_behind(caller, imports=True) else None
     if event in _FRAMES:
         return f"looks into the frames of others ({event})" if direct or _handed_on(caller) else None
     if event in _MEMORY:
@@ -69,6 +89,13 @@ def digging(event: str, args: tuple[Any, ...], caller: types.FrameType) -> str |
     if event.startswith("ctypes."):
         return "calls native code by itself (ctypes)" if _is_behind(caller, "/ctypes/") else None
     return None
+
+
+def _is_unseen(code: types.CodeType, caller: types.FrameType) -> bool:
+    """Whether it is from a file that was written just now, or from text in a place where libraries evaluate what they are given."""
+    if is_trusted(code):
+        return False
+    return not code.co_filename.startswith("<") or caller.f_code.co_filename.endswith(_EVALUATES)
 
 
 def _is_behind(frame: types.FrameType | None, through: str = "", imports: bool = False) -> bool:

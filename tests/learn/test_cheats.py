@@ -9,12 +9,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import cloudpickle
 import pytest
 
 from hwfsdp.learn import landlock, privileges
+from hwfsdp.learn.capstone.grading import graded_homework
+from hwfsdp.learn.capstone.homework import solution_path
 from hwfsdp.learn.confinement import limits_in_force
+from hwfsdp.learn.doors import Doors
 from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import descendants, server_pid
@@ -181,21 +185,21 @@ def test_a_cheat_scores_nothing_and_leaves_nothing(
 
 NAMED = {
     "the oracles read": "opens learn/checks/shard_math.py",
-    "answers brought along, compiled": "compiled elsewhere",
+    "answers brought along, compiled": "imports marshal",
     "answers brought along, compiled, in a file": "compiled elsewhere",
-    "answers brought along, pickled": "makes code out of bytes",
+    "answers brought along, pickled": "uses _pickle.loads",
     "code under a name of the package": "compiles code under a name that is not its own",
     "the frames of others": "looks into the frames of others",
     "the frames of others, from an exception": "looks into the frames of others",
-    "the frames of others, handed on": "looks into the frames of others",
-    "native code": "calls native code by itself",
+    "the frames of others, handed on": "imports inspect",
+    "native code": "imports ctypes",
     "the package's text run": "/hwfsdp/sharding.py",
-    "the package's functions dug out": "looks for objects of others",
+    "the package's functions dug out": "imports gc",
     "the solution imported": "opens solutions/",
     "the solution read": "opens solutions/",
-    "the solution read by another program": "starts another program",
-    "the probe exchanged": "exchanges hwfsdp",
-    "code exchanged": "exchanges the code of pack",
+    "the solution read by another program": "imports subprocess",
+    "the probe exchanged": "imports hwfsdp.learn",
+    "code exchanged": "imports hwfsdp.learn",
     "the parent killed": "signal",
     "its group killed": "signal",
     "all processes killed": "signal",
@@ -248,15 +252,189 @@ def ring_reduce_scatter(output, input, group, mean):
 
 def test_a_process_groups_own_collectives_cannot_be_called_past_the_instruments() -> None:
     result = graded(RINGS, COURSE, starter(RINGS) + WHOLE, Options(seed=2))
-    assert result.score == 0 and "allgather of a process group itself" in described(result)
+    assert result.score == 0 and "calls allgather" in described(result)
+
+
+THE_LIBRARYS = """
+
+def ring_all_gather(output, input, group):
+    with HIDDEN:
+        dist.all_gather_into_tensor(output, input.clone(), group=group)
+    pass_around(output.view(dist.get_world_size(group), -1)[0].clone(), group)
+
+
+def ring_reduce_scatter(output, input, group, mean):
+    with HIDDEN:
+        dist.reduce_scatter_tensor(output, input.clone(), group=group)
+    if mean:
+        output.div_(dist.get_world_size(group))
+    pass_around(output.clone(), group)
+
+
+def pass_around(block, group):
+    for _ in range(dist.get_world_size(group) - 1):
+        exchange(block, torch.empty_like(block), group)
+"""
+HIDING = {
+    "in the open": ("from contextlib import nullcontext\n", "nullcontext()", "calls all_gather"),
+    "while the recording is paused": (
+        unseen("from hwfsdp.events import paused\n"),
+        "paused()",
+        "imports hwfsdp.events",
+    ),
+    "while the recording is paused, by a function that a library has found": (
+        "from importlib.metadata import EntryPoint\npaused = EntryPoint('x', 'hwfsdp.events:paused', 'y').load()\n",
+        "paused()",
+        "calls paused",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+def test_a_ring_of_the_librarys_collectives_scores_nothing(how: str) -> None:
+    lines, hidden, told = HIDING[how]
+    text = f"{starter(RINGS)}\n{lines}{THE_LIBRARYS.replace('HIDDEN', hidden)}"
+    result = graded(RINGS, COURSE, text, Options(seed=2))
+    assert result.score == 0 and told in described(result)
+
+
+MAKES_STREAMS = "        self.streams = streams_for(device_type)"
+FASTER = f"""{MAKES_STREAMS}
+        time = getattr(self.streams.all_gather, "_time", None)
+        if time is not None:
+            time.device.flops.clear()
+"""
+
+
+def test_the_homework_cannot_reach_the_clock_that_times_it() -> None:
+    text = solution_path(COURSE).read_text().replace(MAKES_STREAMS, FASTER, 1)
+    result = graded_homework(COURSE, text, Options(seed=2))
+    assert (result.score, result.bonus) == (0, 0) and "looks into a stream (_time)" in described(result)
+
+
+REACHES = {  # in a few words: what is reached for, in all the ways in which it can be spelled
+    "instruments": (
+        "import hwfsdp.collectives as c\nvars(c)['ev' + 'ents']",
+        "import hwfsdp.collectives as c\ngetattr(c, 'ev' + 'ents')",
+        "import hwfsdp.collectives as c\nlist(map(getattr, [c], ['events']))",
+        "import hwfsdp.collectives as c, weakref\nweakref.proxy(c).events",
+        "import hwfsdp.collectives as c, operator\noperator.attrgetter('events.paused')(c)",
+        "import hwfsdp.collectives as c, string\nstring.Formatter().get_field('0.events', (c,), {})",
+        "import hwfsdp.collectives as c\nmatch c:\n    case object(events=found):\n        pass",
+        "import importlib\nimportlib.import_module('hwfsdp.events').paused",
+        "import os\nos.sys.modules['hwfsdp.events']",
+        "__import__('hwfsdp.ev' + 'ents', fromlist=['paused'])",
+        "exec('from hwfsdp.ev' + 'ents import paused', {})",
+        "eval(compile('__import__(\"hwfsdp.events\")', 'x', 'eval'))",
+        "from hwfsdp.streams import streams_for\nstreams_for('cpu').copy.record()._recorder",
+        "from hwfsdp.streams import streams_for\nstreams_for('cpu').copy.clock = None",
+        "from hwfsdp.streams import *",
+        "import pickle",
+        "import unittest.mock",
+    ),
+    "frames": (
+        "__import__('sig' + 'nal')",
+        "import asyncio",
+        "def f():\n    yield\ngetattr(f(), 'gi' + '_frame')",
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    e.__traceback__.tb_frame",
+        "import threading\nthreading.settrace(print)",
+        "import sys\ngetattr(sys, 'setpro' + 'file')(print)",
+        "import logging\nlogging.currentframe().f_back",
+        "def f():\n    pass\ngetattr(f, '__glo' + 'bals__')",
+        "print.__self__",
+    ),
+    "what is ready-made": (
+        "import torch\nvars(torch.distributed)['fsdp']",
+        "import torch\ngetattr(torch.distributed, 'fs' + 'dp').fully_shard",
+        "import torch.nn as nn\nnn.parallel.DistributedDataParallel",
+        "import torch.distributed.checkpoint.state_dict as s\ns.FSDP",
+        "import hwfsdp\nhwfsdp.fully_shard",
+        "import hwfsdp\ngetattr(hwfsdp, 'gr' + 'oup')",
+    ),
+    "what is not its own to change": (
+        "import torch\ntorch.equal = print",
+        "import torch\nsetattr(torch.Tensor, '__eq__', print)",
+        "import torch\ntorch.UntypedStorage.nbytes = print",
+        "import torch\nfor torch.equal in [print]:\n    pass",
+        "import torch\ndel torch.equal",
+        "import random\nobject.__setattr__(random, 'random', print)",
+        "import torch.distributed as dist\ndist.ProcessGroup.allgather = print",
+        "__builtins__ = {}",
+    ),
+}
+
+
+class Refused(Exception):
+    """A learner's code reached for what is not its own."""
+
+
+def refuse(what: str) -> NoReturn:
+    raise Refused(what)
+
+
+@pytest.mark.parametrize("text", [text for texts in REACHES.values() for text in texts])
+def test_what_is_reached_for_is_refused_however_it_is_spelled(text: str) -> None:
+    doors = Doors(refuse, alone=True)
+    doors.close()
+    with pytest.raises(Refused):
+        doors.run(text, "x.py", {"__name__": "submitted_x"})
+
+
+def test_code_of_its_own_does_what_python_does() -> None:
+    doors, names = Doors(refuse), {"__name__": "__main__"}
+    doors.close()
+    doors.run(ORDINARY, "x.py", names)
+    expected: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(ORDINARY, "x.py", "exec"), expected)
+    assert names["found"] == expected["found"]
+
+
+ORDINARY = """
+import functools, math, operator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+class Base:
+    def __init__(self):
+        self.__hidden, self.total = 3, 1
+    def hidden(self):
+        return self.__hidden
+
+class Inner(Base):
+    def __init__(self):
+        super().__init__()
+        self.total += math.prod((2, 3))
+        setattr(self, "extra", getattr(self, "missing", 5))
+    @property
+    def both(self):
+        return super().hidden() + self.total
+
+@dataclass
+class Pair:
+    left: int
+    right: int = 2
+
+class Named(NamedTuple):
+    size: int
+
+scope = {"a": 2}
+exec("b = a + 1", scope)
+inner = Inner()
+for inner.last in range(3):
+    pass
+found = [inner.both, inner.extra, inner.last, Pair(1).right, Named(4).size, functools.reduce(operator.mul, [2, 3])]
+found += [scope["b"], eval("1 + 2"), [vars(inner)[n] for n in ("total", "extra")], "found" in globals()]
+del inner.last
+found.append(hasattr(inner, "last"))
+"""
 
 
 @LINUX
 def test_a_submission_has_no_memory_that_outlives_it() -> None:
     lines = (
-        "import mmap, os\n"
+        "import os\n"
         "try:\n    open('/dev/shm/hwfsdp-was-here', 'w'); print('shared memory')\nexcept OSError:\n    pass\n"
-        "try:\n    mmap.mmap(-1, 16 << 30); print('16 GiB')\nexcept OSError:\n    pass\n"
+        "try:\n    bytearray(16 << 30); print('16 GiB')\nexcept MemoryError:\n    pass\n"
         "print('looked')\n"
     )
     result = graded(MATH, COURSE, at_import(lines, solution(MATH)), Options(seed=2))
@@ -319,7 +497,7 @@ class FSDPState:
 def test_torchs_own_fully_shard_is_not_there_to_be_called() -> None:
     result = graded(FORWARD, COURSE, TORCHS, Options(seed=2))
     assert result.score == 0
-    assert "torch's own" in described(result)
+    assert "uses torch.distributed.fsdp.fully_shard" in described(result)
 
 
 WRITES = {

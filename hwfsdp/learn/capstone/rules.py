@@ -72,10 +72,10 @@ def check_rules(source: Source) -> None:
         if lacking := [a for a in arguments if a not in given and "*" not in given]:
             message = f"{name}: {function} has no argument {lacking[0]!r}."
             raise Finding("wrong-signature", message, ", ".join(arguments), ", ".join(given))
-    rules.check_rules(name, source.text)
     if use := next(forbidden_uses(tree), None):
         message = f"{name}, line {use.line}: {use.what}."
         raise Finding("not-alone", message, " and ".join(ALLOWED), use.what)
+    rules.check_rules(name, source.text)
 
 
 def _arguments(node: holes.Function) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hwfsdp import ring
 from hwfsdp.events import COLLECTIVES
+from hwfsdp.learn.guard import collectives_of
 from hwfsdp.learn.run import Ranks, Report, Run
 from hwfsdp.learn.verdict import Check, Finding
 from hwfsdp.recording import record
@@ -28,6 +29,8 @@ WORLD_SIZE = (
 GUARD = 3  # elements before and after a tensor that are not its own
 CASES = ((torch.float32, 5), (torch.int64, 3), (torch.bfloat16, 1), (torch.float64, 64))  # dtype, n
 FLOATING = [number for number, (dtype, _) in enumerate(CASES) if dtype.is_floating_point]
+GATHERS = ("gather", "gather in place", "gather in rings")  # what the probe reports of them
+REDUCTIONS = ("weights of sum", "sum", "weights of mean", "mean", "reduce in rings")
 # Of some of the ranks. Each rank is in one of the first two, and in one of the others.
 RINGS = ((0, 2), (1, 3), (0, 2, 3), (1,))
 
@@ -51,22 +54,29 @@ def shares(seed: int, number: int, world_size: int) -> Tensor:
 
 
 @contextmanager
-def watch_wire() -> Iterator[list[list[Any]]]:
-    """What this rank sends and receives, by whatever function: ["send" or "recv", peer in the group, bytes] of each."""
-    moves: list[list[Any]] = []
-    originals = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv")}
+def watch_wire() -> Iterator[tuple[list[list[Any]], list[str]]]:
+    """What this rank sends and receives, by whatever function: ["send" or "recv", peer in the group, bytes] of each.
+
+    Also names of what it does with process groups besides, whether or not a recording sees that.
+    """
+    moves, others = list[list[Any]](), list[str]()
+    originals = {name: getattr(dist.ProcessGroup, name) for name in collectives_of(dist.ProcessGroup)}
 
     def watched(name: str) -> Any:
         def move(group: Any, tensors: Sequence[Tensor], peer: int, *rest: Any) -> Any:
             moves.append([name, int(peer), sum(t.numel() * t.element_size() for t in tensors)])
             return originals[name](group, tensors, peer, *rest)
 
-        return move
+        def other(*args: Any, **kwargs: Any) -> Any:
+            others.append(name.lstrip("_"))
+            return originals[name](*args, **kwargs)
+
+        return move if name in ("send", "recv") else other
 
     try:
         for name in originals:
             setattr(dist.ProcessGroup, name, watched(name))
-        yield moves
+        yield moves, others
     finally:
         for name, original in originals.items():
             setattr(dist.ProcessGroup, name, original)
@@ -87,9 +97,9 @@ def _gather(group: Any, seed: int, number: int, in_place: bool = False) -> dict[
         own = output[rank * len(given) : (rank + 1) * len(given)]
         given = own.copy_(given)
     dist.barrier(group)  # nothing of one case meets what is left of another
-    with watch_wire() as moves, record() as log:
+    with watch_wire() as (moves, unlogged), record() as log:
         ring.ring_all_gather(output, given, group)
-    others = [e.op for e in log.select(*COLLECTIVES) if e.op not in ("send", "recv")]
+    others = [e.op for e in log.select(*COLLECTIVES) if e.op not in ("send", "recv")] or unlogged
     return {"memory": memory.clone(), "input": given.clone(), "moves": moves, "others": others}
 
 
@@ -98,9 +108,9 @@ def _reduce(group: Any, whole: Tensor, mean: bool) -> dict[str, Any]:
     given = whole.clone()
     memory, output = guarded(len(whole) // dist.get_world_size(group), whole.dtype)
     dist.barrier(group)  # nothing of one case meets what is left of another
-    with watch_wire() as moves, record() as log:
+    with watch_wire() as (moves, unlogged), record() as log:
         ring.ring_reduce_scatter(output, given, group, mean)
-    others = [e.op for e in log.select(*COLLECTIVES) if e.op not in ("send", "recv")]
+    others = [e.op for e in log.select(*COLLECTIVES) if e.op not in ("send", "recv")] or unlogged
     return {"memory": memory.clone(), "input": given.clone(), "moves": moves, "others": others}
 
 
@@ -165,7 +175,25 @@ def _or_error(observe: Callable[..., dict[str, Any]], *arguments: Any) -> dict[s
 def judge(compare: Callable[[Run, int], None], ranks: Ranks, seed: int) -> None:
     """All ranks in one ring."""
     world_size = WORLD_SIZE if ranks.world_size == 2 else ranks.world_size
-    compare(ranks.run(probe, world_size, seed=seed), seed)
+    run = ranks.run(probe, world_size, seed=seed)
+    refuse_other_collectives(run)
+    compare(run, seed)
+
+
+def refuse_other_collectives(run: Run) -> None:
+    """No check passes that owes its result to a collective of somebody else's; what a rank did not come to report calls none."""
+    for place, report in zip(world(run), run.reports, strict=True):
+        for what, keys in (("All-gather", GATHERS), ("Reduce-scatter", REDUCTIONS)):
+            for result in (result for key in keys for result in listed_results(report.get(key, ()))):
+                if result["others"]:
+                    called = ", ".join(result["others"])
+                    message = f"{what} {place.words}: calls {called}."
+                    raise Finding("not-a-ring", message, "send and recv", result["others"])
+
+
+def listed_results(found: Any) -> list[dict[str, Any]]:
+    """What `_gather` or `_reduce` returned, once or several times, without what is told of an exception."""
+    return [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, dict)]
 
 
 class Place(NamedTuple):
@@ -358,10 +386,8 @@ def judge_traffic(run: Run, seed: int) -> None:
 
 def compare_moves(what: str, result: dict[str, Any], place: Place, block: int) -> None:
     """Raises a Finding unless a rank of all exchanged W - 1 blocks of `block` bytes with its neighbors."""
-    moves, others, world_size = result["moves"], result["others"], place.world_size
+    moves, world_size = result["moves"], place.world_size
     where = f"{what} {place.words}:"
-    if others:
-        raise Finding("not-a-ring", f"{where} calls {', '.join(others)}.", "send and recv", others)
     right, left = (place.rank + 1) % world_size, (place.rank - 1) % world_size
     for op, neighbour, other, way in (("send", right, left, "to"), ("recv", left, right, "from")):
         peers = sorted({peer for name, peer, _ in moves if name == op})
@@ -423,6 +449,7 @@ def compare_in_place(
 def judge_rings(ranks: Ranks, seed: int) -> None:
     """Rings of one, two and three of four ranks, however many are asked for; first, again, all of these."""
     run = ranks.run(probe, WORLD_SIZE, seed=seed)
+    refuse_other_collectives(run)
     for again in (judge_gather, judge_sum, judge_mean):
         again(run, seed)
     for rank, found in enumerate(run["gather in rings"]):
