@@ -246,6 +246,8 @@ class Doors:
             **{"getattr": look_up, "setattr": set_to, "delattr": delete, "vars": names_of},
             **{"globals": all_names, "locals": local_names, "__import__": self._import},
             **{self._look: self.look, self._touch: self.touch},
+            # looked up at each call: a probe exchanges it for that of another process
+            "hash": lambda value, /: builtins.hash(value),
         }
 
     def _by_text(self) -> dict[str, Any]:
