@@ -115,7 +115,7 @@ def test_its_tests_grade_the_students_own_files(edition: Path) -> None:
     failed = [line for line in lines if line.startswith("FAILED")]
     assert failed and all("[02." in line for line in failed)
     assert f"{rings.hole_names[-1]} is called, and still a TODO." in lines
-    assert "not started" in next(line for line in lines if line.startswith("SKIPPED"))
+    assert any("not started" in line for line in lines if line.startswith("SKIPPED"))
 
 
 # 05 and one that loads modules with holes while it is checked
@@ -159,7 +159,7 @@ from hwfsdp"""
 def test_the_compiled_bodies_of_an_exercise_cannot_be_had_while_it_is_checked(edition: Path) -> None:
     with written(edition, FORWARD, solution(FORWARD).replace("\nfrom hwfsdp", DIG, 1)):
         found = run(edition, "-m", "hwfsdp", "check", "5")
-    assert "blocked" in found.stdout and "names ('NotImplementedError',)" in found.stdout
+    assert "blocked" in found.stdout and "uses __wrapped__" in found.stdout
 
 
 BRING = """
