@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 from torch.distributed import _state_dict_utils as torch_dicts
 from torch.distributed.checkpoint import _traverse as torch_traverse
 from torch.distributed.tensor import _utils as torch_layout
@@ -87,7 +88,7 @@ def test_functions_have_torchs_parameters(name: str) -> None:
 
 def test_there_is_no_method_that_torch_does_not_have() -> None:
     ours = inspect.getmembers(hwfsdp.FSDPModule, inspect.isfunction)
-    assert {name for name, _ in ours if not name.startswith("_")} <= set(METHODS)
+    assert {name for name, _ in ours if not name.startswith("_")} <= {*METHODS, *dir(nn.Module)}
 
 
 def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None:
