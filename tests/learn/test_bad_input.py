@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from hwfsdp import UsageError
 from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.packing import pack
 from hwfsdp.learn.processes import descendants, server_pid
 from hwfsdp.learn.report import Style, shown
 from hwfsdp.learn.run import Probe, Ranks, Run, patience
@@ -117,18 +120,12 @@ SAY = """import os
         except OSError:
             pass"""
 PARTIAL = SAY.replace("SAID", "b'\\0\\0\\1\\0'") + "\n    while True: pass"
-FORGED = (
-    "import importlib, os, pickle, struct\n"
-    "    pack = importlib.import_module('hwfsdp' + '.learn.packing').pack\n"
-    "    data = pickle.dumps(('return', pickle.dumps(pack(FORGERY))))\n    "
-    + SAY.replace("SAID", "struct.pack('!i', len(data)) + data")
-    + "\n    os._exit(0)"
-)
-FORGERIES = {
-    "no report": "{}",
-    "a traceback of numbers": "{'report': {}, 'raised': {'rank': 0, 'kind': 1, 'message': 2, 'frames': 3}}",
-    "frames of numbers": "{'report': {}, 'raised': {'rank': 0, 'kind': '', 'message': '', 'frames': [1]}}",
-    "a list": "[1, 2]",
+FORGED = SAY + "\n    os._exit(0)"
+FORGERIES: dict[str, Any] = {
+    "no report": {},
+    "a traceback of numbers": {"report": {}, "raised": {"rank": 0, "kind": 1, "message": 2, "frames": 3}},
+    "frames of numbers": {"report": {}, "raised": {"rank": 0, "kind": "", "message": "", "frames": [1]}},
+    "a list": [1, 2],
 }
 TOO_DEEP = {"sums": "x = " + "1+" * 20_000 + "1\n", "signs": "x = " + "-" * 50_000 + "1\n"}
 
@@ -145,7 +142,8 @@ def test_half_a_message_does_not_keep_the_grader_waiting() -> None:
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_reports_are_worth_nothing(name: str) -> None:
-    text = with_line(FORGED.replace("FORGERY", FORGERIES[name]))
+    data = pickle.dumps(("return", pickle.dumps(pack(FORGERIES[name]))))
+    text = with_line(FORGED.replace("SAID", repr(struct.pack("!i", len(data)) + data)))
     result = graded(MATH, COURSE, text)
     assert (result.status, result.score) == ("error", 0), result.finding
     assert result.finding is not None and result.finding.misconception in ("left-early", "crashed")
