@@ -346,8 +346,8 @@ class _Marked(ast.NodeTransformer):
     def __init__(self, names: tuple[str, str, str], tree: ast.AST, refuse: Refuse) -> None:
         self._names, self._refuse = names, refuse
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        names = [alias.name for node in imports if node.module == "__future__" for alias in node.names]
-        self._as_text = "annotations" in names
+        future = [alias.name for node in imports if node.module == "__future__" for alias in node.names]
+        self._as_text = "annotations" in future
 
     def visit(self, node: ast.AST) -> Any:
         kept: dict[str, ast.expr] = {}
