@@ -30,8 +30,8 @@ import secrets
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 from hwfsdp.compat import NATIVE_MODULES
 from hwfsdp.learn.overlay import SUBMITTED
@@ -42,6 +42,7 @@ from hwfsdp.learn.rules import (
     FRAMES,
     HOMEWORK_MAY,
     INSTRUMENTS,
+    LOCKS,
     NAMES,
     ONE_BY_ONE,
     POLICIES,
@@ -72,9 +73,8 @@ class Doors:
     def __init__(self, refuse: Refuse, alone: bool = False) -> None:
         self._refuse, self._alone = refuse, alone
         self._came_in: dict[int, types.CodeType] = {}
-        self._look, self._touch = (
-            f"<{secrets.token_hex(8)}>" for _ in range(2)
-        )  # names that nobody can write
+        # names that nobody can write
+        self._look, self._touch, self._hold = (f"<{secrets.token_hex(8)}>" for _ in range(3))
         self._closed: dict[int, str] = {}
         self._passed: dict[tuple[int, str], tuple[Any, Any]] = (
             {}
@@ -108,7 +108,7 @@ class Doors:
             self._check_name(meant, name)
         found = getattr(value, name)
         if isinstance(found, _TOLD) or id(found) in self._closed:
-            self._check_found(meant, found)
+            self._refuse_if(self._closed_as(meant, found))
         if type(value) is types.ModuleType:
             self._passed[id(value), name] = value, found
         return found
@@ -121,10 +121,20 @@ class Doors:
             self._refuse(f"exchanges {what}.{name}")
         return value
 
+    def copy(self, wrapped: Any, wrapper: Any, names: Iterable[str]) -> None:
+        """Attributes of `wrapped`, and all in its `__dict__`, are set of `wrapper` next, which is None if others have made it."""
+        if issubclass(type(wrapped), types.ModuleType):
+            self._refuse("copies the names of a module")
+        self._check_name(wrapped, "__doc__")
+        if wrapper is not None:
+            self.touch(wrapper, "__doc__", True)
+            for name in names:
+                self.look(wrapped, name) if hasattr(wrapped, name) else None
+
     def _check_name(self, value: Any, name: str) -> None:
         if name in FRAMES:
             self._refuse(f"looks into the frames of others ({name})")
-        if name in ATTRIBUTES or (name in _OWN_NAMES and isinstance(value, _TOLD)):
+        if name in ATTRIBUTES or (name in _OWN_NAMES and isinstance(value, _TOLD) and self._not_own(value)):
             self._refuse(f"uses {name}")
         kind = type(value)
         if _is_stream(kind):
@@ -133,33 +143,36 @@ class Doors:
         elif is_below(str(kind.__module__), INSTRUMENTS):
             self._refuse(f"looks into an instrument ({kind.__module__}.{kind.__qualname__})")
         elif isinstance(value, types.ModuleType):
-            self._check_module(value)
+            self._refuse_if(self._closed_module(value))
         elif not issubclass(kind, _TOLD):
             self._plain.add(kind)
 
-    def _check_found(self, value: Any, found: Any) -> None:
-        """`found` is an attribute of `value`."""
-        if id(found) in self._closed:
-            self._refuse(f"uses {self._closed[id(found)]}")
-        if isinstance(found, types.ModuleType):
-            self._check_module(found)
-        elif isinstance(found, _TOLD):
-            home, what = found.__module__ or "", f"{found.__module__}.{found.__qualname__}"
-            if is_below(home, READY_MADE) and found.__name__ not in POLICIES:
-                self._refuse(f"uses {what}")
-            if not isinstance(value, types.ModuleType) or _may_hold_spies(value, home):
-                return  # of a probe, and wrappers of a recording
-            if is_below(home, _CLOSED):
-                self._refuse(f"uses {what}")
-            if self._is_of_others(home):
-                self._refuse(f"uses {what}, which the homework does without")
+    def _refuse_if(self, reason: str) -> None:
+        if reason:
+            self._refuse(reason)
 
-    def _check_module(self, module: types.ModuleType) -> None:
+    def _closed_as(self, value: Any, found: Any) -> str:
+        """Why `found`, an attribute of `value`, is closed; "" if it is open."""
+        if id(found) in self._closed:
+            return f"uses {self._closed[id(found)]}"
+        if isinstance(found, types.ModuleType):
+            return self._closed_module(found)
+        if not isinstance(found, _TOLD):
+            return ""
+        home, what = found.__module__ or "", f"{found.__module__}.{found.__qualname__}"
+        if is_below(home, READY_MADE) and found.__name__ not in POLICIES:
+            return f"uses {what}"
+        if not isinstance(value, types.ModuleType) or _may_hold_spies(value, home):
+            return ""  # of a probe, and wrappers of a recording
+        if is_below(home, _CLOSED) and home != "builtins" and what not in LOCKS:
+            return f"uses {what}"
+        return f"uses {what}, which the homework does without" if self._is_of_others(home) else ""
+
+    def _closed_module(self, module: types.ModuleType) -> str:
         name = type(module).__getattribute__(module, "__name__")
         if is_below(name, _CLOSED):
-            self._refuse(f"uses the module {name}")
-        if self._is_of_others(name):
-            self._refuse(f"uses {name}, which the homework does without")
+            return f"uses the module {name}"
+        return f"uses {name}, which the homework does without" if self._is_of_others(name) else ""
 
     def _is_of_others(self, home: str) -> bool:
         return self._alone and is_below(home, ("hwfsdp",)) and home not in HOMEWORK_MAY
@@ -167,6 +180,8 @@ class Doors:
     def _not_own(self, value: Any) -> str:
         """What something is, if it is not a learner's to change."""
         kind = type(value)
+        if kind is types.FunctionType and self.came_in(value.__code__):
+            return ""  # whatever it wraps
         if isinstance(value, (type, *_FUNCTIONS)):
             home = value.__module__ or ""
             return "" if home.startswith(SUBMITTED) else f"{home}.{value.__qualname__}"
@@ -183,7 +198,9 @@ class Doors:
             tree: Any = ast.parse(source if isinstance(source, str) else bytes(source), path, mode)
         else:
             tree = source
-        tree = ast.fix_missing_locations(_Marked(self._look, self._touch, tree, self._refuse).visit(tree))
+        tree = ast.fix_missing_locations(
+            _Marked((self._look, self._touch, self._hold), tree, self._refuse).visit(tree)
+        )
         code = compile(tree, path, mode, dont_inherit=True)
         for each in (code, *_codes_in(code)):
             self._came_in[id(each)] = each
@@ -217,17 +234,17 @@ class Doors:
 
         def look_up(value: Any, name: str, default: Any = missing, /) -> Any:
             try:
-                return self.look(value, str(name))
+                return self.look(value, _text(name))
             except AttributeError:
                 if default is missing:
                     raise
                 return default
 
         def set_to(value: Any, name: str, new: Any, /) -> None:
-            setattr(self.touch(value, str(name), True), str(name), new)
+            setattr(self.touch(value, _text(name), True), _text(name), new)
 
         def delete(value: Any, name: str, /) -> None:
-            delattr(self.touch(value, str(name), True), str(name))
+            delattr(self.touch(value, _text(name), True), _text(name))
 
         def names_of(*value: Any) -> Any:
             return self.look(value[0], "__dict__") if value else own_names(frame_of(1))
@@ -245,7 +262,7 @@ class Doors:
         return {
             **{"getattr": look_up, "setattr": set_to, "delattr": delete, "vars": names_of},
             **{"globals": all_names, "locals": local_names, "__import__": self._import},
-            **{self._look: self.look, self._touch: self.touch},
+            **{self._look: self.look, self._touch: self.touch, self._hold: _Held},
             # looked up at each call: a probe exchanges it for that of another process
             "hash": lambda value, /: builtins.hash(value),
         }
@@ -300,6 +317,8 @@ class Doors:
         if is_below(name, _CLOSED):
             self._refuse(f"imports {name}")
         module = __import__(name, globals, locals, fromlist, level)
+        if fromlist and "*" in fromlist and not is_below(module.__name__, ("hwfsdp",)):
+            return self._open_part(module)
         for each in fromlist or ():
             wanted = _public(module) if each == "*" else [each]
             for attribute in wanted:
@@ -307,18 +326,30 @@ class Doors:
                     self.look(module, attribute)
         return module
 
+    def _open_part(self, module: types.ModuleType) -> types.ModuleType:
+        """What `from module import *` brings: all of its names but those that are closed, which nobody has asked for."""
+        self._refuse_if(self._closed_module(module))
+        found = types.ModuleType(module.__name__)
+        for name in _public(module):
+            if name not in _WORDS and not self._closed_as(module, value := getattr(module, name)):
+                setattr(found, name, value)
+        setattr(found, "__all__", [name for name in vars(found) if name in _public(module)])
+        return found
+
 
 class _Marked(ast.NodeTransformer):
     """Each attribute asks first: `value.name` becomes `look(value, "name")`, or `touch(value, "name", sets).name`.
 
-    Annotations that are kept as text, which is made of the tree, stay as they are.
+    Annotations that are kept as text, which is made of the tree, stay as they are. So does the class of a pattern: Python
+    takes only names with dots there, and nobody gets that class. A value in a pattern, which its subject is compared with,
+    has to be an attribute: `case Color.RED` becomes `case hold(look(Color, "RED")).value`.
     """
 
-    def __init__(self, look: str, touch: str, tree: ast.AST, refuse: Refuse) -> None:
-        self._names, self._refuse = (look, touch), refuse
+    def __init__(self, names: tuple[str, str, str], tree: ast.AST, refuse: Refuse) -> None:
+        self._names, self._refuse = names, refuse
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        names = [alias.name for node in imports if node.module == "__future__" for alias in node.names]
-        self._as_text = "annotations" in names
+        future = [alias.name for node in imports if node.module == "__future__" for alias in node.names]
+        self._as_text = "annotations" in future
 
     def visit(self, node: ast.AST) -> Any:
         kept: dict[str, ast.expr] = {}
@@ -338,19 +369,53 @@ class _Marked(ast.NodeTransformer):
             if name.startswith("_") or name in told | _WORDS | ONE_BY_ONE:
                 self._refuse(f"matches {name}")
         if node.patterns and not (isinstance(node.cls, ast.Name) and node.cls.id in vars(builtins)):
-            self._refuse("matches attributes that it does not name")
-        return self.generic_visit(node)
+            self._refuse("matches attributes by their position (name them, as in `case Pair(left=1)`)")
+        node.patterns = [self.visit(each) for each in node.patterns]
+        node.kwd_patterns = [self.visit(each) for each in node.kwd_patterns]
+        return node
+
+    def visit_MatchValue(self, node: ast.MatchValue) -> ast.AST:
+        node.value = self._held(node.value)
+        return node
+
+    def visit_MatchMapping(self, node: ast.MatchMapping) -> ast.AST:
+        node.keys = [self._held(key) for key in node.keys]
+        node.patterns = [self.visit(each) for each in node.patterns]
+        return node
+
+    def _held(self, value: ast.expr) -> ast.expr:
+        """A value of a pattern; names with dots are looked up first."""
+        if not isinstance(value, ast.Attribute):
+            return value
+        held = ast.Call(ast.Name(self._names[2], ast.Load()), [self.visit(value)], [])
+        return ast.copy_location(ast.Attribute(held, "value", ast.Load()), value)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
-        look, touch = (ast.Name(name, ast.Load()) for name in self._names)
+        look, touch = (ast.Name(name, ast.Load()) for name in self._names[:2])
         name, reads = ast.Constant(node.attr), isinstance(node.ctx, ast.Load)
         mangled = node.attr.startswith("__") and not node.attr.endswith("__")
         if reads and not mangled:
-            return ast.copy_location(ast.Call(look, [node.value, name], []), node)
+            found = ast.copy_location(ast.Call(look, [node.value, name], []), node)
+            if (last := node.end_lineno) and last > node.lineno:  # the line that has the name, as Python says
+                found.lineno, found.col_offset = last, (node.end_col_offset or 0) - len(node.attr.encode())
+            return found
         asked = ast.Call(touch, [node.value, name, ast.Constant(not reads)], [])
         node.value = ast.copy_location(asked, node.value)
         return node
+
+
+class _Held(NamedTuple):
+    """A value in a pattern."""
+
+    value: Any
+
+
+def _text(name: Any) -> str:
+    """The name of an attribute, once and for all."""
+    if not issubclass(type(name), str):
+        raise TypeError(f"attribute name must be string, not '{type(name).__name__}'")
+    return str(name)
 
 
 def _meant(value: Any) -> Any:

@@ -16,7 +16,7 @@ from hwfsdp.learn.verdict import Finding
 MODULES = frozenset(  # doors to frames, memory and code of others, and to what has a name that is put together
     """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
     pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
-    cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml
+    cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
     torch.utils._python_dispatch torch.testing torch.package""".split()
 )
 FRAMES = frozenset(
@@ -45,6 +45,7 @@ NAMES = {  # closed by themselves, in modules that are open
             "eval",
             "compile",
             "__import__",
+            "breakpoint",
         ),
     ),
     "importlib": ("reload",),
@@ -57,6 +58,9 @@ NAMES = {  # closed by themselves, in modules that are open
     "hwfsdp.compat": ("unseen_by_modes", "fake_tensors", "fake_process_group", "around_shape_propagation"),
 }
 ONE_BY_ONE = {name for names in NAMES.values() for name in names}
+LOCKS = frozenset(
+    f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident")
+)  # open
 INSTRUMENTS = (  # what tells what a learner's code did
     *(f"hwfsdp.{name}" for name in ("events", "eventlog", "recording", "functional", "memory", "history")),
     *(f"hwfsdp.{name}" for name in ("order", "clocks", "perfetto", "about", "lifetimes", "divergence")),

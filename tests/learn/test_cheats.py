@@ -285,7 +285,7 @@ HIDING = {
     "while the recording is paused, by a function that a library has found": (
         "from importlib.metadata import EntryPoint\npaused = EntryPoint('x', 'hwfsdp.events:paused', 'y').load()\n",
         "paused()",
-        "calls paused",
+        "imports importlib.metadata",
     ),
 }
 
@@ -306,12 +306,21 @@ FASTER = f"""{MAKES_STREAMS}
 """
 
 
-def test_the_homework_cannot_reach_the_clock_that_times_it() -> None:
-    text = solution_path(COURSE).read_text()
-    assert MAKES_STREAMS in text
-    text = text.replace(MAKES_STREAMS, FASTER, 1)
-    result = graded_homework(COURSE, text, Options(seed=2))
-    assert (result.score, result.bonus) == (0, 0) and "looks into a stream (_time)" in described(result)
+COPIED = f"""{MAKES_STREAMS}
+        import functools
+        box = functools.update_wrapper(type("Box", (), {{}})(), streams.all_gather, ())
+        time = getattr(box, "_time", None)
+        if time is not None:
+            functools.update_wrapper(box, time, ())
+            functools.update_wrapper(box, box.device, ()).flops.clear()
+"""
+
+
+@pytest.mark.parametrize("lines, told", [(FASTER, "_time"), (COPIED, "__doc__")], ids=["asked", "copied"])
+def test_the_homework_cannot_reach_the_clock_that_times_it(lines: str, told: str) -> None:
+    before, after = solution_path(COURSE).read_text().split(MAKES_STREAMS)
+    result = graded_homework(COURSE, before + lines + after, Options(seed=2))
+    assert (result.score, result.bonus) == (0, 0) and f"looks into a stream ({told})" in described(result)
 
 
 REACHES = {  # in a few words: what is reached for, in all the ways in which it can be spelled
@@ -383,18 +392,19 @@ def test_what_is_reached_for_is_refused_however_it_is_spelled(text: str) -> None
 
 
 def test_code_of_its_own_does_what_python_does() -> None:
-    doors, names = Doors(refuse), {"__name__": "__main__"}
+    doors, names = Doors(refuse), {"__name__": "submitted_x"}
     doors.close()
     doors.run(ORDINARY, "x.py", names)
-    expected: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(ORDINARY, "x.py", "exec"), expected)
+    expected: dict[str, object] = {"__name__": "submitted_x"}
+    exec(compile(ORDINARY, "x.py", "exec", dont_inherit=True), expected)
     assert names["found"] == expected["found"]
 
 
 ORDINARY = """
-import functools, math, operator
+import collections, enum, functools, math, operator, threading, traceback
 from dataclasses import dataclass
-from typing import NamedTuple
+from os import *
+from typing import *
 
 class Base:
     def __init__(self):
@@ -424,7 +434,51 @@ exec("b = a + 1", scope)
 inner = Inner()
 for inner.last in range(3):
     pass
-found = [inner.both, inner.extra, inner.last, Pair(1).right, Named(4).size, functools.reduce(operator.mul, [2, 3])]
+class Color(enum.Enum):
+    RED, BLUE = 1, 2
+
+class Sum:
+    total, calls = 0, 0
+
+def one(self):
+    self.calls += 1
+    return self
+
+def described(value):
+    match value:
+        case Color.RED | math.pi:
+            return "a value with a dot"
+        case collections.OrderedDict():
+            return "a class with a dot"
+        case {Color.BLUE: inner}:
+            return inner
+        case Pair(left=1, right=size):
+            return size
+
+def line_of(text):
+    try:
+        exec(text)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        return str(error), [frame.lineno for frame in frames if frame.filename == "<string>"]
+
+def counted(function):
+    @functools.wraps(function)
+    def inner(*args):
+        inner.calls += 1
+        return function(*args)
+    inner.calls = 0
+    return inner
+
+total = Sum()
+one(total).total += 2
+root = counted(math.sqrt)
+root(4)
+lock = threading.Lock()
+values = [Color.RED, 3.5, math.pi, collections.OrderedDict(), {Color.BLUE: 5}, Pair(1)]
+found = [[described(value) for value in values], vars(total), "total" in vars(Sum), List[int], sep, root.calls, lock.locked()]
+found += [line_of("x = (1\\n  .real\\n  .nope)"), line_of("getattr(1, 2)"), line_of("setattr(one, 2, 3)")]
+found += [inner.both, inner.extra, inner.last, Pair(1).right, Named(4).size, functools.reduce(operator.mul, [2, 3])]
 found += [scope["b"], eval("1 + 2"), [vars(inner)[n] for n in ("total", "extra")], "found" in globals()]
 del inner.last
 found.append(hasattr(inner, "last"))
