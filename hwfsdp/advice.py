@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -29,9 +30,9 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → claims 
 _warned: WeakSet[Optimizer] = WeakSet()
 _unsynchronized: WeakSet[Any] = WeakSet()
 _claims = 0
-optimizer_steps = (
-    0  # begun and ended: whatever was gathered before the last one holds other values than the shards
-)
+# Begun and ended, of optimizers that hold DTensors: what was gathered before the last one is not what the shards hold now.
+# Others do not count: a rank may have one of its own, and all ranks have to gather again at the same time.
+optimizer_steps = 0
 
 
 def mark_claimed(param: Tensor, fqn: str) -> None:
@@ -59,9 +60,10 @@ def note_unsynchronized(group: Any, unsynchronized: bool) -> None:
         _unsynchronized.discard(group)
 
 
-def _count_step(*_: Any) -> None:
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
     global optimizer_steps
-    optimizer_steps += 1
+    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        optimizer_steps += 1
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -190,6 +190,16 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def calls_in_progress(modules: Sequence[nn.Module]) -> int:
+    """How many calls of the modules, or of methods that stand for one, this thread is in the middle of."""
+    calls, frame = 0, sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code.co_name in ("_call_impl", "call_as_forward"):  # a compiled one has the same name
+            calls += any(frame.f_locals.get("self") is module for module in modules)
+        frame = frame.f_back
+    return calls
+
+
 def in_transforms() -> bool:
     """Whether a `torch.func` transform, such as `grad` or `vmap`, is running."""
     return bool(torch._C._are_functorch_transforms_active())

@@ -20,9 +20,10 @@ Note [Partial gradients]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ class FSDPCommContext:
         streams: see `streams.StreamSet`.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         max_reductions: reductions in flight; each holds a buffer of one group's gradients.
+        callbacks: what the backward in progress will call at its end, for each root or part of a model that it came to.
         _copied_out: a gather whose flat buffer is kept for the copy-out that reads it, and an event on the compute stream
             after that; None if none is kept. At most one is.
         _reducing: reductions in flight, the oldest first; a reduction's input is kept as long as it is here.
@@ -68,6 +70,7 @@ class FSDPCommContext:
         self.streams = streams_for(device_type)
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
+        self.callbacks: dict[Any, ref[Callable[[], None]]] = {}
         self._reducing: deque[Reducing] = deque()
         self._reduced: list[Reducing] = []
         self._copied_out: tuple[Gathered, StreamEvent] | None = None
@@ -79,6 +82,11 @@ class FSDPCommContext:
     @property
     def reduce_scatter_stream(self) -> Stream:
         return self.streams.reduce_scatter
+
+    @property
+    def backward_broke(self) -> bool:
+        """Whether a backward ended without calling what it was to call."""
+        return any(callback() is None for callback in self.callbacks.values())
 
     @property
     def is_full(self) -> bool:

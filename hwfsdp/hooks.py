@@ -38,8 +38,9 @@ Note [What an exception leaves]
     optimizer step: an iteration that begins after one frees all that was gathered before. Second, `break_off` ends
     whatever is unfinished. For a forward, the outermost module's hook calls it, since torch calls that hook after an
     exception, too; or the next forward does, after a KeyboardInterrupt. For a backward, only autograd holds what it is to
-    call at the end (`RootContext.callbacks` refers to it weakly): gone without a call, the backward was broken off, and
-    whoever comes next finds out. A forward inside a backward ends nothing: checkpointing stops it by an exception.
+    call at the end (`FSDPCommContext.callbacks` refers to it weakly): gone without a call, the backward was broken off, and
+    whoever comes next finds out, for all models that share the context. A forward inside a backward ends nothing:
+    checkpointing stops it by an exception.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ from hwfsdp.watch import WatchedOutputs, watch_inputs
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+Callback = tuple["RootContext", "FSDPState | None"]  # None: that of the root itself
 
 
 class Phase(Enum):
@@ -87,7 +89,6 @@ class RootContext:
         post_optim_event: what the next iteration's gathers wait for, if the user said so.
         steps: of optimizers, when what is whole now was gathered (Note [What an exception leaves]).
         handled: the id of the exception that was being handled when the forward began; one raised since has another.
-        callbacks: what the backward in progress will call at its end: for a part called by itself, and (None) for the root.
         is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
         backwards: how many are over.
     """
@@ -99,18 +100,12 @@ class RootContext:
         self.guessed: list[ParamGroup] = []
         self.post_optim_event: torch.Event | None = None
         self.steps, self.handled = advice.optimizer_steps, 0
-        self.callbacks: dict[FSDPState | None, ref[Callable[[], None]]] = {}
         self.is_last_backward = True
         self.backwards = 0
 
     @property
     def groups(self) -> list[ParamGroup]:
         return [group for state in self.states for group in state.groups]
-
-    @property
-    def backward_broke(self) -> bool:
-        """Whether a backward ended without calling what it was to call."""
-        return any(callback() is None for callback in self.callbacks.values())
 
 
 class FSDPState:
@@ -263,7 +258,7 @@ class FSDPState:
             self.break_off()
         first = self.phase not in (Phase.PRE_BACKWARD, Phase.FORWARD)
         if first:
-            if self.root.forward_root is None or self.is_stale():
+            if self.root.forward_root is None or (self.is_stale() and not self.is_inside_forward()):
                 with compat.profiler_range("root_pre_forward"):
                     args, kwargs = self.begin_iteration(args, kwargs)
             self.phase, self.to_run = Phase.FORWARD, set(self.modules)
@@ -298,9 +293,18 @@ class FSDPState:
     def is_left_over(self) -> bool:
         """Whether the phase, which is not IDLE, is that of a forward or backward that an exception ended."""
         if compat.in_backward():
-            return self.root.backward_broke
+            return self.comm_ctx.backward_broke
         entered_again = self.phase is Phase.FORWARD and (self.parent is None or self.is_stale())
-        return bool(self.root.callbacks) or entered_again
+        return bool(self.comm_ctx.callbacks) or (entered_again and not self.is_inside_forward())
+
+    def is_inside_forward(self) -> bool:
+        """Whether the outermost forward, before which this state was entered, is still running.
+
+        One that a KeyboardInterrupt ended is not, although no hook was called. Slow: it looks at the stack. So it is asked
+        only when something is odd: a module calls itself, a method calls the forward, or an optimizer steps in a forward.
+        """
+        outermost = self.root.forward_root
+        return outermost is not None and compat.calls_in_progress(outermost.modules) > (outermost is self)
 
     def is_stale(self) -> bool:
         """Whether an optimizer stepped since the last iteration began; in a backward, it may step for some parameters."""
@@ -381,7 +385,7 @@ class FSDPState:
             for group in self.groups:
                 group.unshard()
                 group.wait_for_unshard()
-            self.queue_callback(self, self.finish_part)
+            self.queue_callback((self.root, self), self.finish_part)
 
         if torch.is_grad_enabled():
             WatchedOutputs(gather, lambda: self.root.backwards).watch(output)
@@ -392,7 +396,7 @@ class FSDPState:
         Gradients that came after post-backward are reduced now. Those of a module whose inputs need no gradient wait
         for the model's own backward; should there be none before the optimizer's step, it warns.
         """
-        self.root.callbacks.pop(self, None)
+        self.comm_ctx.callbacks.pop((self.root, self), None)
         late = any(group.has_late_gradients for group in self.groups)
         if late and self.phase is Phase.POST_BACKWARD:
             self.on_post_backward()
@@ -404,7 +408,7 @@ class FSDPState:
         """The outermost forward begins: shards as the optimizer left them, inputs on the device."""
         if not self.root.states:
             self.become_root()
-        if (self.root.callbacks or self.root.forward_root) and not compat.in_backward():
+        if (self.comm_ctx.callbacks or self.root.forward_root) and not compat.in_backward():
             self.break_off()
         self.free_stale()
         self.root.forward_root, self.root.handled = self, id(sys.exc_info()[1])
@@ -557,17 +561,17 @@ class FSDPState:
 
     def queue_final_callback(self) -> None:
         """Has the root called when this backward has executed its last node."""
-        self.queue_callback(None, self.on_backward_end)
+        self.queue_callback((self.root, None), self.on_backward_end)
 
-    def queue_callback(self, key: FSDPState | None, callback: Callable[[], None]) -> None:
+    def queue_callback(self, key: Callback, callback: Callable[[], None]) -> None:
         """Has `callback` called when this backward is over, once; one before that never came to its end is broken off."""
-        queued = self.root.callbacks.get(key)
+        queued = self.comm_ctx.callbacks.get(key)
         if queued is not None and queued() is not None:
             return
-        if self.root.backward_broke:
+        if self.comm_ctx.backward_broke:
             self.break_off()
         compat.call_after_backward(callback)
-        self.root.callbacks[key] = ref(callback)
+        self.comm_ctx.callbacks[key] = ref(callback)
 
     def finish_backward(self) -> None:
         """When a backward is over: groups left out are finished, what is in flight is waited for.
@@ -585,7 +589,7 @@ class FSDPState:
             for group in state.groups:
                 group.note_accumulated()
         self.comm_ctx.settle()  # gradients are looked at from here on
-        self.root.callbacks.pop(None, None)
+        self.comm_ctx.callbacks.pop((self.root, None), None)
         if not self.root.is_last_backward:
             return
         self.comm_ctx.finish_reductions()
@@ -625,21 +629,27 @@ class FSDPState:
 
         Gathers in flight are left to whoever comes next, who has time to wait for them (`free_stale`).
         """
-        broken, root = bool(self.root.callbacks), self.root
-        states = root.states or [self]
-        if broken:
+        # also of other models on the same wire: their reductions would end here, too, after their zero_grad
+        broken = dict.fromkeys(root for root, _ in self.comm_ctx.callbacks)
+        for root in broken:
             root.backwards += 1
-            finish_broken_backward([group for state in states for group in state.groups], self.comm_ctx)
+        if broken:
+            finish_broken_backward([group for root in broken for group in root.groups], self.comm_ctx)
+        self.comm_ctx.callbacks.clear()
         self.comm_ctx.release_gather_buffer()
-        self.comm_ctx.forget_forwards(keep=0 if broken else root.forwards_before)
-        for state in states:
+        self.comm_ctx.forget_forwards(keep=0 if broken else self.root.forwards_before)
+        for root in {**broken, self.root: None}:
+            self._end_unfinished(root)
+
+    def _end_unfinished(self, root: RootContext) -> None:
+        """`break_off` for the states of one root, this state's or that of another model."""
+        for state in root.states or [self]:
             state.phase, state._backward_span = Phase.IDLE, None
             state.to_run.clear()
             state._forward_spans.clear()
             state.forward_order.forget()
             for group in state.groups:
                 group.reshard()
-        root.callbacks.clear()
         root.forward_root, root.steps = None, -1
 
     @compat.outside_transforms

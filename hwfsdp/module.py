@@ -62,7 +62,7 @@ class FSDPModule:
             async_op: return at once, with a handle; `wait` on it, or the next forward, puts them in place.
         """
         state = self._state()
-        if state.root.backward_broke:
+        if state.comm_ctx.backward_broke:
             state.break_off()
         state.free_stale()
         if state.group and not state.root.states:  # before the first forward, which would check
@@ -361,7 +361,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     state = module._state()
 
     @functools.wraps(method)
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # `compat` knows it by its name
         output = None
         try:
             args, kwargs = state.pre_forward_hook(self, args, kwargs)
@@ -370,7 +370,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             output = state.post_forward_hook(self, args, output)
         return output
 
-    setattr(module, method_name, MethodType(wrapped, module))
+    setattr(module, method_name, MethodType(call_as_forward, module))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hwfsdp import register_fsdp_forward_method
+from hwfsdp import fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 Fault = Callable[..., None]
 
@@ -316,7 +316,7 @@ class Run:
     """A model that has had a step and the gradients of a micro-batch, and what it computed."""
 
     def __init__(self, shard: Callable[..., Any] | None) -> None:
-        self.model, self.loss = build(shard), Loss()
+        self.shard, self.model, self.loss = shard, build(shard), Loss()
         self.shards = dist.get_world_size()
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(self.params, lr=0.1)
@@ -470,6 +470,77 @@ def a_clipped_norm(run: Run) -> None:
     run.update()
 
 
+def a_method_that_calls_the_forward(run: Run) -> None:
+    model = run.model
+
+    def generate(self: Net, x: Tensor) -> Tensor:
+        y = self.head(self.stem(x))
+        return y + self(x * y.mean()) + self(x) + self.head(self.stem(x))
+
+    model.generate = types.MethodType(generate, model)
+    register_fsdp_forward_method(model, "generate")
+    for _ in range(2):
+        with torch.no_grad():
+            run.kept.append(model.generate(torch.ones(4, 8)).clone())
+        run.loss(model.generate(torch.ones(4, 8))).backward()
+        run.step()
+        run.update()
+
+
+def a_model_that_calls_itself(run: Run) -> None:
+    model = run.model
+
+    def recursive(self: Net, x: Tensor, depth: int = 1) -> Tensor:
+        y = Net.forward(self, x)
+        return self(x * y.mean(), depth - 1) + self.head(x) if depth else y
+
+    model.forward = types.MethodType(recursive, model)
+    run.update()
+    run.update()
+
+
+def an_optimizer_inside_the_forward(run: Run) -> None:
+    for sharded in (False, True):
+        other = nn.Linear(4, 4)
+        if sharded and run.shard:
+            fully_shard(other)
+        inner = torch.optim.SGD(other.parameters(), lr=0.1)
+        handle = run.model.blocks[1].register_forward_pre_hook(lambda *_: inner.step(), prepend=True)
+        run.update()
+        run.update()
+        handle.remove()
+
+
+def an_optimizer_on_one_rank(run: Run) -> None:
+    run.step()
+    with torch.no_grad():
+        run.kept.append(run.forward().clone())
+    if dist.get_rank() == 0:
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).step()
+    run.update()
+
+
+def two_models_that_share_the_wire(run: Run) -> None:
+    critic = build(run.shard)
+    if run.shard:
+        share_comm_ctx([run.model, critic])
+
+    def backward() -> None:
+        run.loss(critic(run.model(torch.ones(4, 8)).repeat(1, 2))).backward()
+
+    for _ in range(2):  # the second time both are known to each other
+        with run.broken("at the root's gradient"):
+            backward()
+        critic.zero_grad()
+        run.optimizer.zero_grad()
+        run.update()
+        run.kept += [part(p.grad, run.shards) for p in critic.parameters()]
+        backward()
+        run.kept += [part(p.grad, run.shards) for p in critic.parameters()]
+        critic.zero_grad()
+        run.step()
+
+
 WAYS: list[Callable[[Run], None]] = [
     another_loss_s_backward,
     a_part_that_was_called_by_itself,
@@ -482,6 +553,11 @@ WAYS: list[Callable[[Run], None]] = [
     a_training_inside_a_handler,
     a_hook_on_a_parameter,
     a_clipped_norm,
+    a_method_that_calls_the_forward,
+    a_model_that_calls_itself,
+    an_optimizer_inside_the_forward,
+    an_optimizer_on_one_rank,
+    two_models_that_share_the_wire,
 ]
 
 

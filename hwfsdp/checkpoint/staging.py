@@ -56,6 +56,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -322,6 +323,8 @@ def _parts_of(value: Any) -> Parts:
 def _items_of(value: Any) -> Parts:
     if isinstance(value, Mapping):
         return [((key,), part) for item in value.items() for key, part in zip(item[:1] * 2, item)]
+    if isinstance(value, np.ndarray):
+        return _items_of(value.ravel().tolist()) if value.dtype.hasobject else []
     if isinstance(value, list | tuple | set | frozenset):
         return [((index,), item) for index, item in enumerate(value)]
     return []

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -707,6 +708,12 @@ def config(first: Tensor, second: Tensor) -> Config:
     return made
 
 
+def array(first: Tensor, second: Tensor) -> Any:
+    made = np.empty((2, 1), dtype=object)
+    made[0, 0], made[1, 0] = first, (second,)
+    return made
+
+
 HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
     "slots": (Slots, lambda held: held.both()),
     "a namespace": (lambda a, b: SimpleNamespace(a=a, b=b), lambda held: (held.a, held.b)),
@@ -717,6 +724,7 @@ HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = 
         lambda h: (h["a"][0], h["b"][0]),
     ),
     "a dict's attribute": (config, lambda held: (held["first"], held.second)),
+    "an array": (array, lambda held: (held[0, 0], held[1, 0][0])),
     "a set": (lambda a, b: ({a}, frozenset([b])), lambda held: (*held[0], *held[1])),
     "a key": (lambda a, b: {(a, b): 1}, lambda held: next(iter(held))),
     "a frozen dataclass": (Frozen, lambda held: (held.first, held.second)),
