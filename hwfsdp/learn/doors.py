@@ -47,6 +47,7 @@ from hwfsdp.learn.rules import (
     ONE_BY_ONE,
     POLICIES,
     READY_MADE,
+    RECORDS,
     is_below,
 )
 from hwfsdp.learn.trust import ROOTS
@@ -160,7 +161,7 @@ class Doors:
         if not isinstance(found, _TOLD):
             return ""
         home, what = found.__module__ or "", f"{found.__module__}.{found.__qualname__}"
-        if is_below(home, READY_MADE) and found.__name__ not in POLICIES:
+        if is_below(home, READY_MADE) and found.__name__ not in (*POLICIES, *RECORDS):
             return f"uses {what}"
         if not isinstance(value, types.ModuleType) or _may_hold_spies(value, home):
             return ""  # of a probe, and wrappers of a recording

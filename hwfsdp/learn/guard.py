@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from hwfsdp.learn.doors import Doors
 from hwfsdp.learn.manifest import Place
 from hwfsdp.learn.overlay import SUBMITTED
+from hwfsdp.learn.rules import RECORDS
 from hwfsdp.learn.trust import FILLER, digging, is_package, is_trusted
 
 _FSDP = "torch.distributed.fsdp"
@@ -39,7 +40,6 @@ FOREIGN = (  # what the course is about, ready-made
     *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
     *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
-RECORDS = ("ParamModuleInfo", "_get_param_module_infos")  # of torch's own: where parameters are registered
 OWN = tuple(f"hwfsdp.{name}" for name in ("param", "group", "claim", "wrap"))  # the same, of the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows

@@ -68,6 +68,8 @@ INSTRUMENTS = (  # what tells what a learner's code did
 )
 READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # of torch's, which are arguments
+# of torch's, too: records, and the function that finds where parameters are registered
+RECORDS = ("ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
 CLOSED = (*MODULES, *INSTRUMENTS, "hwfsdp.learn")  # cannot be imported
 HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives")
 

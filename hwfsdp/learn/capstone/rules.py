@@ -18,11 +18,7 @@ from hwfsdp.learn.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
-FROM_TORCHS_OWN = (
-    {  # the policy is an argument; the others are records, and who finds where parameters are registered
-        *("MixedPrecisionPolicy", "ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
-    }
-)
+FROM_TORCHS_OWN = {"MixedPrecisionPolicy", *rules.RECORDS}  # the policy is an argument
 ROUND_ABOUT = set(
     "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
 )
