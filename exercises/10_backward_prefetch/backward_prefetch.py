@@ -111,6 +111,7 @@ class FSDPCommContext:
         streams: see `streams.StreamSet`.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
         max_reductions: reductions in flight; each holds a buffer of one group's gradients.
+        callbacks: what the backward in progress will call at its end, for each root or part of a model that it came to.
         _copied_out: a gather whose flat buffer is kept for the copy-out that reads it, and an event on the compute stream
             after that; None if none is kept. At most one is.
         _reducing: reductions in flight, the oldest first; a reduction's input is kept as long as it is here.
