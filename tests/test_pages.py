@@ -65,7 +65,7 @@ PAGES: dict[str, list[Row]] = {
         *MAKE,
         *COURSE,
         Row("hwfsdp check capstone", "course", "Not started, 0 of 10 points.", 1),
-        Row(HOMEWORK, "course", "unclaimed_params is not written yet, at exercises/capstone/hw_fsdp.py:", 1),
+        Row(HOMEWORK, "course", "is not written yet, at exercises/capstone/hw_fsdp.py:", 1),
         Row("hwfsdp lab", "course", "0 of 14 solved"),
         Row("hwfsdp grade DIR", "grade", "5 of 100 points", 1, first="cp -r answers DIR"),
         Row("hwfsdp release OUT", says="checkout"),
