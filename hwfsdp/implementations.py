@@ -296,16 +296,18 @@ def limit_collectives(seconds: float | None) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
-    """Raises TimeoutError in the block where it stands when time is up; not in a collective, which has a limit of its own.
+    """Raise TimeoutError in the block where it stands when time is up; not in a collective, which has a limit of its own.
 
-    Only the main thread can be interrupted; in another one the block has no limit.
+    An alarm that rings during a collective is heard when the collective has ended. If it failed, its error is the one to
+    report: this rank waited for another one, which is at fault. Only the main thread can be interrupted; in another one the
+    block has no limit.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ring(*_: Any) -> None:
-        if not worker.describe_wait():
+        if sys.exc_info()[1] is None and not worker.describe_wait():
             raise TimeoutError(f"{what} took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)

@@ -169,7 +169,7 @@ BAD = {  # name: text, exit status, and what is said
     "hangs": (
         HANGS,
         1,
-        "raised TimeoutError: sharding with hangs.py took more than 4 s at {}/hangs.py:",
+        "rank 1 raised TimeoutError: sharding with hangs.py took more than 4 s at {}/hangs.py:4.",
     ),
 }
 

@@ -14,6 +14,7 @@ mutant does the same as the reference. The latter are listed, with the reason, i
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -68,18 +69,19 @@ def solved(course: Course, exercise: Exercise) -> str:
     return solution_path(course).read_text() if isinstance(exercise, Homework) else solution(exercise)
 
 
-RANGES = ("profiled(", "profiler_range(", "record_function(")  # what a profiler shows changes no number
+# a range that a profiler shows, and nothing else in the same statement; without it no number is another
+RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^()]*\):.*")
 
 
 def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
-    """All mutants of an exercise's holes, in order, but for those of lines that open a range of a profiler."""
+    """All mutants of an exercise's holes, in order, but for those that only drop a range of a profiler."""
     text = solved(course, exercise)
     found = []
     for name in exercise.hole_names:
         hole = holes.extract(text, name)
         lines = hole.splitlines()
         for mutant in mutants(hole):
-            if not any(word in lines[mutant.line - 1] for word in RANGES):
+            if mutant.operator != "drop context" or not RANGE.fullmatch(lines[mutant.line - 1]):
                 found.append(HoleMutant(name, mutant))
     return found
 
