@@ -56,12 +56,15 @@ def against_fsdp2(world_size: int) -> Tolerance:
     return BITS if world_size <= 2 else ROUNDING
 
 
-def checks_of(cases: dict[str, Case], world_size: int, no_fsdp2: Iterable[str] = ()) -> dict[str, Check]:
+def checks_of(
+    cases: dict[str, Case],
+    world_size: int,
+    no_fsdp2: Iterable[str] = (),
+    plain: Tolerance = REGROUPING,
+) -> dict[str, Check]:
     """Every case against both oracles; those in `no_fsdp2` against the unsharded model only."""
     return {
-        name: functools.partial(
-            compare, case, None if name in no_fsdp2 else against_fsdp2(world_size), REGROUPING
-        )
+        name: functools.partial(compare, case, None if name in no_fsdp2 else against_fsdp2(world_size), plain)
         for name, case in cases.items()
     }
 
@@ -622,10 +625,13 @@ CHUNKED_CASES = [(2, name) for name in CHUNKED] + [
 ]
 
 
+CANCELLING = Tolerance(1e-4, 4e-6)  # without a head, the gradients of the norm's bias almost cancel
+
+
 @functools.cache
 def chunked(world_size: int) -> Any:
     cases = {name: CHUNKED[name] for size, name in CHUNKED_CASES if size == world_size}
-    return launch(run_checks, world_size, checks_of(cases, world_size), timeout=200)
+    return launch(run_checks, world_size, checks_of(cases, world_size, plain=CANCELLING), timeout=200)
 
 
 @pytest.mark.parametrize("world_size, head", CHUNKED_CASES)
