@@ -8,10 +8,10 @@ BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check exercises mutants format bench notebooks docs clean
+.PHONY: help setup demo test test-all check exercises mutants format bench notebooks docs clean
 
 help:  ## list the commands
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 # The stamp holds the choice of torch, so that another TORCH_SPEC installs again and the same one does not.
 STAMP := $(VENV)/.installed
@@ -41,7 +41,10 @@ force:
 demo: setup  ## train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw (runs/demo/)
 	$(BIN)/python -m hwfsdp demo
 
-test: setup  ## run the tests, TEST_JOBS files at a time
+test: setup  ## run the tests that a commit needs, TEST_JOBS files at a time
+	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile
+
+test-all: setup  ## run all tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 check: setup  ## lint, types, format, layering, exercises that fit the package

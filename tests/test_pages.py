@@ -327,7 +327,7 @@ def run(row: Row, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "group",
-    [pytest.param(group, marks=pytest.mark.slow if group in SLOW else ()) for group in groups()],
+    [pytest.param(group, marks=pytest.mark.long if group in SLOW else ()) for group in groups()],
 )
 def test_commands_do_what_their_page_says(group: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")

@@ -1,0 +1,321 @@
+"""What a test is worth: small mistakes put into the package by machine, and which tests notice each of them.
+
+    python tests/worth.py draw --count 20 --seed 1   choose the mistakes: so many in each area of the package
+    python tests/worth.py run --jobs 2               run the tests of the area against each of them (hours)
+    python tests/worth.py show [TEST]                what is known: totals, or the mistakes that one test notices
+    python tests/worth.py cover                      a cheap set of tests that notices all that is noticed
+
+`tests/worth.json` keeps what was found. Mistakes are those of `hwfsdp.learn.mutants`: one operator, constant, argument
+or statement of one function. A run goes through the files of an area, cheap ones first, and ends at twelve failures:
+enough to know who notices, and three times as fast. A mistake that makes the tests hang is noticed by the test that runs
+when the time is up. Some mistakes change nothing (an equivalent mutant); nobody can notice those, and `run` cannot know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FOUND = ROOT / "tests" / "worth.json"
+FAILURES = 12  # a run ends there
+SECONDS = 240  # for one mistake
+REPORT = "HWFSDP_WORTH"  # environment: where this file, as a plugin of pytest, writes what each test came to
+
+Record = dict[str, Any]
+
+AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both as patterns
+    "core": (
+        "claim.py extensions.py group.py hooks.py mesh.py module.py nested.py param.py placement.py"
+        " precision.py prefetch.py sharding.py storage.py watch.py wrap.py",
+        "test_sharding.py test_precision.py test_nested.py test_prefetch.py test_storage.py test_parity.py"
+        " test_schedule.py test_overlap.py test_start.py test_state_dict.py test_memory_bounds.py test_recovery.py"
+        " test_misuse.py test_identity.py test_accounting.py test_mixed_precision.py test_backward.py test_groups.py"
+        " test_warnings.py test_watch.py test_hsdp.py test_resharding.py test_tensor_parallel.py test_composition.py",
+    ),
+    "collectives": (
+        "collectives.py ring.py shared_memory.py divergence.py history.py",
+        "test_collectives.py test_ring.py test_shared_memory.py test_divergence.py test_history.py test_parity.py"
+        " test_accounting.py test_overlap.py test_order.py test_mixed_precision.py test_hsdp.py",
+    ),
+    "streams": (
+        "streams.py clocks.py events.py recording.py order.py eventlog.py",
+        "test_streams.py test_streams_on_a_device.py test_clocks.py test_events.py test_recording.py test_order.py"
+        " test_eventlog.py test_overlap.py test_schedule.py test_trace.py test_virtual_clock.py",
+    ),
+    "store": ("checkpoint/*.py", "checkpoint/test_*.py"),
+    "layout": (
+        "layout.py filling.py placement.py sharding.py mesh.py",
+        "test_layout.py test_sharding.py test_start.py test_hsdp.py test_tensor_parallel.py test_plot_layouts.py"
+        " checkpoint/test_boxes.py checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
+    ),
+    "grader": (
+        "learn/*.py learn/gradebook/*.py learn/capstone/*.py learn/lab/*.py learn/release/*.py",
+        "learn/test_*.py test_holes.py test_starters.py test_mutants.py test_first_contact.py",
+    ),
+}
+LEFT_OUT = {"mutants.py", "misconceptions.py"}  # a generator of mistakes, and texts
+
+
+# --- As a plugin of pytest -------------------------------------------------------------------------------------
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _tell(nodeid, "begun", 0.0)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    _tell(report.nodeid, report.outcome, report.duration)
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        _tell(report.nodeid, "failed", 0.0)
+
+
+def _tell(test: str, outcome: str, seconds: float) -> None:
+    with open(os.environ[REPORT], "a") as file:
+        print(json.dumps([test, outcome, seconds]), file=file)
+
+
+# --- Mistakes ----------------------------------------------------------------------------------------------------
+
+
+def files_of(patterns: str, folder: Path) -> list[Path]:
+    return [
+        path
+        for pattern in patterns.split()
+        for path in sorted(folder.glob(pattern))
+        if path.name not in LEFT_OUT
+    ]
+
+
+def draw(area: str, count: int, seed: int) -> list[Record]:
+    """`count` mistakes of an area, no two in one function."""
+    from hwfsdp.learn.holes import extract, functions
+    from hwfsdp.learn.mutants import mutants
+
+    chance = random.Random(f"{area} {seed}")
+    everything = []
+    for path in files_of(AREAS[area][0], ROOT / "hwfsdp"):
+        source = path.read_text()
+        for name in functions(source):
+            everything += [(path, name, number) for number, _ in enumerate(mutants(extract(source, name)))]
+    chosen: dict[tuple[Path, str], int] = {}
+    for path, name, number in chance.sample(everything, len(everything)):
+        if len(chosen) < count:
+            chosen.setdefault((path, name), number)
+    drawn = []
+    for (path, name), number in sorted(chosen.items()):
+        mutant = list(mutants(extract(path.read_text(), name)))[number]
+        module = str(path.relative_to(ROOT))
+        drawn.append(
+            {
+                "area": area,
+                "seed": seed,
+                "module": module,
+                "function": name,
+                "number": number,
+                "what": str(mutant),
+            }
+        )
+    return drawn
+
+
+def mutated(record: Record) -> str:
+    """The module with the mistake in it."""
+    from hwfsdp.learn.holes import extract, splice
+    from hwfsdp.learn.mutants import mutants
+
+    source = (ROOT / record["module"]).read_text()
+    mutant = list(mutants(extract(source, record["function"])))[record["number"]]
+    if str(mutant) != record["what"]:
+        raise SystemExit(f"{record['module']} has changed since the mistakes were drawn: draw them again.")
+    return splice(source, record["function"], mutant.text)
+
+
+# --- Runs --------------------------------------------------------------------------------------------------------
+
+
+def copied(folder: Path) -> Path:
+    """The project without what it made."""
+    made = shutil.ignore_patterns(".git", ".venv", "_build", "__pycache__", "runs", ".*_cache")
+    return shutil.copytree(ROOT, folder, ignore=made)
+
+
+def outcomes(tree: Path, tests: list[str], seconds: float, failures: int) -> Iterator[tuple[str, str, float]]:
+    """What each test came to in a tree; "begun" is the last of one that never ended."""
+    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
+        paths = os.pathsep.join([str(tree), str(tree / "tests")])
+        command = [sys.executable, "-m", "pytest", "-p", "worth", "-q", "--tb=no", f"--maxfail={failures}"]
+        process = subprocess.Popen(
+            [*command, "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", *tests],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": paths, REPORT: report.name},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        last: dict[str, tuple[str, float]] = {}
+        for line in report:
+            test, outcome, took = json.loads(line)
+            before = last.get(test, ("", 0.0))
+            last[test] = ("failed" if before[0] == "failed" else outcome, before[1] + took)
+        yield from ((test, *each) for test, each in last.items())
+
+
+def try_out(record: Record, tree: Path, tests: list[str], failures: int = FAILURES) -> Record:
+    """The record with who noticed, the time that it took, and whether it was up."""
+    begun = time.monotonic()
+    target = tree / record["module"]
+    target.write_text(mutated(record))
+    try:
+        found = list(outcomes(tree, tests, SECONDS, failures))
+    finally:
+        shutil.copy(ROOT / record["module"], target)
+    noticed = [test for test, outcome, _ in found if outcome in ("failed", "begun")]
+    return {**record, "noticed": noticed, "tests": len(found), "seconds": round(time.monotonic() - begun)}
+
+
+def cheap_first(area: str, seconds: dict[str, float]) -> list[str]:
+    """Files of an area, by what their tests cost."""
+    cost: Counter[str] = Counter()
+    for test, took in seconds.items():
+        cost[test.split("::")[0]] += took  # type: ignore[assignment]
+    names = [str(path.relative_to(ROOT)) for path in files_of(AREAS[area][1], ROOT / "tests")]
+    return sorted(names, key=lambda name: cost[name])
+
+
+def run(jobs: int) -> None:
+    """Tries what has not been tried, `jobs` at a time, and keeps each result as soon as it is there."""
+    data = json.loads(FOUND.read_text())
+    waiting = [index for index, record in enumerate(data["mistakes"]) if "noticed" not in record]
+    random.Random(0).shuffle(waiting)  # so that a run that is ended early has met every area
+    trees: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        for job in range(jobs):
+            trees.put(copied(Path(folder) / str(job)))
+
+        def one(index: int) -> tuple[int, Record]:
+            tree = trees.get()
+            try:
+                record = data["mistakes"][index]
+                return index, try_out(record, tree, cheap_first(record["area"], data["seconds"]))
+            finally:
+                trees.put(tree)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for index, record in pool.map(one, waiting):
+                data["mistakes"][index] = record
+                save(data)
+                print(
+                    f"{len(record['noticed']):3} noticed, {record['seconds']:4} s: {described(record)}",
+                    flush=True,
+                )
+
+
+def described(record: Record) -> str:
+    return f"{record['module']} {record['function']}, {record['what']}"
+
+
+def save(data: Record) -> None:
+    """One line for each mistake and each test, so that changes can be read."""
+    rows = {
+        "mistakes": ",\n".join(json.dumps(record) for record in data["mistakes"]).join("[]"),
+        "seconds": ",\n".join(
+            json.dumps(each)[1:-1].replace('", ', '": ') for each in sorted(data["seconds"].items())
+        ).join("{}"),
+    }
+    FOUND.write_text(",\n".join(f"{json.dumps(key)}: {text}" for key, text in rows.items()).join("{}") + "\n")
+
+
+# --- What was found ----------------------------------------------------------------------------------------------
+
+
+def show(test: str | None) -> None:
+    """Totals by area; or all mistakes that a test notices (part of its name will do), and those that only it notices."""
+    data = json.loads(FOUND.read_text())
+    tried = [record for record in data["mistakes"] if "noticed" in record]
+    if test is None:
+        for area in AREAS:
+            records = [record for record in tried if record["area"] == area]
+            noticed = sum(bool(record["noticed"]) for record in records)
+            print(f"{area:12} {noticed:3} of {len(records):3} mistakes noticed")
+            for record in records:
+                if not record["noticed"]:
+                    print(
+                        f"    not noticed: {described(record)}{' (' + record['why'] + ')' if 'why' in record else ''}"
+                    )
+        return
+    for record in tried:
+        mine = [each for each in record["noticed"] if test in each]
+        if mine:
+            alone = " (alone)" if len(mine) == len(record["noticed"]) else ""
+            print(f"{described(record)}{alone}")
+    print(f"{sum(took for each, took in data['seconds'].items() if test in each):.1f} s")
+
+
+def cover(data: Record) -> list[str]:
+    """Tests that together notice all that is noticed; in each round the one that adds most per second."""
+    left = {
+        index: set(record["noticed"])
+        for index, record in enumerate(data["mistakes"])
+        if record.get("noticed")
+    }
+    chosen = []
+    while left:
+        worth = Counter(test for noticed in left.values() for test in noticed)
+        best = max(sorted(worth), key=lambda test: worth[test] / (0.1 + data["seconds"].get(test, 1.0)))
+        chosen.append(best)
+        left = {index: noticed for index, noticed in left.items() if best not in noticed}
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("--count", type=int, default=20)
+    drawing.add_argument("--seed", type=int, default=1)
+    commands.add_parser("time").add_argument("--jobs", type=int, default=2)
+    commands.add_parser("run").add_argument("--jobs", type=int, default=2)
+    commands.add_parser("show").add_argument("test", nargs="?")
+    commands.add_parser("cover")
+    given = parser.parse_args()
+    if given.command == "draw":
+        data = json.loads(FOUND.read_text()) if FOUND.exists() else {"mistakes": [], "seconds": {}}
+        known = {described(record) for record in data["mistakes"]}
+        drawn = [record for area in AREAS for record in draw(area, given.count, given.seed)]
+        data["mistakes"] += [record for record in drawn if described(record) not in known]
+        save(data)
+    elif given.command == "run":
+        run(given.jobs)
+    elif given.command == "show":
+        show(given.test)
+    else:
+        print(*cover(json.loads(FOUND.read_text())), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
