@@ -1,7 +1,8 @@
 """What a test is worth: small mistakes put into the package by machine, and which tests notice each of them.
 
+    python tests/worth.py time                       run all tests on the package as it is, and keep what each of them takes
     python tests/worth.py draw --count 20 --seed 1   choose the mistakes: so many in each area of the package
-    python tests/worth.py run --jobs 2               run the tests of the area against each of them (hours)
+    python tests/worth.py run                        run the tests of the area against each of them (hours)
     python tests/worth.py show [TEST]                what is known: totals, or the mistakes that one test notices
     python tests/worth.py cover                      a cheap set of tests that notices all that is noticed
 
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "worth.json"
 FAILURES = 12  # a run ends there
 SECONDS = 240  # for one mistake
+BRIEF = 0.05  # seconds; what a test takes is not kept below
 REPORT = "HWFSDP_WORTH"  # environment: where this file, as a plugin of pytest, writes what each test came to
 
 Record = dict[str, Any]
@@ -88,6 +90,8 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def _tell(test: str, outcome: str, seconds: float) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # who gave it this test tells
     with open(os.environ[REPORT], "a") as file:
         print(json.dumps([test, outcome, seconds]), file=file)
 
@@ -157,13 +161,13 @@ def copied(folder: Path) -> Path:
     return shutil.copytree(ROOT, folder, ignore=made)
 
 
-def outcomes(tree: Path, tests: list[str], seconds: float, failures: int) -> Iterator[tuple[str, str, float]]:
-    """What each test came to in a tree; "begun" is the last of one that never ended."""
+def outcomes(tree: Path, seconds: float | None, *arguments: str) -> Iterator[tuple[str, str, float]]:
+    """What each test came to in a tree, and how long it took; "begun" is the last of one that never ended."""
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
         paths = os.pathsep.join([str(tree), str(tree / "tests")])
-        command = [sys.executable, "-m", "pytest", "-p", "worth", "-q", "--tb=no", f"--maxfail={failures}"]
+        command = [sys.executable, "-m", "pytest", "-p", "worth", "-p", "no:cacheprovider", "-q", "--tb=no"]
         process = subprocess.Popen(
-            [*command, "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", *tests],
+            [*command, "-o", "addopts=--strict-markers", *arguments],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": paths, REPORT: report.name},
             stdout=subprocess.DEVNULL,
@@ -183,13 +187,13 @@ def outcomes(tree: Path, tests: list[str], seconds: float, failures: int) -> Ite
         yield from ((test, *each) for test, each in last.items())
 
 
-def try_out(record: Record, tree: Path, tests: list[str], failures: int = FAILURES) -> Record:
+def try_out(record: Record, tree: Path, tests: list[str]) -> Record:
     """The record with who noticed, the time that it took, and whether it was up."""
     begun = time.monotonic()
     target = tree / record["module"]
     target.write_text(mutated(record))
     try:
-        found = list(outcomes(tree, tests, SECONDS, failures))
+        found = list(outcomes(tree, SECONDS, f"--maxfail={FAILURES}", *tests))
     finally:
         shutil.copy(ROOT / record["module"], target)
     noticed = [test for test, outcome, _ in found if outcome in ("failed", "begun")]
@@ -207,7 +211,7 @@ def cheap_first(area: str, seconds: dict[str, float]) -> list[str]:
 
 def run(jobs: int) -> None:
     """Tries what has not been tried, `jobs` at a time, and keeps each result as soon as it is there."""
-    data = json.loads(FOUND.read_text())
+    data = kept()
     waiting = [index for index, record in enumerate(data["mistakes"]) if "noticed" not in record]
     random.Random(0).shuffle(waiting)  # so that a run that is ended early has met every area
     trees: SimpleQueue[Path] = SimpleQueue()
@@ -233,6 +237,22 @@ def run(jobs: int) -> None:
                 )
 
 
+def measure(jobs: int) -> None:
+    """Keeps what each test takes, on the package as it is."""
+    data = kept()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        found = list(outcomes(tree, None, "-n", str(jobs), "--dist", "loadfile", "tests"))
+    if wrong := [test for test, outcome, _ in found if outcome not in ("passed", "skipped")]:
+        raise SystemExit("These fail on the package as it is:\n" + "\n".join(wrong))
+    data["seconds"] = {test: round(took, 2) for test, _, took in found if took >= BRIEF}
+    save(data)
+
+
+def kept() -> Record:
+    return json.loads(FOUND.read_text()) if FOUND.exists() else {"mistakes": [], "seconds": {}}
+
+
 def described(record: Record) -> str:
     return f"{record['module']} {record['function']}, {record['what']}"
 
@@ -253,7 +273,7 @@ def save(data: Record) -> None:
 
 def show(test: str | None) -> None:
     """Totals by area; or all mistakes that a test notices (part of its name will do), and those that only it notices."""
-    data = json.loads(FOUND.read_text())
+    data = kept()
     tried = [record for record in data["mistakes"] if "noticed" in record]
     if test is None:
         for area in AREAS:
@@ -284,7 +304,7 @@ def cover(data: Record) -> list[str]:
     chosen = []
     while left:
         worth = Counter(test for noticed in left.values() for test in noticed)
-        best = max(sorted(worth), key=lambda test: worth[test] / (0.1 + data["seconds"].get(test, 1.0)))
+        best = max(sorted(worth), key=lambda test: worth[test] / (0.1 + data["seconds"].get(test, 0.0)))
         chosen.append(best)
         left = {index: noticed for index, noticed in left.items() if best not in noticed}
     return chosen
@@ -304,17 +324,19 @@ def main() -> None:
     commands.add_parser("cover")
     given = parser.parse_args()
     if given.command == "draw":
-        data = json.loads(FOUND.read_text()) if FOUND.exists() else {"mistakes": [], "seconds": {}}
+        data = kept()
         known = {described(record) for record in data["mistakes"]}
         drawn = [record for area in AREAS for record in draw(area, given.count, given.seed)]
         data["mistakes"] += [record for record in drawn if described(record) not in known]
         save(data)
+    elif given.command == "time":
+        measure(given.jobs)
     elif given.command == "run":
         run(given.jobs)
     elif given.command == "show":
         show(given.test)
     else:
-        print(*cover(json.loads(FOUND.read_text())), sep="\n")
+        print(*cover(kept()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""The part of the long suite that continuous integration runs: what a commit touches, then others in turn.
+
+    python tests/portion.py --minutes 20         files of tests for this commit, one a line; the same ones each time
+    python tests/portion.py hwfsdp/group.py      files of tests that are about a module
+
+A commit touches a file of tests if it changes it, or
+a module that it is about: by its name (`group.py`, `test_group.py`), by its imports, or by the areas of `worth.py`. The rest of
+the time goes to the other files in turn: each commit begins where the one before has ended, more or less, so that every
+file is run once in a few commits. How long files take is in `worth.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from worth import AREAS, ROOT, files_of, kept
+
+
+def changed_files() -> set[str]:
+    """Of the last commit; of a merge, what it brought. Nothing if there is no history."""
+    return set(git("diff", "--name-only", "HEAD~1", "HEAD").split())
+
+
+def git(*command: str) -> str:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def touched_by(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
+    """Those of the test files that are about one of the changed files."""
+    changed = set(changed)
+    modules = {Path(name).stem for name in changed if name.startswith("hwfsdp/")}
+    areas = {
+        str(test.relative_to(ROOT))
+        for sources, about in AREAS.values()
+        if any(str(path.relative_to(ROOT)) in changed for path in files_of(sources, ROOT / "hwfsdp"))
+        for test in files_of(about, ROOT / "tests")
+    }
+    return [test for test in tests if test in changed | areas or modules & subjects(ROOT / test)]
+
+
+def subjects(test: Path) -> set[str]:
+    """Modules of the package that a file of tests is about."""
+    imported = re.findall(r"^(?:from|import) hwfsdp\.([\w.]+)", test.read_text(), re.MULTILINE)
+    return {name.split(".")[-1] for name in imported} | {test.stem.removeprefix("test_")}
+
+
+def portion(seconds: dict[str, float], touched: list[str], turn: int, budget: float) -> list[str]:
+    """Files that fit into the budget: first the touched ones, then the others from the `turn`-th on."""
+    others = [test for test in sorted(seconds) if test not in touched]
+    start = turn * max(1, len(others) // 4) % max(1, len(others))
+    chosen: list[str] = []
+    for test in touched + others[start:] + others[:start]:
+        if sum(seconds[each] for each in chosen) + seconds[test] <= budget:
+            chosen.append(test)
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, help="of work on one core (default: 20)")
+    parser.add_argument(
+        "modules", nargs="*", metavar="MODULE", help="files of the package, for example hwfsdp/group.py"
+    )
+    given = parser.parse_args()
+    seconds: dict[str, float] = defaultdict(float)
+    for test, took in kept()["seconds"].items():
+        seconds[test.split("::")[0]] += took
+    there = {test: took for test, took in seconds.items() if (ROOT / test).exists()}
+    if given.modules:
+        print(*touched_by(given.modules, there), sep="\n")
+        return
+    turn = int(git("rev-list", "--count", "HEAD") or 0)
+    touched = touched_by(changed_files(), there)
+    print(*portion(there, touched, turn, 60 * given.minutes), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
