@@ -195,6 +195,8 @@ def init_process_group(
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
+    if backend == "gloo":
+        dist.barrier()  # a rank that left at once would break connections that others are still making
 
 
 def destroy_process_group() -> None:
