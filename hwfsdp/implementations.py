@@ -292,6 +292,7 @@ def limit_collectives(seconds: float | None) -> None:
     dist.destroy_process_group()
     limit = timedelta(seconds=seconds + _LATER)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    worker.wait_for_connections()
 
 
 @contextmanager

@@ -195,8 +195,13 @@ def init_process_group(
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
-    if backend == "gloo":
-        dist.barrier()  # a rank that left at once would break connections that others are still making
+    wait_for_connections()
+
+
+def wait_for_connections() -> None:
+    """Return when all ranks are connected: one that left at once would break connections that others still make."""
+    if dist.get_backend() == "gloo":
+        dist.barrier()
 
 
 def destroy_process_group() -> None:

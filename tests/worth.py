@@ -7,9 +7,9 @@
     python tests/worth.py cover                      a cheap set of tests that notices all that is noticed
 
 `tests/worth.json` keeps what was found. Mistakes are those of `hwfsdp.learn.mutants`: one operator, constant, argument
-or statement of one function. A run goes through the files of an area, cheap ones first, and ends at twelve failures:
-enough to know who notices, and three times as fast. A mistake that makes the tests hang is noticed by the test that runs
-when the time is up. Some mistakes change nothing (an equivalent mutant); nobody can notice those, and `run` cannot know.
+or statement of one function. A run takes what `make test` has of the area's files, cheap ones first, and ends at twelve
+failures: enough to know who notices. Only where nobody does it goes on with the long tests, up to the first failure. A
+test that hangs notices, too. Some mistakes change nothing (an equivalent mutant); `run` cannot know which.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "worth.json"
 FAILURES = 12  # a run ends there
-SECONDS = 240  # for one mistake
+HANGS = 120.0  # seconds; a test that takes so much longer than usual has noticed
 BRIEF = 0.05  # seconds; what a test takes is not kept below
 REPORT = "HWFSDP_WORTH"  # environment: where this file, as a plugin of pytest, writes what each test came to
 
@@ -81,7 +80,8 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    _tell(report.nodeid, report.outcome, report.duration)
+    is_over = report.when == "teardown" or report.outcome != "passed"
+    _tell(report.nodeid, report.outcome if is_over else "begun", report.duration)
 
 
 def pytest_collectreport(report: Any) -> None:
@@ -90,10 +90,9 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def _tell(test: str, outcome: str, seconds: float) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return  # who gave it this test tells
-    with open(os.environ[REPORT], "a") as file:
-        print(json.dumps([test, outcome, seconds]), file=file)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # there, who gave it this test tells
+        with open(os.environ[REPORT], "a") as file:
+            print(json.dumps([test, outcome, seconds]), file=file)
 
 
 # --- Mistakes ----------------------------------------------------------------------------------------------------
@@ -161,8 +160,15 @@ def copied(folder: Path) -> Path:
     return shutil.copytree(ROOT, folder, ignore=made)
 
 
-def outcomes(tree: Path, seconds: float | None, *arguments: str) -> Iterator[tuple[str, str, float]]:
-    """What each test came to in a tree, and how long it took; "begun" is the last of one that never ended."""
+Outcomes = dict[str, tuple[str, float]]
+
+
+def outcomes(tree: Path, usual: dict[str, float] | None, *arguments: str) -> Outcomes:
+    """What each test came to in a tree, and its seconds. One that hung is "begun": with it, all was ended.
+
+    Args:
+        usual: seconds that tests take, to tell which one hangs; None: none does.
+    """
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
         paths = os.pathsep.join([str(tree), str(tree / "tests")])
         command = [sys.executable, "-m", "pytest", "-p", "worth", "-p", "no:cacheprovider", "-q", "--tb=no"]
@@ -174,30 +180,37 @@ def outcomes(tree: Path, seconds: float | None, *arguments: str) -> Iterator[tup
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        last: dict[str, tuple[str, float]] = {}
-        for line in report:
-            test, outcome, took = json.loads(line)
-            before = last.get(test, ("", 0.0))
-            last[test] = ("failed" if before[0] == "failed" else outcome, before[1] + took)
-        yield from ((test, *each) for test, each in last.items())
+        found: Outcomes = {}
+        latest, since = "", time.monotonic()
+        while True:
+            ended = process.poll() is not None
+            for test, outcome, seconds in map(json.loads, report):
+                before = found.get(test, ("", 0.0))
+                found[test] = ("failed" if before[0] == "failed" else outcome, before[1] + seconds)
+                latest, since = test, time.monotonic()
+            if ended:
+                return found
+            if usual is not None and time.monotonic() - since > HANGS + usual.get(latest, 0.0):
+                os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(0.5)
 
 
-def try_out(record: Record, tree: Path, tests: list[str]) -> Record:
-    """The record with who noticed, the time that it took, and whether it was up."""
+def try_out(record: Record, tree: Path, usual: dict[str, float]) -> Record:
+    """The record with who noticed, and whether that took the long suite."""
     begun = time.monotonic()
     target = tree / record["module"]
     target.write_text(mutated(record))
+    files = cheap_first(record["area"], usual)
+    noticed: list[str] = []
     try:
-        found = list(outcomes(tree, SECONDS, f"--maxfail={FAILURES}", *tests))
+        for suite, failures in (("not long", FAILURES), ("long", 1)):
+            if not noticed:
+                found = outcomes(tree, usual, "-m", suite, f"--maxfail={failures}", *files)
+                noticed = [test for test, (outcome, _) in found.items() if outcome in ("failed", "begun")]
     finally:
         shutil.copy(ROOT / record["module"], target)
-    noticed = [test for test, outcome, _ in found if outcome in ("failed", "begun")]
-    return {**record, "noticed": noticed, "tests": len(found), "seconds": round(time.monotonic() - begun)}
+    seconds = round(time.monotonic() - begun)
+    return {**record, "noticed": noticed, "suite": suite if noticed else "", "seconds": seconds}
 
 
 def cheap_first(area: str, seconds: dict[str, float]) -> list[str]:
@@ -223,7 +236,7 @@ def run(jobs: int) -> None:
             tree = trees.get()
             try:
                 record = data["mistakes"][index]
-                return index, try_out(record, tree, cheap_first(record["area"], data["seconds"]))
+                return index, try_out(record, tree, data["seconds"])
             finally:
                 trees.put(tree)
 
@@ -242,10 +255,10 @@ def measure(jobs: int) -> None:
     data = kept()
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
-        found = list(outcomes(tree, None, "-n", str(jobs), "--dist", "loadfile", "tests"))
-    if wrong := [test for test, outcome, _ in found if outcome not in ("passed", "skipped")]:
+        found = outcomes(tree, None, "-n", str(jobs), "--dist", "loadfile", "tests")
+    if wrong := [test for test, (outcome, _) in found.items() if outcome not in ("passed", "skipped")]:
         raise SystemExit("These fail on the package as it is:\n" + "\n".join(wrong))
-    data["seconds"] = {test: round(took, 2) for test, _, took in found if took >= BRIEF}
+    data["seconds"] = {test: round(took, 2) for test, (_, took) in found.items() if took >= BRIEF}
     save(data)
 
 

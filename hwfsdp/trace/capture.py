@@ -31,6 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from hwfsdp.eventlog import EventLog
 from hwfsdp.recording import record
 from hwfsdp.trace.steps import Steps
+from hwfsdp.worker import wait_for_connections
 
 
 class Capture:
@@ -135,6 +136,7 @@ def _group_of_its_own(rendezvous: Path, seconds: float | None = None) -> Iterato
         number = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         limit = {} if seconds is None else {"timeout": timedelta(seconds=seconds)}
         original(**{**asked, **where, **number, **limit})
+        wait_for_connections()
 
     with ExitStack() as patches:
         for module in (dist, distributed_c10d):
