@@ -25,4 +25,4 @@ def fast_are(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     cases, fast = list(cases), list(fast)
     if unknown := [case for case in fast if case not in cases]:
         raise ValueError(f"not among the cases: {unknown}")
-    return [case if case in fast else long(*(case if isinstance(case, tuple) else (case,))) for case in cases]
+    return [case if case in fast else long(*(case if type(case) is tuple else (case,))) for case in cases]

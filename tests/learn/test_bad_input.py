@@ -22,6 +22,7 @@ from hwfsdp.learn.run import Probe, Ranks, Run, patience
 from hwfsdp.learn.submission import check_folder, solution, starter
 from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import graded
+from suites import fast_are
 
 COURSE = find_course(Path(__file__))
 MATH = COURSE.exercise(1)
@@ -105,7 +106,9 @@ def is_worthless(result: Grade, misconception: str, words: str) -> None:
     assert server is None or descendants(server) == []
 
 
-@pytest.mark.parametrize("name", WORTHLESS)
+@pytest.mark.parametrize(
+    "name", fast_are(["other parameters", "endless loop", "sys.exit", "killed"], WORTHLESS)
+)
 def test_what_does_not_come_through_scores_nothing_and_is_told_why(name: str) -> None:
     text, misconception, words = WORTHLESS[name]
     options = QUICK if misconception == "endless" else Options(seed=1)
@@ -136,6 +139,7 @@ def test_what_the_parser_cannot_take_is_not_python(name: str) -> None:
     is_worthless(result, "not-python", MATH.file_name)
 
 
+@pytest.mark.long
 def test_half_a_message_does_not_keep_the_grader_waiting() -> None:
     is_worthless(graded(MATH, COURSE, with_line(PARTIAL), QUICK), "endless", "does not answer")
 
@@ -149,6 +153,7 @@ def test_forged_reports_are_worth_nothing(name: str) -> None:
     assert result.finding is not None and result.finding.misconception in ("left-early", "crashed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", ["2 ** 20000", "object()", "'\\ud800'", "float('inf')"])
 def test_odd_values_are_wrong_and_no_more(value: str) -> None:
     result = graded(MATH, COURSE, with_line(f"return {value}"))
@@ -186,7 +191,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("name", SKIPPED)
+@pytest.mark.parametrize("name", fast_are(["one rank skips"], SKIPPED))
 def test_a_collective_that_ranks_do_not_run_together_ends_in_time_and_is_named(name: str) -> None:
     body, words = SKIPPED[name]
     result = graded(RINGS, COURSE, with_ring(body), QUICK)
@@ -195,6 +200,7 @@ def test_a_collective_that_ranks_do_not_run_together_ends_in_time_and_is_named(n
     is_worthless(result, result.finding.misconception, words)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", [FORK, DAEMON], ids=["child", "daemon"])
 def test_what_a_rank_leaves_behind_is_ended(line: str) -> None:
     once = f"import os\n    if 'done' not in os.environ: os.environ['done'] = '1'; {line}"
@@ -225,6 +231,7 @@ def test_a_folder_without_exercises_is_refused(folder: str, tmp_path: Path) -> N
         check_folder(tmp_path / folder, COURSE.exercises)
 
 
+@pytest.mark.long
 def test_what_hangs_is_run_once_and_not_once_for_every_check(tmp_path: Path) -> None:
     asked: list[int] = []
 

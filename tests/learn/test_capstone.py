@@ -21,6 +21,7 @@ from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.submission import Source
 from hwfsdp.learn.verdict import Finding
 from hwfsdp.learn.workbook import failures
+from suites import fast_are, long
 
 sys.path.insert(0, str(Path(__file__).parent))
 from answers.capstone import RIGHT, WRONG, answer  # noqa: E402
@@ -31,15 +32,15 @@ SOLUTION = solution_path(COURSE).read_text()
 README = (COURSE.root / "exercises" / "capstone" / "README.md").read_text()
 
 
-def graded(text: str, seed: int = 20, world_size: int = 2) -> HomeworkGrade:
-    return graded_homework(COURSE, text, Options(seed=seed, world_size=world_size))
+def graded(text: str, seed: int = 20, world_size: int = 2, only: str | None = None) -> HomeworkGrade:
+    return graded_homework(COURSE, text, Options(seed=seed, world_size=world_size, only=only))
 
 
 def named(value: object) -> str | None:
     return getattr(value, "name", None)
 
 
-@pytest.mark.parametrize(("seed", "world_size"), [(20, 2), (4, 3)])
+@pytest.mark.parametrize(("seed", "world_size"), [(20, 2), long(4, 3)])
 def test_our_file_gets_all_points_and_all_bonuses(seed: int, world_size: int) -> None:
     result = graded(SOLUTION, seed, world_size)
     found = result.as_dict()
@@ -57,20 +58,25 @@ def test_the_starter_is_not_started_and_is_our_file_with_holes() -> None:
     exec(compile(text, "hw_fsdp.py", "exec"), {"__name__": "hw_fsdp"})
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=named)
+FIRST = {wrong.check: wrong for wrong in reversed(WRONG)}
+
+
+@pytest.mark.parametrize("wrong", fast_are(FIRST.values(), WRONG), ids=named)
 def test_a_wrong_answer_is_told_what_is_wrong(wrong: Wrong) -> None:
-    result = graded(answer(SOLUTION, wrong.functions, wrong.also))
+    result = graded(answer(SOLUTION, wrong.functions, wrong.also), only=wrong.check)
     verdicts = {r.check.id: r.finding.misconception for r in result.results if r.finding}
     assert verdicts.get(wrong.check) == wrong.misconception, failures(result)
     assert result.score + result.bonus < 19
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("right", RIGHT, ids=named)
 def test_a_right_answer_gets_everything_however_it_is_written(right: Right) -> None:
     result = graded(answer(SOLUTION, right.functions, right.also))
     assert (result.status, result.score, result.bonus) == ("passed", 10, 9), failures(result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["the gather's buffer", "the reduction's input"])
 def test_memory_that_is_let_go_too_early_is_told_by_its_name(what: str) -> None:
     (wrong,) = (each for each in WRONG if each.name.startswith(what))
@@ -84,6 +90,7 @@ def test_memory_that_is_let_go_too_early_is_told_by_its_name(what: str) -> None:
     assert told
 
 
+@pytest.mark.long
 def test_the_skeleton_filled_in_by_another_hand_gets_the_points_of_its_tasks() -> None:
     result = graded((Path(__file__).parent / "answers" / "filled_skeleton.py").read_text())
     assert (result.status, result.score) == ("passed", 10), failures(result)
@@ -94,6 +101,7 @@ def test_the_skeleton_filled_in_by_another_hand_gets_the_points_of_its_tasks() -
     assert uneven is not None and "AssertionError" in uneven.message
 
 
+@pytest.mark.long
 def test_the_first_functions_of_the_starter_earn_the_first_points() -> None:
     homework = read_homework(COURSE)
     written = {name for name in homework.hole_names if name.startswith(("FSDPParam", "FSDPModule"))}
@@ -117,6 +125,7 @@ def passed(result: HomeworkGrade) -> list[str]:
     return [r.check.id for r in result.results if r.passed]
 
 
+@pytest.mark.long
 def test_task_1_alone_earns_its_points() -> None:
     text = answer(
         SOLUTION,

@@ -132,6 +132,7 @@ def test_a_verdict_on_a_terminal_leads_on(course: Path, capsys: pytest.CaptureFi
     assert "hwfsdp hint 1" in text
 
 
+@pytest.mark.long
 def test_grade_adds_up_a_folder(
     course: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -36,6 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "course"
 
 
+@pytest.mark.long
 def test_a_class_is_graded_with_hidden_inputs_and_the_secret_is_written_nowhere(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def checks_of(exercise: dict[str, Any]) -> dict[str, str | None]:
     return {check["id"]: check["misconception"] for check in exercise["checks"] if check["misconception"]}
 
 
+@pytest.mark.long
 def test_what_is_solved_gets_its_points_and_what_is_not_begun_none_and_no_error(
     book: dict[str, dict[str, Any]],
 ) -> None:
@@ -119,6 +120,7 @@ def test_what_is_solved_gets_its_points_and_what_is_not_begun_none_and_no_error(
     assert [each["status"] for each in book["bob"]["exercises"]] == ["not_started"] * 2
 
 
+@pytest.mark.long
 def test_capstone_and_lab_are_graded_beside_the_exercises(book: dict[str, dict[str, Any]]) -> None:
     homework = read_homework(COURSE)
     told = {
@@ -133,6 +135,7 @@ def test_capstone_and_lab_are_graded_beside_the_exercises(book: dict[str, dict[s
     assert "not-written" in checks_of(book["eve"]["extra"][FOLDER]).values()
 
 
+@pytest.mark.long
 def test_who_hangs_is_told_the_collective_and_loses_that_exercise_alone(
     here: Path, book: dict[str, dict[str, Any]]
 ) -> None:
@@ -180,6 +183,7 @@ def as_csv(text: str) -> dict[str, float]:
 WHOLE = {"nbgrader": nbgrader, "classroom50": classroom50, "csv": as_csv}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "json"])
 def test_every_format_is_written_from_the_journal_and_nothing_is_graded_again(
     name: str, here: Path, book: dict[str, dict[str, Any]]

@@ -22,6 +22,7 @@ from hwfsdp.learn.capstone import cases
 from hwfsdp.learn.capstone.homework import solution_path
 from hwfsdp.learn.capstone.runs import trained
 from hwfsdp.learn.manifest import find_course
+from suites import long
 
 PATH = solution_path(find_course(Path(__file__)))
 
@@ -45,7 +46,7 @@ def both_trained(seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, long(3)])
 def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return launch(both_trained, request.param, 7)
 
@@ -132,6 +133,7 @@ def train_twice(shard: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_modules_that_run_twice_are_recomputed_or_skipped_train_as_without_sharding(world_size: int) -> None:
     sharded, whole = launch(train_twice, world_size, True), launch(train_twice, world_size, False)

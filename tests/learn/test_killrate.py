@@ -17,6 +17,7 @@ def directory(exercise: Exercise) -> str:
     return exercise.directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exercise", COURSE.exercises, ids=directory)
 def test_a_sample_of_mutants_is_killed(exercise: Exercise) -> None:
     rate = kill(COURSE, exercise, hole_sample(COURSE, exercise, SAMPLED, seed=int(exercise.number)))

@@ -96,6 +96,7 @@ def test_what_must_not_travel_does_not(edition: Path) -> None:
     assert not list(find_leaks(edition, SECRETS))
 
 
+@pytest.mark.long
 def test_its_own_tests_pass(edition: Path) -> None:
     found = run(edition, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
     assert found.returncode == 0, found.stdout[-2000:]
@@ -119,6 +120,7 @@ def test_its_tests_grade_the_students_own_files(edition: Path) -> None:
 
 
 # 05 and one that loads modules with holes while it is checked
+@pytest.mark.long
 @pytest.mark.parametrize("number, blanked", [(5, "ParamGroup.reshard"), (12, "ParamGroup.finish_reduction")])
 def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_does_not(
     edition: Path, number: int, blanked: str
@@ -229,6 +231,7 @@ def test_both_sides_agree_on_where_bodies_are() -> None:
 # --- Up to an exercise -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_course_that_is_handed_out_in_parts_has_the_later_holes_blank_all_the_same(tmp_path: Path) -> None:
     write_edition(COURSE, tmp_path / "out", upto=3)
     handed_out = sorted(path.name[:2] for path in (tmp_path / "out" / "exercises").glob("[0-9]*"))
@@ -277,6 +280,7 @@ def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:
     assert not list(find_leaks(tmp_path, SECRETS))
 
 
+@pytest.mark.long
 def test_an_edition_with_an_answer_left_is_refused(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(COURSE.root), str(clone)], check=True)

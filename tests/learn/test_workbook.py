@@ -63,6 +63,7 @@ def test_a_starter_that_was_changed_is_named(course: Course) -> None:
     assert list(workbook.problems(course)) == []
 
 
+@pytest.mark.long
 def test_a_solution_that_does_not_restore_the_package_is_named(course: Course) -> None:
     exercise = course.exercise(1)
     path = course.root / "solutions" / exercise.directory / exercise.file_name

@@ -16,6 +16,7 @@ from hwfsdp.learn.workbook import failures, graded
 sys.path.insert(0, str(Path(__file__).parent))
 from answers.shapes import answer  # noqa: E402
 
+pytestmark = pytest.mark.long
 COURSE = find_course(Path(__file__))
 FIXED = (2, 4, 5, 6, 7, 8)  # exercises; where others are covered: tests/learn/test_answers.py
 
