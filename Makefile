@@ -8,7 +8,7 @@ BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check exercises mutants format bench notebooks docs clean
+.PHONY: help setup demo test test-all check exercises mutants worth format bench notebooks docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -67,6 +67,12 @@ mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4
 
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)
+
+worth: setup  ## measure which tests notice which mistakes; writes tests/worth.json; takes hours
+	$(BIN)/python tests/worth.py time
+	$(BIN)/python tests/worth.py draw
+	$(BIN)/python tests/worth.py run
+	$(BIN)/python tests/worth.py show
 
 bench: setup  ## measure against FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks

@@ -338,9 +338,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "draw":
         data = kept()
-        known = {described(record) for record in data["mistakes"]}
-        drawn = [record for area in AREAS for record in draw(area, given.count, given.seed)]
-        data["mistakes"] += [record for record in drawn if described(record) not in known]
+        others = [record for record in data["mistakes"] if record["seed"] != given.seed]
+        data["mistakes"] = others + [each for area in AREAS for each in draw(area, given.count, given.seed)]
         save(data)
     elif given.command == "time":
         measure(given.jobs)
