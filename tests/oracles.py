@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,13 @@ from models import Model
 ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
 WRAPS = ("root", "blocks", "nested")
 Policy = dict[str, Any]
+Shape = tuple[int, ...]
+
+
+@functools.cache
+def grid(shape: Shape, axes: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
+    """A mesh on the CPU, with the last of these names; made once per process, because process groups take their time."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=axes[-len(shape) :])
 
 
 def cpu_mesh() -> DeviceMesh:
@@ -34,18 +42,29 @@ def cpu_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def ours(module: nn.Module, *, policy: Policy | None = None, **options: Any) -> nn.Module:
-    """hwfsdp's fully_shard over all ranks, on the CPU."""
-    mp_policy = hwfsdp.MixedPrecisionPolicy(**policy or {})
-    return hwfsdp.fully_shard(module, mesh=cpu_mesh(), mp_policy=mp_policy, **options)
+def shard(
+    package: ModuleType,
+    module: nn.Module,
+    shape: Shape | None = None,
+    policy: Policy | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A package's fully_shard on the CPU: over all ranks, or on a mesh of this shape."""
+    mp_policy = package.MixedPrecisionPolicy(**policy or {})
+    mesh = grid(shape) if shape else cpu_mesh()
+    return package.fully_shard(module, mesh=mesh, mp_policy=mp_policy, **options)
 
 
-def theirs(module: nn.Module, *, policy: Policy | None = None, **options: Any) -> nn.Module:
-    """torch's fully_shard over all ranks, on the CPU."""
+def ours(module: nn.Module, **options: Any) -> nn.Module:
+    """hwfsdp's fully_shard."""
+    return shard(hwfsdp, module, **options)
+
+
+def theirs(module: nn.Module, **options: Any) -> nn.Module:
+    """torch's fully_shard."""
     from torch.distributed import fsdp
 
-    mp_policy = fsdp.MixedPrecisionPolicy(**policy or {})
-    return fsdp.fully_shard(module, mesh=cpu_mesh(), mp_policy=mp_policy, **options)
+    return shard(fsdp, module, **options)
 
 
 def unsharded(module: nn.Module, **_: Any) -> nn.Module:
@@ -165,6 +184,12 @@ class Training:
         for name, param in self.model.named_parameters():
             self.trace.keep(f"grad {name}", param.grad)
 
+    def keep_local_grads(self) -> None:
+        """The gradients of the shards so far; the model without sharding has nothing like them."""
+        for name, param in self.model.named_parameters():
+            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            self.trace.keep(f"grad so far {name} (local)", grad)
+
     def keep_params(self) -> None:
         for name, param in self.model.named_parameters():
             self.trace.keep(f"param {name}", param)
@@ -246,6 +271,11 @@ ROUNDING = Tolerance(1e-5, 1e-7)  # of two programs that add the same numbers in
 REGROUPING = Tolerance(1e-4, 1e-6)  # of means over parts of a batch, against the mean over the whole
 
 
+def against_fsdp2(ranks: int) -> Tolerance:
+    """Two numbers have one sum; of three the backend may add any two first."""
+    return BITS if ranks <= 2 else ROUNDING
+
+
 def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dict[str, list[str]]:
     """What differs from torch's FSDP2 and from PyTorch without sharding; oracles without a tolerance are left out."""
     found = {}
@@ -272,11 +302,14 @@ def run_checks(checks: dict[str, Check]) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, oracle: str) -> list[str]:
-    """What the ranks complain of in a check, against an oracle; of each rank the first few."""
+def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, *oracles: str) -> list[str]:
+    """What the ranks complain of in a check, against these oracles, or against all; of each rank the first few."""
     found = []
     for rank, result in enumerate(results):
         by_oracle = result[check]
-        lines = by_oracle.get("error") or by_oracle[oracle]
-        found += [f"rank {rank}: {line}" for line in lines[:4]]
+        assert by_oracle, f"{check} was compared with nothing"
+        lines = by_oracle.get("error") or [
+            f"{oracle}: {line}" for oracle in oracles or by_oracle for line in by_oracle[oracle][:4]
+        ]
+        found += [f"rank {rank}: {line}" for line in lines]
     return found
