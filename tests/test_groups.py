@@ -43,7 +43,6 @@ from oracles import (
     fresh,
     objective,
     ours,
-    rank_rows,
     run_checks,
     theirs,
     wrap,
