@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hwfsdp
+import suites
 from models import Model
 
 ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
@@ -313,3 +314,31 @@ def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, *orac
         ]
         found += [f"rank {rank}: {line}" for line in lines]
     return found
+
+
+class Promises:
+    """What the ranks check, by promise and case; one launch for each promise and number of ranks, when first asked for."""
+
+    def __init__(self) -> None:
+        self.checks: dict[tuple[str, int], dict[str, Check]] = {}
+        self.long: set[tuple[str, int]] = set()
+
+    def add(self, promise: str, checks: dict[str, Check], ranks: int = 2, long: bool = False) -> None:
+        """Checks that together show that a promise is kept; `long`: `make test` leaves them out."""
+        self.checks[promise, ranks] = checks
+        if long:
+            self.long.add((promise, ranks))
+
+    def cases(self) -> list[Any]:
+        """Promise, number of ranks and name of each check, for `pytest.mark.parametrize`."""
+        return [
+            suites.long(*of, name) if of in self.long else (*of, name)
+            for of, checks in self.checks.items()
+            for name in checks
+        ]
+
+    @functools.cache
+    def broken(self, promise: str, ranks: int) -> Callable[[str], list[str]]:
+        """What the ranks complain of, by case."""
+        results = hwfsdp.launch(run_checks, ranks, self.checks[promise, ranks], timeout=300)
+        return functools.partial(complaints, results)

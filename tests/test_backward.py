@@ -27,9 +27,9 @@ from oracles import (
     REGROUPING,
     ROUNDING,
     Case,
-    Check,
     Library,
     Policy,
+    Promises,
     Scenario,
     Shape,
     Tolerance,
@@ -37,13 +37,11 @@ from oracles import (
     Training,
     against_fsdp2,
     compare,
-    complaints,
     differences,
     fresh,
     objective,
     ours,
     rank_rows,
-    run_checks,
     theirs,
 )
 from test_parity import two_forwards_one_backward
@@ -302,9 +300,6 @@ HOOKED: dict[str, Case] = {
 
 # --- One launch per world size -----------------------------------------------------------------------------
 
-WORLD_SIZES = (1, 2, 3)
-
-
 ELSEWHERE = {  # what is run on one rank and on three, besides accumulations
     "order: one forward, two backwards, the first unreduced",
     "freeze: a bias, then its block",
@@ -312,31 +307,24 @@ ELSEWHERE = {  # what is run on one rank and on three, besides accumulations
 }
 
 
-@functools.cache
 def backward_cases(world_size: int) -> dict[str, Case]:
     found = section("order", ORDERS) | section("freeze", FREEZING) | section("hooks", HOOKED)
     chosen = {name: case for name, case in found.items() if world_size == 2 or name in ELSEWHERE}
     return section("accumulate", accumulations(world_size)) | chosen
 
 
-@functools.cache
-def backwards(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        name: functools.partial(
-            compare, case, against_fsdp2(world_size), REGROUPING if reduces_in_the_end(case) else None
-        )
-        for name, case in backward_cases(world_size).items()
-    }
-    return launch(run_checks, world_size, checks, timeout=300)
-
-
-@pytest.mark.parametrize(
-    "world_size, case", [(size, name) for size in WORLD_SIZES for name in backward_cases(size)]
-)
-def test_backwards_go_as_under_fsdp2_and_where_all_is_reduced_in_the_end_as_without_sharding(
-    world_size, case
-):
-    assert complaints(backwards(world_size), case) == []
+PROMISES = Promises()
+for _ranks in (1, 2, 3):
+    PROMISES.add(
+        "backwards go as under FSDP2 and, where all is reduced in the end, as without sharding",
+        {
+            name: functools.partial(
+                compare, case, against_fsdp2(_ranks), REGROUPING if reduces_in_the_end(case) else None
+            )
+            for name, case in backward_cases(_ranks).items()
+        },
+        _ranks,
+    )
 
 
 # --- Parameters that only some ranks use -------------------------------------------------------------------
@@ -563,19 +551,12 @@ def divide_in_one_group(training: Training) -> None:
     training.steps(2)
 
 
-@functools.cache
-def divided(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        str(division): functools.partial(compare_division, division) for division in DIVISIONS[world_size]
-    }
-    return launch(run_checks, world_size, checks, timeout=300)
-
-
-@pytest.mark.parametrize(
-    "world_size, division", [(size, division) for size in DIVISIONS for division in DIVISIONS[size]], ids=str
-)
-def test_sums_are_divided_by_the_factor_and_as_under_fsdp2_where_that_is_right(world_size, division):
-    assert complaints(divided(world_size), str(division)) == []
+for _ranks, _divisions in DIVISIONS.items():
+    PROMISES.add(
+        "sums are divided by the factor, and as under FSDP2 where that is right",
+        {str(division): functools.partial(compare_division, division) for division in _divisions},
+        _ranks,
+    )
 
 
 def divide_by_the_older_name(training: Training) -> None:
@@ -850,25 +831,27 @@ def switch_cases(world_size: int) -> dict[str, Case]:
     return found
 
 
-@functools.cache
-def switches(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        name: functools.partial(
-            compare, case, against_fsdp2(world_size), REGROUPING if same_without_sharding(name) else None
-        )
-        for name, case in switch_cases(world_size).items()
-    }
-    return launch(run_checks, world_size, checks, timeout=300)
-
-
 def same_without_sharding(name: str) -> bool:
     """Zeros for what nobody uses are no gradients there, and nothing is divided."""
     return "bf16" not in name and "nobody" not in name and "divided" not in name
 
 
-@pytest.mark.parametrize("world_size, case", [(size, name) for size in (2, 3) for name in switch_cases(size)])
-def test_a_switch_works_as_in_fsdp2_and_changes_no_number_but_those_it_is_for(world_size, case):
-    assert complaints(switches(world_size), case) == []
+for _ranks in (2, 3):
+    PROMISES.add(
+        "a switch works as in FSDP2 and changes no number but those it is for",
+        {
+            name: functools.partial(
+                compare, case, against_fsdp2(_ranks), REGROUPING if same_without_sharding(name) else None
+            )
+            for name, case in switch_cases(_ranks).items()
+        },
+        _ranks,
+    )
+
+
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []
 
 
 # --- Frozen parameters are not reduced ---------------------------------------------------------------------

@@ -18,26 +18,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from hwfsdp import launch
 from oracles import (
     BITS,
     REGROUPING,
     ROUNDING,
     Case,
-    Check,
     Library,
     Policy,
+    Promises,
     Tolerance,
     Trace,
     Training,
     compare,
-    complaints,
     differences,
     fresh,
     objective,
     ours,
     rank_rows,
-    run_checks,
     theirs,
 )
 
@@ -106,21 +103,13 @@ def run_dtypes(training: Training) -> None:
         training.trace.keep(f"param {name} (local)", param.to_local())
 
 
-@functools.cache
-def combined(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        str(c): functools.partial(compare, c.case, c.tolerance(world_size), None)
-        for c in combinations(world_size)
-    }
-    return launch(run_checks, world_size, checks, timeout=300)
-
-
-COMBINATIONS = [(world_size, c) for world_size in (1, 2, 3) for c in combinations(world_size)]
-
-
-@pytest.mark.parametrize("world_size, combination", COMBINATIONS, ids=str)
-def test_dtypes_are_combined_as_in_fsdp2(world_size, combination):
-    assert complaints(combined(world_size), str(combination)) == []
+PROMISES = Promises()
+for _ranks in (1, 2, 3):
+    PROMISES.add(
+        "dtypes are combined as in FSDP2",
+        {str(c): functools.partial(compare, c.case, c.tolerance(_ranks), None) for c in combinations(_ranks)},
+        _ranks,
+    )
 
 
 # --- What goes into a forward, and what does not change ----------------------------------------------------
@@ -270,7 +259,7 @@ def change_between_steps(training: Training) -> None:
     training.steps(2, first_seed=1)
 
 
-# --- One launch --------------------------------------------------------------------------------------------
+# --- All of these -------------------------------------------------------------------------------------------
 
 
 def compare_mixture(case: Case) -> Any:
@@ -278,28 +267,27 @@ def compare_mixture(case: Case) -> Any:
     return {"FSDP2": differences(*runs, *BITS)}
 
 
-OTHERS: dict[str, Check] = {
-    **{
-        f"inputs: {name}": functools.partial(
-            compare, Case(Tabled, name_dtypes, "blocks", {"policy": policy}), BITS, None
-        )
+PROMISES.add(
+    "integers stay integers and inputs are cast as in FSDP2",
+    {
+        name: functools.partial(compare, Case(Tabled, name_dtypes, "blocks", {"policy": policy}), BITS, None)
         for name, policy in INPUTS.items()
     },
-    **{f"mixture: {name}": functools.partial(compare_mixture, case) for name, case in MIXTURES.items()},
-    **{f"to {name}": functools.partial(compare, case, BITS, None) for name, case in CHANGED.items()},
-    # FSDP2 raises after that: it has noted the dtypes in the first forward
-    "between steps": functools.partial(compare, Case(models.uneven, change_between_steps), None, REGROUPING),
-}
-
-
-@functools.cache
-def others() -> Any:
-    return launch(run_checks, 2, OTHERS, timeout=300)
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_inputs_policies_of_one_model_and_changed_dtypes_are_treated_as_in_fsdp2(case):
-    assert complaints(others(), case) == []
+)
+PROMISES.add(
+    "modules of one model may have policies of their own",
+    {name: functools.partial(compare_mixture, case) for name, case in MIXTURES.items()},
+)
+PROMISES.add(
+    "a model may change its dtype",
+    {
+        **{f"to {name}": functools.partial(compare, case, BITS, None) for name, case in CHANGED.items()},
+        # FSDP2 raises after that: it has noted the dtypes in the first forward
+        "between steps": functools.partial(
+            compare, Case(models.uneven, change_between_steps), None, REGROUPING
+        ),
+    },
+)
 
 
 # --- Where torch 2.13 has no answer ------------------------------------------------------------------------
@@ -426,15 +414,14 @@ def compare_beyond(case: Beyond) -> Any:
     return {"unsharded": differences(case.sharded(), case.unsharded(), *exact)}
 
 
-@functools.cache
-def beyond(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        name: functools.partial(compare_beyond, case) for name, case in BEYOND.items()
-    }
-    return launch(run_checks, world_size, checks, timeout=200)
+for _ranks in (2, 3):
+    PROMISES.add(
+        "parameters that come into use one by one are reduced in their dtypes",
+        {name: functools.partial(compare_beyond, case) for name, case in BEYOND.items()},
+        _ranks,
+    )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", BEYOND)
-def test_groups_whose_parameters_come_into_use_one_by_one_are_reduced_in_their_dtypes(world_size, case):
-    assert complaints(beyond(world_size), case) == []
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import models
-from hwfsdp import FSDPCommContext, launch
+from hwfsdp import FSDPCommContext
 from models import ZOO
 from oracles import (
     BITS,
@@ -26,17 +26,15 @@ from oracles import (
     ROWS,
     Policy,
     Case,
-    Check,
+    Promises,
     Training,
     against_fsdp2,
     compare,
-    complaints,
     fresh,
     leaves,
     objective,
     ours,
     rank_rows,
-    run_checks,
     wrap,
 )
 
@@ -243,25 +241,21 @@ def training_cases(world_size: int) -> dict[str, Case]:
     }
 
 
-@functools.cache
-def trained(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        name: functools.partial(
-            compare,
-            case,
-            None if name in NOT_AS_FSDP2 else against_fsdp2(world_size),
-            None if name in NOT_AS_UNSHARDED else REGROUPING,
-        )
-        for name, case in training_cases(world_size).items()
-    }
-    return launch(run_checks, world_size, checks, timeout=100)
-
-
-@pytest.mark.parametrize(
-    "world_size, case", [(size, name) for size in WRAPPED for name in training_cases(size)]
-)
-def test_a_model_trains_as_under_fsdp2_and_as_without_sharding(world_size, case):
-    assert complaints(trained(world_size), case) == []
+PROMISES = Promises()
+for _ranks in WRAPPED:
+    PROMISES.add(
+        "a model trains as under FSDP2 and as without sharding",
+        {
+            name: functools.partial(
+                compare,
+                case,
+                None if name in NOT_AS_FSDP2 else against_fsdp2(_ranks),
+                None if name in NOT_AS_UNSHARDED else REGROUPING,
+            )
+            for name, case in training_cases(_ranks).items()
+        },
+        _ranks,
+    )
 
 
 # --- Outputs changed in place ------------------------------------------------------------------------------
@@ -292,6 +286,10 @@ IN_PLACE: dict[str, Case] = {
         "view", "nested", backward_twice, rounds=2
     ),
 }
+PROMISES.add(
+    "what a module returned may be changed in place",
+    {name: functools.partial(compare, case, None, REGROUPING) for name, case in IN_PLACE.items()},
+)
 
 
 # --- Mixed precision ---------------------------------------------------------------------------------------
@@ -344,20 +342,12 @@ PRECISION: dict[str, Case] = {
 }
 
 
-@functools.cache
-def others() -> Any:
-    checks: dict[str, Check] = {
-        name: functools.partial(compare, case, None, REGROUPING) for name, case in IN_PLACE.items()
-    }
-    checks |= {name: functools.partial(compare, case, BITS, None) for name, case in PRECISION.items()}
-    return launch(run_checks, 2, checks, timeout=100)
+PROMISES.add(
+    "mixed precision is that of FSDP2",
+    {name: functools.partial(compare, case, BITS, None) for name, case in PRECISION.items()},
+)
 
 
-@pytest.mark.parametrize("changed", IN_PLACE)
-def test_what_a_module_returned_may_be_changed_in_place(changed):
-    assert complaints(others(), changed) == []
-
-
-@pytest.mark.parametrize("case", PRECISION)
-def test_mixed_precision_is_that_of_fsdp2(case):
-    assert complaints(others(), case) == []
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []

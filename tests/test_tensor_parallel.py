@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -38,14 +38,13 @@ from oracles import (
     REGROUPING,
     ROWS,
     Check,
+    Promises,
     Shape,
     Trace,
     Training,
     against_fsdp2,
-    complaints,
     differences,
     fresh,
-    run_checks,
     unsharded,
     wrap,
 )
@@ -441,7 +440,7 @@ WHERE: dict[Shape, tuple[str, ...]] = {
     ),
     (1, 2, 2): ("uneven", "sequence parallel"),
 }
-CASES = [(shape, task) for shape, tasks in WHERE.items() for task in tasks]
+CASES = [(task, shape) for shape, tasks in WHERE.items() for task in tasks]
 
 
 def compare(task: str, shape: Shape) -> dict[str, list[str]]:
@@ -459,19 +458,22 @@ def world_size(shape: Shape) -> int:
     return int(torch.Size(shape).numel())
 
 
-@functools.cache
-def results(ranks: int) -> Any:
-    checks: dict[str, Check] = {
-        f"{task} on {shape}": functools.partial(compare, task, shape)
-        for shape, task in CASES
-        if world_size(shape) == ranks
+def on_meshes(ranks: int, check: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> dict[str, Check]:
+    """The check for each case, whose last element is the shape of a mesh, on the meshes of so many ranks."""
+    return {
+        ", ".join(map(str, case)): functools.partial(check, *case)
+        for case in cases
+        if world_size(case[-1]) == ranks
     }
-    return launch(run_checks, ranks, checks, timeout=300)
 
 
-@pytest.mark.parametrize("shape, task", CASES)
-def test_a_cut_model_trains_as_under_fsdp2_and_as_if_neither_sharded_nor_cut(shape, task):
-    assert complaints(results(world_size(shape)), f"{task} on {shape}") == []
+PROMISES = Promises()
+for _ranks in (2, 3, 4):
+    PROMISES.add(
+        "a cut model trains as under FSDP2 and as if neither sharded nor cut",
+        on_meshes(_ranks, compare, CASES),
+        _ranks,
+    )
 
 
 # --- Layouts -----------------------------------------------------------------------------------------------
@@ -538,17 +540,17 @@ def check_layouts(shape: Shape) -> dict[str, list[str]]:
     return found
 
 
-@functools.cache
-def layouts(ranks: int) -> Any:
-    checks: dict[str, Check] = {
-        str(shape): functools.partial(check_layouts, shape) for shape in WHERE if world_size(shape) == ranks
-    }
-    return launch(run_checks, ranks, checks, timeout=60)
+for _ranks in (2, 3, 4):
+    PROMISES.add(
+        "layouts are those of FSDP2, and chunks of chunks that tensor parallelism cut before",
+        on_meshes(_ranks, check_layouts, [(shape,) for shape in WHERE]),
+        _ranks,
+    )
 
 
-@pytest.mark.parametrize("shape", WHERE)
-def test_layouts_are_those_of_fsdp2_and_chunks_of_chunks_that_tensor_parallelism_cut_before(shape):
-    assert complaints(layouts(world_size(shape)), str(shape)) == []
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []
 
 
 def test_gradients_and_optimizer_state_lie_like_their_parameters():
