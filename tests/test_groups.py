@@ -32,18 +32,16 @@ from oracles import (
     BITS,
     REGROUPING,
     Case,
-    Check,
+    Promises,
     Library,
     Tolerance,
     Training,
     against_fsdp2,
     compare,
-    complaints,
     differences,
     fresh,
     objective,
     ours,
-    run_checks,
     theirs,
     wrap,
 )
@@ -53,12 +51,19 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIBRARIES = (ours, theirs)
 
 
-def checks_of(cases: dict[str, Case], world_size: int, plain: Tolerance = REGROUPING) -> dict[str, Check]:
-    """Every case against both oracles."""
-    return {
-        name: functools.partial(compare, case, against_fsdp2(world_size), plain)
-        for name, case in cases.items()
+PROMISES = Promises()
+
+
+def promise(text: str, cases: dict[str, Case], ranks: int = 2, plain: Tolerance = REGROUPING) -> None:
+    """That these cases compute what FSDP2 computes, and the model that is not sharded."""
+    checks = {
+        name: functools.partial(compare, case, against_fsdp2(ranks), plain) for name, case in cases.items()
     }
+    PROMISES.add(text, checks, ranks)
+
+
+def chosen(names: Iterable[str], cases: dict[str, Case]) -> dict[str, Case]:
+    return {name: cases[name] for name in names}
 
 
 def moved(case: Case, library: Library) -> list[tuple[str, int, str]]:
@@ -191,39 +196,9 @@ class Nested(Grouped):
 LISTS["nested"] = Case(Nested, train)
 
 
-LIST_CASES = [(2, name) for name in LISTS] + [(3, "members run in order"), (3, "nested")]
-
-
-@functools.cache
-def lists(world_size: int) -> Any:
-    cases = {name: LISTS[name] for size, name in LIST_CASES if size == world_size}
-    return launch(run_checks, world_size, checks_of(cases, world_size), timeout=200)
-
-
-@pytest.mark.parametrize("world_size, case", LIST_CASES)
-def test_a_group_of_several_modules_trains_as_under_fsdp2_and_as_without_sharding(world_size, case):
-    assert complaints(lists(world_size), case) == []
-
-
-PLAIN_LISTS = {name: case for name, case in LISTS.items() if case.scenario is train}
-
-
-@functools.cache
-def traffic_of_lists() -> Any:
-    """By rank and case: what the first step of each library moves."""
-
-    def on_a_rank() -> Any:
-        steps = {name: dataclasses.replace(case, scenario=step) for name, case in PLAIN_LISTS.items()}
-        return {name: [moved(case, library) for library in LIBRARIES] for name, case in steps.items()}
-
-    return launch(on_a_rank, 2, timeout=200)
-
-
-@pytest.mark.parametrize("case", PLAIN_LISTS)
-def test_the_first_step_of_a_list_moves_the_same_bytes_in_the_same_order_as_fsdp2(case):
-    for rank in traffic_of_lists():
-        mine, reference = rank[case]
-        assert mine == reference != []
+LISTED = "a group of several modules trains as under FSDP2 and as without sharding"
+promise(LISTED, LISTS)
+promise(LISTED, chosen(("members run in order", "nested"), LISTS), ranks=3)
 
 
 def test_collectives_of_a_list_have_one_owner_and_unsharding_two_members_gathers_once():
@@ -371,17 +346,15 @@ def compare_lists_of_the_root() -> dict[str, list[str]]:
     return {"FSDP2": differences(*runs, *BITS)}
 
 
-ODD_LISTS: dict[str, Check] = {
-    "listed twice": functools.partial(
-        compare, grouped_case(train, groups=((0, 1, 0), (2,))), None, REGROUPING
-    ),
-    "the root alone": compare_lists_of_the_root,
-}
-
-
-@pytest.mark.parametrize("case", ODD_LISTS)
-def test_a_module_listed_twice_counts_once_and_a_list_of_one_may_be_the_root(case):
-    assert complaints(others(2), case) == []
+PROMISES.add(
+    "a module listed twice counts once, and a list of one may be the root",
+    {
+        "listed twice": functools.partial(
+            compare, grouped_case(train, groups=((0, 1, 0), (2,))), None, REGROUPING
+        ),
+        "the root alone": compare_lists_of_the_root,
+    },
+)
 
 
 # --- A head that is called chunk by chunk ------------------------------------------------------------------
@@ -537,21 +510,11 @@ CHUNKED: dict[str, Case] = {
     "chunk by chunk, kept after forward": Case(Chunked, thrice, options=KEPT),
     "chunk by chunk, resharded after forward": Case(Chunked, thrice, options={"reshard_after_forward": True}),
 }
-CHUNKED_CASES = [*((2, name) for name in CHUNKED), (1, "every way in turn"), (3, "every way in turn")]
-
-
 CANCELLING = Tolerance(1e-4, 4e-6)  # without a head, the gradients of the norm's bias almost cancel
-
-
-@functools.cache
-def chunked(world_size: int) -> Any:
-    cases = {name: CHUNKED[name] for size, name in CHUNKED_CASES if size == world_size}
-    return launch(run_checks, world_size, checks_of(cases, world_size, plain=CANCELLING), timeout=200)
-
-
-@pytest.mark.parametrize("world_size, head", CHUNKED_CASES)
-def test_a_head_called_by_the_trainer_trains_as_under_fsdp2_and_as_without_sharding(world_size, head):
-    assert complaints(chunked(world_size), head) == []
+HEADS = "a head called by the trainer trains as under FSDP2 and as without sharding"
+promise(HEADS, CHUNKED, plain=CANCELLING)
+promise(HEADS, chosen(["every way in turn"], CHUNKED), ranks=1, plain=CANCELLING)
+promise(HEADS, chosen(["every way in turn"], CHUNKED), ranks=3, plain=CANCELLING)
 
 
 @functools.cache
@@ -663,36 +626,9 @@ TIED: dict[str, Case] = {
     "over a list, state loaded": Case(Tied, functools.partial(reload, assign=False)),
     "inside a module": Case(TiedInside),
 }
-TIED_CASES = [*((2, name) for name in TIED), (3, "over a list"), (3, "inside a module")]
-
-
-@pytest.mark.parametrize("world_size, case", TIED_CASES)
-def test_a_tied_parameter_with_uneven_rows_trains_as_under_fsdp2_and_as_without_sharding(world_size, case):
-    assert complaints(others(world_size), case) == []
-
-
-@pytest.mark.parametrize("build", [Tied, TiedInside])
-def test_a_tied_parameter_is_one_object_moved_once(build):
-    def on_a_rank() -> Any:
-        training = Training(build, ours)
-        model = training.model
-        same = [model.head.weight is model.embed.weight]
-        model.register_forward_pre_hook(lambda *_: same.append(model.head.weight is model.embed.weight))
-        with record() as log:
-            loss = training.loss(0)
-            same.append(model.head.weight is model.embed.weight)
-            loss.backward()
-        same += [model.head.weight is model.embed.weight, model.head.weight.grad is model.embed.weight.grad]
-        training.optimizer.step()
-        whole = model.head.weight.full_tensor()
-        same.append(torch.equal(whole, model.embed.weight.full_tensor()))
-        return same, len([*model.parameters()]), max(e.bytes for e in log.select("reduce_scatter"))
-
-    padded = 4 * (12 * 6 + 2 * 6)  # the tied one with a row of padding, weight and bias of the norm
-    for same, number, nbytes in launch(on_a_rank, 2, timeout=60):
-        assert same == [True] * 6
-        assert number == 4 + 1 + 2
-        assert nbytes == padded
+TIES = "a tied parameter with uneven rows trains as under FSDP2 and as without sharding"
+promise(TIES, TIED)
+promise(TIES, chosen(("over a list", "inside a module"), TIED), ranks=3)
 
 
 def split_over_lists(model: Tied, library: Library) -> None:
@@ -746,14 +682,13 @@ def without_some(training: Training) -> None:
     training.steps()
 
 
-IGNORING: dict[str, Case] = {
-    f"some ignored, {how}": Case(models.stem, without_some, how) for how in ("root", "blocks", "nested")
-}
-
-
-@pytest.mark.parametrize("case", IGNORING)
-def test_ignored_parameters_are_neither_touched_nor_reduced_as_in_fsdp2(case):
-    assert complaints(others(2), case) == []
+PROMISES.add(
+    "ignored parameters are neither touched nor reduced, as in FSDP2",
+    {
+        how: functools.partial(compare, Case(models.stem, without_some, how), BITS, None)
+        for how in ("root", "blocks", "nested")
+    },
+)
 
 
 def test_ignored_parameters_move_nothing_and_have_the_gradients_of_the_rank():
@@ -848,52 +783,63 @@ PRECISE_PLACEMENTS: dict[str, Case] = {
         Kernels, by_kernel_rows, policy=POLICIES["bf16, reduce fp32, output fp32"]
     ),
 }
-PLACEMENT_CASES = [
-    *[(2, name) for name in PLACEMENTS],
-    *[(4, name) for name in ("by the longest dim", "kernels, by rows of the kernel")],
-    (1, "tied, by columns"),
-]
+CUTTING = "parameters cut along any dim train as under FSDP2 and as without sharding"
+promise(CUTTING, PLACEMENTS)
+promise(CUTTING, chosen(("by the longest dim", "kernels, by rows of the kernel"), PLACEMENTS), ranks=4)
+promise(CUTTING, chosen(["tied, by columns"], PLACEMENTS), ranks=1)
+PROMISES.add(
+    "members of a list, and parameters cut along any dim, are cast as under FSDP2",
+    {
+        name: functools.partial(compare, case, BITS, None)
+        for name, case in (PRECISE | PRECISE_PLACEMENTS).items()
+    },
+)
+
+
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []
+
+
+# --- What is moved -----------------------------------------------------------------------------------------
+
+MOVED: dict[str, Case] = {
+    **{name: case for name, case in LISTS.items() if case.scenario is train},
+    **{f"tied {name}": case for name, case in TIED.items()},
+    **{
+        name: PLACEMENTS[name]
+        for name in ("by the last dim", "by the longest dim", "kernels, by columns", "tied, by columns")
+    },
+}
 
 
 @functools.cache
-def others(world_size: int) -> Any:
-    """Odd lists, ties, parameters left out, placements, and what is computed in other dtypes."""
-    chosen = TIED_CASES + PLACEMENT_CASES
-    cases = {name: (TIED | PLACEMENTS)[name] for size, name in chosen if size == world_size}
-    checks = checks_of(cases, world_size)
-    if world_size == 2:
-        for name, case in (PRECISE | PRECISE_PLACEMENTS | IGNORING).items():
-            checks[name] = functools.partial(compare, case, BITS, None)
-        checks |= ODD_LISTS
-    return launch(run_checks, world_size, checks, timeout=200)
-
-
-@pytest.mark.parametrize("world_size, cut_how", PLACEMENT_CASES)
-def test_parameters_cut_along_any_dim_train_as_under_fsdp2_and_as_without_sharding(world_size, cut_how):
-    assert complaints(others(world_size), cut_how) == []
-
-
-@pytest.mark.parametrize("case", PRECISE | PRECISE_PLACEMENTS)
-def test_members_of_a_list_and_parameters_cut_along_any_dim_are_cast_as_under_fsdp2(case):
-    assert complaints(others(2), case) == []
-
-
-SHAPED = ("by the last dim", "by the longest dim", "kernels, by columns", "kernels, by rows of the kernel")
-
-
-@functools.cache
-def shards(world_size: int) -> Any:
-    """By rank and case: what is wrong with each shard, with its gradient and optimizer state, and the traffic."""
+def traffic() -> Any:
+    """By rank and case: what the first step of each library moves."""
 
     def on_a_rank() -> Any:
-        return {
-            name: (wrong_shards(case), traffic(case)) for name, case in PLACEMENTS.items() if name in SHAPED
-        }
+        steps = {name: dataclasses.replace(case, scenario=step) for name, case in MOVED.items()}
+        return {name: [moved(case, library) for library in LIBRARIES] for name, case in steps.items()}
 
-    def traffic(case: Case) -> Any:
-        return [moved(dataclasses.replace(case, scenario=step), library) for library in LIBRARIES]
+    return launch(on_a_rank, 2, timeout=200)
 
-    return launch(on_a_rank, world_size, timeout=200)
+
+@pytest.mark.parametrize("case", MOVED)
+def test_a_first_step_moves_the_same_bytes_in_the_same_order_as_in_fsdp2(case):
+    for rank in traffic():
+        mine, reference = rank[case]
+        assert mine == reference != []
+
+
+def test_cutting_along_another_dim_moves_no_padding():
+    nbytes = sum(4 * param.numel() for param in models.even().blocks[0].parameters())
+    for rank in traffic():
+        assert {moved for _, moved, _ in rank["by the longest dim"][0]} == {nbytes}
+
+
+# --- What a rank holds -------------------------------------------------------------------------------------
+
+SHAPED = ("by the last dim", "by the longest dim", "kernels, by columns", "kernels, by rows of the kernel")
 
 
 def wrong_shards(case: Case) -> list[str]:
@@ -924,16 +870,11 @@ def wrong_shards(case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("cut_how", SHAPED)
-def test_shards_are_what_torch_chunk_gives_the_rank_along_the_chosen_dim_and_move_the_bytes_of_fsdp2(
-    world_size, cut_how
-):
-    nbytes = sum(4 * param.numel() for param in models.even().blocks[0].parameters())
-    for wrong, (mine, reference) in (rank[cut_how] for rank in shards(world_size)):
-        assert wrong == []
-        assert mine == reference != []
-        if cut_how == "by the longest dim":
-            assert {moved for _, moved, _ in mine} == {nbytes}, "padding"
+def test_shards_are_what_torch_chunk_gives_the_rank_along_the_chosen_dim(world_size):
+    def on_a_rank() -> dict[str, list[str]]:
+        return {name: wrong_shards(PLACEMENTS[name]) for name in SHAPED}
+
+    assert launch(on_a_rank, world_size, timeout=60) == [{name: [] for name in SHAPED}] * world_size
 
 
 def test_the_placement_function_sees_each_whole_parameter():

@@ -35,15 +35,14 @@ from oracles import (
     Check,
     Library,
     Policy,
+    Promises,
     Shape,
     Trace,
     Training,
     compare,
-    complaints,
     differences,
     grid,
     ours,
-    run_checks,
     theirs,
     train,
     unsharded,
@@ -195,16 +194,11 @@ def number_checks(world_size: int) -> dict[str, Check]:
     return checks
 
 
-@functools.cache
-def numbers(world_size: int) -> Any:
-    return launch(run_checks, world_size, number_checks(world_size), timeout=300)
-
-
-@pytest.mark.parametrize(
-    "world_size, case", [(size, name) for size in (2, 4) for name in number_checks(size)]
-)
-def test_on_a_2d_mesh_training_goes_as_under_fsdp2_and_as_without_sharding(world_size, case):
-    assert complaints(numbers(world_size), case) == []
+PROMISES = Promises()
+for _ranks in (2, 4):
+    PROMISES.add(
+        "on a 2D mesh training goes as under FSDP2 and as without sharding", number_checks(_ranks), _ranks
+    )
 
 
 # --- Where torch 2.13 has no answer ------------------------------------------------------------------------
@@ -244,24 +238,18 @@ BRANCHING = {
 }
 
 
-@functools.cache
-def branching() -> Any:
-    on_mesh = {"shape": (2, 2)}
-    found = {
-        name: Case(branches, functools.partial(branch_off, path=path, pattern=pattern), options=on_mesh)
-        for name, (path, pattern) in BRANCHING.items()
-    }
-    found["left out"] = Case(models.wandering, leave_a_block_out, options=on_mesh)
-    checks: dict[str, Check] = {
-        name: functools.partial(compare, case, None, REGROUPING) for name, case in found.items()
-    }
-    return launch(run_checks, 4, checks, timeout=200)
-
-
-@pytest.mark.parametrize("case", [*BRANCHING, "left out"])
-def test_sums_that_are_not_all_reduced_yet_may_be_of_other_parameters(case):
-    """FSDP2 keeps one flat sum per group: it raises if the next has another size, and waits for a block left out."""
-    assert complaints(branching(), case) == []
+ON_MESH = {"shape": (2, 2)}
+BRANCHED = {
+    name: Case(branches, functools.partial(branch_off, path=path, pattern=pattern), options=ON_MESH)
+    for name, (path, pattern) in BRANCHING.items()
+}
+BRANCHED["left out"] = Case(models.wandering, leave_a_block_out, options=ON_MESH)
+# FSDP2 keeps one flat sum per group: it raises if the next has another size, and waits for a block left out
+PROMISES.add(
+    "sums that are not all-reduced yet may be of other parameters",
+    {name: functools.partial(compare, case, None, REGROUPING) for name, case in BRANCHED.items()},
+    ranks=4,
+)
 
 
 # --- Placements and traffic --------------------------------------------------------------------------------
@@ -535,15 +523,9 @@ HOOKS: dict[str, Check] = {
 }
 
 
-@functools.cache
-def hooks() -> Any:
-    return launch(run_checks, 4, HOOKS, timeout=300)
-
-
-@pytest.mark.parametrize("case", HOOKS)
-def test_an_all_reduce_as_hook_makes_hybrid_sharding_and_a_hook_there_gets_what_was_all_reduced(case):
-    """As under FSDP2."""
-    assert complaints(hooks(), case) == []
+PROMISES.add(
+    "an all-reduce as hook makes hybrid sharding, and a hook there gets what was all-reduced", HOOKS, ranks=4
+)
 
 
 # --- Axes by name ------------------------------------------------------------------------------------------
@@ -694,24 +676,29 @@ def named_checks(world_size: int) -> dict[str, Check]:
     return checks
 
 
+for _ranks in (2, 4):
+    PROMISES.add(
+        "axes given by name train as under FSDP2 and as on a mesh without them", named_checks(_ranks), _ranks
+    )
+
+
 @functools.cache
-def named(world_size: int) -> Any:
-    measured: dict[str, Any] = {
-        f"measured, {name}": functools.partial(measure_by_name, axes)
-        for name, axes in NAMED.items()
-        if math.prod(axes.shape) == world_size
-    }
-    return launch(run_checks, world_size, named_checks(world_size) | measured, timeout=300)
+def placed_by_name(world_size: int) -> Any:
+    def on_a_rank() -> Any:
+        fitting = {name: axes for name, axes in NAMED.items() if math.prod(axes.shape) == world_size}
+        return {name: measure_by_name(axes) for name, axes in fitting.items()}
+
+    return launch(on_a_rank, world_size, timeout=100)
 
 
-@pytest.mark.parametrize("world_size, case", [(size, name) for size in (2, 4) for name in named_checks(size)])
-def test_axes_given_by_name_train_as_under_fsdp2_and_as_on_a_mesh_without_them(world_size, case):
-    assert complaints(named(world_size), case) == []
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []
 
 
 def measured_by_name(axes: str) -> list[Any]:
     """By rank."""
-    return [found[f"measured, {axes}"] for found in named(math.prod(NAMED[axes].shape))]
+    return [found[axes] for found in placed_by_name(math.prod(NAMED[axes].shape))]
 
 
 @pytest.mark.parametrize("axes", NAMED)

@@ -28,15 +28,13 @@ from oracles import (
     BITS,
     REGROUPING,
     Case,
-    Check,
+    Promises,
     Library,
     Tolerance,
     Training,
     against_fsdp2,
     compare,
-    complaints,
     ours,
-    run_checks,
     theirs,
     wrap,
 )
@@ -174,23 +172,28 @@ NOT_AS_UNSHARDED = {"uneven in bf16", "in bf16"}
 IN_BF16 = Tolerance(2e-3, 1e-5)
 
 
-@functools.cache
-def fewer(world_size: int) -> Any:
-    checks: dict[str, Check] = {}
-    for name, case in FEWER[world_size].items():
-        rounding = IN_BF16 if "bf16" in name and world_size > 2 else against_fsdp2(world_size)
-        fsdp2, plain = name not in NOT_AS_FSDP2, name not in NOT_AS_UNSHARDED
-        checks[name] = functools.partial(
-            compare, case, rounding if fsdp2 else None, REGROUPING if plain else None
-        )
-    return launch(run_checks, world_size, checks, timeout=200)
+def check_fewer(name: str, case: Case) -> dict[str, list[str]]:
+    ranks = dist.get_world_size()
+    rounding = IN_BF16 if "bf16" in name and ranks > 2 else against_fsdp2(ranks)
+    return compare(
+        case,
+        None if name in NOT_AS_FSDP2 else rounding,
+        None if name in NOT_AS_UNSHARDED else REGROUPING,
+    )
 
 
-@pytest.mark.parametrize(
-    "world_size, case", [(size, name) for size, cases in FEWER.items() for name in cases]
-)
-def test_parameters_resharded_over_fewer_ranks_train_as_under_fsdp2_and_as_without_sharding(world_size, case):
-    assert complaints(fewer(world_size), case) == []
+PROMISES = Promises()
+for _ranks, _cases in FEWER.items():
+    PROMISES.add(
+        "parameters resharded over fewer ranks train as under FSDP2 and as without sharding",
+        {name: functools.partial(check_fewer, name, case) for name, case in _cases.items()},
+        _ranks,
+    )
+
+
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []
 
 
 # --- Over fewer ranks: what is registered ------------------------------------------------------------------

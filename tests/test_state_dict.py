@@ -45,6 +45,7 @@ from oracles import (
     REGROUPING,
     ROWS,
     Check,
+    Promises,
     Trace,
     Training,
     against_fsdp2,
@@ -174,31 +175,23 @@ def flat(state: State, prefix: str = "") -> dict[str, Any]:
 
 
 PlaceCheck = Callable[..., list[str]]
-PROMISES: dict[str, tuple[PlaceCheck, list[tuple[Any, ...]]]] = {}
+PROMISES = Promises()
 
 
 def over(runs: Iterable[Any]) -> Callable[[PlaceCheck], PlaceCheck]:
     """Makes a function a promise, which its name says; a run is the name of a place, maybe with further arguments."""
 
     def remember(check: PlaceCheck) -> PlaceCheck:
-        PROMISES[check.__name__] = check, [run if isinstance(run, tuple) else (run,) for run in runs]
+        every = [run if isinstance(run, tuple) else (run,) for run in runs]
+        checks = {", ".join(map(str, run)): functools.partial(named, check, *run) for run in every}
+        PROMISES.add(check.__name__.replace("_", " "), checks)
         return check
 
     return remember
 
 
-@functools.cache
-def everywhere(promise: str) -> Any:
-    """The check in all its places and variants, in one launch."""
-    check, runs = PROMISES[promise]
-    checks: dict[str, Check] = {
-        str(run): functools.partial(named, check, PLACES[run[0]], *run[1:]) for run in runs
-    }
-    return launch(run_checks, 2, checks, timeout=200)
-
-
-def named(check: PlaceCheck, *args: Any) -> dict[str, list[str]]:
-    return {"": check(*args)}
+def named(check: PlaceCheck, place: str, *args: Any) -> dict[str, list[str]]:
+    return {"": check(PLACES[place], *args)}
 
 
 # --- A state dict holds the shards -------------------------------------------------------------------------
@@ -635,14 +628,9 @@ def the_state_of_an_optimizer_loads_and_trains_on(place: Place, name: str) -> li
     return wrong + unequal(*taken) + differences(*traces, *BITS)
 
 
-# --- One launch for each promise --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "promise, run", [(promise, run) for promise, (_, runs) in PROMISES.items() for run in runs], ids=str
-)
-def test_of_a_state_dict(promise, run):
-    assert complaints(everywhere(promise), str(run)) == []
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks)(case) == []
 
 
 # --- Distributed checkpoints -------------------------------------------------------------------------------
