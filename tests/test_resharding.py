@@ -176,9 +176,7 @@ def check_fewer(name: str, case: Case) -> dict[str, list[str]]:
     ranks = dist.get_world_size()
     rounding = IN_BF16 if "bf16" in name and ranks > 2 else against_fsdp2(ranks)
     return compare(
-        case,
-        None if name in NOT_AS_FSDP2 else rounding,
-        None if name in NOT_AS_UNSHARDED else REGROUPING,
+        case, None if name in NOT_AS_FSDP2 else rounding, None if name in NOT_AS_UNSHARDED else REGROUPING
     )
 
 
