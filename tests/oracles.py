@@ -225,6 +225,42 @@ def train(training: Training) -> None:
     training.steps()
 
 
+def configure(training: Training, reduces: str) -> None:
+    """What a micro-batch reduces: "n" nothing, "s" among the ranks that shard, "a" all, "b" all, by the usual switch."""
+    training.call("set_requires_gradient_sync", reduces != "n")
+    if reduces in "sa":
+        training.call("set_requires_all_reduce", reduces == "a")
+
+
+def accumulate(training: Training, pattern: str, stay_whole: bool = False, say_last: bool = False) -> None:
+    """Two steps of micro-batches that reduce as the pattern says (see `configure`), then one that reduces what is left.
+
+    Args:
+        stay_whole: parameters stay unsharded until the last. say_last: only the last waits for its reductions.
+    """
+    for step in range(2):
+        for micro, reduces in enumerate(pattern):
+            is_last = micro == len(pattern) - 1
+            configure(training, reduces)
+            training.call("set_reshard_after_backward", is_last or not stay_whole)
+            training.call("set_is_last_backward", is_last or not say_last)
+            training.loss(10 * step + micro).backward()
+            training.keep_local_grads()
+        training.update()
+    configure(training, "b")
+    training.steps(1, first_seed=99)
+
+
+def clip(training: Training, p: float = 2.0) -> None:
+    """The norm is over all parameters, wherever they are."""
+    for seed in range(2):
+        training.loss(seed).backward()
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05, norm_type=p)
+        training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        training.update()
+    training.keep_params()
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model, how it is wrapped, and what is done with it."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from hwfsdp import EventLog, RankError, launch, record
+from hwfsdp import EventLog, launch, record
 from oracles import (
     BITS,
     REGROUPING,
@@ -35,6 +35,7 @@ from oracles import (
     Tolerance,
     Trace,
     Training,
+    accumulate,
     against_fsdp2,
     compare,
     differences,
@@ -64,22 +65,6 @@ def section(name: str, cases: dict[str, Case]) -> dict[str, Case]:
 
 
 # --- Accumulation ------------------------------------------------------------------------------------------
-
-
-def accumulate(
-    training: Training, pattern: str, stay_whole: bool = False, say_which_is_last: bool = False
-) -> None:
-    """A step of micro-batches, of which those with a 1 are reduced; then one that reduces what was left over."""
-    for micro, bit in enumerate(pattern):
-        is_last = micro == len(pattern) - 1
-        training.call("set_requires_gradient_sync", bit == "1")
-        training.call("set_reshard_after_backward", is_last or not stay_whole)
-        training.call("set_is_last_backward", is_last or not say_which_is_last)
-        training.loss(micro).backward()
-        training.keep_local_grads()
-    training.update()
-    training.call("set_requires_gradient_sync", True)
-    training.steps(1, first_seed=99)
 
 
 def accumulate_in_parts(training: Training) -> None:
@@ -121,17 +106,15 @@ PATHS = {
 }
 
 
-ACCUMULATED: dict[int, tuple[tuple[str, str], ...]] = (
-    {  # micro-batches that are reduced or not, and the policy
-        1: (("001", "fp32"), ("011", "bf16, reduce fp32")),
-        2: (
-            *(("001", "fp32"), ("010", "fp32"), ("101", "fp32"), ("110", "fp32")),
-            *(("011", "bf16, reduce fp32"), ("100", "bf16, reduce fp32")),
-            *(("010", "reduce bf16"), ("101", "reduce bf16"), ("001", "bf16"), ("001", "fp16, reduce fp32")),
-        ),
-        3: (("101", "fp32"), ("001", "bf16, reduce fp32")),
-    }
-)
+ACCUMULATED: dict[int, tuple[tuple[str, str], ...]] = {  # what micro-batches reduce, and the policy
+    1: (("nnb", "fp32"), ("nbb", "bf16, reduce fp32")),
+    2: (
+        *(("nnb", "fp32"), ("nbn", "fp32"), ("bnb", "fp32"), ("bbn", "fp32")),
+        *(("nbb", "bf16, reduce fp32"), ("bnn", "bf16, reduce fp32")),
+        *(("nbn", "reduce bf16"), ("bnb", "reduce bf16"), ("nnb", "bf16"), ("nnb", "fp16, reduce fp32")),
+    ),
+    3: (("bnb", "fp32"), ("nnb", "bf16, reduce fp32")),
+}
 
 
 def accumulations(world_size: int) -> dict[str, Case]:
@@ -147,11 +130,11 @@ def accumulations(world_size: int) -> dict[str, Case]:
     }
     if world_size != 2:
         return found
-    for pattern, option in (("001", "stay_whole"), ("101", "say_which_is_last")):
+    for pattern, option in (("nnb", "stay_whole"), ("bnb", "say_last")):
         scenario = functools.partial(accumulate, pattern=pattern, **{option: True})
         found[f"{pattern}, {option}"] = Case(models.stem, scenario)
-    scenario = functools.partial(accumulate, pattern="011", stay_whole=True, say_which_is_last=True)
-    found["011, stay_whole, say_which_is_last, bf16, reduce fp32"] = mixed(models.stem, scenario)
+    scenario = functools.partial(accumulate, pattern="nbb", stay_whole=True, say_last=True)
+    found["nbb, stay_whole, say_last, bf16, reduce fp32"] = mixed(models.stem, scenario)
     found["in parts"] = Case(models.stem, accumulate_in_parts)
     for name, (paths, pattern) in PATHS.items():
         wandering = functools.partial(wander, paths=paths, pattern=pattern)
@@ -159,14 +142,14 @@ def accumulations(world_size: int) -> dict[str, Case]:
         if paths[0] == (0, 1, 2):  # FSDP2 cannot accumulate in another dtype before a module's first forward
             found[f"{name}, bf16, reduce fp32"] = mixed(models.wandering, wandering)
     for name, build in {"unused": models.Unused, "frozen": models.frozen, "twice": models.twice}.items():
-        found[f"001, {name}"] = Case(build, functools.partial(accumulate, pattern="001"))
+        found[f"nnb, {name}"] = Case(build, functools.partial(accumulate, pattern="nnb"))
     return found
 
 
 def reduces_in_the_end(case: Case) -> bool:
     """Whether every optimizer step sees all gradients so far, in full precision: as without sharding."""
-    pattern = getattr(case.scenario, "keywords", {}).get("pattern", "1")
-    return pattern.endswith("1") and not case.options.get("policy")
+    pattern = getattr(case.scenario, "keywords", {}).get("pattern", "b")
+    return pattern[-1] in "1b" and not case.options.get("policy")
 
 
 # --- Other orders of forward and backward ------------------------------------------------------------------
@@ -394,16 +377,6 @@ UNUSED: dict[str, Case] = {
     "nobody runs": Case(models.Unused, reduce_unused),
     "frozen": Case(models.frozen, reduce_unused),
 }
-
-
-def test_without_zeros_for_unused_parameters_ranks_that_use_others_do_not_match():
-    def run_into_it() -> None:
-        training = Training(forks, ours)
-        choose(training, 0)
-        training.loss(0).backward()
-
-    with pytest.raises(RankError):
-        launch(run_into_it, 2, timeout=60)
 
 
 # --- Divide factor -----------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ from oracles import (
     Tolerance,
     Trace,
     Training,
+    accumulate,
+    clip,
     differences,
     fresh,
     grid,
@@ -106,14 +108,7 @@ def two_steps(training: Composed) -> None:
     training.steps(2)
 
 
-def accumulate(training: Composed) -> None:
-    """Two micro-batches, reduced once and reduced twice."""
-    for seed, sync in enumerate([False, True, True, True]):
-        training.call("set_requires_gradient_sync", sync)
-        training.loss(seed).backward()
-        if seed % 2:
-            training.update()
-    training.keep_params()
+accumulated = functools.partial(accumulate, pattern="nbb")
 
 
 def run(plan: Plan, library: ModuleType | None, scenario: Scenario = two_steps) -> Trace:
@@ -618,7 +613,7 @@ def evaluate_packed(training: Composed) -> None:
 
 
 PACKED_SCENARIOS: dict[str, Scenario] = {
-    "accumulated": accumulate,
+    "accumulated": accumulated,
     "loaded": load_packed,
     "evaluated first": evaluate_packed,
 }
@@ -707,15 +702,6 @@ def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_i
 
 
 # --- Gradients: clipping and scaling -----------------------------------------------------------------------
-
-
-def clip(training: Composed, p: float) -> None:
-    for seed in range(2):
-        training.loss(seed).backward()
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.1, norm_type=p)
-        training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        training.update()
-    training.keep_params()
 
 
 def odd() -> models.Model:
@@ -816,7 +802,7 @@ OFFLOADED: dict[str, tuple[Plan, Scenario, bool]] = {  # pinned or not
     "blocks": (Plan(models.uneven), two_steps, True),
     "replicas": (Plan(models.uneven, shape=(2, 1)), two_steps, False),
     "bf16": (Plan(models.uneven, policy=BF16_FP32), two_steps, True),
-    "accumulated": (Plan(), accumulate, False),
+    "accumulated": (Plan(), accumulated, False),
 }
 
 

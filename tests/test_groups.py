@@ -36,6 +36,7 @@ from oracles import (
     Library,
     Tolerance,
     Training,
+    accumulate,
     against_fsdp2,
     compare,
     differences,
@@ -45,7 +46,7 @@ from oracles import (
     theirs,
     wrap,
 )
-from test_parity import accumulate_unreduced, reload, train_in_float64, two_forwards_one_backward
+from test_parity import reload, train_in_float64, two_forwards_one_backward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIBRARIES = (ours, theirs)
@@ -171,8 +172,10 @@ LISTS: dict[str, Case] = {
     ),
     "evaluated in between": grouped_case(evaluate),
     "two forwards, one backward": grouped_case(two_forwards_one_backward),
-    "accumulated": grouped_case(functools.partial(accumulate_unreduced, keep_whole=False)),
-    "accumulated, stay whole": grouped_case(functools.partial(accumulate_unreduced, keep_whole=True)),
+    "accumulated": grouped_case(functools.partial(accumulate, pattern="nnb", say_last=True)),
+    "accumulated, stay whole": grouped_case(
+        functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True)
+    ),
     "state loaded": grouped_case(functools.partial(reload, assign=False)),
     "state assigned": grouped_case(functools.partial(reload, assign=True)),
     "checkpointed, reentrant": grouped_case(train, reentrant=True),
@@ -621,7 +624,7 @@ class TiedInside(Tied):
 TIED: dict[str, Case] = {
     "over a list": Case(Tied),
     "over a list, kept, accumulated": Case(
-        Tied, functools.partial(accumulate_unreduced, keep_whole=True), options=KEPT
+        Tied, functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True), options=KEPT
     ),
     "over a list, state loaded": Case(Tied, functools.partial(reload, assign=False)),
     "inside a module": Case(TiedInside),
@@ -771,7 +774,7 @@ PLACEMENTS: dict[str, Case] = {
     "tied, by columns": cut(Tied, embedding_by_columns),
     "kept after forward": cut(models.even, by_the_longest_dim, **KEPT),
     "accumulated": cut(
-        models.even, by_the_longest_dim, functools.partial(accumulate_unreduced, keep_whole=False)
+        models.even, by_the_longest_dim, functools.partial(accumulate, pattern="nnb", say_last=True)
     ),
     "float64": cut(models.even, by_the_longest_dim, train_in_float64),
     "state loaded": cut(models.even, by_columns, functools.partial(reload, assign=False)),
@@ -916,13 +919,3 @@ def test_a_placement_that_cannot_be_is_refused_with_the_name_before_anything_cha
             assert isinstance(caught.value, hwfsdp.FSDPError)
 
     launch(on_a_rank, 2, timeout=60)
-
-
-def test_a_placement_chosen_for_one_model_is_none_of_another():
-    def on_a_rank() -> Any:
-        by_column, by_row = wrap(models.even(), ours, shard_placement_fn=by_columns), wrap(
-            models.even(), ours
-        )
-        return [{p.placements for p in model.parameters() if p.ndim > 1} for model in (by_column, by_row)]
-
-    assert launch(on_a_rank, 2, timeout=60) == [[{(Shard(1),)}, {(Shard(0),)}]] * 2

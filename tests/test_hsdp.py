@@ -39,7 +39,10 @@ from oracles import (
     Shape,
     Trace,
     Training,
+    accumulate,
+    clip,
     compare,
+    configure,
     differences,
     grid,
     ours,
@@ -58,26 +61,6 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
 
 # --- Numbers -----------------------------------------------------------------------------------------------
 
-NOTHING, SCATTER, ALL, BOTH = "nsab"  # what a micro-batch reduces; BOTH is ALL in one call
-
-
-def configure(training: Training, reduces: str) -> None:
-    """The switches for a micro-batch: no reduction, the one among ranks that shard, or the whole one."""
-    training.call("set_requires_gradient_sync", reduces != NOTHING)
-    if reduces in (SCATTER, ALL):
-        training.call("set_requires_all_reduce", reduces == ALL)
-
-
-def accumulate(training: Training, pattern: str) -> None:
-    """Micro-batches that reduce as the pattern says, twice; keeps what the shards' gradients are on the way."""
-    for step in range(2):
-        for micro, reduces in enumerate(pattern):
-            configure(training, reduces)
-            training.loss(10 * step + micro).backward()
-            training.keep_local_grads()
-        training.update()
-    training.keep_params()
-
 
 def accumulate_in_a_block(training: Training) -> None:
     """One block reduces among the ranks that shard, the others altogether."""
@@ -92,7 +75,7 @@ def accumulate_in_a_block(training: Training) -> None:
 
 def leave_sums_for_the_next_step(training: Training) -> None:
     """The optimizer finds no gradients after a step that only scatters; the next step has those of both."""
-    for seed, reduces in enumerate([SCATTER, ALL, ALL]):
+    for seed, reduces in enumerate("saa"):
         configure(training, reduces)
         training.loss(seed).backward()
         training.update()
@@ -102,10 +85,10 @@ def leave_sums_for_the_next_step(training: Training) -> None:
 def forget_sums(training: Training) -> None:
     """A reset drops the sums that were scattered and not yet all-reduced."""
     training.steps(1)
-    configure(training, SCATTER)
+    configure(training, "s")
     training.loss(7).backward()
     training.model.reset_iter_state()
-    configure(training, ALL)
+    configure(training, "a")
     training.steps(2, first_seed=1)
 
 
@@ -115,15 +98,6 @@ def not_the_last(training: Training) -> None:
         for micro in range(2):
             training.call("set_is_last_backward", micro == 1)
             training.loss(10 * seed + micro).backward()
-        training.update()
-    training.keep_params()
-
-
-def clip(training: Training) -> None:
-    for seed in range(2):
-        training.loss(seed).backward()
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.1)
-        training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
         training.update()
     training.keep_params()
 
@@ -223,7 +197,7 @@ def branch_off(training: Training, path: Sequence[Sequence[str]], pattern: str) 
 def leave_a_block_out(training: Training) -> None:
     """A block is reduced among the ranks that shard, and takes no part in the micro-batch that all-reduces."""
     for step in range(2):
-        for micro, (training.model.path, reduces) in enumerate([((0, 1, 2), SCATTER), ((0, 2), ALL)]):
+        for micro, (training.model.path, reduces) in enumerate([((0, 1, 2), "s"), ((0, 2), "a")]):
             configure(training, reduces)
             training.loss(10 * step + micro).backward()
         training.update()
@@ -265,7 +239,7 @@ REDUCED = {"nsa": (2, 1), "aaa": (3, 3), "sss": (3, 0), "nnn": (0, 0), "sb": (2,
 def log_of(
     shape: Shape,
     build: Callable[[], models.Model] = models.uneven,
-    pattern: str = ALL,
+    pattern: str = "a",
     steps: int = 1,
     policy: Policy | None = None,
 ) -> EventLog:

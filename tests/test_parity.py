@@ -28,6 +28,7 @@ from oracles import (
     Case,
     Promises,
     Training,
+    accumulate,
     against_fsdp2,
     compare,
     fresh,
@@ -39,19 +40,6 @@ from oracles import (
 )
 
 # --- Every way to train ------------------------------------------------------------------------------------
-
-
-def accumulate_unreduced(training: Training, keep_whole: bool) -> None:
-    """Micro-batches without reduction, then one with it; `keep_whole`: parameters stay unsharded in between."""
-    for step in range(2):
-        for micro in range(3):
-            is_last = micro == 2
-            training.call("set_requires_gradient_sync", is_last)
-            training.call("set_reshard_after_backward", is_last or not keep_whole)
-            training.call("set_is_last_backward", is_last)
-            training.loss(3 * step + micro).backward()
-        training.update()
-    training.keep_params()
 
 
 def evaluate_in_the_middle(training: Training) -> None:
@@ -182,9 +170,9 @@ SCENARIOS: dict[str, Case] = {
     "keep after forward, nested": Case(
         models.Transformer, how="nested", options={"reshard_after_forward": False}
     ),
-    "accumulate unreduced": Case(models.stem, functools.partial(accumulate_unreduced, keep_whole=False)),
+    "accumulate unreduced": Case(models.stem, functools.partial(accumulate, pattern="nnb", say_last=True)),
     "accumulate unreduced, twice": Case(
-        models.twice, functools.partial(accumulate_unreduced, keep_whole=True)
+        models.twice, functools.partial(accumulate, pattern="nnb", stay_whole=True)
     ),
     "no_grad in the middle, nested": Case(models.Transformer, evaluate_in_the_middle, how="nested"),
     "zero in place": Case(models.uneven, zero_in_place),
@@ -304,7 +292,7 @@ def run_dtypes(training: Training) -> None:
         "output (local)", torch.cat([t.flatten() for t in leaves(training.model(*training.batch(9)))])
     )
     training.steps(2)
-    accumulate_unreduced(training, keep_whole=False)
+    accumulate(training, "nnb")
 
 
 def refuse_dtypes(training: Training) -> None:

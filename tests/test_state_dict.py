@@ -296,21 +296,6 @@ def a_live_one_can_be_loaded_into_its_own_model(place: Place) -> list[str]:
     return wrong + differences(*traces, *BITS)
 
 
-@over(FEW)
-def another_model_can_load_a_live_one_after_each_step(place: Place) -> list[str]:
-    """A second model follows the first one's state dict, which was taken before the first step."""
-    first, second = PlacedTraining(place, HERE), PlacedTraining(place, HERE, seed=1)
-    state = first.model.state_dict()
-    wrong = []
-    for seed in range(2):
-        first.steps(1, first_seed=seed)
-        second.model.load_state_dict(state)
-        wrong += unequal(locals_of(second.model.state_dict()), locals_of(first.model.state_dict()))
-        with torch.no_grad():
-            wrong += differences(traced(second.loss(7)), traced(first.loss(7)), *BITS)
-    return wrong
-
-
 def traced(tensor: Tensor) -> Trace:
     trace = Trace()
     trace.keep("tensor", tensor)
@@ -382,32 +367,6 @@ def a_training_goes_on_from_files_of_each_rank(place: Place) -> list[str]:
         wrong += trained_on(source, target)
         traces.append(target.trace)
     return wrong + differences(*traces, *BITS)
-
-
-@over([name for name in PLACES if name != "buffers"])
-def after_assigning_the_optimizer_updates_what_is_gathered(place: Place) -> list[str]:
-    """The optimizer made after assigning updates what the model computes with."""
-    training = PlacedTraining(place, HERE)
-    assigned = {name: tensor.detach().clone() for name, tensor in training.model.state_dict().items()}
-    training.model.load_state_dict(assigned, assign=True)
-    before, seen = locals_of(assigned), locals_of(training.model.state_dict())
-    wrong = unequal(before, seen)
-    training.steps(1)
-    after = locals_of(training.model.state_dict())
-    wrong += [f"{n} stands still" for n in after if after[n].numel() and torch.equal(after[n], before[n])]
-    training.model.unshard()
-    for block in training.model.blocks:
-        block.unshard()
-    gathered = {n: p.detach().clone() for n, p in training.model.named_parameters() if p.numel()}
-    training.model.reshard()
-    for block in training.model.blocks:
-        block.reshard()
-    for name, param in training.model.named_parameters():
-        whole = param.full_tensor()
-        got = gathered[name]
-        got = got.full_tensor() if isinstance(got, DTensor) else got
-        wrong += [] if torch.equal(whole, got) else [f"{name} is gathered from elsewhere"]
-    return wrong
 
 
 # --- What it costs -----------------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ from oracles import (
     Shape,
     Trace,
     Training,
+    accumulate,
     against_fsdp2,
+    clip,
     differences,
     fresh,
     unsharded,
@@ -276,38 +278,6 @@ def frozen() -> models.Model:
 # --- Tasks -------------------------------------------------------------------------------------------------
 
 
-def accumulate(training: Training, sync: tuple[bool, ...], keep_whole: bool = False) -> None:
-    """Two steps of as many micro-batches as `sync` has entries, which say whether to reduce."""
-    for step in range(2):
-        for micro, reduce in enumerate(sync):
-            training.call("set_requires_gradient_sync", reduce)
-            training.call("set_reshard_after_backward", reduce or not keep_whole)
-            training.call("set_is_last_backward", micro == len(sync) - 1)
-            training.loss(len(sync) * step + micro).backward()
-        training.update()
-    training.keep_params()
-
-
-def accumulate_over_replicas(training: Training) -> None:
-    """Micro-batches are reduced over the shards at once, over the replicas only at the end."""
-    for step in range(2):
-        for micro in range(3):
-            training.call("set_requires_all_reduce", micro == 2)
-            training.loss(3 * step + micro).backward()
-        training.update()
-    training.keep_params()
-
-
-def clip(training: Training, p: float) -> None:
-    """The norm is over all parameters, wherever they are."""
-    for seed in range(2):
-        training.loss(seed).backward()
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05, norm_type=p)
-        training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        training.update()
-    training.keep_params()
-
-
 def evaluate(training: Training, mode: Callable[[], Any]) -> None:
     """A forward without gradients before and after each step."""
     for seed in range(2):
@@ -375,7 +345,7 @@ class ParallelTraining(Training):
 
 
 BF16_FP32 = {"param_dtype": BF16, "reduce_dtype": FP32}
-UNREDUCED = functools.partial(accumulate, sync=(False, False, True))
+UNREDUCED = functools.partial(accumulate, pattern="nnb", say_last=True)
 TASKS: dict[str, Task] = {
     "root": Task(how="root"),
     "nested": Task(how="nested"),
@@ -397,10 +367,10 @@ TASKS: dict[str, Task] = {
     "keep after forward": Task(models.stem, options={"reshard_after_forward": False}),
     "accumulate unreduced": Task(models.uneven, scenario=UNREDUCED),
     "accumulate unreduced, stay whole": Task(
-        Sequence, cut_sequence, functools.partial(UNREDUCED, keep_whole=True)
+        Sequence, cut_sequence, functools.partial(UNREDUCED, stay_whole=True)
     ),
-    "accumulate over replicas": Task(Sequence, cut_sequence, accumulate_over_replicas),
-    "reduce, then not": Task(scenario=functools.partial(accumulate, sync=(True, False, True))),
+    "accumulate over replicas": Task(Sequence, cut_sequence, functools.partial(accumulate, pattern="ssa")),
+    "reduce, then not": Task(scenario=functools.partial(accumulate, pattern="bnb")),
     **{f"clip, p={p}": Task(models.uneven, scenario=functools.partial(clip, p=p)) for p in (1, 2)},
     "clip, p=inf": Task(scenario=functools.partial(clip, p=float("inf"))),
 }
