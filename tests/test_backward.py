@@ -84,7 +84,7 @@ def wander(training: Training, paths: tuple[tuple[int, ...], ...], pattern: str)
     """Every micro-batch takes another path through the blocks."""
     for step in range(2):
         for micro, (training.model.path, bit) in enumerate(zip(paths, pattern, strict=True)):
-            training.call("set_requires_gradient_sync", bit == "1")
+            training.call("set_requires_gradient_sync", bit == "b")
             training.loss(10 * step + micro).backward()
             training.keep_local_grads()
         training.update()
@@ -99,10 +99,10 @@ POLICIES: dict[str, Policy | None] = {
     "fp16, reduce fp32": {"param_dtype": FP16, "reduce_dtype": FP32},
 }
 PATHS = {
-    "a block in the first micro-batch only": (((0, 1, 2), (0, 1), (0, 1)), "001"),
-    "a block in the last micro-batch only": (((0, 1), (0, 1), (0, 1, 2)), "001"),
-    "a block in a micro-batch that is reduced, then not": (((0, 1), (1, 2), (0,)), "101"),
-    "another block each time": (((0,), (1,), (2,)), "011"),
+    "a block in the first micro-batch only": (((0, 1, 2), (0, 1), (0, 1)), "nnb"),
+    "a block in the last micro-batch only": (((0, 1), (0, 1), (0, 1, 2)), "nnb"),
+    "a block in a micro-batch that is reduced, then not": (((0, 1), (1, 2), (0,)), "bnb"),
+    "another block each time": (((0,), (1,), (2,)), "nbb"),
 }
 
 
@@ -149,7 +149,7 @@ def accumulations(world_size: int) -> dict[str, Case]:
 def reduces_in_the_end(case: Case) -> bool:
     """Whether every optimizer step sees all gradients so far, in full precision: as without sharding."""
     pattern = getattr(case.scenario, "keywords", {}).get("pattern", "b")
-    return pattern[-1] in "1b" and not case.options.get("policy")
+    return pattern.endswith("b") and not case.options.get("policy")
 
 
 # --- Other orders of forward and backward ------------------------------------------------------------------
@@ -277,7 +277,8 @@ HOOKED: dict[str, Case] = {
     "frozen": Case(models.frozen, optimizer_in_backward),
     "unused": Case(models.Unused, optimizer_in_backward),
     "bf16, reduce fp32": mixed(models.stem, optimizer_in_backward),
-    "accumulate": Case(models.twice, functools.partial(optimizer_in_backward, pattern="001011")),
+    "twice": Case(models.twice, optimizer_in_backward),
+    "accumulate": Case(models.stem, functools.partial(optimizer_in_backward, pattern="001011")),
 }
 
 
