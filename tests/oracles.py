@@ -12,7 +12,7 @@ import functools
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -353,28 +353,40 @@ def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, *orac
 
 
 class Promises:
-    """What the ranks check, by promise and case; one launch for each promise and number of ranks, when first asked for."""
+    """What the ranks check, by promise and case; one launch, when first asked for, for each promise and number of ranks.
+
+    Cases that `make test` leaves out are launched apart.
+    """
 
     def __init__(self) -> None:
-        self.checks: dict[tuple[str, int], dict[str, Check]] = {}
-        self.long: set[tuple[str, int]] = set()
+        self.checks: dict[tuple[str, int, bool], dict[str, Check]] = {}
 
-    def add(self, promise: str, checks: dict[str, Check], ranks: int = 2, long: bool = False) -> None:
-        """Checks that together show that a promise is kept; `long`: `make test` leaves them out."""
-        self.checks[promise, ranks] = checks
-        if long:
-            self.long.add((promise, ranks))
+    def add(
+        self, promise: str, checks: dict[str, Check], ranks: int = 2, fast: Iterable[str] | None = None
+    ) -> None:
+        """Checks that together show that a promise is kept; of them `make test` runs the fast ones (None: all)."""
+        fast = checks.keys() if fast is None else {*fast}
+        if unknown := fast - checks.keys():
+            raise ValueError(f"not among the checks: {unknown}")
+        for is_long in (False, True):
+            chosen = {name: check for name, check in checks.items() if (name not in fast) == is_long}
+            if chosen:
+                self.checks[promise, ranks, is_long] = chosen
 
     def cases(self) -> list[Any]:
         """Promise, number of ranks and name of each check, for `pytest.mark.parametrize`."""
         return [
-            suites.long(*of, name) if of in self.long else (*of, name)
-            for of, checks in self.checks.items()
+            suites.long(promise, ranks, name) if is_long else (promise, ranks, name)
+            for (promise, ranks, is_long), checks in self.checks.items()
             for name in checks
         ]
 
     @functools.cache
-    def broken(self, promise: str, ranks: int) -> Callable[[str], list[str]]:
-        """What the ranks complain of, by case."""
-        results = hwfsdp.launch(run_checks, ranks, self.checks[promise, ranks], timeout=300)
-        return functools.partial(complaints, results)
+    def results(self, promise: str, ranks: int, is_long: bool) -> Any:
+        """By rank."""
+        return hwfsdp.launch(run_checks, ranks, self.checks[promise, ranks, is_long], timeout=300)
+
+    def broken(self, promise: str, ranks: int, case: str) -> list[str]:
+        """What the ranks complain of."""
+        is_long = case not in self.checks.get((promise, ranks, False), {})
+        return complaints(self.results(promise, ranks, is_long), case)

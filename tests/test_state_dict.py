@@ -178,13 +178,13 @@ PlaceCheck = Callable[..., list[str]]
 PROMISES = Promises()
 
 
-def over(runs: Iterable[Any]) -> Callable[[PlaceCheck], PlaceCheck]:
+def over(runs: Iterable[Any], fast: Iterable[str] | None = None) -> Callable[[PlaceCheck], PlaceCheck]:
     """Makes a function a promise, which its name says; a run is the name of a place, maybe with further arguments."""
 
     def remember(check: PlaceCheck) -> PlaceCheck:
         every = [run if isinstance(run, tuple) else (run,) for run in runs]
         checks = {", ".join(map(str, run)): functools.partial(named, check, *run) for run in every}
-        PROMISES.add(check.__name__.replace("_", " "), checks)
+        PROMISES.add(check.__name__.replace("_", " "), checks, fast=fast)
         return check
 
     return remember
@@ -305,10 +305,15 @@ def traced(tensor: Tensor) -> Trace:
 # --- Loading -----------------------------------------------------------------------------------------------
 
 
-LOADED = ((False, False, True), (True, False, True), (True, True, False))
+IN_USE, ASSIGNED, ASSIGNED_TO_META = (False, False, True), (True, False, True), (True, True, False)
+LOADED = [
+    *[(place, *IN_USE) for place in PLACES],
+    *[(place, *ASSIGNED) for place in ("rows", "columns", "uneven tensor parallel", "buffers")],
+    *[(place, *ASSIGNED_TO_META) for place in ("rows", "one shard, two replicas", "tied")],
+]
 
 
-@over([(place, *how) for place in PLACES for how in LOADED])
+@over(LOADED)
 def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: bool) -> list[str]:
     """One model's state goes into another, fresh or used, which trains on; with both libraries the same way."""
     traces, wrong = [], []
@@ -350,7 +355,7 @@ def a_state_loaded_while_parameters_are_gathered_counts(place: Place) -> list[st
     return wrong
 
 
-@over(FEW)
+@over(FEW, fast=["rows"])
 def a_training_goes_on_from_files_of_each_rank(place: Place) -> list[str]:
     """torch.save and torch.load of what each rank has."""
     wrong, traces = [], []
@@ -508,7 +513,10 @@ def wholes(state: State) -> State:
 BOTH_WAYS = itertools.product(FEW, ("sharded", "full, from rank 0"))
 
 
-@over(dict.fromkeys([*itertools.product(("rows",), HELPER_OPTIONS), *BOTH_WAYS]))
+@over(
+    dict.fromkeys([*itertools.product(("rows",), HELPER_OPTIONS), *BOTH_WAYS]),
+    fast=("rows, full, from rank 0", "tensor parallel, sharded"),
+)
 def helpers_of_torch_carry_a_training_over(place: Place, how: str) -> list[str]:
     """Model and optimizer state of one training go into another, whose values were others."""
     wrong, taken, traces = [], [], []
@@ -571,7 +579,7 @@ OPTIMIZERS: dict[str, tuple[str, Make]] = {  # and where
 }
 
 
-@over([(place, name) for name, (place, _) in OPTIMIZERS.items()])
+@over([(place, name) for name, (place, _) in OPTIMIZERS.items()], fast=["rows, SGD, for loop"])
 def the_state_of_an_optimizer_loads_and_trains_on(place: Place, name: str) -> list[str]:
     """The state of one optimizer goes into another, made for another model with the same values."""
     wrong, taken, traces = [], [], []
@@ -589,7 +597,7 @@ def the_state_of_an_optimizer_loads_and_trains_on(place: Place, name: str) -> li
 
 @pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
 def test_a_promise_is_kept(promise, ranks, case):
-    assert PROMISES.broken(promise, ranks)(case) == []
+    assert PROMISES.broken(promise, ranks, case) == []
 
 
 # --- Distributed checkpoints -------------------------------------------------------------------------------
@@ -699,6 +707,7 @@ def loaded_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[in
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save, load", [(2, 4), (4, 2)])
 @pytest.mark.parametrize(
     "source, target", [(s, target) for s, targets in LOADS.items() for target in targets]

@@ -437,12 +437,18 @@ def on_meshes(ranks: int, check: Callable[..., Any], cases: Iterable[tuple[Any, 
     }
 
 
+FAST = (
+    *("uneven, (2, 2)", "sequence parallel, (2, 2)", "tied embedding, (2, 2)", "biases alone, (2, 2)"),
+    *("bf16, reduce fp32, (2, 2)", "clip, p=2, (2, 2)", "load a state, (2, 2)"),
+    *("accumulate over replicas, (2, 1, 2)", "uneven, (1, 2, 2)"),
+)
 PROMISES = Promises()
 for _ranks in (2, 3, 4):
     PROMISES.add(
         "a cut model trains as under FSDP2 and as if neither sharded nor cut",
         on_meshes(_ranks, compare, CASES),
         _ranks,
+        {2: None, 3: (), 4: FAST}[_ranks],
     )
 
 
@@ -520,7 +526,7 @@ for _ranks in (2, 3, 4):
 
 @pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
 def test_a_promise_is_kept(promise, ranks, case):
-    assert PROMISES.broken(promise, ranks)(case) == []
+    assert PROMISES.broken(promise, ranks, case) == []
 
 
 def test_gradients_and_optimizer_state_lie_like_their_parameters():
