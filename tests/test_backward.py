@@ -26,6 +26,7 @@ from oracles import (
     BITS,
     REGROUPING,
     ROUNDING,
+    ROWS,
     Case,
     Library,
     Policy,
@@ -38,6 +39,7 @@ from oracles import (
     accumulate,
     against_fsdp2,
     compare,
+    configure,
     differences,
     fresh,
     objective,
@@ -429,45 +431,35 @@ class Division(NamedTuple):
         fp64, fp16, bf16 = Tolerance(1e-12, 1e-14), Tolerance(4e-3, 2e-4), Tolerance(3e-2, 2e-3)
         return {FP64: fp64, FP32: ROUNDING, FP16: fp16, BF16: bf16}[self.reduce_dtype]
 
-    def backward(self, model: nn.Module, dtype: torch.dtype, configure: Callable[[str], None]) -> None:
-        """The backwards of all micro-batches."""
-        for seed, reduces in enumerate(self.pattern):
-            configure(reduces)
-            (x,) = model.inputs(12, seed)
-            objective(model(rank_rows(x).to(dtype))).backward()
-
     def reduced(self, library: Library) -> Trace:
         """The gradients that a library comes to."""
-        model = fresh(models.uneven)
-        for module in (*model.blocks, model):
-            library(module, shape=self.shape, policy=self.policy)
-        for module in sharded_modules(model):
+        training = Training(models.uneven, library, shape=self.shape, policy=self.policy)
+        for module in sharded_modules(training.model):
             if self.factor is not None:
                 module.set_gradient_divide_factor(self.factor)
             module.set_force_sum_reduction_for_comms(self.sums_only)
-
-        def configure(reduces: str) -> None:
-            model.set_requires_gradient_sync(reduces != "n")
-            if self.shape and reduces != "n":
-                model.set_requires_all_reduce(reduces == "a")
-
-        self.backward(model, FP32, configure)
-        trace = Trace()
-        for name, param in model.named_parameters():
-            trace.keep(name, param.grad)
-        return trace
+        for seed, reduces in enumerate(self.pattern):
+            configure(training, reduces)
+            training.loss(seed).backward()
+        training.trace = Trace()
+        training.keep_grads()
+        return training.trace
 
     def closed_form(self) -> Trace:
         """The gradients of all ranks, each in the dtype of its backward, summed in float64 and divided once."""
         model = fresh(models.uneven).to(self.compute_dtype)
         sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
-        self.backward(model, self.compute_dtype, lambda _: collect(sums, model))
-        collect(sums, model)
+        for seed in range(len(self.pattern)):
+            (x,) = model.inputs(ROWS, seed)
+            objective(model(rank_rows(x).to(self.compute_dtype))).backward()
+            for name, param in model.named_parameters():
+                sums[name] += param.grad
+            model.zero_grad()
         trace = Trace()
         for name, total in sums.items():
             dist.all_reduce(total)
             factor = dist.get_world_size() if self.factor is None else self.factor
-            trace.keep(name, (total / factor).to(FP32))
+            trace.keep(f"grad {name}", (total / factor).to(FP32))
         return trace
 
     def is_right_in_fsdp2(self, world_size: int) -> bool:
@@ -479,14 +471,6 @@ class Division(NamedTuple):
         if shards == 1:
             return not (self.sums_only or in_16_or_64) or self.factor == 1
         return self.sums_only or in_16_or_64 or self.factor == shards
-
-
-def collect(sums: dict[str, Tensor], model: nn.Module) -> None:
-    """Adds the gradients of a backward, and drops them."""
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            sums[name] += param.grad
-    model.zero_grad()
 
 
 DIVISIONS: dict[int, list[Division]] = {

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 import hwfsdp
 import models
+import suites
 from hwfsdp import Event, EventLog, launch, record
 from oracles import (
     BITS,
@@ -692,13 +693,13 @@ def measured_by_name(axes: str) -> list[Any]:
     return [found[axes] for found in placed_by_name(math.prod(NAMED[axes].shape))]
 
 
-@pytest.mark.parametrize("axes", NAMED)
+@pytest.mark.parametrize("axes", suites.fast_are(("replicate", "shard"), NAMED))
 def test_axes_given_by_name_give_the_placements(axes):
     for placements, _ in measured_by_name(axes):
         assert set(placements) == {(NAMED[axes].placements, math.prod(NAMED[axes].shape))}
 
 
-@pytest.mark.parametrize("axes", ["replicate", "replicate both"])
+@pytest.mark.parametrize("axes", ["replicate", suites.long("replicate both")])
 def test_without_an_axis_to_shard_a_group_is_all_reduced_and_never_gathered(axes):
     model = OnMesh()
     root = nn.ModuleList([model.stem, model.head])
