@@ -320,19 +320,23 @@ PROMISES.add("roots that share their streams train as if they did not", {"two ro
 
 
 def test_roots_that_share_a_context_have_the_very_same_streams():
-    """So do all sharded modules below them, once they have run."""
+    """So do all sharded modules below them, whether they had run before or not."""
 
     def on_a_rank() -> list[bool]:
-        first, second = two_roots(HERE, share=False)
-        step(first, second)
-        before = contexts_of(first)[0] is contexts_of(second)[0]
-        HERE.share_comm_ctx([first, second])
-        step(first, second)
-        parts = (part for model in (first, second) for part in (model, *model.blocks))
-        contexts = [context for part in parts for context in contexts_of(part)]
-        return [before, all(context is contexts[0] for context in contexts)]
+        found = []
+        for ran in (False, True):
+            first, second = two_roots(HERE, share=False)
+            if ran:
+                step(first, second)
+            found.append(contexts_of(first)[0] is contexts_of(second)[0])
+            HERE.share_comm_ctx([first, second])
+            step(first, second)
+            parts = (part for model in (first, second) for part in (model, *model.blocks))
+            contexts = [context for part in parts for context in contexts_of(part)]
+            found.append(all(context is contexts[0] for context in contexts))
+        return found
 
-    assert launch(on_a_rank, 2, timeout=60) == [[False, True]] * 2
+    assert launch(on_a_rank, 2, timeout=60) == [[False, True, False, True]] * 2
 
 
 def step(*models_: models.Model) -> None:
@@ -530,21 +534,32 @@ def written(value: Tensor, out: Tensor | None, *inner: Tensor) -> tuple[Tensor, 
     return None
 
 
-class Quantized(Packed):
-    """Travels as int8, with a scale per row in fp32. Any number of rows."""
+class Halves(Packed):
+    """Travels as two bf16 tensors: the value, and what that leaves out. Any number of rows."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         assert len(outer_stride) == len(outer_size) and isinstance(module, nn.Module)
         value = self.padded(mesh, outer_size)
-        scale = value.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
-        return (torch.round(value / scale).to(torch.int8), scale), (mp_policy.param_dtype or FP32, outer_size)
+        high = value.to(BF16)
+        return (high, (value - high.float()).to(BF16)), tuple(outer_size)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        assert metadata[0] == param_dtype
+        high, low = (t[: metadata[0]] for t in all_gather_outputs)
+        return written((high.float() + low.float()).to(param_dtype), out)
+
+
+class Quantized(Packed):
+    """Travels as int8, with a scale per row in fp32."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        scale = self.inner.abs().amax(1, keepdim=True) / 127
+        return (torch.round(self.inner / scale).to(torch.int8), scale), mp_policy.param_dtype or FP32
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        assert metadata == param_dtype
         values, scale = all_gather_outputs
         assert (values.dtype, scale.dtype, scale.shape) == (torch.int8, FP32, (len(values), 1))
-        rows = metadata[1][0]
-        return written((values[:rows] * scale[:rows]).to(param_dtype), out)
+        return written((values * scale).to(param_dtype), out)
 
 
 class Rounded(Packed):
@@ -576,8 +591,13 @@ class Kept(Packed):
 
 def quantized(weight: Tensor) -> Tensor:
     """What the model computes with: rows do not depend on one another, so sharding changes nothing."""
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+    scale = weight.abs().amax(1, keepdim=True) / 127
     return torch.round(weight / scale) * scale
+
+
+def halved(weight: Tensor) -> Tensor:
+    high = weight.to(BF16).float()
+    return high + (weight - high).to(BF16).float()
 
 
 def pack(model: models.Model, kind: type[Packed]) -> None:
@@ -588,6 +608,7 @@ def pack(model: models.Model, kind: type[Packed]) -> None:
 
 
 PACKED: dict[str, tuple[type[Packed], Callable[[Tensor], Tensor]]] = {
+    "two inner tensors": (Halves, halved),
     "quantized to int8": (Quantized, quantized),
     "a subclass when whole": (Kept, lambda weight: weight),
     "the signature with a mesh alone": (Rounded, lambda weight: weight.to(BF16).float()),
@@ -667,7 +688,8 @@ PACKED_PLANS: dict[str, Plan] = {
     "uneven, a list": Plan(models.uneven, how="lists"),
 }
 PACKED_CASES = [
-    *[("quantized to int8", plan) for plan in ("uneven", "bf16", "loaded", "kept after forward")],
+    *[("two inner tensors", plan) for plan in ("uneven", "bf16", "evaluated first")],
+    *[("quantized to int8", plan) for plan in ("bf16", "loaded", "kept after forward")],
     *[("a subclass when whole", plan) for plan in ("uneven, a list", "evaluated first", "loaded", "bf16")],
     *[("the signature with a mesh alone", plan) for plan in ("root", "accumulated", "shards and a replica")],
 ]
@@ -687,8 +709,11 @@ class OnlyPost(Packed):
         return written(all_gather_outputs[0], out)
 
 
-class Unpadded(OnlyPre, OnlyPost):
+class Unpadded(OnlyPost):
     """Forgets that an uneven shard has to be padded."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.inner,), None
 
 
 def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_is_refused():
