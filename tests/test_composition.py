@@ -32,6 +32,7 @@ from oracles import (
     REGROUPING,
     ROUNDING,
     ROWS,
+    Library,
     Promises,
     Shape,
     Tolerance,
@@ -41,8 +42,8 @@ from oracles import (
     clip,
     differences,
     fresh,
-    grid,
     objective,
+    shard,
     unsharded,
 )
 
@@ -72,24 +73,21 @@ class Plan:
         model = fresh(self.build)
         self.before(model)
         if library:
-            mp_policy = library.MixedPrecisionPolicy(**self.policy)
-            shard = functools.partial(
-                library.fully_shard, mesh=grid(self.shape), mp_policy=mp_policy, **self.options
-            )
-            shard_by(shard, model, self.how)
+            options = {"shape": self.shape, "policy": self.policy, **self.options}
+            shard_by(functools.partial(shard, library, **options), model, self.how)
         self.after(model)
         return model
 
 
-def shard_by(shard: Callable[..., Any], model: models.Model, how: str) -> None:
+def shard_by(library: Library, model: models.Model, how: str) -> None:
     """Each block and the root; or the first two blocks as one group; or only the root."""
     blocks = list(model.blocks)
     if how == "lists":
-        shard(blocks[:2])
+        library(blocks[:2])
         blocks = blocks[2:]
     for block in blocks if how != "root" else ():
-        shard(block)
-    shard(model)
+        library(block)
+    library(model)
 
 
 class Composed(Training):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import hwfsdp
 import models
@@ -597,23 +597,6 @@ def compare_by_name(case: Case, axes: Axes) -> Any:
     return found
 
 
-def compare_distributed() -> Any:
-    """`distribute_module` over the whole mesh, then fully_shard of the parts."""
-    axes = NAMED["both"]
-    mesh = grid(axes.shape, axes.names)
-
-    def run(library: ModuleType) -> Trace:
-        training = Training(OnMesh, unsharded)
-        training.library = by_name(library, axes)
-        distribute_module(training.model, mesh)
-        for module in (*training.model.blocks, training.model):
-            library.fully_shard(module, mesh=mesh, dp_mesh_dims=library.DataParallelMeshDims(**axes.dims))
-        training.steps(2)
-        return training.trace
-
-    return {"FSDP2": differences(run(hwfsdp), run(fsdp), *BITS)}
-
-
 def train_briefly(training: Training) -> None:
     training.steps(2)
 
@@ -660,7 +643,6 @@ def named_checks(world_size: int) -> dict[str, Check]:
         for name in names
     }
     if world_size == 4:
-        checks["a module distributed by torch"] = compare_distributed
         checks["no smaller mesh after forward"] = refuse_to_reshard_to_two
     return checks
 

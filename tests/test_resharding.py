@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -196,77 +196,49 @@ for _ranks, _cases in FEWER.items():
     )
 
 
-@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
-def test_a_promise_is_kept(promise, ranks, case):
-    assert PROMISES.broken(promise, ranks, case) == []
-
-
 # --- Over fewer ranks: what is registered ------------------------------------------------------------------
 
 
-class Registered(NamedTuple):
-    """A parameter as it is found after forward; `right` is what `torch.chunk` gives this rank of the whole."""
+def check_registered(build: Callable[[], models.Model]) -> dict[str, list[str]]:
+    """What is found after a step and another forward, so that the values are not those that the model was made with.
 
-    mesh: list[list[int]]
-    placements: tuple[Any, ...]
-    shape: tuple[int, ...]
-    local: Tensor
-    right: Tensor
-    whole_is_right: bool
-    requires_grad: bool
-
-
-def registered_after_forward(library: Library, build: Callable[[], models.Model]) -> dict[str, Registered]:
-    """After a training step, so that the values are not those that the model was made with."""
-    training = Training(build, library, "blocks", reshard_after_forward=2)
-    training.loss(0).backward()
-    training.optimizer.step()
-    whole = {name: param.detach().full_tensor() for name, param in training.model.named_parameters()}
-    training.loss(1)
-    found = {}
-    for name, param in training.model.named_parameters():
-        assert isinstance(param, DTensor) and isinstance(param, nn.Parameter), name
-        chunks = whole[name].chunk(2)
-        rank = dist.get_rank() % 2
-        found[name] = Registered(
-            param.device_mesh.mesh.tolist(),
-            param.placements,
-            tuple(param.shape),
-            param.to_local().detach().clone(),
-            chunks[rank] if rank < len(chunks) else whole[name][:0],
-            torch.equal(param.full_tensor(), whole[name]),
-            param.requires_grad,
-        )
-    return found
-
-
-@functools.cache
-def registered() -> Any:
-    """By rank, model and library."""
-
-    def on_a_rank() -> Any:
-        return {
-            name: [registered_after_forward(library, BUILDS[name]) for library in LIBRARIES]
-            for name in ("even", "uneven")
+    Its rows are the chunk of the updated whole; torch 2.13 keeps other rows where they do not divide evenly.
+    """
+    trainings, wholes, wrong = [], [], []
+    for library in LIBRARIES:
+        training = Training(build, library, reshard_after_forward=2)
+        training.loss(0).backward()
+        training.optimizer.step()
+        wholes.append({name: p.detach().full_tensor() for name, p in training.model.named_parameters()})
+        training.loss(1)
+        trainings.append(training)
+    mine, reference = (dict(training.model.named_parameters()) for training in trainings)
+    for name, whole in wholes[0].items():
+        a, b = mine[name], reference[name]
+        rows = [*whole.chunk(2), whole[:0]][dist.get_rank() % 2]
+        facts = {
+            "kind": isinstance(a, DTensor) and isinstance(a, nn.Parameter),
+            "mesh": a.device_mesh.mesh.tolist() == b.device_mesh.mesh.tolist() == [[0, 1], [2, 3]],
+            "placements": a.placements == b.placements == (Replicate(), Shard(0)),
+            "shape": (a.shape, a.requires_grad) == (b.shape, b.requires_grad),
+            "rows": a.to_local().shape == rows.shape and torch.equal(a.to_local(), rows),
+            "rows of FSDP2": build is models.uneven or torch.equal(a.to_local(), b.to_local()),
+            "whole": torch.equal(a.full_tensor(), whole),
         }
+        wrong += [f"{what} of {name}" for what, holds in facts.items() if not holds]
+    return {"facts": wrong}
 
-    return launch(on_a_rank, 4, timeout=100)
+
+PROMISES.add(
+    "after forward a parameter is a DTensor on the smaller mesh",
+    {name: functools.partial(check_registered, BUILDS[name]) for name in ("even", "uneven")},
+    ranks=4,
+)
 
 
-@pytest.mark.parametrize("model", ["even", "uneven"])
-def test_after_forward_a_parameter_is_a_dtensor_on_the_smaller_mesh_as_in_fsdp2(model):
-    """torch 2.13 keeps other rows than it says where they do not divide evenly; ours are a chunk of the updated whole."""
-    for rank in registered():
-        mine, reference = rank[model]
-        assert list(mine) == list(reference)
-        for name in mine:
-            a, b = mine[name], reference[name]
-            assert (a.mesh, a.placements, a.shape) == (b.mesh, b.placements, b.shape), name
-            assert a.mesh == [[0, 1], [2, 3]] and a.placements == (Replicate(), Shard(0)), name
-            assert a.requires_grad == b.requires_grad, name
-            assert a.local.shape == a.right.shape and torch.equal(a.local, a.right), name
-            assert a.whole_is_right, name
-            assert model == "uneven" or torch.equal(a.local, b.local), name
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks, case) == []
 
 
 # --- Over fewer ranks: what is moved -----------------------------------------------------------------------
@@ -548,47 +520,39 @@ def differing(
     ]
 
 
-def test_gathering_and_freeing_by_hand_before_the_first_forward_does_what_fsdp2_does():
-    def on_a_rank() -> Any:
-        def run(library: Library, sequence: tuple[str, ...]) -> list[Any]:
-            return by_hand(Training(models.uneven, library), sequence)
-
-        return differing({s: [run(library, s) for library in LIBRARIES] for s in sequences(2)})
-
-    assert launch(on_a_rank, 2, timeout=200) == [[], []]
-
-
-@pytest.mark.long
-def test_gathering_and_freeing_by_hand_between_steps_does_what_fsdp2_does():
-    def on_a_rank() -> Any:
-        trainings = [Training(models.uneven, library) for library in LIBRARIES]
-        for training in trainings:
-            training.loss(0).backward()
-            training.update()
-        return differing({s: [by_hand(training, s) for training in trainings] for s in sequences(3)})
-
-    assert launch(on_a_rank, 2, timeout=200) == [[], []]
-
-
 def crashes_fsdp2(sequence: tuple[str, ...]) -> bool:
     """A gather over the smaller mesh is in flight when the shards are put back."""
     return "start" in sequence and "reshard" in sequence[sequence.index("start") :]
 
 
 @pytest.mark.parametrize(
-    "world_size, reshard_after_forward", [(2, True), suites.long(2, False), suites.long(4, 2)]
+    "when, world_size, reshard_after_forward",
+    [
+        ("before the first forward", 2, True),
+        suites.long("between steps", 2, True),
+        ("before backward", 2, True),
+        suites.long("before backward", 2, False),
+        suites.long("before backward", 4, 2),
+    ],
 )
-def test_gathering_and_freeing_by_hand_before_backward_does_what_fsdp2_does(
-    world_size, reshard_after_forward
-):
+def test_gathering_and_freeing_by_hand_does_what_fsdp2_does(when, world_size, reshard_after_forward):
+    def new(library: Library) -> Training:
+        build = models.even if when == "before backward" else models.uneven
+        return Training(build, library, reshard_after_forward=reshard_after_forward)
+
     def on_a_rank() -> Any:
-        options = {"reshard_after_forward": reshard_after_forward}
-        trainings = [Training(models.even, library, **options) for library in LIBRARIES]
-        among = [s for s in sequences(2) if world_size == 2 or not crashes_fsdp2(s)]
-        return differing(
-            {s: [by_hand(training, s, in_between=True) for training in trainings] for s in among},
-            against_fsdp2(world_size),
-        )
+        trainings, found = [new(library) for library in LIBRARIES], {}
+        for training in trainings if when == "between steps" else ():
+            training.loss(0).backward()
+            training.update()
+        for sequence in sequences(3 if when == "between steps" else 2):
+            if world_size == 4 and crashes_fsdp2(sequence):
+                continue
+            if when == "before the first forward":
+                trainings = [new(library) for library in LIBRARIES]
+            in_between = when == "before backward"
+            found[sequence] = [by_hand(training, sequence, in_between) for training in trainings]
+        return differing(found, against_fsdp2(world_size))
 
     assert launch(on_a_rank, world_size, timeout=200) == [[]] * world_size
 
@@ -644,7 +608,7 @@ def test_unshard_tells_nothing_unless_it_is_asked_to_return_at_once():
     launch(on_a_rank, 2, timeout=60)
 
 
-# --- Objects and memory ------------------------------------------------------------------------------------
+# --- Memory -----------------------------------------------------------------------------------------------
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> set[bool]:
@@ -694,40 +658,3 @@ def test_memory_of_whole_parameters_is_there_when_it_is_in_fsdp2_and_really_free
                 assert holds == [False], turn
             elif turn.startswith("unsharded") and world_size > 1:
                 assert holds == [True], turn
-
-
-def watch_objects() -> dict[str, Any]:
-    """The parameter objects seen at every turn of three steps: how many there are of each, and their versions."""
-    training = Training(models.uneven, ours, "blocks", reshard_after_forward=2)
-    model = training.model
-    sharded: list[list[nn.Parameter]] = []
-    whole: list[list[tuple[nn.Parameter, int]]] = []
-    in_between: set[str] = set()
-
-    def see_whole() -> None:
-        for block in model.blocks:
-            block.unshard()
-        whole.append([(param, param._version) for param in model.parameters()])
-
-    for seed in range(3):
-        sharded.append([*model.parameters()])
-        see_whole()
-        loss = training.loss(seed)
-        in_between |= set(kinds(model).values())
-        see_whole()
-        loss.backward()
-        sharded.append([*model.parameters()])
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    return {
-        "objects sharded": {len({id(param) for param in turns}) for turns in zip(*sharded, strict=True)},
-        "objects whole": {len({id(param) for param, _ in turns}) for turns in zip(*whole, strict=True)},
-        "versions": {len({version for _, version in turns}) for turns in zip(*whole, strict=True)},
-        "in between": in_between,
-    }
-
-
-def test_forms_come_and_go_but_the_sharded_and_the_whole_object_stay():
-    """And gathering again, from the smaller mesh, is no write that autograd could notice."""
-    once = {"objects sharded": {1}, "objects whole": {1}, "versions": {1}}
-    assert launch(watch_objects, 4, timeout=60) == [once | {"in between": {"2D, sharded over 2"}}] * 4
