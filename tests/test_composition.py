@@ -170,6 +170,10 @@ CHECKPOINTED: dict[str, Plan] = {
 promise(
     "activations are recomputed with gathered parameters",
     {name: (plan, two_steps) for name, plan in CHECKPOINTED.items()},
+    fast=(
+        *("around blocks", "around blocks, reentrant; a list", "inside blocks; replicas"),
+        *("wrapper, then sharded, reentrant; replicas", "sharded, then wrapper; a list"),
+    ),
 )
 promise(
     "activations are recomputed with gathered parameters",
@@ -694,6 +698,10 @@ PACKED_CASES = [
 PROMISES.add(
     "a tensor subclass travels in its own form",
     {f"{kind}, {plan}": functools.partial(check_packed, kind, plan) for kind, plan in PACKED_CASES},
+    fast=(
+        *("two inner tensors, uneven", "quantized to int8, loaded", "a subclass when whole, bf16"),
+        *("a subclass when whole, uneven, a list", "the signature with a mesh alone, accumulated"),
+    ),
 )
 
 

@@ -229,6 +229,18 @@ def training_cases(world_size: int) -> dict[str, Case]:
     }
 
 
+FAST: dict[int, tuple[str, ...]] = {
+    1: (),
+    2: (
+        *SCENARIOS,
+        "uneven, blocks",
+        "structured, blocks",
+        "twice, blocks",
+        "frozen, root",
+        "transformer, nested",
+    ),
+    3: ("uneven, blocks", "unused, blocks", "meta"),
+}
 PROMISES = Promises()
 for _ranks in WRAPPED:
     PROMISES.add(
@@ -243,7 +255,7 @@ for _ranks in WRAPPED:
             for name, case in training_cases(_ranks).items()
         },
         _ranks,
-        {1: (), 2: None, 3: ("uneven, blocks", "unused, blocks", "meta")}[_ranks],
+        FAST[_ranks],
     )
 
 

@@ -330,7 +330,9 @@ def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all(
 # --- Numbers that are no number of ranks -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size, numbers", [(1, (2,)), (2, (3, 0, -1)), (4, (3, 8))])
+@pytest.mark.parametrize(
+    "world_size, numbers", [suites.long(1, (2,)), (2, (3, 0, -1)), suites.long(4, (3, 8))]
+)
 def test_a_number_that_does_not_divide_the_ranks_is_refused_by_both(world_size, numbers):
     """And at run time, only true and false are taken."""
 
@@ -645,7 +647,9 @@ def memory_at_every_turn(library: Library, reshard: Any) -> dict[str, list[bool]
 
 
 @pytest.mark.parametrize(
-    "world_size, values", [(1, (True, False)), (2, (True, False, 1)), (4, (2,))], ids=str
+    "world_size, values",
+    [suites.long(1, (True, False)), (2, (True, False, 1)), suites.long(4, (2,))],
+    ids=str,
 )
 def test_memory_of_whole_parameters_is_there_when_it_is_in_fsdp2_and_really_freed(world_size, values):
     def on_a_rank() -> Any:

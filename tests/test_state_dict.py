@@ -225,7 +225,7 @@ def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place)
     return [name for name, param in params.items() if state[name] is not param]
 
 
-@over(PLACES)
+@over(PLACES, fast=FEW)
 def it_holds_what_that_of_fsdp2_holds_also_between_forward_and_backward(place: Place) -> list[str]:
     """After two steps, and in the middle of a step."""
     wrong = []
@@ -339,7 +339,7 @@ def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: b
     return wrong + differences(*traces, *BITS)
 
 
-@over(PLACES)
+@over(PLACES, fast=FEW)
 def a_state_loaded_while_parameters_are_gathered_counts(place: Place) -> list[str]:
     """What was being gathered when a state was loaded is gathered anew."""
     source, target = PlacedTraining(place, HERE, seed=1), PlacedTraining(place, HERE)
@@ -385,7 +385,7 @@ def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
     return logged + [f"{number} × {op}" for op, number in counted.get_comm_counts().items()], result
 
 
-@over(itertools.product(PLACES, (True, False)))
+@over(itertools.product(PLACES, (True, False)), fast=[f"{place}, True" for place in PLACES])
 def taking_and_loading_communicate_nothing(place: Place, reshard_after_forward: bool) -> list[str]:
     """At every turn of a training."""
     training = PlacedTraining(place, HERE, reshard_after_forward=reshard_after_forward)
