@@ -7,7 +7,7 @@ Every model lists in `blocks` what the wrap variants shard below the root, and m
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,6 +258,19 @@ class Wandering(Stem):
 
 def wandering() -> Wandering:
     return Wandering([Block(8, hidden, 8) for hidden in (4, 12, 8)])
+
+
+class Branches(nn.Module):
+    """Two branches in one group, of which `used` are used."""
+
+    used: Sequence[str] = ("left",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Block(8, 5, 8), Block(8, 7, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(getattr(self, branch)(x) for branch in self.used)
 
 
 def frozen() -> Stem:

@@ -12,7 +12,8 @@ import functools
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hwfsdp
+import suites
 from models import Model
 
 ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
 WRAPS = ("root", "blocks", "nested")
 Policy = dict[str, Any]
+Shape = tuple[int, ...]
+
+
+@functools.cache
+def grid(shape: Shape, axes: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
+    """A mesh on the CPU, with the last of these names; made once per process, because process groups take their time."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=axes[-len(shape) :])
 
 
 def cpu_mesh() -> DeviceMesh:
@@ -34,18 +43,29 @@ def cpu_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def ours(module: nn.Module, *, policy: Policy | None = None, **options: Any) -> nn.Module:
-    """hwfsdp's fully_shard over all ranks, on the CPU."""
-    mp_policy = hwfsdp.MixedPrecisionPolicy(**policy or {})
-    return hwfsdp.fully_shard(module, mesh=cpu_mesh(), mp_policy=mp_policy, **options)
+def shard(
+    package: ModuleType,
+    module: nn.Module,
+    shape: Shape | None = None,
+    policy: Policy | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A package's fully_shard on the CPU: over all ranks, or on a mesh of this shape."""
+    mp_policy = package.MixedPrecisionPolicy(**policy or {})
+    mesh = grid(shape) if shape else cpu_mesh()
+    return package.fully_shard(module, mesh=mesh, mp_policy=mp_policy, **options)
 
 
-def theirs(module: nn.Module, *, policy: Policy | None = None, **options: Any) -> nn.Module:
-    """torch's fully_shard over all ranks, on the CPU."""
+def ours(module: nn.Module, **options: Any) -> nn.Module:
+    """hwfsdp's fully_shard."""
+    return shard(hwfsdp, module, **options)
+
+
+def theirs(module: nn.Module, **options: Any) -> nn.Module:
+    """torch's fully_shard."""
     from torch.distributed import fsdp
 
-    mp_policy = fsdp.MixedPrecisionPolicy(**policy or {})
-    return fsdp.fully_shard(module, mesh=cpu_mesh(), mp_policy=mp_policy, **options)
+    return shard(fsdp, module, **options)
 
 
 def unsharded(module: nn.Module, **_: Any) -> nn.Module:
@@ -165,6 +185,12 @@ class Training:
         for name, param in self.model.named_parameters():
             self.trace.keep(f"grad {name}", param.grad)
 
+    def keep_local_grads(self) -> None:
+        """The gradients of the shards so far; the model without sharding has nothing like them."""
+        for name, param in self.model.named_parameters():
+            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            self.trace.keep(f"grad so far {name} (local)", grad)
+
     def keep_params(self) -> None:
         for name, param in self.model.named_parameters():
             self.trace.keep(f"param {name}", param)
@@ -197,6 +223,42 @@ Scenario = Callable[[Training], None]
 def train(training: Training) -> None:
     """The scenario of every day."""
     training.steps()
+
+
+def configure(training: Training, reduces: str) -> None:
+    """What a micro-batch reduces: "n" nothing, "s" among the ranks that shard, "a" all, "b" all, by the usual switch."""
+    training.call("set_requires_gradient_sync", reduces != "n")
+    if reduces in "sa":
+        training.call("set_requires_all_reduce", reduces == "a")
+
+
+def accumulate(training: Training, pattern: str, stay_whole: bool = False, say_last: bool = False) -> None:
+    """Two steps of micro-batches that reduce as the pattern says (see `configure`), then one that reduces what is left.
+
+    Args:
+        stay_whole: parameters stay unsharded until the last. say_last: only the last waits for its reductions.
+    """
+    for step in range(2):
+        for micro, reduces in enumerate(pattern):
+            is_last = micro == len(pattern) - 1
+            configure(training, reduces)
+            training.call("set_reshard_after_backward", is_last or not stay_whole)
+            training.call("set_is_last_backward", is_last or not say_last)
+            training.loss(10 * step + micro).backward()
+            training.keep_local_grads()
+        training.update()
+    configure(training, "b")
+    training.steps(1, first_seed=99)
+
+
+def clip(training: Training, p: float = 2.0) -> None:
+    """The norm is over all parameters, wherever they are."""
+    for seed in range(2):
+        training.loss(seed).backward()
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.05, norm_type=p)
+        training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        training.update()
+    training.keep_params()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +308,11 @@ ROUNDING = Tolerance(1e-5, 1e-7)  # of two programs that add the same numbers in
 REGROUPING = Tolerance(1e-4, 1e-6)  # of means over parts of a batch, against the mean over the whole
 
 
+def against_fsdp2(ranks: int) -> Tolerance:
+    """Two numbers have one sum; of three the backend may add any two first."""
+    return BITS if ranks <= 2 else ROUNDING
+
+
 def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dict[str, list[str]]:
     """What differs from torch's FSDP2 and from PyTorch without sharding; oracles without a tolerance are left out."""
     found = {}
@@ -272,11 +339,54 @@ def run_checks(checks: dict[str, Check]) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, oracle: str) -> list[str]:
-    """What the ranks complain of in a check, against an oracle; of each rank the first few."""
+def complaints(results: list[dict[str, dict[str, list[str]]]], check: str, *oracles: str) -> list[str]:
+    """What the ranks complain of in a check, against these oracles, or against all; of each rank the first few."""
     found = []
     for rank, result in enumerate(results):
         by_oracle = result[check]
-        lines = by_oracle.get("error") or by_oracle[oracle]
-        found += [f"rank {rank}: {line}" for line in lines[:4]]
+        assert by_oracle, f"{check} was compared with nothing"
+        lines = by_oracle.get("error") or [
+            f"{oracle}: {line}" for oracle in oracles or by_oracle for line in by_oracle[oracle][:4]
+        ]
+        found += [f"rank {rank}: {line}" for line in lines]
     return found
+
+
+class Promises:
+    """What the ranks check, by promise and case; one launch, when first asked for, for each promise and number of ranks.
+
+    Cases that `make test` leaves out are launched apart.
+    """
+
+    def __init__(self) -> None:
+        self.checks: dict[tuple[str, int, bool], dict[str, Check]] = {}
+
+    def add(
+        self, promise: str, checks: dict[str, Check], ranks: int = 2, fast: Iterable[str] | None = None
+    ) -> None:
+        """Checks that together show that a promise is kept; of them `make test` runs the fast ones (None: all)."""
+        fast = checks.keys() if fast is None else {*fast}
+        if unknown := fast - checks.keys():
+            raise ValueError(f"not among the checks: {unknown}")
+        for is_long in (False, True):
+            chosen = {name: check for name, check in checks.items() if (name not in fast) == is_long}
+            if chosen:
+                self.checks[promise, ranks, is_long] = chosen
+
+    def cases(self) -> list[Any]:
+        """Promise, number of ranks and name of each check, for `pytest.mark.parametrize`."""
+        return [
+            suites.long(promise, ranks, name) if is_long else (promise, ranks, name)
+            for (promise, ranks, is_long), checks in self.checks.items()
+            for name in checks
+        ]
+
+    @functools.cache
+    def results(self, promise: str, ranks: int, is_long: bool) -> Any:
+        """By rank."""
+        return hwfsdp.launch(run_checks, ranks, self.checks[promise, ranks, is_long], timeout=300)
+
+    def broken(self, promise: str, ranks: int, case: str) -> list[str]:
+        """What the ranks complain of."""
+        is_long = case not in self.checks.get((promise, ranks, False), {})
+        return complaints(self.results(promise, ranks, is_long), case)

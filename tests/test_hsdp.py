@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import hwfsdp
 import models
+import suites
 from hwfsdp import Event, EventLog, launch, record
 from oracles import (
     BITS,
@@ -35,89 +36,31 @@ from oracles import (
     Check,
     Library,
     Policy,
-    Tolerance,
+    Promises,
+    Shape,
     Trace,
     Training,
-    complaints,
+    accumulate,
+    clip,
+    compare,
+    configure,
     differences,
-    run_checks,
+    grid,
+    ours,
+    theirs,
     train,
     unsharded,
 )
 
-HERE: ModuleType = hwfsdp  # what is tested; it has the names of `torch.distributed.fsdp`
-
-Shape = tuple[int, ...]
-AXES = ("replicate", "shard")
-SHAPES: list[Shape] = [(2, 2), (2, 1), (1, 2), (4, 1), (1, 3)]  # ranks that replicate, ranks that shard
+SHAPES: list[Shape] = [(2, 2), (2, 1), (1, 2)]  # ranks that replicate, ranks that shard
 BF16_FP32: Policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@functools.cache
-def grid(shape: Shape, axes: tuple[str, ...] = AXES) -> DeviceMesh:
-    """A mesh on the CPU; one of each kind per process, since each makes process groups."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=axes[-len(shape) :])
-
-
-def shard(
-    package: ModuleType, module: nn.Module, *, shape: Shape, policy: Policy | None = None, **options: Any
-) -> nn.Module:
-    """The package's fully_shard on the mesh of this shape."""
-    mp_policy = package.MixedPrecisionPolicy(**policy or {})
-    return package.fully_shard(module, mesh=grid(shape), mp_policy=mp_policy, **options)
-
-
-def by(package: ModuleType) -> Library:
-    return functools.partial(shard, package)
-
-
-def exactness(shape: Shape) -> Tolerance:
-    """What FSDP2's numbers may be missed by."""
-    return BITS if max(shape) <= 2 else ROUNDING
-
-
-def compare(package: ModuleType, case: Case, fsdp2: Tolerance, plain: Tolerance | None) -> Any:
-    """What differs from FSDP2 on the same mesh, and from PyTorch without sharding."""
-    got = case.run(by(package))
-    found = {"FSDP2": differences(got, case.run(by(fsdp)), *fsdp2)}
-    if plain is not None:
-        found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *plain)
-    return found
-
-
-def sharded_modules(model: nn.Module, package: ModuleType) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, package.FSDPModule)]
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
 
 
 # --- Numbers -----------------------------------------------------------------------------------------------
-
-NOTHING, SCATTER, ALL, BOTH = "nsab"  # what a micro-batch reduces; BOTH is ALL in one call
-
-
-def configure(training: Training, reduces: str) -> None:
-    """The switches for a micro-batch: no reduction, the one among ranks that shard, or the whole one."""
-    training.call("set_requires_gradient_sync", reduces != NOTHING)
-    if reduces in (SCATTER, ALL):
-        training.call("set_requires_all_reduce", reduces == ALL)
-
-
-def accumulate(training: Training, pattern: str) -> None:
-    """Micro-batches that reduce as the pattern says, twice; keeps what the shards' gradients are on the way."""
-    for step in range(2):
-        for micro, reduces in enumerate(pattern):
-            configure(training, reduces)
-            training.loss(10 * step + micro).backward()
-            keep_local_grads(training)
-        training.update()
-    training.keep_params()
-
-
-def keep_local_grads(training: Training) -> None:
-    for name, param in training.model.named_parameters():
-        grad = param.grad
-        training.trace.keep(
-            f"grad so far {name} (local)", grad.to_local() if isinstance(grad, DTensor) else grad
-        )
 
 
 def accumulate_in_a_block(training: Training) -> None:
@@ -126,14 +69,14 @@ def accumulate_in_a_block(training: Training) -> None:
         if training.is_sharded:
             training.model.blocks[1].set_requires_all_reduce(all_reduce, recurse=False)
         training.loss(seed).backward()
-        keep_local_grads(training)
+        training.keep_local_grads()
     training.update()
     training.keep_params()
 
 
 def leave_sums_for_the_next_step(training: Training) -> None:
     """The optimizer finds no gradients after a step that only scatters; the next step has those of both."""
-    for seed, reduces in enumerate([SCATTER, ALL, ALL]):
+    for seed, reduces in enumerate("saa"):
         configure(training, reduces)
         training.loss(seed).backward()
         training.update()
@@ -143,10 +86,10 @@ def leave_sums_for_the_next_step(training: Training) -> None:
 def forget_sums(training: Training) -> None:
     """A reset drops the sums that were scattered and not yet all-reduced."""
     training.steps(1)
-    configure(training, SCATTER)
+    configure(training, "s")
     training.loss(7).backward()
     training.model.reset_iter_state()
-    configure(training, ALL)
+    configure(training, "a")
     training.steps(2, first_seed=1)
 
 
@@ -160,15 +103,6 @@ def not_the_last(training: Training) -> None:
     training.keep_params()
 
 
-def clip(training: Training) -> None:
-    for seed in range(2):
-        training.loss(seed).backward()
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), max_norm=0.1)
-        training.trace.keep("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        training.update()
-    training.keep_params()
-
-
 def reload(training: Training) -> None:
     """A second model takes over the state of the first."""
     training.steps(1)
@@ -178,117 +112,86 @@ def reload(training: Training) -> None:
     training.steps(2, first_seed=2)
 
 
-PATTERNS = ["".join(first) + ALL for first in itertools.product((NOTHING, SCATTER, ALL), repeat=2)]
-PATTERNS += [SCATTER + BOTH, NOTHING + SCATTER + BOTH]
-
-
 def cases(shape: Shape) -> dict[str, Case]:
     """What is trained on a mesh of this shape."""
     mesh = {"shape": shape}
     mixed = mesh | {"policy": BF16_FP32}
-    return {
+    in_fp16 = mesh | {"policy": {"reduce_dtype": torch.float16}}
+    patterns = {pattern: functools.partial(accumulate, pattern=pattern) for pattern in PATTERNS}
+    everywhere = {
         "uneven": Case(models.uneven, train, "blocks", mesh),
+        "bf16, reduce fp32": Case(models.uneven, train, "blocks", mixed),
+        "reduce fp16": Case(models.uneven, train, "root", in_fp16),
+        "accumulate nsa": Case(models.uneven, patterns["nsa"], "blocks", mesh),
+        "accumulate ssa": Case(models.uneven, patterns["ssa"], "blocks", mesh),
+    }
+    if shape != (2, 2):
+        return everywhere
+    return everywhere | {
         "transformer, nested": Case(models.Transformer, train, "nested", mesh),
         "frozen": Case(models.frozen, train, "blocks", mesh),
         "unused, root": Case(models.Unused, train, "root", mesh),
-        "twice": Case(models.twice, train, "blocks", mesh),
         "stay whole": Case(models.stem, train, "blocks", mesh | {"reshard_after_forward": False}),
-        "bf16, reduce fp32": Case(models.uneven, train, "blocks", mixed),
-        "reduce bf16": Case(
-            models.uneven, train, "root", mesh | {"policy": {"reduce_dtype": torch.bfloat16}}
-        ),
-        "reduce fp16": Case(models.uneven, train, "root", mesh | {"policy": {"reduce_dtype": torch.float16}}),
         "clip": Case(models.uneven, clip, "blocks", mesh),
         "reload": Case(models.uneven, reload, "blocks", mesh),
         "not the last": Case(models.stem, not_the_last, "blocks", mesh),
         "sums left for the next step": Case(models.stem, leave_sums_for_the_next_step, "blocks", mesh),
         "sums forgotten": Case(models.stem, forget_sums, "blocks", mesh),
         "a block accumulates": Case(models.stem, accumulate_in_a_block, "blocks", mesh),
-        **{
-            f"accumulate {pattern}": Case(
-                models.uneven, functools.partial(accumulate, pattern=pattern), "blocks", mesh
-            )
-            for pattern in PATTERNS
-        },
-        **{
-            f"accumulate {pattern}, bf16, reduce fp32": Case(
-                models.uneven, functools.partial(accumulate, pattern=pattern), "blocks", mixed
-            )
-            for pattern in ("ssa", "nsa")
-        },
+        "accumulate sna": Case(models.uneven, patterns["sna"], "blocks", mesh),
+        "accumulate asa": Case(models.uneven, patterns["asa"], "blocks", mesh),
+        "accumulate nsb": Case(models.uneven, patterns["nsb"], "blocks", mesh),
+        "accumulate ssa, bf16, reduce fp32": Case(models.uneven, patterns["ssa"], "blocks", mixed),
     }
 
 
+PATTERNS = ("nsa", "ssa", "sna", "asa", "nsb")
 NOT_AS_UNSHARDED = {  # by design: rounded on purpose, or with gradients of their own
-    *("bf16, reduce fp32", "reduce bf16", "reduce fp16"),
+    *("bf16, reduce fp32", "reduce fp16", "accumulate ssa, bf16, reduce fp32"),
     *("sums left for the next step", "sums forgotten"),
-    *(name for name in cases((2, 2)) if name.endswith(", bf16, reduce fp32")),
 }
-EVERYWHERE = (
-    "uneven",
-    "transformer, nested",
-    "bf16, reduce fp32",
-    "reduce fp16",
-    "accumulate nsa",
-    "accumulate ssa",
-)
-CASES = [(shape, name) for shape in SHAPES for name in (cases(shape) if shape == (2, 2) else EVERYWHERE)]
+ON_ONE_AXIS = Case(models.uneven, functools.partial(accumulate, pattern="sa"), options={"shape": (2,)})
 
 
-def tolerance(shape: Shape, name: str) -> Tolerance:
-    """Rounding to 16 bits is rounding to 16 bits."""
-    coarse = {"reduce fp16": Tolerance(2e-3, 1e-5), "reduce bf16": Tolerance(2e-2, 1e-4)}
-    return BITS if exactness(shape) == BITS else coarse.get(name, ROUNDING)
-
-
-@functools.cache
-def numbers(world_size: int) -> Any:
+def number_checks(world_size: int) -> dict[str, Check]:
     checks: dict[str, Check] = {
-        f"{shape} {name}": functools.partial(
-            compare, HERE, case, tolerance(shape, name), None if name in NOT_AS_UNSHARDED else REGROUPING
+        f"{name} on {shape}": functools.partial(
+            compare, case, BITS, None if name in NOT_AS_UNSHARDED else REGROUPING
         )
-        for shape, name in CASES
+        for shape in SHAPES
         if math.prod(shape) == world_size
-        for case in [cases(shape)[name]]
+        for name, case in cases(shape).items()
     }
-    return launch(run_checks, world_size, checks, timeout=300)
+    if world_size == 2:
+        checks["no all-reduce to leave out on one axis"] = functools.partial(
+            compare, ON_ONE_AXIS, BITS, REGROUPING
+        )
+    return checks
 
 
-@pytest.mark.parametrize("shape, case", CASES, ids=str)
-def test_on_a_2d_mesh_training_goes_as_under_fsdp2(shape, case):
-    assert complaints(numbers(math.prod(shape)), f"{shape} {case}", "FSDP2") == []
-
-
-@pytest.mark.parametrize("shape, case", [c for c in CASES if c[1] not in NOT_AS_UNSHARDED], ids=str)
-def test_on_a_2d_mesh_training_goes_as_without_sharding(shape, case):
-    assert complaints(numbers(math.prod(shape)), f"{shape} {case}", "unsharded") == []
-
-
-def test_on_a_1d_mesh_there_is_no_all_reduce_to_leave_out():
-    case = Case(models.uneven, functools.partial(accumulate, pattern="sa"), options={"shape": (2,)})
-    checks = {"1D": functools.partial(compare, HERE, case, BITS, REGROUPING)}
-    results = launch(run_checks, 2, checks, timeout=60)
-    assert complaints(results, "1D", "FSDP2") + complaints(results, "1D", "unsharded") == []
+FAST = {
+    2: ("uneven on (2, 1)", "bf16, reduce fp32 on (2, 1)", "accumulate ssa on (2, 1)", "uneven on (1, 2)"),
+    4: (
+        *("uneven on (2, 2)", "bf16, reduce fp32 on (2, 2)", "accumulate nsa on (2, 2)", "frozen on (2, 2)"),
+        *("accumulate nsb on (2, 2)", "sums left for the next step on (2, 2)", "clip on (2, 2)"),
+        *("a block accumulates on (2, 2)", "sums forgotten on (2, 2)"),
+    ),
+}
+PROMISES = Promises()
+for _ranks in (2, 4):
+    PROMISES.add(
+        "on a 2D mesh training goes as under FSDP2 and as without sharding",
+        number_checks(_ranks),
+        _ranks,
+        FAST[_ranks],
+    )
 
 
 # --- Where torch 2.13 has no answer ------------------------------------------------------------------------
 
 
-class Branches(nn.Module):
-    """Two branches in one group; one of them at a time, or both."""
-
-    used: Sequence[str] = ("left",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = models.Block(8, 5, 8), models.Block(8, 7, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(getattr(self, branch)(x) for branch in self.used)
-
-
 def branches() -> models.Stem:
-    return models.Stem([Branches() for _ in range(2)])
+    return models.Stem([models.Branches() for _ in range(2)])
 
 
 def branch_off(training: Training, path: Sequence[Sequence[str]], pattern: str) -> None:
@@ -306,7 +209,7 @@ def branch_off(training: Training, path: Sequence[Sequence[str]], pattern: str) 
 def leave_a_block_out(training: Training) -> None:
     """A block is reduced among the ranks that shard, and takes no part in the micro-batch that all-reduces."""
     for step in range(2):
-        for micro, (training.model.path, reduces) in enumerate([((0, 1, 2), SCATTER), ((0, 2), ALL)]):
+        for micro, (training.model.path, reduces) in enumerate([((0, 1, 2), "s"), ((0, 2), "a")]):
             configure(training, reduces)
             training.loss(10 * step + micro).backward()
         training.update()
@@ -316,71 +219,45 @@ def leave_a_block_out(training: Training) -> None:
 LEFT, RIGHT = "left", "right"
 BRANCHING = {
     "another one": (((LEFT,), (RIGHT,)), "sa"),
-    "more": (((LEFT,), (LEFT, RIGHT)), "sa"),
     "fewer": (((LEFT, RIGHT), (RIGHT,)), "sa"),
     "other ones each time": (((LEFT,), (RIGHT,), (LEFT,), (RIGHT,)), "ssna"),
 }
 
 
-def compare_unsharded(package: ModuleType, case: Case) -> Any:
-    found = differences(case.run(by(package)).whole(), case.run(unsharded).whole(), *REGROUPING)
-    return {"unsharded": found}
-
-
-@functools.cache
-def branching() -> Any:
-    checks: dict[str, Check] = {
-        name: functools.partial(
-            compare_unsharded,
-            HERE,
-            Case(
-                branches,
-                functools.partial(branch_off, path=path, pattern=pattern),
-                options={"shape": (2, 2)},
-            ),
-        )
-        for name, (path, pattern) in BRANCHING.items()
-    }
-    left_out = Case(models.wandering, leave_a_block_out, options={"shape": (2, 2)})
-    checks["left out"] = functools.partial(compare_unsharded, HERE, left_out)
-    return launch(run_checks, 4, checks, timeout=200)
-
-
-@pytest.mark.parametrize("case", BRANCHING)
-def test_sums_that_are_not_all_reduced_yet_may_be_of_other_parameters(case):
-    """FSDP2 keeps one flat sum per group, and raises if the next has another size."""
-    assert complaints(branching(), case, "unsharded") == []
-
-
-def test_sums_of_a_block_that_the_last_micro_batch_leaves_out_are_all_reduced():
-    """FSDP2 keeps them until the block runs again."""
-    assert complaints(branching(), "left out", "unsharded") == []
+ON_MESH = {"shape": (2, 2)}
+BRANCHED = {
+    name: Case(branches, functools.partial(branch_off, path=path, pattern=pattern), options=ON_MESH)
+    for name, (path, pattern) in BRANCHING.items()
+}
+BRANCHED["left out"] = Case(models.wandering, leave_a_block_out, options=ON_MESH)
+# FSDP2 keeps one flat sum per group: it raises if the next has another size, and waits for a block left out
+PROMISES.add(
+    "sums that are not all-reduced yet may be of other parameters",
+    {name: functools.partial(compare, case, None, REGROUPING) for name, case in BRANCHED.items()},
+    ranks=4,
+    fast=("other ones each time", "left out"),
+)
 
 
 # --- Placements and traffic --------------------------------------------------------------------------------
 
-MEASURED: list[Shape] = [(2, 2), (4, 1), (2, 1), (1, 2)]
 POLICIES: dict[str, Policy | None] = {
     "fp32": None,
     "bf16, reduce fp32": BF16_FP32,
     "reduce bf16": {"reduce_dtype": torch.bfloat16},
 }
-REDUCED = {  # pattern of micro-batches: how often a group is scattered, and all-reduced
-    **{"nna": (1, 1), "ssa": (3, 1), "nsa": (2, 1), "aaa": (3, 3)},
-    **{"sss": (3, 0), "nnn": (0, 0), "sb": (2, 1)},
-}
+REDUCED = {"nsa": (2, 1), "aaa": (3, 3), "sss": (3, 0), "nnn": (0, 0), "sb": (2, 1)}  # scattered, all-reduced
 
 
 def log_of(
-    package: ModuleType,
     shape: Shape,
     build: Callable[[], models.Model] = models.uneven,
-    pattern: str = ALL,
+    pattern: str = "a",
     steps: int = 1,
     policy: Policy | None = None,
 ) -> EventLog:
     """On a rank: the log of training steps, each of micro-batches that reduce as the pattern says."""
-    training = Training(build, by(package), shape=shape, policy=policy)
+    training = Training(build, ours, shape=shape, policy=policy)
     with record() as log:
         for step in range(steps):
             for reduces in pattern:
@@ -391,9 +268,9 @@ def log_of(
     return log
 
 
-def placed(package: ModuleType, shape: Shape) -> dict[str, Any]:
+def placed(shape: Shape) -> dict[str, Any]:
     """Of every parameter and its gradient: whether it is on the mesh, how it is placed, and this rank's rows."""
-    training = Training(models.uneven, by(package), shape=shape)
+    training = Training(models.uneven, ours, shape=shape)
     training.loss(0).backward()
     return {
         name: [
@@ -404,25 +281,23 @@ def placed(package: ModuleType, shape: Shape) -> dict[str, Any]:
     }
 
 
-def measure(package: ModuleType, world_size: int) -> dict[Any, Any]:
+def measure(world_size: int) -> dict[Any, Any]:
     """On a rank: placements and logs on all meshes of this size."""
     found: dict[Any, Any] = {}
-    for shape in MEASURED:
+    for shape in SHAPES:
         if math.prod(shape) == world_size:
-            found[shape] = placed(package, shape)
+            found[shape] = placed(shape)
+            found[shape, "two steps"] = log_of(shape, models.graded, steps=2)
             for name, policy in POLICIES.items():
-                found[shape, name] = log_of(package, shape, policy=policy)
-            if shape == (2, 2):
-                for pattern in REDUCED:
-                    found[shape, pattern] = log_of(package, shape, pattern=pattern)
-            if shape[0] > 1:
-                found[shape, "two steps"] = log_of(package, shape, models.graded, steps=2)
+                found[shape, name] = log_of(shape, policy=policy)
+            for pattern in REDUCED if shape == (2, 2) else ():
+                found[shape, pattern] = log_of(shape, pattern=pattern)
     return found
 
 
 @functools.cache
 def measured(world_size: int) -> Any:
-    return launch(measure, world_size, HERE, world_size, timeout=200)
+    return launch(measure, world_size, world_size, timeout=200)
 
 
 def logs_of(shape: Shape, what: str) -> list[EventLog]:
@@ -439,7 +314,7 @@ def bytes_of(log: EventLog, op: str) -> list[int]:
     return [event.bytes for event in log.select(op)]
 
 
-@pytest.mark.parametrize("shape", MEASURED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_parameters_and_gradients_are_replicated_on_the_first_axis_and_sharded_on_the_second(shape):
     sizes = {name: param.shape for name, param in models.uneven().named_parameters()}
     ranks = [found[shape] for found in measured(math.prod(shape))]
@@ -455,27 +330,18 @@ def test_parameters_and_gradients_are_replicated_on_the_first_axis_and_sharded_o
                 assert torch.equal(local, ranks[place][name][tensor][3]), "replicas differ"
 
 
-@pytest.mark.parametrize("shape", [shape for shape in MEASURED if shape[0] > 1], ids=str)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_all_reduce_carries_the_shard_of_a_group_in_the_reduce_dtype(shape, policy):
-    itemsize = 2 if policy == "reduce bf16" else 4
-    expected = [chunk_bytes(block, shape[1], itemsize) for block in reversed(models.uneven().blocks)]
-    for log in logs_of(shape, policy):
-        assert bytes_of(log, "all_reduce") == expected
-
-
-@pytest.mark.parametrize("shape", MEASURED, ids=str)
-def test_gathers_and_reduce_scatters_stay_among_the_ranks_that_shard(shape):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_collectives_carry_shards_of_a_group_over_the_replicas_and_wholes_over_the_ranks_that_shard(shape):
+    """With one replica there is nobody to all-reduce with, with one shard nobody to gather from."""
     blocks = models.uneven().blocks
+    for policy in POLICIES:
+        itemsize = 2 if policy == "reduce bf16" else 4
+        shards = [chunk_bytes(block, shape[1], itemsize) for block in reversed(blocks) if shape[0] > 1]
+        assert [bytes_of(log, "all_reduce") for log in logs_of(shape, policy)] == [shards] * math.prod(shape)
     wholes = [shape[1] * chunk_bytes(block, shape[1]) for block in blocks if shape[1] > 1]
     for log in logs_of(shape, "fp32"):
         assert bytes_of(log, "reduce_scatter") == wholes[::-1]
         assert bytes_of(log, "all_gather") == wholes + wholes[::-1]
-
-
-def test_with_one_replica_there_is_nobody_to_all_reduce_with():
-    for log in logs_of((1, 2), "fp32"):
-        assert bytes_of(log, "all_reduce") == []
 
 
 @pytest.mark.parametrize("pattern", REDUCED)
@@ -510,45 +376,26 @@ def test_every_group_is_all_reduced_once_a_step_on_a_stream_of_its_own(logs):
         assert {event.phase for event in events} == {"backward"}
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("block", [2, 1])
-def test_an_all_reduce_is_waited_for_by_no_later_backward(logs, block, step):
-    for log in logs:
+def test_an_all_reduce_is_waited_for_by_no_later_backward_nor_by_the_next_copy_in(logs):
+    """Nor does it wait for the backward of the group after the next."""
+    for log, block, step in itertools.product(logs, (2, 1), (0, 1)):
         reduction = one(log, "all_reduce", BLOCKS[block], step)
-        for before in range(block):
-            backward = one(log, "backward", BLOCKS[before], step)
-            assert not log.happens_before(reduction, backward), BLOCKS[before]
+        for before in BLOCKS[:block]:
+            assert not log.happens_before(reduction, one(log, "backward", before, step)), before
+        [packing] = log.select("copy_in", owner=BLOCKS[block - 1], step=step, stream="compute")
+        assert not log.happens_before(reduction, packing)
+        if block == 2:
+            backward = one(log, "backward", "blocks.0", step)
+            assert reduction.seq < backward.seq
+            assert not log.happens_before(backward, reduction)
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("block", [2, 1])
-def test_the_reduce_scatter_before_it_is_not_waited_for_by_the_next_backward_either(block, step):
-    for log in logs_of((2, 2), "two steps"):
+def test_the_reduce_scatter_before_it_is_not_waited_for_by_the_next_backward_either():
+    for log, block, step in itertools.product(logs_of((2, 2), "two steps"), (2, 1), (0, 1)):
         reduction = one(log, "reduce_scatter", BLOCKS[block], step)
         backward = one(log, "backward", BLOCKS[block - 1], step)
         assert reduction.seq < backward.seq
         assert not log.happens_before(reduction, backward)
-
-
-@pytest.mark.parametrize("step", [0, 1])
-def test_an_all_reduce_runs_under_a_later_backward(logs, step):
-    """At the latest under that of the group after the next."""
-    for log in logs:
-        reduction = one(log, "all_reduce", "blocks.2", step)
-        backward = one(log, "backward", "blocks.0", step)
-        assert reduction.seq < backward.seq
-        assert not log.happens_before(reduction, backward)
-        assert not log.happens_before(backward, reduction)
-
-
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("block", [2, 1])
-def test_an_all_reduce_and_the_next_copy_in_may_run_at_once(logs, block, step):
-    for log in logs:
-        reduction = one(log, "all_reduce", BLOCKS[block], step)
-        packings = log.select("copy_in", owner=BLOCKS[block - 1], step=step, stream="compute")
-        assert len(packings) == 1
-        assert not log.happens_before(reduction, packings[0])
 
 
 def test_an_all_reduce_follows_the_reduce_scatter_of_its_group():
@@ -568,8 +415,8 @@ def test_the_optimizer_starts_when_every_all_reduce_is_done(logs):
 # --- A hook in place of, or after, the all-reduce ----------------------------------------------------------
 
 
-def with_hooks(training: Training, package: ModuleType, make_hook: Callable[[], Any], **options: Any) -> None:
-    for module in sharded_modules(training.model, package):
+def with_hooks(training: Training, make_hook: Callable[[], Any], **options: Any) -> None:
+    for module in sharded_modules(training.model):
         module.set_all_reduce_hook(make_hook(), **options)
 
 
@@ -585,119 +432,90 @@ def on_shard_axis(package: ModuleType, module: nn.Module, *, shape: Shape, **opt
 
 def hand_made(package: ModuleType, case: Case, **options: Any) -> Trace:
     """Hybrid sharding out of plain sharding and a hook."""
-    library = functools.partial(on_shard_axis, package)
-    training = Training(case.build, library, case.how, **case.options)
-    with_hooks(training, package, lambda: average_over_replicas, **options)
+    training = Training(case.build, functools.partial(on_shard_axis, package), case.how, **case.options)
+    with_hooks(training, lambda: average_over_replicas, **options)
     case.scenario(training)
     return training.trace
 
 
-def compare_hand_made(package: ModuleType, case: Case, streams: bool = False) -> Any:
+def compare_hand_made(case: Case, streams: bool = False) -> Any:
     options = {"stream": torch.cpu.Stream()} if streams else {}
-    got = hand_made(package, case, **options)
+    got = hand_made(hwfsdp, case, **options)
     return {
-        "native": differences(got, case.run(by(package)), *BITS),
+        "native": differences(got, case.run(ours), *BITS),
         "FSDP2": differences(got, hand_made(fsdp, case, **options), *BITS),
     }
 
 
-def hooked(package: ModuleType, case: Case) -> Trace:
+def hooked(library: Library, case: Case) -> Trace:
     """Native hybrid sharding; a hook sees what was all-reduced, and doubles it."""
-    training = Training(case.build, by(package), case.how, **case.options)
+    training = Training(case.build, library, case.how, **case.options)
     seen: list[Tensor] = []
 
     def double(reduced: Tensor) -> None:
         seen.append(reduced.detach().clone())
         reduced.mul_(2)
 
-    with_hooks(training, package, lambda: double)
+    with_hooks(training, lambda: double)
     case.scenario(training)
     for number, reduced in enumerate(seen):  # the order of parameters in it is nobody's business
         training.trace.keep(f"reduced {number} (local)", reduced.flatten().sort().values)
     return training.trace
 
 
-def compare_hooked(package: ModuleType, case: Case) -> Any:
-    got, expected = hooked(package, case), hooked(fsdp, case)
-    plain = case.run(by(package))
-    first = next(
-        name for name, tensor in got.tensors.items() if name.startswith("grad") and tensor is not None
-    )
-    doubled = torch.equal(got.tensors[first], 2 * plain.tensors[first])
-    return {"FSDP2": differences(got, expected, *BITS) + ([] if doubled else [f"{first} is not doubled"])}
-
-
-def remove_hook(package: ModuleType) -> Any:
-    """A hook that was taken away again is not called."""
-    training = Training(models.stem, by(package), shape=(2, 2))
-    called: list[Tensor] = []
-    with_hooks(training, package, lambda: called.append)
-    with_hooks(training, package, lambda: None)
-    training.steps(1)
-    return {"FSDP2": [f"called {len(called)} times"] if called else []}
-
-
-HOOKED: dict[str, Case] = {
-    "train": Case(models.uneven, train, options={"shape": (2, 2)}),
-    "bf16, reduce fp32": Case(models.uneven, train, options={"shape": (2, 2), "policy": BF16_FP32}),
-    "nested": Case(models.Transformer, train, "nested", {"shape": (2, 2)}),
-    "accumulate nna": Case(
-        models.uneven, functools.partial(accumulate, pattern="nna"), options={"shape": (2, 2)}
-    ),
-    "accumulate aa": Case(
-        models.uneven, functools.partial(accumulate, pattern="aa"), options={"shape": (2, 2)}
-    ),
-}
-HOOKED_NATIVELY = HOOKED | {
-    "accumulate ssa": Case(
-        models.uneven, functools.partial(accumulate, pattern="ssa"), options={"shape": (2, 2)}
-    )
-}
-
-
-@functools.cache
-def hooks() -> Any:
-    checks: dict[str, Check] = {
-        **{
-            f"hand-made, {name}": functools.partial(compare_hand_made, HERE, case)
-            for name, case in HOOKED.items()
-        },
-        "hand-made, on a stream": functools.partial(compare_hand_made, HERE, HOOKED["train"], streams=True),
-        **{
-            f"native, {name}": functools.partial(compare_hooked, HERE, case)
-            for name, case in HOOKED_NATIVELY.items()
-        },
-        "removed": functools.partial(remove_hook, HERE),
+def compare_hooked(case: Case) -> Any:
+    got, plain = hooked(ours, case), case.run(ours)
+    name = next(n for n, tensor in got.tensors.items() if n.startswith("grad") and tensor is not None)
+    doubled = torch.equal(got.tensors[name], 2 * plain.tensors[name])
+    return {
+        "FSDP2": differences(got, hooked(theirs, case), *BITS),
+        "doubled": [] if doubled else [f"{name} is not doubled"],
     }
-    return launch(run_checks, 4, checks, timeout=300)
 
 
-@pytest.mark.parametrize("case", [*HOOKED, "on a stream"])
-def test_plain_sharding_with_an_all_reduce_as_hook_is_hybrid_sharding(case):
-    assert complaints(hooks(), f"hand-made, {case}", "native") == []
+def remove_hook() -> Any:
+    """A hook that was taken away again is not called; in hybrid sharding it gets no stream of its own."""
+    training = Training(models.stem, ours, shape=(2, 2))
+    called: list[Tensor] = []
+    with_hooks(training, lambda: called.append)
+    with_hooks(training, lambda: None)
+    training.steps(1)
+    with pytest.raises(ValueError, match="stream"):
+        training.model.set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
+    return {"calls": [f"called {len(called)} times"] if called else []}
 
 
-@pytest.mark.parametrize("case", [*HOOKED, "on a stream"])
-def test_plain_sharding_with_an_all_reduce_as_hook_goes_as_under_fsdp2(case):
-    assert complaints(hooks(), f"hand-made, {case}", "FSDP2") == []
+def hooked_case(build: Callable[[], models.Model], scenario: Any = train, **options: Any) -> Case:
+    return Case(build, scenario, options={"shape": (2, 2), **options})
 
 
-@pytest.mark.parametrize("case", HOOKED_NATIVELY)
-def test_in_hybrid_sharding_a_hook_gets_what_was_all_reduced_as_under_fsdp2(case):
-    assert complaints(hooks(), f"native, {case}", "FSDP2") == []
+IN_BF16 = hooked_case(models.uneven, policy=BF16_FP32)
+HOOKS: dict[str, Check] = {
+    "hand-made, on a stream": functools.partial(compare_hand_made, hooked_case(models.uneven), streams=True),
+    "hand-made, bf16, reduce fp32": functools.partial(compare_hand_made, IN_BF16),
+    "hand-made, accumulate nna": functools.partial(
+        compare_hand_made, hooked_case(models.uneven, functools.partial(accumulate, pattern="nna"))
+    ),
+    "native, nested": functools.partial(
+        compare_hooked, dataclasses.replace(hooked_case(models.Transformer), how="nested")
+    ),
+    "native, bf16, reduce fp32": functools.partial(compare_hooked, IN_BF16),
+    **{
+        f"native, accumulate {pattern}": functools.partial(
+            compare_hooked, hooked_case(models.uneven, functools.partial(accumulate, pattern=pattern))
+        )
+        for pattern in ("aa", "ssa")
+    },
+    "removed": remove_hook,
+}
 
 
-def test_a_hook_can_be_taken_away():
-    assert complaints(hooks(), "removed", "FSDP2") == []
-
-
-def test_hybrid_sharding_has_a_stream_already():
-    def give_a_stream(package: ModuleType) -> None:
-        training = Training(models.stem, by(package), shape=(2, 1))
-        with pytest.raises(ValueError, match="stream"):
-            training.model.set_all_reduce_hook(average_over_replicas, stream=torch.cpu.Stream())
-
-    launch(give_a_stream, 2, HERE, timeout=60)
+PROMISES.add(
+    "an all-reduce as hook makes hybrid sharding, and a hook there gets what was all-reduced",
+    HOOKS,
+    ranks=4,
+    fast=("hand-made, on a stream", "native, accumulate ssa", "removed"),
+)
 
 
 # --- Axes by name ------------------------------------------------------------------------------------------
@@ -768,34 +586,16 @@ def without_meshes(trace: Trace) -> Trace:
     return Trace({name: tensor for name, tensor in trace.tensors.items() if "(local)" not in name})
 
 
-def compare_by_name(package: ModuleType, case: Case, axes: Axes) -> Any:
+def compare_by_name(case: Case, axes: Axes) -> Any:
     exact = BITS if math.prod(axes.shape) == 2 or axes.same_as == (2, 2) else ROUNDING
-    got = case.run(by_name(package, axes))
+    got = case.run(by_name(hwfsdp, axes))
     found = {"FSDP2": differences(got, case.run(by_name(fsdp, axes)), *exact)}
     if case.scenario is train_briefly and "policy" not in case.options:
         found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *REGROUPING)
     if axes.same_as:
-        options = case.options | {"shape": axes.same_as}
-        plain = dataclasses.replace(case, options=options).run(by(package))
+        plain = dataclasses.replace(case, options=case.options | {"shape": axes.same_as}).run(ours)
         found["unnamed"] = differences(without_meshes(got), without_meshes(plain), *exact)
     return found
-
-
-def compare_distributed(package: ModuleType) -> Any:
-    """`distribute_module` over the whole mesh, then fully_shard of the parts."""
-    axes = NAMED["both"]
-    mesh = grid(axes.shape, axes.names)
-
-    def run(library: ModuleType) -> Trace:
-        training = Training(OnMesh, unsharded)
-        training.library = by_name(library, axes)
-        distribute_module(training.model, mesh)
-        for module in (*training.model.blocks, training.model):
-            library.fully_shard(module, mesh=mesh, dp_mesh_dims=library.DataParallelMeshDims(**axes.dims))
-        training.steps(2)
-        return training.trace
-
-    return {"FSDP2": differences(run(package), run(fsdp), *BITS)}
 
 
 def train_briefly(training: Training) -> None:
@@ -810,180 +610,142 @@ NAMED_CASES: dict[str, Case] = {
     "accumulate ssa": Case(OnMesh, functools.partial(accumulate, pattern="ssa")),
     "clip": Case(OnMesh, clip),
 }
+NAMED_RUNS = {
+    "replicate": ("train", "bf16, reduce fp32", "accumulate ssa", "clip"),
+    "shard": ("train", "bf16, reduce fp32"),
+    "both": ("root", "bf16, reduce fp32", "accumulate nsa", "clip"),
+    "shard both": ("train",),
+    "replicate both": ("train",),
+    "replicate one, shard two": ("train",),
+    "replicate two, shard one": ("bf16, reduce fp32",),
+}
 
 
-NAMED_RUNS = [
-    (axes, name)
-    for axes in NAMED
-    for name in (NAMED_CASES if axes in ("replicate", "both") else ("train", "bf16, reduce fp32"))
-]
-
-
-def measure_by_name(package: ModuleType, axes: Axes) -> Any:
+def measure_by_name(axes: Axes) -> Any:
     """How parameters are placed, and the log of a forward and backward."""
-    training = Training(OnMesh, by_name(package, axes))
+    training = Training(OnMesh, by_name(hwfsdp, axes))
     placements = [(p.placements, p.device_mesh.size()) for p in training.model.parameters()]
     with record() as log:
         training.loss(0).backward()
     return placements, log
 
 
-def refuse_to_reshard_to_two(package: ModuleType) -> Any:
+def refuse_to_reshard_to_two() -> Any:
     with pytest.raises(NotImplementedError):
-        by_name(package, NAMED["shard both"])(OnMesh(), reshard_after_forward=2)
-    return {"FSDP2": []}
+        by_name(hwfsdp, NAMED["shard both"])(OnMesh(), reshard_after_forward=2)
+    return {"refused": []}
+
+
+def named_checks(world_size: int) -> dict[str, Check]:
+    checks: dict[str, Check] = {
+        f"{name}, {axes}": functools.partial(compare_by_name, NAMED_CASES[name], NAMED[axes])
+        for axes, names in NAMED_RUNS.items()
+        if math.prod(NAMED[axes].shape) == world_size
+        for name in names
+    }
+    if world_size == 4:
+        checks["no smaller mesh after forward"] = refuse_to_reshard_to_two
+    return checks
+
+
+for _ranks in (2, 4):
+    PROMISES.add(
+        "axes given by name train as under FSDP2 and as on a mesh without them",
+        named_checks(_ranks),
+        _ranks,
+        {2: ("train, replicate", "train, shard"), 4: ("accumulate nsa, both",)}[_ranks],
+    )
 
 
 @functools.cache
-def named(world_size: int) -> Any:
-    checks: dict[str, Any] = {
-        f"{name}, {axes}": functools.partial(compare_by_name, HERE, case, NAMED[axes])
-        for axes, name in NAMED_RUNS
-        if math.prod(NAMED[axes].shape) == world_size
-        for case in [NAMED_CASES[name]]
-    }
-    checks |= {
-        f"measured, {name}": functools.partial(measure_by_name, HERE, axes)
-        for name, axes in NAMED.items()
-        if math.prod(axes.shape) == world_size
-    }
-    if world_size == 4:
-        checks["distribute_module"] = functools.partial(compare_distributed, HERE)
-        checks["two ranks to reshard to"] = functools.partial(refuse_to_reshard_to_two, HERE)
-    return launch(run_checks, world_size, checks, timeout=300)
+def placed_by_name(world_size: int) -> Any:
+    def on_a_rank() -> Any:
+        fitting = {name: axes for name, axes in NAMED.items() if math.prod(axes.shape) == world_size}
+        return {name: measure_by_name(axes) for name, axes in fitting.items()}
+
+    return launch(on_a_rank, world_size, timeout=100)
 
 
-def named_results(axes: str) -> Any:
-    return named(math.prod(NAMED[axes].shape))
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks, case) == []
 
 
-@pytest.mark.parametrize("axes, case", NAMED_RUNS)
-def test_axes_given_by_name_train_as_under_fsdp2(axes, case):
-    assert complaints(named_results(axes), f"{case}, {axes}", "FSDP2") == []
+def measured_by_name(axes: str) -> list[Any]:
+    """By rank."""
+    return [found[axes] for found in placed_by_name(math.prod(NAMED[axes].shape))]
 
 
-@pytest.mark.parametrize("axes, case", [run for run in NAMED_RUNS if run[1] in ("train", "root")])
-def test_axes_given_by_name_train_as_without_sharding(axes, case):
-    assert complaints(named_results(axes), f"{case}, {axes}", "unsharded") == []
-
-
-@pytest.mark.parametrize("axes, case", [run for run in NAMED_RUNS if NAMED[run[0]].same_as])
-def test_axes_given_by_name_are_those_of_a_mesh_without_them(axes, case):
-    assert complaints(named_results(axes), f"{case}, {axes}", "unnamed") == []
-
-
-def test_a_distributed_module_trains_as_under_fsdp2():
-    assert complaints(named(4), "distribute_module", "FSDP2") == []
-
-
-def test_a_smaller_mesh_after_forward_is_not_built_for_axes_given_by_name():
-    assert complaints(named(4), "two ranks to reshard to", "FSDP2") == []
-
-
-@pytest.mark.parametrize("axes", NAMED)
+@pytest.mark.parametrize("axes", suites.fast_are(("replicate", "shard"), NAMED))
 def test_axes_given_by_name_give_the_placements(axes):
-    for found in named_results(axes):
-        placements, _ = found[f"measured, {axes}"]
+    for placements, _ in measured_by_name(axes):
         assert set(placements) == {(NAMED[axes].placements, math.prod(NAMED[axes].shape))}
 
 
-@pytest.mark.parametrize("axes", ["replicate", "replicate both"])
+@pytest.mark.parametrize("axes", ["replicate", suites.long("replicate both")])
 def test_without_an_axis_to_shard_a_group_is_all_reduced_and_never_gathered(axes):
     model = OnMesh()
     root = nn.ModuleList([model.stem, model.head])
     expected = [("all_reduce", chunk_bytes(module, 1)) for module in (*reversed(model.blocks), root)]
-    for found in named_results(axes):
-        _, log = found[f"measured, {axes}"]
+    for _, log in measured_by_name(axes):
         assert [(event.op, event.bytes) for event in log.collectives()] == expected
 
 
 # --- Refused -----------------------------------------------------------------------------------------------
 
 
-def test_a_2d_mesh_without_names_is_refused_and_so_are_three_axes():
-    def refuse(package: ModuleType) -> None:
-        for mesh in (
-            init_device_mesh("cpu", (2, 1)),
-            init_device_mesh("cpu", (2, 1, 1)),
-            init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")),
-        ):
-            model = models.stem()
-            with pytest.raises((ValueError, AssertionError), match="2D"):
-                package.fully_shard(model, mesh=mesh)
-            assert type(model) is models.Stem
-            assert not any(isinstance(param, DTensor) for param in model.parameters())
-
-    launch(refuse, 2, HERE, timeout=60)
+def refuse_wrong_meshes() -> None:
+    for mesh in (
+        init_device_mesh("cpu", (2, 1)),
+        init_device_mesh("cpu", (2, 1, 1)),
+        init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")),
+    ):
+        model = models.stem()
+        with pytest.raises((ValueError, AssertionError), match="2D"):
+            hwfsdp.fully_shard(model, mesh=mesh)
+        assert type(model) is models.Stem
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
 
 
-def wrongly_named(package: ModuleType) -> dict[str, tuple[Callable[[], Any], type[Exception]]]:
-    """By mistake: the call, and the error that it raises in FSDP2, too."""
+def spread(over: DeviceMesh, placements: Sequence[Any]) -> nn.Module:
+    linear = nn.Linear(4, 4, bias=False)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), over, placements))
+    return linear
+
+
+def refuse_wrong_axes() -> list[str]:
+    """Each of these is a mistake, which FSDP2 refuses, too."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-    dims = package.DataParallelMeshDims
-
-    def spread(over: DeviceMesh, placements: Sequence[Any]) -> nn.Module:
-        linear = nn.Linear(4, 4, bias=False)
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), over, placements))
-        return linear
-
-    def call(module: nn.Module, over: DeviceMesh, **options: Any) -> Callable[[], Any]:
-        return lambda: package.fully_shard(module, mesh=over, **options)
-
-    return {
-        "an axis that is not there": (
-            call(spread(mesh, [R, R]), mesh, dp_mesh_dims=dims(shard="c")),
-            ValueError,
-        ),
-        "an axis to replicate that is not there": (
-            call(spread(mesh, [R, R]), mesh, dp_mesh_dims=dims(shard="a", replicate="c")),
-            ValueError,
-        ),
-        "a mesh without names": (
-            call(nn.Linear(4, 4), init_device_mesh("cpu", (2, 1)), dp_mesh_dims=dims(shard="a")),
-            ValueError,
-        ),
-        "plain tensors": (call(nn.Linear(4, 4), mesh, dp_mesh_dims=dims(shard="a")), ValueError),
-        "parameters on another mesh": (
-            call(spread(other, [R, R]), mesh, dp_mesh_dims=dims(shard="a")),
-            ValueError,
-        ),
-        "sharded along the axis to shard": (
-            call(spread(mesh, [S, R]), mesh, dp_mesh_dims=dims(shard="a")),
-            ValueError,
-        ),
-        "sharded along the axis to replicate": (
-            call(spread(mesh, [S, R]), mesh, dp_mesh_dims=dims(shard="b", replicate="a")),
-            ValueError,
-        ),
-    }
+    nameless = init_device_mesh("cpu", (2, 1))
+    unrefused = []
+    for mistake, (module, over, dims) in {
+        "an axis that is not there": (spread(mesh, [R, R]), mesh, {"shard": "c"}),
+        "another": (spread(mesh, [R, R]), mesh, {"shard": "a", "replicate": "c"}),
+        "a mesh without names": (nn.Linear(4, 4), nameless, {"shard": "a"}),
+        "plain tensors": (nn.Linear(4, 4), mesh, {"shard": "a"}),
+        "parameters on another mesh": (spread(other, [R, R]), mesh, {"shard": "a"}),
+        "sharded along the axis to shard": (spread(mesh, [S, R]), mesh, {"shard": "a"}),
+        "sharded along the other": (spread(mesh, [S, R]), mesh, {"shard": "b", "replicate": "a"}),
+    }.items():
+        try:
+            dp_mesh_dims = hwfsdp.DataParallelMeshDims(**dims)
+            hwfsdp.fully_shard(module, mesh=over, dp_mesh_dims=dp_mesh_dims)
+            unrefused.append(mistake)
+        except ValueError:
+            pass
+    return unrefused
 
 
-def test_axes_that_do_not_fit_the_parameters_are_refused():
-    def refuse(package: ModuleType) -> list[str]:
-        unrefused = []
-        for mistake, (call, error) in wrongly_named(package).items():
-            try:
-                call()
-                unrefused.append(f"{mistake}: no error")
-            except error:
-                pass
-            except Exception as other:
-                unrefused.append(f"{mistake}: {other!r}")
-        return unrefused
-
-    assert launch(refuse, 2, HERE, timeout=60) == [[], []]
+def test_meshes_and_named_axes_that_do_not_fit_are_refused():
+    assert launch(lambda: refuse_wrong_meshes() or refuse_wrong_axes(), 2, timeout=60) == [[], []]
 
 
-@pytest.mark.parametrize(
-    "dims", [{"shard": "a"}, {"replicate": "a"}, {"shard": ("a", "b"), "replicate": "c"}], ids=str
-)
-def test_named_axes_have_the_fields_of_fsdp2(dims):
-    ours, theirs = HERE.DataParallelMeshDims(**dims), fsdp.DataParallelMeshDims(**dims)
-    assert dataclasses.asdict(ours) == dataclasses.asdict(theirs)
-    assert (ours.shard_names, ours.replicate_names) == (theirs.shard_names, theirs.replicate_names)
-
-
-def test_no_axis_at_all_is_refused():
+def test_named_axes_have_the_fields_of_fsdp2_and_are_at_least_one():
+    for dims in ({"shard": "a"}, {"replicate": "a"}, {"shard": ("a", "b"), "replicate": "c"}):
+        mine, reference = hwfsdp.DataParallelMeshDims(**dims), fsdp.DataParallelMeshDims(**dims)
+        assert dataclasses.asdict(mine) == dataclasses.asdict(reference)
+        assert mine.shard_names == reference.shard_names
+        assert mine.replicate_names == reference.replicate_names
     with pytest.raises(ValueError, match="shard"):
-        HERE.DataParallelMeshDims()
+        hwfsdp.DataParallelMeshDims()

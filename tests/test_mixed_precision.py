@@ -9,62 +9,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import fsdp
-from torch.distributed.tensor import DTensor
 
-import hwfsdp
 import models
-from hwfsdp import launch
 from oracles import (
     BITS,
     REGROUPING,
     ROUNDING,
     Case,
-    Check,
     Library,
     Policy,
+    Promises,
     Tolerance,
     Trace,
     Training,
-    complaints,
-    cpu_mesh,
+    compare,
     differences,
     fresh,
     objective,
+    ours,
     rank_rows,
-    run_checks,
-    unsharded,
+    theirs,
 )
-
-HERE: ModuleType = hwfsdp  # what is tested; it has the names of `torch.distributed.fsdp`
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 BF16_FP32: Policy = {"param_dtype": BF16, "reduce_dtype": FP32}
-
-
-def shard(
-    package: ModuleType, module: nn.Module, *, policy: Policy | None = None, **options: Any
-) -> nn.Module:
-    """The package's fully_shard over all ranks."""
-    mp_policy = package.MixedPrecisionPolicy(**policy or {})
-    return package.fully_shard(module, mesh=cpu_mesh(), mp_policy=mp_policy, **options)
-
-
-def by(package: ModuleType) -> Library:
-    return functools.partial(shard, package)
-
-
-def compare(package: ModuleType, case: Case, tolerance: Tolerance) -> Any:
-    return {"FSDP2": differences(case.run(by(package)), case.run(by(fsdp)), *tolerance)}
 
 
 # --- Every combination -------------------------------------------------------------------------------------
@@ -73,8 +48,7 @@ ORIGINALS = (FP32, FP64, BF16)
 CHOICES = (None, FP16, BF16, FP32, FP64)
 
 
-@dataclasses.dataclass(frozen=True)
-class Combination:
+class Combination(NamedTuple):
     """dtypes of the original parameters, and those of the policy."""
 
     orig: torch.dtype
@@ -83,18 +57,30 @@ class Combination:
     output: torch.dtype | None
 
     def __str__(self) -> str:
-        names = [str(dtype).removeprefix("torch.") for dtype in dataclasses.astuple(self)]
-        return "{}, param {}, reduce {}, output {}".format(*names)
+        return "{}, param {}, reduce {}, output {}".format(*self).replace("torch.", "")
 
     @property
-    def policy(self) -> Policy:
-        return {"param_dtype": self.param, "reduce_dtype": self.reduce, "output_dtype": self.output}
+    def case(self) -> Case:
+        policy = {"param_dtype": self.param, "reduce_dtype": self.reduce, "output_dtype": self.output}
+        return Case(functools.partial(uneven_in, self.orig), run_dtypes, "root", {"policy": policy})
 
-    def case(self, how: str = "root") -> Case:
-        return Case(functools.partial(uneven_in, self.orig), run_dtypes, how, {"policy": self.policy})
+    def tolerance(self, world_size: int) -> Tolerance:
+        """Some steps of the coarsest dtype that sums are made in or cast to."""
+        dtypes = (self.orig, self.reduce or self.param or self.orig)
+        if world_size <= 2:
+            return BITS
+        if BF16 in dtypes:
+            return Tolerance(3e-2, 1e-3)
+        return Tolerance(4e-3, 1e-4) if FP16 in dtypes else ROUNDING
 
 
-COMBINATIONS = [Combination(*dtypes) for dtypes in itertools.product(ORIGINALS, CHOICES, CHOICES, CHOICES)]
+def combinations(world_size: int) -> list[Combination]:
+    """Every two of the four dtypes meet; at the three world sizes together, so do the first three dtypes."""
+    return [
+        Combination(ORIGINALS[(i + j + world_size) % 3], CHOICES[i], CHOICES[j], CHOICES[(i - j) % 5])
+        for i in range(5)
+        for j in range(5)
+    ]
 
 
 def uneven_in(dtype: torch.dtype) -> models.Model:
@@ -111,63 +97,20 @@ def run_dtypes(training: Training) -> None:
         output = training.model(*training.batch(micro))
         training.trace.keep("output (local)", output)
         objective(output).backward()
-    keep_local_grads(training)
+    training.keep_local_grads()
     training.optimizer.step()
     for name, param in training.model.named_parameters():
         training.trace.keep(f"param {name} (local)", param.to_local())
 
 
-def keep_local_grads(training: Training) -> None:
-    for name, param in training.model.named_parameters():
-        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-        training.trace.keep(f"grad {name} (local)", grad)
-
-
-@functools.cache
-def combinations() -> Any:
-    checks: dict[str, Check] = {
-        str(combination): functools.partial(compare, HERE, combination.case(), BITS)
-        for combination in COMBINATIONS
-    }
-    return launch(run_checks, 2, checks, timeout=300)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_dtypes_are_combined_as_in_fsdp2(combination):
-    assert complaints(combinations(), str(combination), "FSDP2") == []
-
-
-# --- Other world sizes -------------------------------------------------------------------------------------
-
-
-def sample(world_size: int) -> list[Combination]:
-    """Every pair of param and reduce dtype for one rank, some for three, which add in an order of their own."""
-    pairs = itertools.product(CHOICES, CHOICES)
-    if world_size == 3:
-        pairs = itertools.product((None, BF16, FP64), (None, FP16, FP32, FP64))
-    return [Combination(FP32, param, reduce, None) for param, reduce in pairs]
-
-
-def tolerance(world_size: int, combination: Combination) -> Tolerance:
-    """Some steps of the coarsest dtype that sums pass through."""
-    if world_size <= 2:
-        return BITS
-    dtype = combination.reduce or combination.param or combination.orig
-    return {FP16: Tolerance(4e-3, 1e-4), BF16: Tolerance(3e-2, 1e-3)}.get(dtype, ROUNDING)
-
-
-@functools.cache
-def samples(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        str(c): functools.partial(compare, HERE, c.case(), tolerance(world_size, c))
-        for c in sample(world_size)
-    }
-    return launch(run_checks, world_size, checks, timeout=300)
-
-
-@pytest.mark.parametrize("world_size, combination", [(w, c) for w in (1, 3) for c in sample(w)], ids=str)
-def test_dtypes_are_combined_as_in_fsdp2_at_other_world_sizes(world_size, combination):
-    assert complaints(samples(world_size), str(combination), "FSDP2") == []
+PROMISES = Promises()
+for _ranks in (1, 2, 3):
+    PROMISES.add(
+        "dtypes are combined as in FSDP2",
+        {str(c): functools.partial(compare, c.case, c.tolerance(_ranks), None) for c in combinations(_ranks)},
+        _ranks,
+        None if _ranks == 2 else (),
+    )
 
 
 # --- What goes into a forward, and what does not change ----------------------------------------------------
@@ -241,11 +184,11 @@ INPUTS: dict[str, Policy] = {
 
 
 def shard_by_kind(
-    package: ModuleType, module: nn.Module, *, policies: dict[str, Policy], **options: Any
+    library: Library, module: nn.Module, *, policies: dict[str, Policy], **options: Any
 ) -> nn.Module:
     """The policy is that of the module's hidden width, or of its class."""
     hidden = str(module.up.out_features) if isinstance(module, models.Block) else type(module).__name__
-    return shard(package, module, policy=policies.get(hidden), **options)
+    return library(module, policy=policies.get(hidden), **options)
 
 
 MIXTURES: dict[str, Case] = {
@@ -297,16 +240,15 @@ def change_dtype(training: Training, dtype: torch.dtype) -> None:
 
 
 CHANGED: dict[str, Case] = {
-    f"{name} to {dtype}".replace("torch.", ""): Case(
+    f"{dtype}, {policy}": Case(
         models.uneven, functools.partial(change_dtype, dtype=dtype), "blocks", {"policy": policy}
     )
-    for name, policy in {
-        "fp32": None,
-        "bf16, reduce fp32": BF16_FP32,
-        "fp64": {"param_dtype": FP64},
-        "reduce fp32": {"reduce_dtype": FP32},
-    }.items()
-    for dtype in (BF16, FP16, FP64)
+    for dtype, policy in (
+        (BF16, {"param_dtype": FP64}),
+        (FP64, None),
+        (FP64, BF16_FP32),
+        (FP16, {"reduce_dtype": FP32}),
+    )
 }
 
 
@@ -318,56 +260,35 @@ def change_between_steps(training: Training) -> None:
     training.steps(2, first_seed=1)
 
 
-# --- One launch --------------------------------------------------------------------------------------------
+# --- All of these -------------------------------------------------------------------------------------------
 
 
-def compare_mixture(package: ModuleType, case: Case) -> Any:
-    runs = [case.run(functools.partial(shard_by_kind, library)) for library in (package, fsdp)]
+def compare_mixture(case: Case) -> Any:
+    runs = [case.run(functools.partial(shard_by_kind, library)) for library in (ours, theirs)]
     return {"FSDP2": differences(*runs, *BITS)}
 
 
-def compare_unsharded(package: ModuleType, case: Case, tolerance: Tolerance) -> Any:
-    found = differences(case.run(by(package)).whole(), case.run(unsharded).whole(), *tolerance)
-    return {"unsharded": found}
-
-
-@functools.cache
-def others() -> Any:
-    checks: dict[str, Check] = {
-        f"inputs: {name}": functools.partial(
-            compare, HERE, Case(Tabled, name_dtypes, "blocks", {"policy": policy}), BITS
-        )
+PROMISES.add(
+    "integers stay integers and inputs are cast as in FSDP2",
+    {
+        name: functools.partial(compare, Case(Tabled, name_dtypes, "blocks", {"policy": policy}), BITS, None)
         for name, policy in INPUTS.items()
-    }
-    checks |= {
-        f"mixture: {name}": functools.partial(compare_mixture, HERE, case) for name, case in MIXTURES.items()
-    }
-    checks |= {
-        f"changed: {name}": functools.partial(compare, HERE, case, BITS) for name, case in CHANGED.items()
-    }
-    between = Case(models.uneven, change_between_steps)
-    checks["between steps"] = functools.partial(compare_unsharded, HERE, between, REGROUPING)
-    return launch(run_checks, 2, checks, timeout=300)
-
-
-@pytest.mark.parametrize("policy", INPUTS)
-def test_integers_stay_integers_and_inputs_are_cast_as_in_fsdp2(policy):
-    assert complaints(others(), f"inputs: {policy}", "FSDP2") == []
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_modules_of_one_model_may_have_policies_of_their_own(mixture):
-    assert complaints(others(), f"mixture: {mixture}", "FSDP2") == []
-
-
-@pytest.mark.parametrize("change", CHANGED)
-def test_a_model_may_change_its_dtype_before_the_first_forward(change):
-    assert complaints(others(), f"changed: {change}", "FSDP2") == []
-
-
-def test_a_model_may_change_its_dtype_between_steps():
-    """FSDP2 raises: it has noted the dtypes in the first forward."""
-    assert complaints(others(), "between steps", "unsharded") == []
+    },
+)
+PROMISES.add(
+    "modules of one model may have policies of their own",
+    {name: functools.partial(compare_mixture, case) for name, case in MIXTURES.items()},
+)
+PROMISES.add(
+    "a model may change its dtype",
+    {
+        **{f"to {name}": functools.partial(compare, case, BITS, None) for name, case in CHANGED.items()},
+        # FSDP2 raises after that: it has noted the dtypes in the first forward
+        "between steps": functools.partial(
+            compare, Case(models.uneven, change_between_steps), None, REGROUPING
+        ),
+    },
+)
 
 
 # --- Where torch 2.13 has no answer ------------------------------------------------------------------------
@@ -375,21 +296,8 @@ def test_a_model_may_change_its_dtype_between_steps():
 MicroBatch = Callable[[models.Model], None]  # what is switched on a model before its forward
 
 
-class Branches(nn.Module):
-    """Two branches in one group, of which `used` are used."""
-
-    used: Sequence[str] = ("left",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = models.Block(8, 5, 8), models.Block(8, 7, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(getattr(self, branch)(x) for branch in self.used)
-
-
 def branches() -> models.Model:
-    return models.Model([Branches() for _ in range(2)])
+    return models.Model([models.Branches() for _ in range(2)])
 
 
 def use(*branches: str) -> MicroBatch:
@@ -429,11 +337,11 @@ class Beyond:
     policy: Policy
     accumulate: bool = True
 
-    def sharded(self, package: ModuleType) -> Trace:
-        """What the package makes of it."""
+    def sharded(self) -> Trace:
+        """What hwfsdp makes of it."""
         model = fresh(self.build)
         for module in (*model.blocks, model):
-            shard(package, module, policy=self.policy)
+            ours(module, policy=self.policy)
         last = len(self.micro_batches) - 1
         for number, switch in enumerate(self.micro_batches):
             switch(model)
@@ -473,13 +381,16 @@ class Beyond:
 
 
 BEYOND: dict[str, Beyond] = {
+    # FSDP2 raises: gradients that were accumulated are in the reduce dtype already, the new one is not
     "first used": Beyond(branches, (use("left"), use("left"), use("left", "right")), BF16_FP32),
     "first used alone": Beyond(branches, (use("left"), use("right")), BF16_FP32),
     "first used, reduce fp64": Beyond(
         branches, (use("left"), use("right", "left")), {"param_dtype": FP16, "reduce_dtype": FP64}
     ),
+    # FSDP2 raises: it looks for a gradient of a parameter that was never gathered
     "first run": Beyond(models.wandering, (walk(0), walk(0, 1), walk(0, 1, 2)), BF16_FP32),
     "never run": Beyond(models.wandering, (walk(0), walk(2), walk(0)), BF16_FP32),
+    # FSDP2 takes the dtypes of a group from the parameters that train in the first forward
     "frozen at first": Beyond(
         models.wandering, (train_only("stem"), train_only("")), BF16_FP32, accumulate=False
     ),
@@ -498,36 +409,21 @@ BEYOND: dict[str, Beyond] = {
 }
 
 
-def compare_beyond(package: ModuleType, beyond: Beyond) -> Any:
-    rounding = ROUNDING if "reduce_dtype" in beyond.policy else Tolerance(3e-2, 2e-3)
+def compare_beyond(case: Beyond) -> Any:
+    rounding = ROUNDING if "reduce_dtype" in case.policy else Tolerance(3e-2, 2e-3)
     exact = BITS if dist.get_world_size() <= 2 else rounding
-    return {"unsharded": differences(beyond.sharded(package), beyond.unsharded(), *exact)}
+    return {"unsharded": differences(case.sharded(), case.unsharded(), *exact)}
 
 
-@functools.cache
-def beyond(world_size: int) -> Any:
-    checks: dict[str, Check] = {
-        name: functools.partial(compare_beyond, HERE, case) for name, case in BEYOND.items()
-    }
-    return launch(run_checks, world_size, checks, timeout=200)
+for _ranks in (2, 3):
+    PROMISES.add(
+        "parameters that come into use one by one are reduced in their dtypes",
+        {name: functools.partial(compare_beyond, case) for name, case in BEYOND.items()},
+        _ranks,
+        None if _ranks == 2 else (),
+    )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("case", ["first used", "first used alone", "first used, reduce fp64"])
-def test_a_parameter_first_used_in_the_last_micro_batch_is_reduced_with_the_others(world_size, case):
-    """FSDP2 raises: gradients that were accumulated are in the reduce dtype already, the new one is not."""
-    assert complaints(beyond(world_size), case, "unsharded") == []
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("case", ["first run", "never run"])
-def test_a_module_that_has_not_run_yet_has_nothing_to_accumulate(world_size, case):
-    """FSDP2 raises: it looks for a gradient of a parameter that was never gathered."""
-    assert complaints(beyond(world_size), case, "unsharded") == []
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("case", [name for name in BEYOND if "frozen" in name])
-def test_a_group_that_was_frozen_at_first_is_reduced_in_its_dtypes_when_it_trains(world_size, case):
-    """FSDP2 takes the dtypes of a group from the parameters that train in the first forward."""
-    assert complaints(beyond(world_size), case, "unsharded") == []
+@pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
+def test_a_promise_is_kept(promise, ranks, case):
+    assert PROMISES.broken(promise, ranks, case) == []
