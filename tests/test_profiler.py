@@ -27,6 +27,7 @@ import hwfsdp
 import models
 from hwfsdp import launch
 from oracles import fresh, wrap
+from suites import long
 
 
 class Case(NamedTuple):
@@ -130,10 +131,8 @@ def test_a_profile_has_the_ranges_of_fsdp2() -> None:
         assert found["blocks"][0]["FSDP::all_gather (blocks.1)"] == 4
 
 
-@pytest.mark.parametrize("shared_memory", ["1", "0"])
-def test_all_kinds_of_profiles_can_be_made(
-    shared_memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("shared_memory", ["1", long("0")])
+def test_all_kinds_of_profiles_can_be_made(shared_memory, tmp_path, monkeypatch):
     monkeypatch.setenv("HWFSDP_SHARED_MEMORY", shared_memory)
     first, second = launch(profile_in_all_ways, 2, str(tmp_path))
     assert len(first) == len(second) + 1 == 5
@@ -149,6 +148,7 @@ def test_no_range_is_made_without_a_profiler(monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
+@pytest.mark.long
 def test_a_profile_can_be_made_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent("""
@@ -168,14 +168,6 @@ def test_a_profile_can_be_made_under_torchrun(tmp_path: Path) -> None:
         assert names.count("FSDP::all_gather (0)") == 2, names
         dist.destroy_process_group()
         """))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
