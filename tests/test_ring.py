@@ -5,8 +5,9 @@ The numbers are small integers, so that floating-point sums are exact in any ord
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -18,100 +19,74 @@ from hwfsdp.accounting import on_the_wire
 from hwfsdp.collectives import RingAllGather, RingReduceScatter
 from hwfsdp.ring import exchange, ring_all_gather, ring_reduce_scatter
 
-WORLD_SIZES = (1, 2, 3)
-BLOCKS = (1, 5)  # elements
-DTYPES = (torch.float32, torch.float64, torch.int64)
+CASES = [*product((1, 5), (torch.float32, torch.float64, torch.int64))]  # elements of a block, dtype
+SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
-def integers(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def integers(n: int, dtype: torch.dtype) -> Tensor:
     """Different on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    generator = torch.Generator().manual_seed(1000 * n + dist.get_rank())
     return torch.randint(-50, 50, (n,), generator=generator).to(dtype)
 
 
-def gather_both_ways(n: int, dtype: torch.dtype) -> dict[str, Any]:
-    group, world_size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    block = integers(n, n, dtype)
-    expected = torch.empty(world_size * n, dtype=dtype)
-    compat.all_gather_single(expected, block, group, async_op=False)
-
-    beside = torch.full((world_size * n,), -99, dtype=dtype)
-    given = block.clone()
+@contextmanager
+def one_block_per_step(block: Tensor) -> Iterator[None]:
+    """Sends and receives no more than that, which is the least that is possible, and calls no other collective."""
+    world_size = dist.get_world_size()
     with record() as log:
+        yield
+    for op in ("send", "recv"):
+        assert [e.bytes for e in log.select(op)] == [block.nbytes] * (world_size - 1)
+    assert {e.op for e in log.collectives()} <= {"send", "recv"}
+    sent = sum(e.bytes for e in log.select("send"))
+    assert sent == on_the_wire("all_gather", world_size * block.nbytes, world_size)
+
+
+def gather_in_all_ways(n: int, dtype: torch.dtype) -> None:
+    group, world_size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    block = integers(n, dtype)
+    expected, beside, in_place, selected = (torch.full((world_size * n,), -99, dtype=dtype) for _ in range(4))
+    compat.all_gather_single(expected, block, group, async_op=False)
+    given = block.clone()
+    with one_block_per_step(block):
         ring_all_gather(beside, given, group)
-    in_place = torch.full((world_size * n,), -99, dtype=dtype)
     own = in_place[rank * n : (rank + 1) * n]
     own.copy_(block)
     ring_all_gather(in_place, own, group)
-    selected = torch.full((world_size * n,), -99, dtype=dtype)
-    work = RingAllGather()(selected, block, group, async_op=True)
-    right = all(torch.equal(result, expected) for result in (beside, in_place, selected))
-    return found(log, right=right, untouched=torch.equal(given, block), work=work)
+    assert RingAllGather()(selected, block, group, async_op=True) is None, "it blocks the host"
+    assert all(torch.equal(result, expected) for result in (beside, in_place, selected))
+    assert torch.equal(given, block), "the input is only read"
 
 
-def reduce_both_ways(n: int, dtype: torch.dtype) -> dict[str, Any]:
+def reduce_in_all_ways(n: int, dtype: torch.dtype) -> None:
     group, world_size = dist.group.WORLD, dist.get_world_size()
-    whole = integers(world_size * n, n, dtype)
-    total, mean = torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype)
-    compat.reduce_scatter_single(total, whole, dist.ReduceOp.SUM, group, async_op=False)
-
-    given, summed, averaged = whole.clone(), torch.full_like(total, -99), torch.full_like(total, -99)
-    with record() as log:
+    whole = integers(world_size * n, dtype)
+    total, mean, summed, averaged, selected = (torch.full((n,), -99, dtype=dtype) for _ in range(5))
+    compat.reduce_scatter_single(total, whole, SUM, group, async_op=False)
+    given = whole.clone()
+    with one_block_per_step(summed):
         ring_reduce_scatter(summed, given, group, mean=False)
-    right = torch.equal(summed, total)
-    selected = torch.full_like(total, -99)
-    work = RingReduceScatter()(selected, whole, group, dist.ReduceOp.SUM, async_op=True)
-    right &= torch.equal(selected, total)
+    assert RingReduceScatter()(selected, whole, group, SUM, async_op=True) is None, "it blocks the host"
+    assert torch.equal(summed, total) and torch.equal(selected, total)
     if dtype.is_floating_point:
-        compat.reduce_scatter_single(mean, whole, dist.ReduceOp.AVG, group, async_op=False)
+        compat.reduce_scatter_single(mean, whole, MEAN, group, async_op=False)
         ring_reduce_scatter(averaged, given, group, mean=True)
-        RingReduceScatter()(selected, whole, group, dist.ReduceOp.AVG)
-        right &= torch.allclose(averaged, mean, rtol=1e-6) and torch.equal(averaged, total / world_size)
-        right &= torch.equal(selected, averaged)
-    return found(log, right=right, untouched=torch.equal(given, whole), work=work)
+        RingReduceScatter()(selected, whole, group, MEAN)
+        assert torch.allclose(averaged, mean, rtol=1e-6) and torch.equal(averaged, total / world_size)
+        assert torch.equal(selected, averaged)
+    assert torch.equal(given, whole), "the input is only read"
 
 
-def found(log: Any, *, right: bool, untouched: bool, work: object) -> dict[str, Any]:
-    """With the bytes of each send and receive, and what else was called."""
-    return {
-        "right": right,
-        "input untouched": untouched,
-        "blocks the host": work is None,
-        "sent": [e.bytes for e in log.select("send")],
-        "received": [e.bytes for e in log.select("recv")],
-        "other collectives": [e.op for e in log.collectives() if e.op not in ("send", "recv")],
-    }
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_ring_gives_what_the_backend_gives_only_reads_its_input_and_sends_the_least(
+    world_size: int,
+) -> None:
+    def on_a_rank() -> None:
+        for n, dtype in CASES:
+            gather_in_all_ways(n, dtype)
+            reduce_in_all_ways(n, dtype)
 
-
-def all_cases() -> dict[Any, dict[str, Any]]:
-    return {
-        (collective.__name__, n, dtype): collective(n, dtype)
-        for collective in (gather_both_ways, reduce_both_ways)
-        for n in BLOCKS
-        for dtype in DTYPES
-    }
-
-
-@functools.cache
-def results(world_size: int) -> list[dict[Any, dict[str, Any]]]:
-    return launch(all_cases, world_size, timeout=60)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_ring_gives_what_the_backend_gives_and_only_reads_its_input(world_size: int) -> None:
-    for result in results(world_size):
-        for case, got in result.items():
-            assert got["right"] and got["input untouched"] and got["blocks the host"], case
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_rank_sends_one_block_per_step_and_so_the_least_that_is_possible(world_size: int) -> None:
-    for result in results(world_size):
-        for (_, n, dtype), got in result.items():
-            block = n * dtype.itemsize
-            assert got["sent"] == got["received"] == [block] * (world_size - 1)
-            assert got["other collectives"] == []
-            assert sum(got["sent"]) == on_the_wire("all_gather", world_size * block, world_size)
+    launch(on_a_rank, world_size, timeout=60)
 
 
 def test_a_ring_over_some_of_the_ranks_leaves_the_others_out() -> None:
