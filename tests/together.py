@@ -57,7 +57,8 @@ class Together:
 
         @pytest.mark.parametrize("check", self.checks)
         def test_it(check: str) -> None:
-            assert [found[check] for found in self.results] == self.expected[check]
+            found = [of_rank[check] for of_rank in self.results]
+            assert found == self.expected[check], "\n".join(map(str, found))
 
         return test_it
 
