@@ -1,30 +1,26 @@
 """Mistakes that run without an error, but train nothing, or something else: each is warned of once, and only then.
 
-A case is a function that runs on a rank and makes a mistake, or something close to one; it returns the messages of the
-warnings that came.
+A check makes a mistake on a rank, or something close to one, and returns what is wrong with the warnings that came.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import models
-from hwfsdp import launch
 from oracles import fresh, objective, ours, rank_rows, theirs, wrap
+from together import Together
 
 Messages = list[str]
+two, with_detail = Together(2, TORCH_DISTRIBUTED_DEBUG="INFO"), Together(2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
 @contextmanager
@@ -35,6 +31,13 @@ def caught() -> Iterator[Messages]:
         warnings.simplefilter("always")
         yield messages
     messages += [str(warning.message) for warning in found if issubclass(warning.category, UserWarning)]
+
+
+def other_than(messages: Messages, *expected: tuple[str, ...]) -> Messages:
+    """The messages, unless there is one for each of `expected`, with all of its words."""
+    pairs = zip(messages, expected, strict=False)
+    right = all(word in message for message, words in pairs for word in words)
+    return [] if right and len(messages) == len(expected) else [f"{len(messages)} warnings", *messages]
 
 
 def run(model: models.Model, seed: int = 0) -> None:
@@ -55,74 +58,84 @@ def steps_of(model: models.Model, *optimizers: Optimizer, number: int = 2) -> Me
 
 # --- Optimizers built before fully_shard -------------------------------------------------------------------
 
+STALE = ("no longer", "fully_shard")
 
-def built_before() -> Messages:
+
+@two.finds([])
+def an_optimizer_built_before_warns_once() -> Messages:
     model = models.stem()
     optimizer = SGD(model.parameters(), lr=0.1)
-    return steps_of(wrap(model, ours), optimizer, number=3)
+    messages = steps_of(wrap(model, ours), optimizer, number=3)
+    return other_than(messages, (*STALE, "SGD", "up.weight"))
 
 
-def two_built_before() -> Messages:
+@two.finds([])
+def each_of_two_built_before_warns() -> Messages:
     model = models.stem()
     optimizers = [SGD(model.blocks.parameters(), lr=0.1), AdamW(model.head.parameters())]
-    return steps_of(wrap(model, ours), *optimizers)
+    messages = steps_of(wrap(model, ours), *optimizers)
+    return other_than(messages, (*STALE, "SGD", "up.weight"), (*STALE, "AdamW", "weight"))
 
 
-def built_between() -> Messages:
-    """The blocks were sharded, the root was not."""
+@two.finds([])
+def one_built_when_the_blocks_were_sharded_and_the_root_was_not_warns() -> Messages:
     model = models.stem()
     for block in model.blocks:
         ours(block)
     optimizer = SGD(model.parameters(), lr=0.1)
-    return steps_of(ours(model), optimizer)
+    return other_than(steps_of(ours(model), optimizer), (*STALE, "SGD", "'stem.weight'"))
 
 
-def stepped_before() -> Messages:
-    """The optimizer has trained the plain model, while another one was sharded."""
+@two.finds([])
+def one_that_has_trained_the_plain_model_warns_from_then_on() -> Messages:
+    """While another one was sharded."""
     wrap(models.stem(), ours)
     model = models.stem()
     optimizer = SGD(model.parameters(), lr=0.1)
-    first = steps_of(model, optimizer, number=1)
-    assert first == []
-    return steps_of(wrap(model, ours), optimizer)
+    before = steps_of(model, optimizer, number=1)
+    after = steps_of(wrap(model, ours), optimizer)
+    return before + other_than(after, (*STALE, "SGD", "up.weight"))
 
 
-STALE: dict[str, tuple[Callable[[], Messages], list[tuple[str, ...]]]] = {
-    "before": (built_before, [("SGD", "up.weight")]),
-    "before, two of them": (two_built_before, [("SGD", "up.weight"), ("AdamW", "weight")]),
-    "between two calls": (built_between, [("SGD", "'stem.weight'")]),
-    "before, and used": (stepped_before, [("SGD", "up.weight")]),
-}
+@two.finds([__file__])
+def the_warning_points_at_the_step() -> list[str]:
+    model = models.stem()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run(wrap(model, ours))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [warning.filename for warning in found]
 
 
-def built_after() -> Messages:
+@two.finds([])
+def optimizers_built_after_do_not_warn() -> Messages:
     model = wrap(models.stem(), ours)
     return steps_of(model, SGD(model.parameters(), lr=0.1), AdamW(model.parameters()))
 
 
-def over_ignored_parameters() -> Messages:
+@two.finds([])
+def one_over_ignored_parameters_does_not_warn() -> Messages:
     model = models.stem()
     ignored = [*model.head.parameters()]
     optimizer = SGD(ignored, lr=0.1)
     return steps_of(wrap(model, ours, ignored_params={*ignored}), optimizer)
 
 
-def of_a_model_sharded_by_torch() -> Messages:
-    """What torch does with its own models is torch's business."""
+@two.finds([])
+def what_torch_does_with_its_own_models_is_torchs_business() -> Messages:
     wrap(models.stem(), ours)
     model = models.stem()
     optimizer = SGD(model.parameters(), lr=0.1)
     return steps_of(wrap(model, theirs), optimizer)
 
 
-def after_loading_a_state() -> Messages:
-    """Assigned parameters are other objects, but an optimizer over them is up to date."""
+@two.finds([])
+def one_over_assigned_parameters_is_up_to_date() -> Messages:
+    """They are other objects."""
     model, other = wrap(models.stem(), ours), wrap(models.stem(), ours)
     model.load_state_dict(other.state_dict(), assign=True)
     return steps_of(model, SGD(model.parameters(), lr=0.1))
-
-
-FINE = (built_after, over_ignored_parameters, of_a_model_sharded_by_torch, after_loading_a_state)
 
 
 # --- Gradients that were never synchronized ----------------------------------------------------------------
@@ -149,40 +162,54 @@ def one_block(model: models.Stem) -> None:
     run(model)
 
 
-def all_groups(model: models.Stem) -> None:
-    model.set_requires_gradient_sync(False)
-    for seed in range(3):
-        run(model, seed)
-
-
-def synchronized_later(model: models.Stem) -> None:
-    for sync in (False, False, True):
+def backwards(model: models.Stem, *syncs: bool) -> None:
+    for sync in syncs:
         model.set_requires_gradient_sync(sync)
         run(model)
 
 
-def no_backward(model: models.Stem) -> None:
-    model.set_requires_gradient_sync(False)
-    with torch.no_grad():
-        model(*model.inputs(2, 0))
-
-
-def frozen_block(model: models.Stem) -> None:
-    for param in model.blocks[1].parameters():
-        param.requires_grad_(False)
-    one_block(model)
-
-
-LOST: dict[str, tuple[Callable[[models.Stem], None], str]] = {
-    "of one block": (one_block, "'blocks.1'"),
-    "of all groups": (all_groups, "parameter group '"),
-}
-KEPT = (synchronized_later, no_backward, frozen_block)
+UNSYNCHRONIZED = "set_requires_gradient_sync"
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def of_another_optimizer() -> list[Messages]:
-    """Only an optimizer that has the group's parameters steps without their gradients."""
+@two.finds([])
+def a_step_without_gradients_of_one_block_names_its_group() -> Messages:
+    found = [step_after(one_block), step_after(one_block, policy=BF16)]
+    return [message for messages in found for message in other_than(messages, (UNSYNCHRONIZED, "'blocks.1'"))]
+
+
+@two.finds([])
+def a_step_without_any_gradients_warns_once() -> Messages:
+    messages = step_after(lambda model: backwards(model, False, False, False))
+    return other_than(messages, (UNSYNCHRONIZED, "parameter group '"))
+
+
+@two.finds([])
+def gradients_that_are_synchronized_later_are_not_lost() -> Messages:
+    return step_after(lambda model: backwards(model, False, False, True))
+
+
+@two.finds([])
+def without_a_backward_nothing_is_lost() -> Messages:
+    def forward(model: models.Stem) -> None:
+        model.set_requires_gradient_sync(False)
+        with torch.no_grad():
+            model(*model.inputs(2, 0))
+
+    return step_after(forward)
+
+
+@two.finds([])
+def a_frozen_block_has_nothing_to_lose() -> Messages:
+    def freeze(model: models.Stem) -> None:
+        model.blocks[1].requires_grad_(False)
+        one_block(model)
+
+    return step_after(freeze)
+
+
+@two.finds([0, 0, 1])
+def only_an_optimizer_that_has_the_parameters_of_the_group_warns_of_its_gradients() -> list[int]:
     model, optimizer = sharded()
     other = SGD(models.stem().parameters(), lr=0.1)
     rest = SGD(model.blocks[0].parameters(), lr=0.1)
@@ -191,21 +218,20 @@ def of_another_optimizer() -> list[Messages]:
     for each in (other, rest, optimizer):
         with caught() as messages:
             each.step()
-        found.append(messages)
+        found.append(len(messages))
     return found
 
 
-def a_step_later() -> list[Messages]:
-    """A step without the gradients, then one with them."""
+@two.finds([1, 0, 0])
+def the_next_step_is_judged_by_its_own_backwards() -> list[int]:
     model, optimizer = sharded()
     found = []
     for sync in (False, True, True):
-        model.set_requires_gradient_sync(sync)
-        run(model)
+        backwards(model, sync)
         with caught() as messages:
             optimizer.step()
             optimizer.zero_grad()
-        found.append(messages)
+        found.append(len(messages))
     return found
 
 
@@ -230,153 +256,64 @@ class Wrapped(nn.Module):
         return self.inner(x)
 
 
-def alike() -> models.Stem:
-    return wrap(fresh(models.stem), ours)
+def first_forward(model: models.Stem, *words: str) -> Messages:
+    """What is wrong: with the messages of a forward, those of two steps after that, and parameters without a gradient."""
+    with caught() as first:
+        run(model)
+    with caught() as later:
+        for seed in range(2):
+            run(model, seed)
+    without = [f"{name} has no gradient" for name, param in model.named_parameters() if param.grad is None]
+    return (other_than(first, words) if words else first) + later + without
 
 
-def renamed() -> models.Stem:
+@two.finds([])
+@with_detail.finds([])
+def ranks_with_the_same_model_are_told_nothing() -> Messages:
+    return first_forward(wrap(fresh(models.stem), ours))
+
+
+def a_layer_has_another_name(*words: str) -> Messages:
     model = fresh(models.stem)
     if dist.get_rank():
         rename_a_layer(model)
-    return wrap(model, ours)
+    return first_forward(wrap(model, ours), *words)
 
 
-def sharded_one_level_deeper() -> models.Stem:
+def sharded_one_level_deeper(*words: str) -> Messages:
     """The same parameters in the same groups; only the module that is given to `fully_shard` differs."""
     torch.manual_seed(0)
     model = models.Stem([Wrapped(), Wrapped()])
     first, second = model.blocks
     ours(first.inner if dist.get_rank() else first)
     ours(second)
-    return ours(model)
+    return first_forward(ours(model), *words)
 
 
-DIFFERENT: dict[str, tuple[Callable[[], models.Stem], tuple[str, ...]]] = {
-    "a layer has another name": (renamed, ("rank 1", "blocks.1.down.weight", "blocks.1.lower.weight")),
-    "sharded one level deeper": (sharded_one_level_deeper, ("rank 1", "'blocks.0'", "'blocks.0.inner'")),
-}
+@with_detail.finds([])
+def under_detail_debugging_ranks_with_different_models_are_told_the_first_difference_once() -> Messages:
+    wrong = a_layer_has_another_name("rank 1", "blocks.1.down.weight", "blocks.1.lower.weight")
+    return wrong + sharded_one_level_deeper("rank 1", "'blocks.0'", "'blocks.0.inner'")
 
 
-def first_forward(build: Callable[[], models.Stem]) -> tuple[Messages, Messages, list[str]]:
-    """The messages of wrapping and a forward, those of two steps after that, and parameters without a gradient."""
-    with caught() as first:
-        model = build()
-        run(model)
-    with caught() as later:
-        for seed in range(2):
-            run(model, seed)
-    return first, later, [name for name, param in model.named_parameters() if param.grad is None]
+@two.finds([])
+def without_detail_debugging_models_are_not_compared() -> Messages:
+    return a_layer_has_another_name() + sharded_one_level_deeper()
 
 
-# --- All of them -------------------------------------------------------------------------------------------
+# --- A number of ranks that looks like a flag --------------------------------------------------------------
 
 
-def where_it_points() -> list[str]:
-    model = models.stem()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    run(wrap(model, ours))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        optimizer.step()
-    return [warning.filename for warning in found]
-
-
-def a_number_that_looks_like_a_flag() -> dict[str, Messages]:
-    found = {}
+@two.finds([])
+def a_smaller_world_of_one_rank_is_asked_back_since_it_may_be_meant_as_true() -> Messages:
+    wrong = []
     for value in (1, 2, True, False, None):
-        with caught() as found[repr(value)]:
+        with caught() as messages:
             ours(nn.Linear(4, 4), reshard_after_forward=value)
-    return found
+        asked = [("reshard_after_forward=1", "True")] if value is not True and value == 1 else []
+        wrong += other_than(messages, *asked)
+    return wrong
 
 
-def every_structure() -> dict[str, Any]:
-    cases = {"alike": alike, **{name: build for name, (build, _) in DIFFERENT.items()}}
-    return {name: first_forward(build) for name, build in cases.items()}
-
-
-def everything() -> dict[str, Any]:
-    return {
-        **{name: case() for name, (case, _) in STALE.items()},
-        **{case.__name__: case() for case in FINE},
-        "where it points": where_it_points(),
-        **{name: step_after(case) for name, (case, _) in LOST.items()},
-        "of one block, bf16": step_after(one_block, policy=BF16),
-        **{case.__name__: step_after(case) for case in KEPT},
-        "another optimizer": of_another_optimizer(),
-        "a step later": a_step_later(),
-        "1 for True": a_number_that_looks_like_a_flag(),
-        **every_structure(),
-    }
-
-
-@functools.cache
-def found(level: str) -> list[dict[str, Any]]:
-    """On each of two ranks; under DETAIL debugging, where models are compared, those only."""
-    with mock.patch.dict(os.environ, TORCH_DISTRIBUTED_DEBUG=level):
-        return launch(every_structure if level == "DETAIL" else everything, 2, timeout=100)
-
-
-def of(case: str, level: str = "INFO") -> list[Any]:
-    return [rank[case] for rank in found(level)]
-
-
-@pytest.mark.parametrize("case", STALE)
-def test_an_optimizer_over_parameters_that_are_no_longer_the_models_warns_once(case):
-    for messages in of(case):
-        for message, words in zip(messages, STALE[case][1], strict=True):
-            missing = [word for word in (*words, "no longer", "fully_shard") if word not in message]
-            assert missing == [], message
-
-
-@pytest.mark.parametrize("case", FINE)
-def test_an_optimizer_over_parameters_of_its_model_does_not_warn(case):
-    assert of(case.__name__) == [[], []]
-
-
-def test_the_warning_points_at_the_step():
-    assert of("where it points") == [[__file__]] * 2
-
-
-@pytest.mark.parametrize("case", [*LOST, "of one block, bf16"])
-def test_a_step_without_gradients_that_were_never_synchronized_warns_once_and_names_the_group(case):
-    for [message] in of(case):
-        assert LOST[case.partition(",")[0]][1] in message and "set_requires_gradient_sync" in message, message
-
-
-@pytest.mark.parametrize("case", KEPT)
-def test_a_step_that_loses_no_gradient_does_not_warn(case):
-    assert of(case.__name__) == [[], []]
-
-
-def test_only_the_optimizer_of_the_group_warns_of_its_gradients():
-    for other, rest, own in of("another optimizer"):
-        assert other == rest == [] and len(own) == 1
-
-
-def test_the_next_step_is_judged_by_its_own_backwards():
-    for first, second, third in of("a step later"):
-        assert len(first) == 1 and second == third == []
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_under_detail_debugging_ranks_with_different_models_are_told_the_first_difference_once(case):
-    for [message], later, without_gradient in of(case, "DETAIL"):
-        assert [word for word in DIFFERENT[case][1] if word not in message] == [], message
-        assert later == [] and without_gradient == []
-
-
-@pytest.mark.parametrize("level", ["DETAIL", "INFO"])
-def test_ranks_with_the_same_model_are_told_nothing(level):
-    assert of("alike", level) == [([], [], [])] * 2
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_without_detail_debugging_models_are_not_compared(case):
-    assert of(case) == [([], [], [])] * 2
-
-
-def test_a_smaller_world_of_one_rank_is_asked_back_since_it_may_be_meant_as_true():
-    for messages in of("1 for True"):
-        [message] = messages.pop("1")
-        assert "reshard_after_forward=1" in message and "True" in message, message
-        assert list(messages.values()) == [[]] * 4
+test_on_two_ranks = two.test()
+test_under_detail_debugging = with_detail.test()
