@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -175,19 +175,8 @@ def test_every_rank_sends_all_blocks_but_one_per_round(collective: str, world_si
     assert on_the_wire(collective, world_size * block, world_size) == rounds * sent_by_steps
 
 
-@given(st.integers(1, 16), st.integers(0, 1000))
-def test_ranks_of_an_all_reduce_with_uneven_blocks_send_that_much_on_average(world_size: int, n: int) -> None:
-    blocks = [n * (i + 1) // world_size - n * i // world_size for i in range(world_size)]
-    passed_on = [
-        blocks[(rank - step) % world_size] for rank in range(world_size) for step in range(1, world_size)
-    ]
-    assert on_the_wire("all_reduce", n, world_size) == 2 * sum(passed_on) // world_size
-
-
 # --- Strategies, by hand and by the paper ------------------------------------------------------------------
 
-some_shapes = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=4)
-some_ranks = st.tuples(st.integers(1, 5), st.integers(1, 5))  # that replicate, and that shard
 PAPER = StateBytes(params=2, grads=2, optimizer=12)  # fp16 training with Adam: K = 12
 
 
@@ -234,41 +223,16 @@ def test_traffic_in_the_sizes_of_the_docstring() -> None:
     assert traffic(Strategy.ZERO1) == traffic(Strategy.ZERO2) == [2 * 28, 4 * 28, 0]
     assert traffic(Strategy.ZERO3) == [2 * 2 * 28, 4 * 28, 0]
     assert traffic(Strategy.HSDP, 2) == [2 * 2 * 20, 4 * 20, 4 * 10]
+    assert traffic(Strategy.HSDP, 1) == traffic(Strategy.DDP)
+    assert traffic(Strategy.HSDP, 4) == traffic(Strategy.ZERO3)
 
 
-@given(some_shapes, st.sampled_from(Strategy), some_ranks)
-def test_one_copy_of_the_optimizer_state_per_replica(shapes, strategy, ranks):
-    world_size = prod(ranks)
-    states = [model_state_bytes(shapes, strategy, world_size, ranks[1], rank) for rank in range(world_size)]
-    copies = mesh_shape(strategy, world_size, ranks[1]).replicate
-    assert sum(state.optimizer for state in states) == copies * 8 * sum(map(prod, shapes))
-    assert states[0] == max(states, key=sum)
-
-
-@given(some_shapes)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=4))
 def test_alone_every_strategy_costs_the_same(shapes: list[list[int]]) -> None:
     n = sum(map(prod, shapes))
     for strategy in Strategy:
         assert model_state_bytes(shapes, strategy, 1, 1) == (4 * n, 4 * n, 8 * n)
         assert set(strategy_traffic([GroupSizes(shapes)], strategy, 1, 1).values()) == {0}
-
-
-@given(some_shapes, st.integers(1, 8))
-def test_hybrid_sharding_has_ddp_and_zero3_at_its_ends(shapes: Sequence[list[int]], world_size: int) -> None:
-    groups = [GroupSizes(shapes, 2, 4)]
-    for shards, strategy in [(1, Strategy.DDP), (world_size, Strategy.ZERO3)]:
-        hybrid = strategy_traffic(groups, Strategy.HSDP, world_size, shards)
-        assert hybrid == strategy_traffic(groups, strategy, world_size)
-        assert mesh_shape(Strategy.HSDP, world_size, shards) == mesh_shape(strategy, world_size)
-
-
-@given(some_shapes, st.integers(1, 8))
-def test_parameters_that_stay_from_forward_to_backward_move_as_in_zero2(shapes, world_size):
-    kept = [GroupSizes(shapes, 2, 4, resharded_after_forward=False)]
-    passing = [GroupSizes(shapes, 2, 4)]
-    zero3 = strategy_traffic(kept, Strategy.ZERO3, world_size)
-    for strategy in (Strategy.ZERO1, Strategy.ZERO2):
-        assert strategy_traffic(passing, strategy, world_size) == zero3
 
 
 @pytest.mark.parametrize("shards", [None, 0, -2, 3, 8])
