@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -29,7 +30,6 @@ from hwfsdp import (
 )
 from hwfsdp.collectives import DefaultReduceScatter
 from oracles import cpu_mesh, ours, theirs
-from suites import long
 from together import Together
 
 
@@ -90,29 +90,13 @@ def after_an_exception_and_a_reset_an_iteration_is_clean() -> list[bool]:
     return results
 
 
-def on_every_rank(world_size: int, check: Callable[..., Any], *args: Any) -> Any:
-    """What the ranks found, if they agree."""
-    first, *others = launch(check, world_size, *args, timeout=400)
-    assert all(other == first for other in others), others
-    return first
+two.add("one_of_each_kind_that_broke", functools.partial(broken.complaints, broken.few_cases(), ours), {})
+two.add("whatever_follows_what_broke", functools.partial(broken.complaints_of_ways, ours), {})
 
 
-@pytest.mark.parametrize("cases", [broken.few_cases, long(broken.all_cases)])
-def test_whatever_broke_the_next_iteration_is_that_of_an_unsharded_model(cases) -> None:
-    assert on_every_rank(2, lambda: broken.complaints(cases(), ours)) == {}
-
-
-def test_whatever_follows_a_broken_iteration_is_as_with_an_unsharded_model() -> None:
-    assert on_every_rank(2, broken.complaints_of_ways, ours) == {}
-
-
-def options_of(name: str) -> dict[str, Any]:
-    return {
-        "whole": {"reshard_after_forward": False},
-        "smaller": {"reshard_after_forward": 2},
-        "hybrid": {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
-        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }[name]
+@pytest.mark.long
+def test_whatever_broke_the_next_iteration_is_that_of_an_unsharded_model() -> None:
+    assert launch(broken.complaints, 2, broken.all_cases(), ours, timeout=400) == [{}] * 2
 
 
 @pytest.mark.long
@@ -121,10 +105,18 @@ def test_that_holds_for_parameters_that_stay_whole_or_in_part_for_replicas_and_o
         def shard(module: nn.Module, **options: Any) -> nn.Module:
             return fully_shard(module, **{"mesh": cpu_mesh(), **options})
 
-        names, cases = ("whole", "smaller", "hybrid", "offload"), broken.few_cases()
-        return {name: broken.complaints(cases, shard, **options_of(name)) for name in names}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options: dict[str, dict[str, Any]] = {
+            "whole": {"reshard_after_forward": False},
+            "smaller": {"reshard_after_forward": 2},
+            "hybrid": {"mesh": mesh},
+            "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        }
+        cases = broken.few_cases()
+        return {name: broken.complaints(cases, shard, **chosen) for name, chosen in options.items()}
 
-    assert not any(on_every_rank(4, on_a_rank).values())
+    nothing = dict.fromkeys(("whole", "smaller", "hybrid", "offload"), {})
+    assert launch(on_a_rank, 4, timeout=400) == [nothing] * 4
 
 
 @two.finds(True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
 
 import hwfsdp
-from hwfsdp import launch, record
+from hwfsdp import record
+from together import Together
 
 
 class HandingOn(nn.Module):
@@ -81,32 +81,24 @@ def trained(block: type[nn.Module], library: Any) -> tuple[list[Tensor], list[tu
     return grads, called
 
 
-def compared(block: type[nn.Module]) -> tuple[bool, list[tuple[str, str]]]:
+def check(block: type[nn.Module]) -> None:
+    """The gradients are right, and each group is gathered before it is reduced, once."""
     plain, _ = trained(block, None)
     ours, called = trained(block, hwfsdp)
-    return all(torch.allclose(a, b) for a, b in zip(ours, plain, strict=True)), called
+    assert all(torch.allclose(a, b) for a, b in zip(ours, plain, strict=True))
+    gathers = [owner for op, owner in called if op == "all_gather"]
+    reductions = [owner for op, owner in called if op == "reduce_scatter"]
+    assert gathers == ["blocks.2", "blocks.1", "blocks.0"], gathers
+    if block is ChangingInPlace:  # reduced when the backward ends (`watch`, Note [Inputs changed in place])
+        assert sorted(reductions) == ["Chain", *sorted(gathers)], reductions
+    else:
+        assert reductions == [*gathers, "Chain"], reductions
+    for group in gathers:
+        assert called.index(("all_gather", group)) < called.index(("reduce_scatter", group)), called
 
 
-BLOCKS = (HandingOn, Identity, ChangingInPlace)
+two = Together(2)
+for _block in (HandingOn, Identity, ChangingInPlace):
+    two.add(_block.__name__, functools.partial(check, _block), None)
 
-
-@functools.cache
-def found() -> list[dict[type[nn.Module], tuple[bool, list[tuple[str, str]]]]]:
-    return launch(lambda: {block: compared(block) for block in BLOCKS}, 2, timeout=60)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_whatever_a_module_does_with_its_input_it_is_gathered_and_reduced_once_in_that_order(block):
-    for equal, called in (rank[block] for rank in found()):
-        assert equal
-        gathers = [owner for op, owner in called if op == "all_gather"]
-        reductions = [owner for op, owner in called if op == "reduce_scatter"]
-        assert gathers == ["blocks.2", "blocks.1", "blocks.0"]
-        if (
-            block is ChangingInPlace
-        ):  # reduced when the backward ends (`watch`, Note [Inputs changed in place])
-            assert sorted(reductions) == ["Chain", *sorted(gathers)]
-        else:
-            assert reductions == [*gathers, "Chain"]
-        for group in gathers:
-            assert called.index(("all_gather", group)) < called.index(("reduce_scatter", group))
+test_whatever_a_module_does_with_its_input_it_is_gathered_and_reduced_once_in_that_order = two.test()
