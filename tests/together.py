@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 
-from hwfsdp import launch
+from hwfsdp import RankError, launch
 
 Check = Callable[[], Any]
 
@@ -48,9 +48,12 @@ class Together:
 
     @functools.cached_property
     def results(self) -> list[dict[str, Any]]:
-        """What was found, by name, of every rank."""
+        """What was found, by name, of every rank; where the launch failed, every check found that."""
         with mock.patch.dict(os.environ, self.environ):
-            return launch(run_all, self.world_size, self.checks, timeout=200)
+            try:
+                return launch(run_all, self.world_size, self.checks, timeout=200)
+            except RankError as error:
+                return [dict.fromkeys(self.checks, str(error))]
 
     def test(self) -> Callable[..., None]:
         """A test for each of the checks, in order; an exception fails the check that raised it."""
@@ -68,6 +71,6 @@ def run_all(checks: dict[str, Check]) -> dict[str, Any]:
     for name, check in checks.items():
         try:
             found[name] = check()
-        except Exception:
+        except BaseException:  # also what `pytest.raises` raises
             found[name] = traceback.format_exc()
     return found
