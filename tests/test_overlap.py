@@ -13,6 +13,7 @@ import pytest
 
 import models
 from hwfsdp import Event, EventLog, launch, record
+from hwfsdp.order import find_races
 from oracles import Training, ours
 
 FIRST, SECOND = 0, 1  # steps
@@ -118,7 +119,12 @@ def test_the_next_gather_is_issued_before_this_one_is_copied_out(rank_log, phase
         assert overlap(rank_log, gather, copy_out)
 
 
-# --- What must not: a few; `test_order` finds all races ----------------------------------------------------
+# --- What must not ---------------------------------------------------------------------------------------
+
+
+def test_whatever_uses_the_same_memory_waits_for_each_other(rank_log):
+    """Packing, gathering, copying out, reducing, freeing, and the optimizer."""
+    assert [race.sentence for race in find_races(rank_log)] == []
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
