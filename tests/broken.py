@@ -363,15 +363,6 @@ def a_part_that_was_called_by_itself(run: Run) -> None:
         run.update()
 
 
-def a_part_after_the_root(run: Run) -> None:
-    with run.broken("in a nested module", KeyboardInterrupt):
-        run.forward()
-    run.step()
-    with torch.no_grad():
-        run.kept.append(run.model.blocks[1](torch.ones(4, 8)).clone())
-    run.update()
-
-
 def unshard_by_hand(run: Run) -> None:
     for error in (KeyError, KeyboardInterrupt):
         with run.broken("in a leaf", error):
@@ -381,15 +372,6 @@ def unshard_by_hand(run: Run) -> None:
             block.unshard()
         run.update()
         run.forward().backward()
-
-
-def reshard_by_hand(run: Run) -> None:
-    with run.broken("in a leaf", KeyboardInterrupt):
-        run.forward()
-    for block in run.model.blocks if hasattr(run.model, "reshard") else ():
-        block.reshard()
-    run.step()
-    run.update()
 
 
 def weights_that_are_loaded(run: Run) -> None:
@@ -457,16 +439,6 @@ def a_hook_on_a_parameter(run: Run) -> None:
     handle.remove()
     run.optimizer.zero_grad()
     run.update()
-    run.update()
-
-
-def a_clipped_norm(run: Run) -> None:
-    with run.broken("in a leaf"):
-        run.forward()
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 1e3)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    run.kept.append(norm.round(decimals=4))  # of norms of parts: another order of additions
-    run.step()
     run.update()
 
 
@@ -544,15 +516,12 @@ def two_models_that_share_the_wire(run: Run) -> None:
 WAYS: list[Callable[[Run], None]] = [
     another_loss_s_backward,
     a_part_that_was_called_by_itself,
-    a_part_after_the_root,
     unshard_by_hand,
-    reshard_by_hand,
     weights_that_are_loaded,
     a_method_that_gathers,
     a_fallback_inside_the_forward,
     a_training_inside_a_handler,
     a_hook_on_a_parameter,
-    a_clipped_norm,
     a_method_that_calls_the_forward,
     a_model_that_calls_itself,
     an_optimizer_inside_the_forward,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,28 +31,6 @@ def measured_by_the_first() -> dict[int, Offset]:
     return found
 
 
-def test_an_offset_is_wrong_by_half_of_the_shortest_round_trip_at_most() -> None:
-    found = launch(measured_by_the_first, 3, timeout=60)[0]
-    assert sorted(found) == [1, 2]
-    for peer, offset in found.items():
-        assert abs(offset.us - AHEAD * peer) <= offset.error_us < AHEAD / 2
-
-
-@pytest.mark.parametrize(
-    ("given", "shifts"),
-    [
-        ({}, {}),
-        ({3: RankClock(7.0, "a")}, {3: 0.0}),
-        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "a")}, {0: 3.0, 1: 0.0}),
-        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "b"), 2: RankClock(9.0, "a")}, {0: 0.0, 1: 0.0, 2: 2.0}),
-    ],
-)
-def test_times_count_from_the_earliest_origin_of_the_first_machine(
-    given: dict[int, RankClock], shifts: dict[int, float]
-) -> None:
-    assert shifts_to_one_axis(given) == shifts
-
-
 def around_a_barrier(machine: str | None) -> EventLog | None:
     """A span before the ranks meet and one after; on pretended machines of their own, if `machine` is given."""
     rank, real = dist.get_rank(), time.perf_counter
@@ -68,10 +48,47 @@ def around_a_barrier(machine: str | None) -> EventLog | None:
             return recording.gather_log(log)
 
 
+def gather_in_parts() -> list[int] | None:
+    parts = [dist.new_group([0]), dist.new_group([1, 2])]
+    with record() as log, events.span("copy_in", "compute"):
+        pass
+    found = recording.gather_log(log, parts[min(1, dist.get_rank())])
+    return found and found.ranks
+
+
+@functools.cache
+def on_three_ranks() -> list[tuple[dict[int, Offset], dict[str | None, EventLog | None], list[int] | None]]:
+    def on_a_rank() -> Any:
+        logs = {machine: around_a_barrier(machine) for machine in (None, "machine")}
+        return measured_by_the_first(), logs, gather_in_parts()
+
+    return launch(on_a_rank, 3, timeout=60)
+
+
+def test_an_offset_is_wrong_by_half_of_the_shortest_round_trip_at_most() -> None:
+    found = on_three_ranks()[0][0]
+    assert sorted(found) == [1, 2]
+    for peer, offset in found.items():
+        assert abs(offset.us - AHEAD * peer) <= offset.error_us < AHEAD / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "shifts"),
+    [
+        ({}, {}),
+        ({3: RankClock(7.0, "a")}, {3: 0.0}),
+        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "a")}, {0: 3.0, 1: 0.0}),
+        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "b"), 2: RankClock(9.0, "a")}, {0: 0.0, 1: 0.0, 2: 2.0}),
+    ],
+)
+def test_times_count_from_the_earliest_origin_of_the_first_machine(given, shifts):
+    assert shifts_to_one_axis(given) == shifts
+
+
 @pytest.mark.parametrize("machine", [None, "machine"])
 def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several(machine: str | None) -> None:
     """Given a barrier: what any rank did before it ended before what any rank did after it."""
-    first, *others = launch(around_a_barrier, 3, machine, timeout=60)
+    first, *others = [logs[machine] for _, logs, _ in on_three_ranks()]
     assert others == [None, None]
     assert first is not None and first.ranks == [0, 1, 2]
     assert len(set(first.clocks.values())) == 1
@@ -84,11 +101,4 @@ def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several(machine: st
 
 
 def test_ranks_outside_the_group_have_no_part_in_it() -> None:
-    def gather_in_half() -> list[int] | None:
-        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        with record() as log, events.span("copy_in", "compute"):
-            pass
-        found = recording.gather_log(log, halves[dist.get_rank() // 2])
-        return found and found.ranks
-
-    assert launch(gather_in_half, 4, timeout=60) == [[0, 1], None, [2, 3], None]
+    assert [ranks for _, _, ranks in on_three_ranks()] == [[0], [1, 2], None]

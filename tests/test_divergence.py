@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from hwfsdp import RankError, cli
 from hwfsdp.divergence import Report, describe_divergence, place_in
-from hwfsdp.errors import CollectiveError
 from hwfsdp.history import SLOTS, Call, State
 
 # --- Made-up histories -------------------------------------------------------------------------------------
@@ -42,26 +41,39 @@ def marked(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(">")]
 
 
-@pytest.mark.parametrize("last", [State.DONE, State.OPEN])
-def test_ranks_that_agree_and_wait_for_nothing_have_no_table(last: State) -> None:
-    assert describe_divergence(on_all(4, "a", "b", "c", last=last)) == ""
-
-
-@pytest.mark.parametrize("reports", [[], [Report(0, None), Report(1, [])]])
-def test_without_any_history_there_is_no_table(reports: list[Report]) -> None:
-    assert describe_divergence(reports) == ""
-
-
-def test_a_rank_that_is_only_behind_while_nobody_waits_is_not_blamed() -> None:
+def one_behind() -> list[Report]:
     reports = on_all(3, "a", "b", "c", last=State.OPEN)
     reports[1] = Report(1, reports[1].calls[:2])  # type: ignore[index]
-    assert describe_divergence(reports) == ""
+    return reports
+
+
+def got_over() -> list[Report]:
+    """A difference of the past, in a group that has gone."""
+    reports = []
+    for rank, owner in enumerate("ab"):
+        failed = calls(owner, group="old:0-1/1", last=State.FAILED)
+        later = calls("c", "d", group="new:0-1/1", last=State.DONE)
+        reports.append(Report(rank, failed + [c._replace(serial=c.serial + 1) for c in later]))
+    return reports
+
+
+IN_ORDER = {
+    "agree and have ended": on_all(4, "a", "b", "c", last=State.DONE),
+    "agree and wait for nothing": on_all(4, "a", "b", "c", last=State.OPEN),
+    "nothing known": [],
+    "no history": [Report(0, None), Report(1, [])],
+    "one is behind while nobody waits": one_behind(),
+    "a difference that was got over": got_over(),
+}
+
+
+@pytest.mark.parametrize("case", IN_ORDER)
+def test_where_nothing_is_wrong_there_is_no_table(case: str) -> None:
+    assert describe_divergence(IN_ORDER[case]) == ""
 
 
 @given(st.integers(3, 8), st.integers(0, 30), st.integers(0, 7))
-def test_the_first_call_that_one_rank_makes_differently_is_the_one_that_is_marked(
-    world_size: int, place: int, rank: int
-) -> None:
+def test_the_first_call_that_one_rank_makes_differently_is_the_one_that_is_marked(world_size, place, rank):
     rank %= world_size
     owners = [f"blocks.{n}" for n in range(31)]
     reports = on_all(world_size, *owners)
@@ -70,9 +82,8 @@ def test_the_first_call_that_one_rank_makes_differently_is_the_one_that_is_marke
     text = describe_divergence(reports)
     others = [r for r in range(world_size) if r != rank]
     assert text.startswith(f"rank {rank} called reduce_scatter of 'head' where ranks {others[0]}")
-    assert (
-        f" called all_gather of 'blocks.{place}': collective {place + 1} of ranks 0–{world_size - 1}." in text
-    )
+    called = f" called all_gather of 'blocks.{place}': collective {place + 1} of ranks 0–{world_size - 1}."
+    assert called in text
     first, second = (line.split() for line in marked(text))
     assert first[1:4] == [str(place + 1), "all_gather", f"blocks.{place}"]
     assert second[1:3] == ["reduce_scatter", "head"]
@@ -81,24 +92,21 @@ def test_the_first_call_that_one_rank_makes_differently_is_the_one_that_is_marke
 
 
 @pytest.mark.parametrize(
-    ("own", "says"),
+    ("left", "place", "says"),
     [
-        (Report(2, calls("a", "b"), place="train.py:41, in load"), "; it is in train.py:41, in load."),
-        (
-            Report(2, calls("a", "b"), "raised KeyError: 'x'", "t.py:3, in f"),
-            "; it raised KeyError: 'x' in t.py:3, in f.",
-        ),
-        (Report(2, calls("a", "b", last=State.DONE), "has returned"), "; it has returned."),
-        (Report(2, calls("a", "b", last=State.DONE)), "."),
+        ("", "train.py:41, in load", "; it is in train.py:41, in load."),
+        ("raised KeyError: 'x'", "t.py:3, in f", "; it raised KeyError: 'x' in t.py:3, in f."),
+        ("has returned", "", "; it has returned."),
+        ("", "", "."),
     ],
 )
-def test_a_rank_that_did_not_come_is_named_with_what_it_does_instead(own: Report, says: str) -> None:
-    own = own._replace(calls=calls("a", "b", last=State.DONE))
-    reports = [Report(rank, calls("a", "b", "c")) for rank in (0, 1)] + [own, Report(3, calls("a", "b", "c"))]
-    start = (
-        "rank 2 has not called collective 3 of ranks 0–3, all_gather of 'c', which ranks 0, 1 and 3 wait in"
-    )
-    assert sentence(reports) == start + says
+def test_a_rank_that_did_not_come_is_named_with_what_it_does_instead(
+    left: str, place: str, says: str
+) -> None:
+    reports = on_all(4, "a", "b", "c")
+    reports[2] = Report(2, calls("a", "b", last=State.DONE), left, place)
+    where = "collective 3 of ranks 0–3, all_gather of 'c', which ranks 0, 1 and 3 wait in"
+    assert sentence(reports) == f"rank 2 has not called {where}{says}"
     assert len(marked(describe_divergence(reports))) == 1
 
 
@@ -126,9 +134,8 @@ def test_a_rank_whose_ring_has_lost_a_group_is_not_blamed_in_it() -> None:
     busy = [c._replace(serial=n, number=n) for n, c in enumerate(calls("a") * SLOTS, 5)]
     busy = [c._replace(group="y:1-1/1", state=State.DONE) for c in busy]
     text = describe_divergence([Report(0, calls("a", "b", group="x:0-1/1")), Report(1, busy)])
-    assert sentence([Report(0, calls("a", "b", group="x:0-1/1")), Report(1, busy)]) == (
-        "rank 0 waits in all_gather of 'b', collective 2 of ranks 0 and 1; nothing is known of rank 1 there."
-    )
+    known = "rank 0 waits in all_gather of 'b', collective 2 of ranks 0 and 1"
+    assert text.startswith(f"{known}; nothing is known of rank 1 there.\n")
     assert [line.split()[-2:] for line in marked(text)] == [["wait", "?"]]
 
 
@@ -142,33 +149,19 @@ def test_a_silent_rank_is_said_to_be_silent_and_its_cells_are_unknown() -> None:
     reports = on_all(3, "a", "b")
     reports[1] = Report(1, None)
     text = describe_divergence(reports)
-    assert (
-        sentence(reports)
-        == "ranks 0 and 2 wait in all_gather of 'b', collective 2 of ranks 0–2; nothing is known of rank 1 there."
-    )
+    known = "ranks 0 and 2 wait in all_gather of 'b', collective 2 of ranks 0–2"
+    assert text.startswith(f"{known}; nothing is known of rank 1 there.\n")
     assert marked(text)[0].split()[-3:] == ["wait", "?", "wait"]
 
 
 def test_different_sizes_are_told_apart_by_their_bytes() -> None:
     reports = on_all(2, "a")
     reports[1] = Report(1, [reports[1].calls[0]._replace(nbytes=2048)])  # type: ignore[index]
-    assert "'a' (2,048 bytes of float32) where rank 0 called all_gather of 'a' (1,024 bytes" in sentence(
-        reports
-    )
+    other = "'a' (2,048 bytes of float32) where rank 0 called all_gather of 'a' (1,024 bytes"
+    assert other in sentence(reports)
 
 
-def test_a_difference_that_was_got_over_is_not_brought_up_again() -> None:
-    reports = [
-        Report(0, calls("a", group="old:0-1/1", last=State.FAILED)),
-        Report(1, calls("b", group="old:0-1/1", last=State.FAILED)),
-    ]
-    for report in reports:
-        later = calls("c", "d", group="new:0-1/1", last=State.DONE)
-        report.calls.extend(c._replace(serial=c.serial + 1) for c in later)  # type: ignore[union-attr]
-    assert describe_divergence(reports) == ""
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 64, 512])
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64, 512])
 @pytest.mark.parametrize(
     "name", ["0", "model.layers.31", "_orig_mod.model.decoder.layers.31.feed_forward.w2"]
 )
@@ -217,9 +210,7 @@ def test_a_place_is_the_innermost_line_of_the_user() -> None:
     assert place_in("no stack") == ""
 
 
-def test_the_command_prints_the_first_line_and_the_table_but_no_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_first_line_and_the_table_but_no_traceback(capsys, monkeypatch):
     error = RankError(1, "KeyError: 'x'", "Traceback\n  of rank 1", "The traceback below is that rank's.")
     error.table = "a sentence.\n\n> a table"
     assert cli._fail(error, 1) == 1
@@ -231,10 +222,3 @@ def test_the_command_prints_the_first_line_and_the_table_but_no_traceback(
     monkeypatch.setenv("HWFSDP_TRACEBACK", "1")
     cli._fail(error, 1)
     assert [*capsys.readouterr().err.splitlines()][-2:] == ["Traceback", "  of rank 1"]
-
-
-def test_the_table_of_a_failed_collective_is_below_its_line() -> None:
-    error = CollectiveError("all_gather", "a", 0, RuntimeError("late"))
-    line = str(error)
-    error.table = "a sentence.\n\n> a table"
-    assert str(error) == f"{line}\n\na sentence.\n\n> a table" and "\n" not in line

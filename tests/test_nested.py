@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict, namedtuple
+import operator
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -44,22 +45,8 @@ class Pair(NamedTuple):
     first: Any
     second: Any = None
 
-    def swapped(self) -> Pair:
-        return Pair(self.second, self.first)
-
-
-Point = namedtuple("Point", ["x", "y"])
-
 
 class ListOfOurs(list):
-    pass
-
-
-class TupleOfOurs(tuple):
-    pass
-
-
-class OrderedOfOurs(OrderedDict):
     pass
 
 
@@ -80,11 +67,6 @@ class Frozen:
 class Slotted:
     hidden: Any
     label: str = "kept"
-
-
-@dataclass(kw_only=True)
-class OnlyKeywords:
-    hidden: Any
 
 
 @dataclass
@@ -149,26 +131,12 @@ class AttributeDict(dict):
 
 # --- One at a time -----------------------------------------------------------------------------------------
 
-HOLDERS: dict[str, Callable[[Tensor], Any]] = {
-    "tensor": lambda t: t,
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {  # others are in `trees`
     "parameter": lambda t: nn.Parameter(t),
-    "tuple": lambda t: (t, "kept"),
-    "list": lambda t: [None, t],
     "subclass of list": lambda t: ListOfOurs([t]),
-    "subclass of tuple": lambda t: TupleOfOurs([t]),
-    "dict": lambda t: {"a": 1, "b": t},
-    "ordered dict": lambda t: OrderedDict(b=t, a=1),
-    "subclass of ordered dict": lambda t: OrderedOfOurs(b=t, a=1),
-    "default dict": lambda t: defaultdict(list, a=t),
     "dict with a constructor of its own": lambda t: AttributeDict("ab", t),
-    "typed named tuple": lambda t: Pair(t),
-    "named tuple": lambda t: Point(1, t),
     "result of an operator": lambda t: torch.max(t[None], 0),
-    "dataclass": lambda t: Plain(t),
-    "dataclass in a dataclass": lambda t: Plain(1, more={"inner": Plain(t)}),
-    "frozen dataclass": lambda t: Frozen(t),
     "dataclass with slots": lambda t: Slotted(t),
-    "dataclass of keywords": lambda t: OnlyKeywords(hidden=t),
     "dataclass with a computed field": Computed,
     "model output": lambda t: Logits(logits=t, hidden=(t, t)),
     "packed sequence": lambda t: pack_sequence([t]),
@@ -178,37 +146,22 @@ each_holder = pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 
 
 @each_holder
-def test_every_tensor_is_replaced(hold: Callable[[Tensor], Any]) -> None:
-    tree = hold(one())
-    mapped = map_tensors(lambda t: t + 10 if t.is_floating_point() else t, tree)
-    assert [t.tolist() for t in visited(mapped) if t.is_floating_point()]
-    assert all(t.tolist() in (11.0, [11.0]) for t in visited(mapped) if t.is_floating_point())
-
-
-@each_holder
-def test_the_structure_keeps_its_type_and_the_argument_its_tensors(hold: Callable[[Tensor], Any]) -> None:
+def test_every_tensor_is_replaced_in_a_structure_of_the_same_type_and_the_argument_keeps_its_own(hold):
     tree = hold(one())
     before = visited(tree)
-    mapped = map_tensors(add_ten, tree)
+    mapped = map_tensors(lambda t: t + 10 if t.is_floating_point() else t, tree)
+    floats = [t for t in visited(mapped) if t.is_floating_point()]
+    assert floats and all(t.tolist() in (11.0, [11.0]) for t in floats)
     assert isinstance(tree, Tensor) or type(mapped) is type(tree)
-    assert all(a is b for a, b in zip(before, visited(tree), strict=True))
     assert len(visited(mapped)) == len(before)
-
-
-@each_holder
-def test_a_structure_in_which_nothing_changed_is_the_same_object(hold: Callable[[Tensor], Any]) -> None:
-    tree = hold(one())
+    assert all(a is b for a, b in zip(before, visited(tree), strict=True))
     assert map_tensors(unchanged, tree) is tree
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [None, 3, "tensor", b"tensor", {1, 2}, frozenset({1}), range(3), nn.Linear(1, 1), Plain, Tensor],
-    ids=str,
-)
-def test_what_is_no_structure_is_a_leaf(leaf: Any) -> None:
-    assert map_tensors(add_ten, leaf) is leaf
-    assert map_tensors(add_ten, [leaf, one()])[0] is leaf
+def test_what_is_no_structure_is_a_leaf() -> None:
+    for leaf in (None, 3, "tensor", b"tensor", {1}, range(3), nn.Linear(1, 1), Plain, Tensor):
+        assert map_tensors(add_ten, leaf) is leaf
+        assert map_tensors(add_ten, [leaf, one()])[0] is leaf
 
 
 def test_keys_and_sets_keep_their_tensors() -> None:
@@ -229,29 +182,15 @@ def test_only_the_part_that_changed_is_rebuilt() -> None:
 # --- What is particular to one kind ------------------------------------------------------------------------
 
 
-def test_named_tuples_keep_names_and_methods() -> None:
-    mapped = map_tensors(add_ten, Pair(one(), "kept"))
-    assert (mapped.first.item(), mapped.second) == (11, "kept")
-    assert mapped.swapped().first == "kept"
-
-
-def test_dicts_keep_the_order_of_their_keys() -> None:
-    mapped = map_tensors(add_ten, {"z": one(), 1: "kept", "a": one()})
-    assert list(mapped) == ["z", 1, "a"]
-
-
 def test_ordered_dicts_keep_order_length_and_the_methods_that_rely_on_it() -> None:
-    for kind in (OrderedDict, OrderedOfOurs):
-        mapped = map_tensors(add_ten, kind(z=one(), a=1))
-        assert (list(mapped), len(mapped)) == (["z", "a"], 2)
-        mapped.move_to_end("z")
-        assert list(mapped) == ["a", "z"]
+    mapped = map_tensors(add_ten, OrderedDict(z=one(), a=1))
+    assert (list(mapped), len(mapped)) == (["z", "a"], 2)
+    mapped.move_to_end("z")
+    assert list(mapped) == ["a", "z"]
 
 
 def test_default_dicts_keep_their_factory() -> None:
-    mapped = map_tensors(add_ten, defaultdict(list, a=one()))
-    assert mapped["new"] == []
-    assert mapped["a"].item() == 11
+    assert map_tensors(add_ten, defaultdict(list, a=one()))["new"] == []
 
 
 def test_a_dict_with_a_constructor_of_its_own_keeps_what_it_holds_beside_the_items() -> None:
@@ -260,17 +199,15 @@ def test_a_dict_with_a_constructor_of_its_own_keeps_what_it_holds_beside_the_ite
     assert mapped.note == "kept"
 
 
-def test_model_outputs_agree_as_dict_and_as_attributes() -> None:
-    mapped = map_tensors(add_ten, Logits(logits=one(1), hidden=(one(2), one(3))))
+def test_model_outputs_agree_as_dict_and_as_attributes_and_are_visited_once() -> None:
+    tree = Logits(logits=one(1), hidden=(one(2), one(3)))
+    assert [t.item() for t in visited(tree)] == [1, 2, 3]
+    mapped = map_tensors(add_ten, tree)
     assert list(mapped) == ["logits", "hidden"]
     assert mapped.loss is None
     assert mapped["logits"] is mapped.logits
     assert mapped["hidden"] is mapped.hidden
     assert [t.item() for t in (mapped.logits, *mapped.hidden)] == [11, 12, 13]
-
-
-def test_a_tensor_in_a_model_output_is_visited_once() -> None:
-    assert [t.item() for t in visited(Logits(logits=one(1), hidden=one(2)))] == [1, 2]
 
 
 @pytest.mark.parametrize("kind", [Plain, Frozen, Slotted])
@@ -279,19 +216,10 @@ def test_dataclasses_keep_their_other_fields(kind: type) -> None:
     assert (mapped.hidden.item(), mapped.label) == (11, "mine")
 
 
-def test_frozen_dataclasses_stay_frozen() -> None:
-    mapped = map_tensors(add_ten, Frozen(one()))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        mapped.hidden = one()
-
-
-def test_fields_that_the_constructor_does_not_take_are_mapped_too() -> None:
+def test_fields_that_the_constructor_does_not_take_are_mapped_too_and_stay_unset_if_they_were() -> None:
     tree = Computed(1)
     tree.cache = [one()]
     assert map_tensors(add_ten, tree).cache[0].item() == 11
-
-
-def test_a_field_that_was_never_set_stays_unset() -> None:
     tree = Computed(one())
     del tree.cache
     mapped = map_tensors(add_ten, tree)
@@ -299,17 +227,13 @@ def test_a_field_that_was_never_set_stays_unset() -> None:
     assert not hasattr(mapped, "cache")
 
 
-def test_rebuilding_a_dataclass_does_not_construct_it_again() -> None:
+def test_rebuilding_a_dataclass_does_not_construct_it_again_and_keeps_attributes_that_are_no_fields() -> None:
     tree = Counting(one(), scale=3)
-    made = Counting.made
-    assert map_tensors(add_ten, tree).hidden.item() == 13
-    assert Counting.made == made
-
-
-def test_attributes_that_are_no_fields_are_kept() -> None:
-    tree = Plain(one())
     tree.extra = "kept"  # type: ignore[attr-defined]
-    assert map_tensors(add_ten, tree).extra == "kept"
+    made = Counting.made
+    mapped = map_tensors(add_ten, tree)
+    assert (mapped.hidden.item(), mapped.extra) == (13, "kept")
+    assert Counting.made == made
 
 
 def test_packed_sequences_keep_what_their_data_means() -> None:
@@ -357,22 +281,14 @@ def flattened(tree: Any) -> list[Any]:
 
 
 @given(trees)
-def test_mapping_any_tree_changes_its_tensors_and_nothing_else(tree: Any) -> None:
+def test_mapping_any_tree_changes_its_tensors_from_left_to_right_and_nothing_else(tree: Any) -> None:
     before, after = flattened(tree), flattened(map_tensors(add_ten, tree))
-    assert len(before) == len(after)
+    assert all(map(operator.is_, before, flattened(tree))), "the argument has changed"
     for old, new in zip(before, after, strict=True):
         assert new.item() == old.item() + 10 if isinstance(old, Tensor) else new == old
-
-
-@given(trees)
-def test_mapping_nothing_gives_any_tree_back_itself(tree: Any) -> None:
-    assert map_tensors(unchanged, tree) is tree
-
-
-@given(trees)
-def test_tensors_are_visited_from_left_to_right(tree: Any) -> None:
-    tensors = [part for part in flattened(tree) if isinstance(part, Tensor)]
+    tensors = [part for part in before if isinstance(part, Tensor)]
     assert all(a is b for a, b in zip(visited(tree), tensors, strict=True))
+    assert map_tensors(unchanged, tree) is tree
 
 
 @given(trees)

@@ -13,6 +13,7 @@ import pytest
 
 import models
 from hwfsdp import Event, EventLog, launch, record
+from hwfsdp.order import find_races
 from oracles import Training, ours
 
 FIRST, SECOND = 0, 1  # steps
@@ -20,31 +21,39 @@ BLOCKS = (0, 1, 2)
 MODELS = {"blocks only": models.graded, "root with parameters": models.wandering}
 
 
+def steps_of(model: str) -> EventLog:
+    training = Training(MODELS[model], ours)
+    with record() as log:
+        for seed in range(2):
+            training.loss(seed).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return log
+
+
+def one_backward(is_last: bool) -> EventLog:
+    training = Training(models.graded, ours)
+    training.model.set_is_last_backward(is_last)
+    with record() as log:
+        training.loss(0).backward()
+    return log
+
+
 @functools.cache
-def two_steps(model: str) -> EventLog:
-    """Both ranks' log of two training steps of three blocks."""
+def logs() -> list[dict[str | bool, EventLog]]:
+    """Of each rank: two training steps of three blocks by model, and a backward by whether it is the last one."""
 
-    def on_a_rank() -> EventLog:
-        training = Training(MODELS[model], ours)
-        with record() as log:
-            for seed in range(2):
-                training.loss(seed).backward()
-                training.optimizer.step()
-                training.optimizer.zero_grad()
-        return log
+    def on_a_rank() -> dict[str | bool, EventLog]:
+        return {m: steps_of(m) for m in MODELS} | {last: one_backward(last) for last in (True, False)}
 
-    return EventLog.merge(launch(on_a_rank, 2, timeout=60))
+    return launch(on_a_rank, 2, timeout=60)
 
 
-@pytest.fixture(params=MODELS)
-def log(request) -> EventLog:
-    return two_steps(request.param)
-
-
-@pytest.fixture(params=[0, 1])
-def rank_log(request, log) -> EventLog:
+@pytest.fixture(params=[(0, "blocks only"), (1, "root with parameters")])
+def rank_log(request) -> EventLog:
     """One rank's part."""
-    return log.of_rank(request.param)
+    rank, model = request.param
+    return logs()[rank][model]
 
 
 def only(log: EventLog, op: str, block: int, step: int, phase: str, stream: str | None = None) -> Event:
@@ -61,14 +70,6 @@ def overlap(log: EventLog, a: Event, b: Event) -> bool:
 def previous(log: EventLog, op: str, event: Event) -> Event:
     """The last event of this op for the same group that was issued before."""
     return [e for e in log.select(op, owner=event.owner) if e.seq < event.seq][-1]
-
-
-def copy_outs(log: EventLog) -> list[Event]:
-    return log.select("copy_out")
-
-
-def copy_out_of(log: EventLog, gather: Event) -> Event:
-    return next(e for e in log.select("copy_out", owner=gather.owner) if e.seq > gather.seq)
 
 
 # --- What overlaps -----------------------------------------------------------------------------------------
@@ -118,7 +119,12 @@ def test_the_next_gather_is_issued_before_this_one_is_copied_out(rank_log, phase
         assert overlap(rank_log, gather, copy_out)
 
 
-# --- What must not -----------------------------------------------------------------------------------------
+# --- What must not ---------------------------------------------------------------------------------------
+
+
+def test_whatever_uses_the_same_memory_waits_for_each_other(rank_log):
+    """Packing, gathering, copying out, reducing, freeing, and the optimizer."""
+    assert [race.sentence for race in find_races(rank_log)] == []
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
@@ -128,41 +134,6 @@ def test_nothing_is_computed_before_its_parameters_are_there(rank_log, op):
     for span in spans:
         assert rank_log.happens_before(previous(rank_log, "all_gather", span), span), span
         assert rank_log.happens_before(previous(rank_log, "copy_out", span), span), span
-
-
-def test_a_gather_is_copied_out_when_it_is_complete(rank_log):
-    gathers = rank_log.select("all_gather")
-    assert len(gathers) == len(copy_outs(rank_log)) >= 2 * 6
-    for gather in gathers:
-        assert rank_log.happens_before(gather, copy_out_of(rank_log, gather)), gather
-
-
-def test_a_gather_starts_when_its_input_is_packed(rank_log):
-    for gather in rank_log.select("all_gather"):
-        [packed] = [e for e in rank_log.select("copy_in", stream="copy") if e.seq == gather.seq - 1]
-        assert packed.owner == gather.owner
-        assert rank_log.happens_before(packed, gather), gather
-
-
-def test_a_reduction_starts_when_its_input_is_packed(rank_log):
-    for reduction in rank_log.select("reduce_scatter"):
-        packed = previous(rank_log, "copy_in", reduction)
-        assert packed.stream == "compute"
-        assert rank_log.happens_before(packed, reduction), reduction
-
-
-def test_memory_of_a_gather_is_used_again_only_after_its_copy_out(rank_log):
-    """Two gathers may be in flight: the copy stream has waited for the copy-out of the one before them."""
-    gathers = rank_log.select("all_gather")
-    for gather, later in zip(gathers, gathers[2:], strict=False):
-        packing = previous(rank_log, "copy_in", later)
-        assert rank_log.happens_before(copy_out_of(rank_log, gather), packing), later
-
-
-def test_memory_of_a_reduction_is_used_again_only_after_it(rank_log):
-    """One reduction is in flight: compute waited for it before it packed the next."""
-    for reduction, later in pairwise(rank_log.select("reduce_scatter")):
-        assert rank_log.happens_before(reduction, previous(rank_log, "copy_in", later)), later
 
 
 def test_whole_parameters_are_freed_after_the_forward_or_backward_that_used_them(rank_log):
@@ -181,22 +152,9 @@ def test_the_optimizer_starts_when_every_gradient_is_there(rank_log):
         assert rank_log.happens_before(reduction, optimizers[reduction.step]), reduction
 
 
-def test_a_step_gathers_what_the_optimizer_wrote(rank_log):
-    [first, _] = rank_log.select("optimizer")
-    for packing in rank_log.select("copy_in", stream="copy", step=SECOND):
-        assert rank_log.happens_before(first, packing), packing
-
-
 @pytest.mark.parametrize("is_last", [True, False])
 def test_only_the_last_backward_waits_for_its_last_reduction(is_last):
-    def on_a_rank() -> EventLog:
-        training = Training(models.graded, ours)
-        training.model.set_is_last_backward(is_last)
-        with record() as log:
-            training.loss(0).backward()
-        return log
-
-    log = launch(on_a_rank, 2, timeout=60)[0]
+    log = logs()[0][is_last]
     *_, last = log.select("reduce_scatter")
     waits = [wait for wait in log.select("wait", stream="compute") if last.seq in wait.after]
     assert len(waits) == is_last

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import RankError, UsageError, fully_shard, launch, record
+from suites import fast_are
 
 
 class Net(nn.Module):
@@ -48,96 +49,6 @@ def is_one() -> bool:
     return dist.get_rank() == 1
 
 
-def swap_two_groups() -> None:
-    model = shard()
-    step(model)
-    blocks = model.blocks
-    for place in (1, 0) if is_one() else (0, 1):
-        blocks[place](torch.ones(2, 4 + place))
-
-
-def skip_a_forward() -> None:
-    model = shard()
-    step(model)
-    if not is_one():
-        model(torch.ones(3, 4))
-    step(model)
-
-
-def differ_in_size() -> None:
-    step(shard(wide=10 if is_one() else 6))
-
-
-def hang() -> None:
-    model = shard()
-    step(model)
-    if is_one():
-        threading.Event().wait()  # hang
-    step(model)
-
-
-def hang_before_anything() -> None:
-    model = shard()
-    if is_one():
-        threading.Event().wait()
-    step(model)
-
-
-def hang_in_a_grid() -> None:
-    model = shard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    step(model)
-    if is_one():
-        threading.Event().wait()
-    step(model)
-
-
-def die() -> None:
-    model = shard()
-    step(model)
-    if is_one():
-        os.kill(os.getpid(), signal.SIGKILL)
-    step(model)
-
-
-def fail() -> None:
-    model = shard()
-    step(model)
-    if is_one():
-        raise KeyError("lost")
-    step(model)
-
-
-def return_early() -> None:
-    model = shard()
-    step(model)
-    if not is_one():
-        step(model)
-
-
-def fail_everywhere() -> None:
-    step(shard())
-    raise ValueError("everywhere")
-
-
-def call_another_of_the_users() -> None:
-    with record():
-        step(shard())
-        if is_one():
-            dist.broadcast(torch.ones(4), 1)
-        else:
-            dist.all_reduce(torch.ones(4))
-        dist.barrier()
-
-
-def call_one_more_of_the_users() -> None:
-    model = shard()
-    with record():
-        step(model)
-        if is_one():
-            dist.all_reduce(torch.ones(1))
-        step(model)
-
-
 class Case(NamedTuple):
     """What ranks do, for how many seconds at most, and how the sentence on the table begins."""
 
@@ -149,92 +60,135 @@ class Case(NamedTuple):
     shared_memory: str = "1"
 
 
+CASES: dict[str, Case] = {}
 WAITED = "all_gather of 'Net', which"
 LATE = 4.0  # seconds
-CASES = {
-    "two groups swapped": Case(
-        swap_two_groups,
-        2,
-        r"rank 1 called all_gather of 'blocks.1' where rank 0 called all_gather of 'blocks.0': ",
-    ),
-    "a forward skipped": Case(
-        skip_a_forward,
-        3,
-        r"rank 1 called \w+ of 'blocks\.2' where ranks 0 and 2 called all_gather of 'blocks\.0': ",
-    ),
-    "sizes differ": Case(
-        differ_in_size,
-        3,
-        r"rank 1 called all_gather of '\S+' \([\d,]+ bytes .* where ranks 0 and 2 called .* \([\d,]+ b",
-    ),
-    "sizes differ, checked by torch": Case(
-        differ_in_size,
-        2,
-        r"rank 1 called all_gather of '\S+' \([\d,]+ bytes",
-        debug="DETAIL",
-        shared_memory="0",
-    ),
-    "sizes differ, and gloo aborts": Case(
-        differ_in_size, 2, r"rank 1 called all_gather of '\S+' \([\d,]+ bytes", shared_memory="0"
-    ),
-    "one hangs": Case(
-        hang,
-        3,
-        rf"rank 1 has not called collective \d+ of ranks 0–2, {WAITED} ranks 0 and 2 wait in; it is in \S+:\d+, in hang\.",
-        LATE,
-    ),
-    "one hangs before anything": Case(
-        hang_before_anything,
-        2,
-        rf"rank 1 has not called collective 1 of ranks 0 and 1, {WAITED} rank 0 waits in; it is in ",
-        LATE,
-    ),
-    "one hangs in a grid": Case(
-        hang_in_a_grid,
-        4,
-        r"rank 1 has not called collective \d+ of ranks (0 and 1|1 and 3), \S+ of '\S+', which rank \d waits in; it is in",
-        LATE,
-    ),
-    "one is killed": Case(
-        die,
-        3,
-        rf"rank 1 has not called collective \d+ of ranks 0–2, {WAITED} .* wait in; it is gone: death by signal SIGKILL\.",
-    ),
-    "one is killed, over gloo": Case(
-        die,
-        2,
-        rf"rank 1 has not called collective \d+ .*, {WAITED} rank 0 waits in; it is gone: death by",
-        shared_memory="0",
-    ),
-    "one raises": Case(
-        fail,
-        3,
-        rf"rank 1 has not called collective \d+ .*, {WAITED} .* wait in; it raised KeyError: 'lost' in \S+:\d+, in fail\.",
-    ),
-    "one returns": Case(
-        return_early,
-        2,
-        rf"rank 1 has not called collective \d+ .*, {WAITED} rank 0 waits in; it has returned\.",
-    ),
-    "another collective of the user": Case(
-        call_another_of_the_users,
-        2,
-        r"rank 1 called broadcast \(yours\) where rank 0 called all_reduce \(yours\): collective \d+ of ranks 0 and 1\.",
-        debug="DETAIL",
-    ),
-    "one more collective of the user": Case(
-        call_one_more_of_the_users,
-        2,
-        r"rank 1 called all_reduce \(yours\) where rank 0 called all_gather of '\S+': collective \d+ of ranks",
-        LATE,
-    ),
-}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_error_of_ranks_that_part_begins_with_one_line_and_says_where_and_how(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def parts(name: str, world_size: int, says: str, **options: Any) -> Callable[..., Any]:
+    def remember(run: Callable[[], None]) -> Callable[[], None]:
+        CASES[name] = Case(run, world_size, says, **options)
+        return run
+
+    return remember
+
+
+SWAPPED = r"rank 1 called all_gather of 'blocks.1' where rank 0 called all_gather of 'blocks.0': "
+
+
+@parts("two groups swapped", 2, SWAPPED)
+def swap_two_groups() -> None:
+    model = shard()
+    step(model)
+    blocks = model.blocks
+    for place in (1, 0) if is_one() else (0, 1):
+        blocks[place](torch.ones(2, 4 + place))
+
+
+SKIPPED = r"rank 1 called \w+ of 'blocks\.2' where ranks 0 and 2 called all_gather of 'blocks\.0': "
+
+
+@parts("a forward skipped", 3, SKIPPED)
+def skip_a_forward() -> None:
+    model = shard()
+    step(model)
+    if not is_one():
+        model(torch.ones(3, 4))
+    step(model)
+
+
+SIZES = r"rank 1 called all_gather of '\S+' \([\d,]+ bytes"
+
+
+@parts("sizes differ", 3, SIZES + r" .* where ranks 0 and 2 called .* \([\d,]+ b")
+@parts("sizes differ, checked by torch", 2, SIZES, debug="DETAIL", shared_memory="0")
+@parts("sizes differ, and gloo aborts", 2, SIZES, shared_memory="0")
+def differ_in_size() -> None:
+    step(shard(wide=10 if is_one() else 6))
+
+
+HANGING = rf"rank 1 has not called collective \d+ of ranks 0–2, {WAITED} ranks 0 and 2 wait in; "
+
+
+@parts("one hangs", 3, HANGING + r"it is in \S+:\d+, in hang\.", timeout=LATE)
+def hang() -> None:
+    model = shard()
+    step(model)
+    if is_one():
+        threading.Event().wait()  # hang
+    step(model)
+
+
+IN_A_GRID = (
+    r"rank 1 has not called collective \d+ of ranks (0 and 1|1 and 3), \S+ of '\S+', which rank \d waits in; "
+)
+
+
+@parts("one hangs in a grid", 4, IN_A_GRID + "it is in", timeout=LATE)
+def hang_in_a_grid() -> None:
+    model = shard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    step(model)
+    if is_one():
+        threading.Event().wait()
+    step(model)
+
+
+GONE = rf"rank 1 has not called collective \d+ .*, {WAITED} .* waits? in; it "
+
+
+@parts("one is killed", 3, GONE + r"is gone: death by signal SIGKILL\.")
+@parts("one is killed, over gloo", 2, GONE + "is gone: death by", shared_memory="0")
+def die() -> None:
+    model = shard()
+    step(model)
+    if is_one():
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(model)
+
+
+@parts("one raises", 3, GONE + r"raised KeyError: 'lost' in \S+:\d+, in fail\.")
+def fail() -> None:
+    model = shard()
+    step(model)
+    if is_one():
+        raise KeyError("lost")
+    step(model)
+
+
+@parts("one returns", 2, GONE + r"has returned\.")
+def return_early() -> None:
+    model = shard()
+    step(model)
+    if not is_one():
+        step(model)
+
+
+OF_THE_USER = (
+    r"rank 1 called broadcast \(yours\) where rank 0 called all_reduce \(yours\): collective \d+ of ranks"
+)
+
+
+@parts("another collective of the user", 2, OF_THE_USER + r" 0 and 1\.", debug="DETAIL")
+def call_another_of_the_users() -> None:
+    with record():
+        step(shard())
+        if is_one():
+            dist.broadcast(torch.ones(4), 1)
+        else:
+            dist.all_reduce(torch.ones(4))
+        dist.barrier()
+
+
+def fail_everywhere() -> None:
+    step(shard())
+    raise ValueError("everywhere")
+
+
+FAST = ("two groups swapped", "one hangs", "one is killed", "one raises")
+
+
+@pytest.mark.parametrize("name", fast_are(FAST, CASES))
+def test_an_error_of_ranks_that_part_begins_with_one_line_and_says_where_and_how(name, monkeypatch):
     case = CASES[name]
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", case.debug)
     monkeypatch.setenv("HWFSDP_SHARED_MEMORY", case.shared_memory)
@@ -243,16 +197,11 @@ def test_an_error_of_ranks_that_part_begins_with_one_line_and_says_where_and_how
         launch(case.run, case.world_size, timeout=case.timeout)
     sentence, blank, *rest = str(caught.value).splitlines()
     headline = caught.value.headline
-    assert (
-        blank == ""
-        and rest.count(headline) == 1
-        and headline.startswith("rank ")
-        and "expected" not in headline
-    )
+    assert blank == "" and rest.count(headline) == 1
+    assert headline.startswith("rank ") and "expected" not in headline
     assert re.match(case.says, sentence), sentence
-    assert len([line for line in caught.value.table.splitlines() if line[0:1] == ">"]) >= (
-        2 if " where " in sentence else 1
-    )
+    marked = [line for line in caught.value.table.splitlines() if line.startswith(">")]
+    assert len(marked) >= (2 if " where " in sentence else 1)
     assert caught.value.table.startswith(sentence + "\n\n   collectives of ")
 
 

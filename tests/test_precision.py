@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,14 +32,11 @@ def clamped_by_torch(orig: torch.dtype, param: torch.dtype | None, reduce: torch
 
 
 @pytest.mark.parametrize("orig", ORIGINALS, ids=str)
-@pytest.mark.parametrize("param", [None, *FLOATING], ids=str)
-@pytest.mark.parametrize("reduce", [None, *FLOATING], ids=str)
-def test_casts_are_those_of_fsdp2(
-    orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None
-) -> None:
-    dtypes = resolve_dtypes(orig, MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
-    assert tuple(dtypes) == clamped_by_torch(orig, param, reduce)
-    assert dtypes.gathered == (param if param and orig.is_floating_point else orig)
+def test_casts_are_those_of_fsdp2(orig: torch.dtype) -> None:
+    for param, reduce in itertools.product([None, *FLOATING], repeat=2):
+        dtypes = resolve_dtypes(orig, MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
+        assert tuple(dtypes) == clamped_by_torch(orig, param, reduce), (param, reduce)
+        assert dtypes.gathered == (param if param and orig.is_floating_point else orig)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +50,13 @@ def test_casts_are_those_of_fsdp2(
 def test_policies_have_the_fields_and_defaults_of_fsdp2_and_are_frozen(ours: Any, theirs: Any) -> None:
     assert dataclasses.asdict(ours()) == dataclasses.asdict(theirs())
     assert [f.name for f in dataclasses.fields(ours)] == [f.name for f in dataclasses.fields(theirs)]
+    assert isinstance(ours(), OffloadPolicy) == isinstance(theirs(), fsdp.OffloadPolicy)
     for name in dataclasses.asdict(ours()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(ours(), name, None)
 
 
-def test_cpu_offloading_is_an_offload_policy() -> None:
-    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
-
-
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@pytest.mark.parametrize("dtype", FLOATING[1:3], ids=str)
 def test_casting_reaches_floating_point_tensors_at_any_depth_and_leaves_all_else(dtype: torch.dtype) -> None:
     others = {d: torch.ones(2, dtype=d) for d in ORIGINALS if not d.is_floating_point}
     floating = [torch.ones(2, dtype=d) for d in FLOATING]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -20,9 +21,6 @@ from hwfsdp.sharding import (
     padded_local_shape,
 )
 
-WORLD_SIZES = range(1, 65)
-ROWS = range(65)
-
 
 def chunks_of_torch(n: int, world_size: int) -> list[list[int]]:
     """The rows of each rank; `torch.chunk` leaves out the chunks of ranks for which nothing is left."""
@@ -30,40 +28,16 @@ def chunks_of_torch(n: int, world_size: int) -> list[list[int]]:
     return chunks + [[]] * (world_size - len(chunks))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_ranks_get_the_rows_that_torch_chunk_gives_them(world_size: int) -> None:
-    for n in ROWS:
-        extents = chunk_extents(n, world_size)
-        assert [list(range(e.start, e.stop)) for e in extents] == chunks_of_torch(n, world_size)
+def test_ranks_get_the_rows_that_torch_chunk_gives_them_and_padding_fills_chunks_up_to_the_longest() -> None:
+    for n, world_size in itertools.product(range(65), range(1, 65)):
+        expected, extents = chunks_of_torch(n, world_size), chunk_extents(n, world_size)
+        assert [[*range(e.start, e.stop)] for e in extents] == expected
         assert extents == [chunk_extent(n, world_size, rank) for rank in range(world_size)]
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_extents_tile_the_rows_in_order_and_no_empty_one_starts_where_a_real_one_does(
-    world_size: int,
-) -> None:
-    for n in ROWS:
-        extents = chunk_extents(n, world_size)
-        assert [row for e in extents for row in range(e.start, e.stop)] == list(range(n))
-        assert all(e.length > 0 or e == Extent(n, 0) for e in extents)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_full_chunk_is_the_longest_and_padding_fills_the_others_up_to_it(world_size: int) -> None:
-    for n in ROWS:
-        lengths = [len(chunk) for chunk in chunks_of_torch(n, world_size)]
-        assert chunk_length(n, world_size) == max(lengths)
-        assert padded_length(n, world_size) == world_size * max(lengths)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_first_rows_of_what_is_gathered_are_the_parameter(world_size: int) -> None:
-    for n in ROWS:
-        padding = [-1] * chunk_length(n, world_size)
-        chunks = [chunk + padding for chunk in chunks_of_torch(n, world_size)]
-        gathered = [row for chunk in chunks for row in chunk[: len(padding)]]
-        assert gathered[:n] == list(range(n))
-        assert set(gathered[n:]) <= {-1}
+        assert all(
+            e.length > 0 or e == Extent(n, 0) for e in extents
+        ), "an empty one starts where a real one does"
+        assert chunk_length(n, world_size) == max(map(len, expected))
+        assert padded_length(n, world_size) == world_size * max(map(len, expected))
 
 
 @pytest.mark.parametrize("rest", [(), (3,), (2, 5), (4, 0)], ids=str)
@@ -81,10 +55,6 @@ def test_shapes_keep_all_dims_but_the_first(rest: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lengths", [[], [4], [3, 0, 2], [0, 0], [1, 2, 3, 4]], ids=str)
 def test_each_piece_starts_where_those_before_it_end(lengths: list[int]) -> None:
     assert offsets(lengths) == [sum(lengths[:i]) for i in range(len(lengths))]
-
-
-def test_an_extent_stops_after_its_last_row() -> None:
-    assert Extent(start=3, length=4).stop == 7
 
 
 def test_sharding_needs_no_torch() -> None:

@@ -1,4 +1,7 @@
-"""Collectives in shared memory give what gloo gives, in every bit, and say which rank is gone, late or elsewhere."""
+"""Collectives in shared memory give what gloo gives, in every bit, and say which rank is gone, late or elsewhere.
+
+Most checks run in a process group and with memory of their own; those of one number of ranks share a launch.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,31 @@ import functools
 import gc
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from hwfsdp import RankError, compat, fully_shard, launch, record, shared_memory
+from hwfsdp import MixedPrecisionPolicy, compat, fully_shard, launch, record, shared_memory
 from hwfsdp.collectives import BackendAllGather, BackendReduceScatter, DefaultAllGather, DefaultReduceScatter
 from hwfsdp.shared_memory import SharedMemoryGroup
+from suites import long
+from together import Together, run_all
 
+Group = dist.ProcessGroup
+CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LENGTHS = (*range(0, 20), 64, 1001, 70_000)
+LENGTHS = (*range(0, 12), 64, 1001, 70_000)
 FP32 = "torch.float32"
-REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def random(length: int, dtype: torch.dtype) -> Tensor:
@@ -32,23 +41,18 @@ def random(length: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(length, dtype=torch.float64).to(dtype)
 
 
-def seed() -> int:
-    torch.manual_seed(dist.get_rank())
-    return dist.get_world_size()
-
-
-def gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def gather(output: Tensor, input: Tensor, group: Group) -> dist.Work:
     """Issues an all-gather in shared memory."""
     return issued(compat.all_gather_single(output, input, shared(group), True))
 
 
-def reduce(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup | None) -> dist.Work:
+def reduce(output: Tensor, input: Tensor, op: Any, group: Group) -> dist.Work:
     """Issues a reduce-scatter in shared memory."""
     return issued(compat.reduce_scatter_single(output, input, op, shared(group), True))
 
 
-def shared(group: dist.ProcessGroup | None) -> SharedMemoryGroup:
-    found = shared_memory.over(group, torch.device("cpu"))
+def shared(group: Group) -> SharedMemoryGroup:
+    found = shared_memory.over(group, CPU)
     assert isinstance(found, SharedMemoryGroup)
     return found
 
@@ -58,34 +62,41 @@ def issued(work: dist.Work | None) -> dist.Work:
     return work
 
 
+def fresh_group() -> Group:
+    """A group of all ranks that has no memory yet."""
+    torch.manual_seed(dist.get_rank())
+    shared_memory._pool = shared_memory._Pool()
+    return dist.new_group()
+
+
+def blocks() -> int:
+    return len(shared_memory._pool.blocks)
+
+
 # --- Results -----------------------------------------------------------------------------------------------
 
 
 def unequal_reductions() -> list[str]:
     """Where this rank's part of a sum is not that of gloo."""
-    world_size, wrong = seed(), []
+    group = fresh_group()
+    world_size, wrong = dist.get_world_size(), []
     for dtype in DTYPES:
         for length in LENGTHS:
-            for op in REDUCTIONS:
+            for op in (SUM, MEAN):
                 whole = random(world_size * length, dtype)
                 got, expected = torch.empty(length, dtype=dtype), torch.empty(length, dtype=dtype)
                 if length:
                     compat.reduce_scatter_single(expected, whole.clone(), op, None, False)
-                reduce(got, whole, op, None).wait()
+                reduce(got, whole, op, group).wait()
                 if not torch.equal(got, expected):
                     wrong.append(f"{length} of {dtype} by {op}")
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_reductions_are_those_of_gloo_in_every_bit(world_size):
-    assert launch(unequal_reductions, world_size, timeout=60) == [[]] * world_size
-
-
 def unequal_gathers() -> list[str]:
     """Where a gather is not that of gloo, wherever its tensors lie."""
-    world_size, wrong = seed(), []
-    rank = dist.get_rank()
+    group = fresh_group()
+    world_size, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     for dtype in (*DTYPES, torch.uint8, torch.int64):
         for length in LENGTHS:
             part = random(length, torch.float64).mul(100).to(dtype)
@@ -96,41 +107,30 @@ def unequal_gathers() -> list[str]:
             own = in_place.narrow(0, rank * length, length)
             own.copy_(part)
             elsewhere = torch.ones(world_size * length, dtype=dtype)
-            gather(in_place, own, None).wait()
-            gather(elsewhere, part, None).wait()
+            gather(in_place, own, group).wait()
+            gather(elsewhere, part, group).wait()
             for place, got in (("in place", in_place), ("elsewhere", elsewhere)):
                 if not torch.equal(got, expected):
                     wrong.append(f"{length} of {dtype}, {place}")
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_gathers_are_those_of_gloo(world_size):
-    assert launch(unequal_gathers, world_size, timeout=60) == [[]] * world_size
-
-
-def late_readers(steps: int) -> list[str]:
+def blocks_written_before_all_have_read_them() -> list[str]:
     """Everything is issued, and the buffers given up, before anything is waited for."""
-    world_size, rank, wrong = seed(), dist.get_rank(), []
+    group = fresh_group()
+    world_size, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     in_flight = []
-    for step in range(steps):
+    for step in range(12):
         flat = shared_memory.allocate((world_size, 100), torch.float32)
         flat[rank] = 100 * step + rank
-        gathered = torch.empty(world_size * 100)
-        summed = torch.empty(100)
+        gathered, summed = torch.empty(world_size, 100), torch.empty(100)
         whole = shared_memory.allocate((world_size, 100), torch.float32).fill_(step + rank)
-        in_flight.append(
-            (
-                gather(gathered, flat[rank], None),
-                reduce(summed, whole.view(-1), dist.ReduceOp.SUM, None),
-                gathered.view(world_size, 100),
-                summed,
-            )
-        )
+        works = gather(gathered.view(-1), flat[rank], group), reduce(summed, whole.view(-1), SUM, group)
+        in_flight.append((works, gathered, summed))
         del flat, whole
-    for step, (gathering, reduction, gathered, summed) in enumerate(in_flight):
-        gathering.wait()
-        reduction.wait()
+    for step, (works, gathered, summed) in enumerate(in_flight):
+        for work in works:
+            work.wait()
         if gathered[:, 0].tolist() != [100 * step + r for r in range(world_size)]:
             wrong.append(f"gather {step}: {gathered[:, 0].tolist()}")
         if summed[0] != sum(step + r for r in range(world_size)):
@@ -138,57 +138,8 @@ def late_readers(steps: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_block_is_not_written_again_before_all_have_read_it(world_size):
-    assert launch(late_readers, world_size, 12, timeout=60) == [[]] * world_size
-
-
-def blocks_after(lengths: list[int]) -> list[list[int]]:
-    """Sizes of this rank's blocks after collectives of these lengths, one after the other."""
-    sizes = []
-    for length in lengths:
-        output = torch.empty(length)
-        whole = shared_memory.allocate((dist.get_world_size() * length,), torch.float32)
-        reduce(output, whole, dist.ReduceOp.SUM, None).wait()
-        del whole
-        sizes.append(sorted(block.capacity for block in shared_memory._pool.blocks))
-    return sizes
-
-
-def test_blocks_are_used_again_and_small_ones_make_room_for_large_ones():
-    """Two blocks are enough: what was told with the second collective is that the first was read."""
-    lengths = [1024] * 10 + [2048] * 10 + [1024, 2048] * 5
-    for sizes in launch(blocks_after, 2, lengths, timeout=60):
-        assert max(map(len, sizes)) <= 2
-        assert set(sizes[9]) == {8192} and max(sizes[-1]) == 16384
-
-
-def between_modes() -> list[float]:
-    """Issued without inference mode and waited for with it, and the other way round."""
-    rank, found = dist.get_rank(), []
-    for at_first in (True, False):
-        with torch.inference_mode(at_first):
-            output, own = torch.zeros(2), torch.full((1,), rank + 1.0)
-            transfer = gather(output, own, None)
-        with torch.inference_mode(not at_first):
-            transfer.wait()
-            found.append(float(output.sum()))
-    return found
-
-
-def test_a_transfer_may_be_waited_for_in_another_mode_than_it_was_issued_in():
-    assert launch(between_modes, 2, timeout=60) == [[3.0, 3.0]] * 2
-
-
-# --- In a training -----------------------------------------------------------------------------------------
-
-
 def trained(through_backend: bool, policy: dict[str, torch.dtype]) -> tuple[list[Tensor], dict[str, Any]]:
     """Local shards after three steps; and what was counted of the last."""
-    from torch.distributed.tensor import DTensor
-
-    from hwfsdp import MixedPrecisionPolicy
-
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(13, 29), nn.ReLU(), nn.Linear(29, 13)) for _ in range(3)])
     for module in (*model, model):
@@ -198,110 +149,141 @@ def trained(through_backend: bool, policy: dict[str, torch.dtype]) -> tuple[list
             module.set_custom_reduce_scatter(BackendReduceScatter())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank() + 1)
-    summary: dict[str, Any] = {}
-    for step in range(3):
+    for _ in range(3):
         with record() as log:
             model(torch.randn(5, 13)).square().mean().backward()
-        summary = log.summary()
         optimizer.step()
         optimizer.zero_grad()
     shards = [p.to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
-    return shards, {key: summary[key] for key in ("bytes_by_op", "count_by_op")}
-
-
-def differing(policy: dict[str, torch.dtype]) -> list[str]:
-    """What a training through shared memory has otherwise than one through gloo."""
-    (shared, counted), (through_gloo, expected) = (trained(through, policy) for through in (False, True))
-    wrong = [f"shard {i}" for i, pair in enumerate(zip(shared, through_gloo)) if not torch.equal(*pair)]
-    return wrong if counted == expected else [*wrong, f"{counted} instead of {expected}"]
+    return shards, {key: log.summary()[key] for key in ("bytes_by_op", "count_by_op")}
 
 
 POLICIES = {"fp32": {}, "bf16": {"param_dtype": torch.bfloat16}, "fp16": {"reduce_dtype": torch.float16}}
 
 
-@functools.cache
-def differences(world_size: int) -> list[dict[str, list[str]]]:
-    def on_a_rank() -> dict[str, list[str]]:
-        return {name: differing(policy) for name, policy in POLICIES.items()}
-
-    return launch(on_a_rank, world_size, timeout=90)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_training_is_the_same_and_logged_the_same_as_through_gloo(world_size, policy):
-    assert [found[policy] for found in differences(world_size)] == [[]] * world_size
+def trainings_that_differ_from_those_through_gloo() -> list[str]:
+    """In a shard, or in what is logged."""
+    wrong = []
+    for name, policy in POLICIES.items():
+        (shared, counted), (through_gloo, expected) = (trained(through, policy) for through in (False, True))
+        same = all(map(torch.equal, shared, through_gloo)) and counted == expected
+        wrong += [] if same else [f"{name}: {counted} instead of {expected}"]
+    return wrong
 
 
-# --- Finding each other ------------------------------------------------------------------------------------
-
-
-def reached_when_one_declines() -> tuple[bool, float]:
-    """Rank 1 wants no shared memory; collectives go on through gloo."""
-    os.environ["HWFSDP_SHARED_MEMORY"] = "0" if dist.get_rank() == 1 else "1"
-    group, output = dist.group.WORLD, torch.zeros(2)
-    own = DefaultAllGather(group).allocate((1,), dtype=torch.float32, device=torch.device("cpu")).fill_(2.0)
-    DefaultAllGather(group)(output, own, group)
-    DefaultReduceScatter(group)(own, output, group, dist.ReduceOp.SUM)
-    return isinstance(shared_memory.over(group, own.device), SharedMemoryGroup), float(own)
-
-
-def test_if_one_rank_cannot_or_does_not_want_to_all_use_the_backend():
-    assert launch(reached_when_one_declines, 2, timeout=60) == [(False, 4.0)] * 2
-
-
-def left_behind(directory: str) -> tuple[list[str], bool]:
-    """Names in the directory for temporary files; and whether the sockets are open, when a group is gone."""
-    tempfile.tempdir = directory
-    group, output = dist.new_group(), torch.zeros(2)
-    gather(output, output[:1].clone(), group).wait()
-    neighbors = weakref.ref(shared(group).neighbors)
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    dist.barrier()  # the other rank has left, too
-    shared_memory.allocate((1,), torch.uint8)  # looks which blocks are free
-    return os.listdir(directory), neighbors() is not None
-
-
-def test_nothing_is_left_in_the_file_system_and_sockets_are_closed_with_the_group(tmp_path):
-    assert launch(left_behind, 2, str(tmp_path), timeout=60) == [([], False)] * 2
-
-
-def subgroups() -> list[float]:
-    """Two groups of two, and one of all four, in turn."""
-    rank = dist.get_rank()
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    found = []
-    for group in (pairs[rank % 2], dist.group.WORLD, pairs[rank % 2]):
-        output = torch.zeros(dist.get_world_size(group))
-        gather(output, torch.full((1,), float(rank)), group).wait()
-        found.append(float(output.sum()))
+def groups_that_mix() -> list[str]:
+    """The first and the last rank, and all of them, in turn."""
+    group = fresh_group()
+    rank, found = dist.get_rank(), []
+    ends = [0, dist.get_world_size() - 1]
+    pair, everyone = dist.new_group(ends), [*range(dist.get_world_size())]
+    for members, among in ((ends, pair), (everyone, group), (ends, pair)):
+        if rank in members:
+            output = torch.zeros(len(members))
+            gather(output, torch.full((1,), float(rank)), among).wait()
+            found += [] if output.tolist() == members else [f"{output.tolist()} instead of {members}"]
     return found
 
 
-def test_groups_do_not_mix():
-    assert launch(subgroups, 4, timeout=60) == [[2.0, 6.0, 2.0], [4.0, 6.0, 4.0]] * 2
+AS_GLOO = (
+    unequal_reductions,
+    unequal_gathers,
+    blocks_written_before_all_have_read_them,
+    trainings_that_differ_from_those_through_gloo,
+    groups_that_mix,
+)
 
 
-def met_when_machines_differ(how: str) -> tuple[bool, list[float]]:
-    """Rank 1 is on another machine with the same directory, may not have memory to share, or cannot be connected to."""
-    if dist.get_rank() == 1:
-        if how == "another machine":
-            shared_memory._machine = lambda: "another"
-        elif how == "no memory":
-            shared_memory._anonymous_file = lambda nbytes: os.open("/nowhere/to/be/found", os.O_RDWR)
-        else:
-            shared_memory._connect = lambda *args: None
-    shared_memory._PATIENCE = 1.0
-    group, output = dist.group.WORLD, torch.zeros(2)
-    DefaultAllGather(group)(output, torch.full((1,), dist.get_rank() + 1.0), group)
-    return isinstance(shared_memory.over(group, output.device), SharedMemoryGroup), output.tolist()
+@functools.cache
+def compared(world_size: int) -> list[dict[str, Any]]:
+    return launch(run_all, world_size, {check.__name__: check for check in AS_GLOO}, timeout=100)
 
 
-@pytest.mark.parametrize("how", ["another machine", "no memory", "no connection"])
-def test_ranks_that_cannot_share_memory_use_the_backend_although_they_see_the_same_directory(how):
-    assert launch(met_when_machines_differ, 2, how, timeout=60) == [(False, [1.0, 2.0])] * 2
+@pytest.mark.parametrize("world_size", [2, 4, long(5)])  # the order of a sum matters from 4 on
+@pytest.mark.parametrize("check", AS_GLOO)
+def test_results_are_those_of_gloo_in_every_bit(world_size, check):
+    assert [found[check.__name__] for found in compared(world_size)] == [[]] * world_size
+
+
+# --- On two ranks ------------------------------------------------------------------------------------------
+
+two = Together(2)
+
+
+@two.finds((True, {8192}, 16384))
+def blocks_are_used_again_and_small_ones_make_room_for_large_ones() -> tuple[bool, set[int], int]:
+    """Two blocks are enough: what was told with the second collective is that the first was read."""
+    group = fresh_group()
+    sizes = []
+    for length in [1024] * 10 + [2048] * 10 + [1024, 2048] * 5:
+        output = torch.empty(length)
+        whole = shared_memory.allocate((2 * length,), torch.float32)
+        reduce(output, whole, SUM, group).wait()
+        del whole
+        sizes.append(sorted(block.capacity for block in shared_memory._pool.blocks))
+    return max(map(len, sizes)) <= 2, set(sizes[9]), max(sizes[-1])
+
+
+@two.finds([3.0, 3.0])
+def a_transfer_may_be_waited_for_in_another_mode_than_it_was_issued_in() -> list[float]:
+    group = fresh_group()
+    found = []
+    for at_first in (True, False):
+        with torch.inference_mode(at_first):
+            output, own = torch.zeros(2), torch.full((1,), dist.get_rank() + 1.0)
+            transfer = gather(output, own, group)
+        with torch.inference_mode(not at_first):
+            transfer.wait()
+            found.append(float(output.sum()))
+    return found
+
+
+@two.finds((False, 4.0))
+def if_one_rank_does_not_want_to_all_use_the_backend() -> tuple[bool, float]:
+    group = fresh_group()
+    with mock.patch.dict(os.environ, HWFSDP_SHARED_MEMORY=str(1 - dist.get_rank())):
+        output = torch.zeros(2)
+        own = DefaultAllGather(group).allocate((1,), dtype=torch.float32, device=CPU).fill_(2.0)
+        DefaultAllGather(group)(output, own, group)
+        DefaultReduceScatter(group)(own, output, group, SUM)
+        return isinstance(shared_memory.over(group, CPU), SharedMemoryGroup), float(own)
+
+
+def found_nowhere(nbytes: int) -> int:
+    return os.open("/nowhere/to/be/found", os.O_RDWR)
+
+
+OBSTACLES: dict[str, Callable[..., Any]] = {
+    "_machine": lambda: "another machine with the same directory",
+    "_anonymous_file": found_nowhere,
+    "_connect": lambda *args: None,
+}
+
+
+@two.finds([(False, [1.0, 2.0])] * len(OBSTACLES))
+def ranks_that_cannot_share_memory_use_the_backend_although_they_see_the_same_directory() -> Any:
+    found = []
+    for function, obstacle in OBSTACLES.items():
+        group, output = fresh_group(), torch.zeros(2)
+        changed = {"_PATIENCE": 1.0} | ({function: obstacle} if dist.get_rank() == 1 else {})
+        with mock.patch.multiple(shared_memory, **changed):
+            DefaultAllGather(group)(output, torch.full((1,), dist.get_rank() + 1.0), group)
+        found.append((isinstance(shared_memory.over(group, CPU), SharedMemoryGroup), output.tolist()))
+    return found
+
+
+@two.finds(([], False))
+def nothing_is_left_in_the_file_system_and_sockets_are_closed_with_the_group() -> Any:
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(tempfile, "tempdir", directory):
+        group, output = dist.new_group(), torch.zeros(2)
+        gather(output, output[:1].clone(), group).wait()
+        neighbors = weakref.ref(shared(group).neighbors)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        dist.barrier()  # the other rank has left, too
+        shared_memory.allocate((1,), torch.uint8)  # looks which blocks are free
+        return os.listdir(directory), neighbors() is not None
 
 
 # --- What can go wrong -------------------------------------------------------------------------------------
@@ -312,192 +294,126 @@ def error_of(action: Callable[[], Any]) -> str:
     try:
         action()
     except RuntimeError as error:
-        return str(error)
+        return str(error).removeprefix("ranks call different collectives: number 1 of their group is ")
     return "no error"
 
 
-def different_collectives() -> str:
-    """Rank 0 gathers, rank 1 reduces."""
+SUMMED, GATHERED = f"reduce_scatter by sum of 32 bytes of {FP32}", f"all_gather of 32 bytes of {FP32}"
+
+
+@two.finds(f"{GATHERED} on rank 0, {SUMMED} on rank 1", f"{SUMMED} on rank 1, {GATHERED} on rank 0")
+def ranks_that_call_different_collectives_are_told_which() -> str:
+    group = fresh_group()
     small, large = torch.zeros(4), torch.zeros(8)
     if dist.get_rank() == 0:
-        return error_of(gather(large, small, None).wait)
-    return error_of(reduce(small, large, dist.ReduceOp.SUM, None).wait)
+        return error_of(gather(large, small, group).wait)
+    return error_of(reduce(small, large, SUM, group).wait)
 
 
-def test_ranks_that_call_different_collectives_are_told_which():
-    said = launch(different_collectives, 2, timeout=60)
-    assert (
-        f"all_gather of 32 bytes of {FP32} on rank 0, reduce_scatter by sum of 32 bytes of {FP32} on rank 1"
-        in said[0]
-    )
-    assert (
-        f"reduce_scatter by sum of 32 bytes of {FP32} on rank 1, all_gather of 32 bytes of {FP32} on rank 0"
-        in said[1]
-    )
+FP16, BF16 = (f"all_gather of 16 bytes of torch.{dtype}" for dtype in ("float16", "bfloat16"))
 
 
-def waits_after_an_error() -> tuple[list[str], list[float], list[int]]:
-    """A collective that failed, waited for twice; one that nobody waits for; then others."""
+@two.finds(f"{FP16} on rank 0, {BF16} on rank 1", f"{BF16} on rank 1, {FP16} on rank 0")
+def ranks_that_gather_different_dtypes_are_told_which() -> str:
+    group = fresh_group()
+    part = torch.zeros(4, dtype=torch.bfloat16 if dist.get_rank() else torch.float16)
+    return error_of(gather(torch.zeros(8, dtype=part.dtype), part, group).wait)
+
+
+LARGER = f"all_gather of 40 bytes of {FP32}"
+
+
+@two.finds(f"{GATHERED} on rank 0, {LARGER} on rank 1", f"{LARGER} on rank 1, {GATHERED} on rank 0")
+def ranks_that_gather_different_sizes_are_told_which() -> str:
+    group = fresh_group()
+    part = torch.zeros(4 + dist.get_rank())
+    return error_of(gather(torch.zeros(2 * part.numel()), part, group).wait)
+
+
+@two.finds((True, [8.0 * step for step in range(9)], True))
+def after_an_error_and_a_collective_nobody_waits_for_blocks_are_used_again() -> Any:
+    group = fresh_group()
     small, large = torch.zeros(4), torch.zeros(8)
-    if dist.get_rank() == 0:
-        failing = gather(large, small, None)
-    else:
-        failing = reduce(small, large, dist.ReduceOp.SUM, None)
-    errors = [error_of(failing.wait)[:15] for _ in range(2)]
-    gather(large, small, None)
-    sums, blocks = [], []
+    failing = reduce(small, large, SUM, group) if dist.get_rank() else gather(large, small, group)
+    first, second = (error_of(failing.wait) for _ in range(2))
+    gather(large, small, group)
+    sums = []
     for step in range(9):
         flat = shared_memory.allocate((8,), torch.float32).fill_(step)
-        gather(flat, flat[4 * dist.get_rank() :][:4], None).wait()
+        gather(flat, flat[4 * dist.get_rank() :][:4], group).wait()
         sums.append(float(flat.sum()))
         del flat
-        blocks.append(len(shared_memory._pool.blocks))
-    return errors, sums, blocks
+    return first == second != "no error", sums, blocks() <= 3
 
 
-def test_after_an_error_and_a_collective_nobody_waits_for_blocks_are_used_again():
-    for errors, sums, blocks in launch(waits_after_an_error, 2, timeout=60):
-        assert errors == ["ranks call diffe"[:15]] * 2
-        assert sums == [8.0 * step for step in range(9)]
-        assert blocks[-1] <= 3, blocks
-
-
-def much_before_the_first_wait(number: int) -> int:
+@two.finds(3000)
+def any_number_of_collectives_may_be_issued_before_the_first_wait() -> int:
     """More records than sockets hold, from both ranks, before either listens."""
+    group = fresh_group()
     output, own = torch.zeros(2), shared_memory.allocate((1,), torch.float32).fill_(dist.get_rank() + 1)
-    in_flight = [gather(output.clone(), own, None) for _ in range(number)]
+    in_flight = [gather(output.clone(), own, group) for _ in range(3000)]
     return sum(work.wait() for work in in_flight)
 
 
-def test_any_number_of_collectives_may_be_issued_before_the_first_wait():
-    assert launch(much_before_the_first_wait, 2, 3000, timeout=60) == [3000, 3000]
-
-
-def idle_blocks_after_a_backward(groups: int) -> list[int]:
+@two.finds([1] * 5)
+def a_group_that_is_not_used_any_more_keeps_no_block() -> list[int]:
     """How many blocks there are after reductions in one group after the other, each used once."""
+    fresh_group()
     counts = []
-    for _ in range(groups):
-        group, output = dist.new_group(), torch.empty(1000)
+    for _ in range(5):
         whole = shared_memory.allocate((2000,), torch.float32)
-        reduce(output, whole, dist.ReduceOp.SUM, group).wait()
+        reduce(torch.empty(1000), whole, SUM, dist.new_group()).wait()
         del whole
         dist.barrier()
-        counts.append(len(shared_memory._pool.blocks))
+        counts.append(blocks())
     return counts
 
 
-def test_a_group_that_is_not_used_any_more_keeps_no_block():
-    assert launch(idle_blocks_after_a_backward, 2, 5, timeout=60) == [[1] * 5] * 2
-
-
-def different_dtypes() -> str:
-    part = torch.zeros(4, dtype=torch.bfloat16 if dist.get_rank() else torch.float16)
-    return error_of(gather(torch.zeros(8, dtype=part.dtype), part, None).wait)
-
-
-def test_ranks_that_gather_different_dtypes_are_told_which():
-    assert (
-        "torch.float16 on rank 0, all_gather of 16 bytes of torch.bfloat16 on rank 1"
-        in launch(different_dtypes, 2, timeout=60)[0]
-    )
-
-
-def different_sizes() -> str:
-    part = torch.zeros(4 + dist.get_rank())
-    return error_of(gather(torch.zeros(2 * part.numel()), part, None).wait)
-
-
-def test_ranks_that_gather_different_sizes_are_told_which():
-    said = launch(different_sizes, 2, timeout=60)[0]
-    assert f"32 bytes of {FP32} on rank 0, all_gather of 40 bytes of {FP32} on rank 1" in said
-
-
-def a_rank_that_stays_away() -> str:
+@two.finds("Timed out after 2 s waiting for rank 1 of the group", "nothing")
+def a_rank_that_is_too_late_is_named() -> str:
     """Rank 1 takes part in nothing after the first collective, until rank 0 has given up."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    output, own = torch.zeros(2), torch.zeros(1)
+    output, own, said = torch.zeros(2), torch.zeros(1), "nothing"
     gather(output, own, group).wait()
-    said = "nothing"
     if dist.get_rank() == 0:
         said = error_of(gather(output, own, group).wait)
     dist.barrier()
     return said
 
 
-def test_a_rank_that_is_too_late_is_named():
-    assert launch(a_rank_that_stays_away, 2, timeout=60) == [
-        "Timed out after 2 s waiting for rank 1 of the group",
-        "nothing",
-    ]
-
-
-def a_rank_that_dies() -> None:
-    """In the middle of a training."""
-    model = fully_shard(nn.Linear(4, 4))
-    for step in range(3):
-        if step == 1 and dist.get_rank() == 1:
-            os._exit(7)
-        model(torch.ones(1, 4)).sum().backward()
-
-
-def test_a_rank_that_dies_is_reported_at_once_and_not_the_one_that_waited_for_it():
-    begin = time.monotonic()
-    with pytest.raises(RankError, match="rank 1.*exit(ed)?.* 7"):
-        launch(a_rank_that_dies, 2, timeout=60)
-    assert time.monotonic() - begin < 30, "it waited for the timeout"
-
-
-def a_rank_that_waits_for_a_dead_one() -> str:
-    output, own = torch.zeros(2), torch.zeros(1)
-    gather(output, own, None).wait()
-    if dist.get_rank() == 1:
-        for connection in shared(None).neighbors._sockets.values():
-            connection.close()
-        return "gone"
-    return error_of(lambda: gather(output, own, None).wait())
-
-
-def test_a_rank_that_is_gone_is_named():
-    said = launch(a_rank_that_waits_for_a_dead_one, 2, timeout=60)
-    assert said == ["Connection closed by peer: rank 1 of the group is gone", "gone"]
-
-
-# --- Who watches -------------------------------------------------------------------------------------------
-
-
-def seen_by_others() -> tuple[dict[str, int], list[str], list[int]]:
-    """Collectives of a step as a dispatch mode counts them, and as a wrapper around torch's functions sees them."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
+@two.finds(({"_allgather_base_": 4, "_reduce_scatter_base_": 2}, ["all"] * 4 + ["reduce"] * 2, [0, 1]))
+def dispatch_modes_and_wrappers_of_torchs_functions_see_the_collectives() -> Any:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     for module in (*model, model):
         fully_shard(module)
     calls, ranks = [], []
     names = [name for name in dir(dist) if name in ("all_gather_single", "reduce_scatter_single")]
     names = names or ["all_gather_into_tensor", "reduce_scatter_tensor"]
-    originals = {name: getattr(dist, name) for name in names}
 
-    def watch(name: str) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name.split("_")[0])
-            ranks.extend(dist.get_process_group_ranks(kwargs["group"]))
-            return originals[name](*args, **kwargs)
+    def watched(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name.split("_")[0])
+        ranks.extend(dist.get_process_group_ranks(kwargs["group"]))
+        return original(*args, **kwargs)
 
-        return watched
-
-    for name in names:
-        setattr(dist, name, watch(name))
-    with CommDebugMode() as counted:
+    watching = {name: functools.partial(watched, getattr(dist, name), name) for name in names}
+    with mock.patch.multiple(dist, **watching), CommDebugMode() as counted:
         model(torch.ones(2, 3)).sum().backward()
     by_op = {str(op).split(".")[-1]: number for op, number in counted.get_comm_counts().items()}
-    by_op = {
-        op: number for op, number in by_op.items() if op.endswith("_base_")
-    }  # others compare the ranks' models
-    return by_op, sorted(calls), sorted(set(ranks))
+    of_step = {op: n for op, n in by_op.items() if op.endswith("_base_")}  # others compare the ranks' models
+    return of_step, sorted(calls), sorted(set(ranks))
 
 
-def test_dispatch_modes_and_wrappers_of_torchs_functions_see_the_collectives():
-    for by_op, calls, ranks in launch(seen_by_others, 2, timeout=60):
-        assert by_op == {"_allgather_base_": 4, "_reduce_scatter_base_": 2}
-        assert calls == ["all"] * 4 + ["reduce"] * 2
-        assert ranks == [0, 1]
+@two.finds("Connection closed by peer: rank 1 of the group is gone", "gone")
+def a_rank_that_is_gone_is_named() -> str:
+    """The last check, since memory that it may still read cannot be asked for."""
+    group = fresh_group()
+    output, own = torch.zeros(2), torch.zeros(1)
+    gather(output, own, group).wait()
+    if dist.get_rank() == 1:
+        for connection in shared(group).neighbors._sockets.values():
+            connection.close()
+        return "gone"
+    return error_of(lambda: gather(output, own, group).wait())
+
+
+test_on_two_ranks = two.test()

@@ -24,21 +24,18 @@ from hwfsdp import explain, fully_shard, init_shards, launch
 from oracles import (
     BITS,
     REGROUPING,
-    ROUNDING,
     Case,
-    Check,
     Training,
     compare,
-    complaints,
     cpu_mesh,
     fresh,
     ours,
-    run_checks,
     wrap,
 )
+from together import Together
 
-WORLD_SIZES = (1, 2, 3, 4)
 Whole = dict[str, Tensor]
+two = Together(2)
 
 
 def on_meta(build: Callable[[], models.Model]) -> models.Model:
@@ -99,33 +96,19 @@ def in_bf16() -> models.Model:
 STARTS: dict[str, Start] = {
     "uneven": Start(models.uneven),
     "uneven, nested": Start(models.uneven, how="nested"),
-    "uneven, root alone": Start(models.uneven, how="root"),
-    "uneven, kept after forward": Start(models.uneven, options={"reshard_after_forward": False}),
     "tied": Start(models.Transformer),
     "lists": Start(Lists),
     "bf16": Start(in_bf16),
     "even": Start(models.even),
     "even, by columns": Start(models.even, options={"shard_placement_fn": by_columns}),
     "convolution": Start(models.Convolution),
-    "buffers": Start(models.Normalized),
 }
-HYBRID: dict[int, dict[str, Start]] = {
-    2: {
-        "uneven, hybrid (1, 2)": Start(models.uneven, (1, 2)),
-        "uneven, hybrid (2, 1)": Start(models.uneven, (2, 1)),
-    },
-    4: {
-        "uneven, hybrid (2, 2)": Start(models.uneven, (2, 2)),
-        "uneven, hybrid (1, 4)": Start(models.uneven, (1, 4)),
-        "even, by columns, hybrid (2, 2)": Start(
-            models.even, (2, 2), options={"shard_placement_fn": by_columns}
-        ),
-    },
+HYBRID: dict[str, Start] = {
+    "uneven, hybrid": Start(models.uneven, (2, 2)),
+    "even, by columns, hybrid": Start(models.even, (2, 2), options={"shard_placement_fn": by_columns}),
 }
-
-
-def starts(world_size: int) -> dict[str, Start]:
-    return {**STARTS, **HYBRID.get(world_size, {})}
+STARTS_OF = {1: STARTS, 3: STARTS, 4: HYBRID}  # by world size
+START_CASES = [(world_size, name) for world_size in STARTS_OF for name in STARTS_OF[world_size]]
 
 
 # --- The same model at any world size ----------------------------------------------------------------------
@@ -168,62 +151,50 @@ def start(how: Start) -> Started:
 
 
 @functools.cache
-def started(world_size: int) -> list[dict[str, Started]]:
-    def on_a_rank() -> dict[str, Started]:
-        return {name: start(how) for name, how in starts(world_size).items()}
+def found(world_size: int) -> list[tuple[dict[str, Started], dict[str, Any]]]:
+    """On each rank, by case: how it started, and what `explain` says."""
+
+    def on_a_rank() -> tuple[dict[str, Started], dict[str, Any]]:
+        cases = STARTS_OF[world_size]
+        explained = EXPLAINED.get(world_size, ())
+        return {n: start(cases[n]) for n in cases}, {n: explanations(cases[n]) for n in explained}
 
     return launch(on_a_rank, world_size, timeout=100)
 
 
-START_CASES = [(world_size, name) for world_size in WORLD_SIZES for name in starts(world_size)]
+def started(world_size: int) -> list[dict[str, Started]]:
+    return [of_rank for of_rank, _ in found(world_size)]
 
 
-def reference(name: str) -> Whole:
-    """The same model started on one rank."""
-    return started(1)[0][name.split(", hybrid")[0]].whole
+def explained(world_size: int) -> list[dict[str, Any]]:
+    return [of_rank for _, of_rank in found(world_size)]
 
 
-@pytest.mark.parametrize("world_size, case", [c for c in START_CASES if c[0] > 1])
-def test_the_whole_model_is_the_same_at_any_world_size(world_size, case):
-    expected = reference(case)
+@pytest.mark.parametrize("world_size, case", START_CASES)
+def test_the_whole_model_is_the_same_at_any_world_size_however_it_is_wrapped_and_cut(world_size, case):
+    expected = started(1)[0][case.partition(",")[0]].whole
     for rank in started(world_size):
         found = rank[case].whole
         assert list(found) == list(expected)
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("how", ["nested", "root alone", "kept after forward"])
-def test_how_a_model_is_wrapped_does_not_change_its_weights(how):
-    one, other = reference("uneven"), reference(f"uneven, {how}")
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_the_dimension_that_is_cut_does_not_change_the_weights():
-    one, other = reference("even"), reference("even, by columns")
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("world_size, case", START_CASES)
 def test_init_is_called_for_each_row_of_the_rank_with_that_row_in_whole(world_size, case):
     """Of a parameter cut along another dimension than the first, a rank has a part of every row."""
-    plain = {name: tuple(param.shape) for name, param in starts(world_size)[case].build().named_parameters()}
+    plain = {name: tuple(p.shape) for name, p in STARTS_OF[world_size][case].build().named_parameters()}
     for rank in started(world_size):
         found = rank[case]
+        assert found.random_state_kept, "it uses or disturbs the generator of the process"
+        assert found.gradients == len(plain), "parameters do not need gradients any more"
+        assert set(found.calls) <= set(plain)
         for name, shape in plain.items():
             local, calls = found.local[name], found.calls.get(name, [])
             assert [tuple(row.shape) for row in calls] == [shape[1:]] * (len(local) if local.numel() else 0)
             assert {row.dtype for row in calls} <= {local.dtype}
-            if calls and local.shape[1:] == torch.Size(shape[1:]):
-                assert torch.equal(torch.stack(calls), local), name
-            elif calls:
-                assert torch.equal(torch.stack(calls), found.whole[name]), name
-        assert set(found.calls) <= set(plain)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_init_shards_neither_uses_nor_disturbs_the_generator_of_the_process(world_size):
-    for rank in started(world_size):
-        assert all(found.random_state_kept for found in rank.values())
+            if calls:
+                rows = local if local.shape[1:] == torch.Size(shape[1:]) else found.whole[name]
+                assert torch.equal(torch.stack(calls), rows), name
 
 
 @pytest.mark.parametrize("case", STARTS)
@@ -236,73 +207,104 @@ def test_the_seed_decides_and_the_same_one_gives_the_same_weights(case):
 
 @pytest.mark.parametrize("case", STARTS)
 def test_no_two_rows_are_the_same_nor_are_two_parameters(case):
-    rows = [row.flatten() for tensor in started(1)[0][case].whole.values() for row in tensor]
     of_length: dict[int, list[tuple[float, ...]]] = {}
-    for row in rows:
+    for row in [row.flatten() for tensor in started(1)[0][case].whole.values() for row in tensor]:
         of_length.setdefault(len(row), []).append(tuple(row.tolist()))
     for length, found in of_length.items():
         assert length < 3 or len(set(found)) == len(found)  # short rows of bf16 may meet by chance
 
 
-def test_parameters_still_need_gradients_after_init_shards():
-    for rank in started(2):
-        assert rank["uneven"].gradients == len(rank["uneven"].whole)
+# --- On two ranks ------------------------------------------------------------------------------------------
 
 
-def test_rows_that_init_does_not_fill_by_chance_are_what_it_says_over_whatever_was_there():
-    def on_a_rank() -> list[bool]:
-        model = Start(models.uneven).model()
-        for param in model.parameters():
-            nn.init.constant_(param.to_local(), 3.0)
+@two.finds({True})
+def rows_are_what_init_fills_in_over_whatever_was_there() -> set[bool]:
+    model = Start(models.uneven).model()
+    for param in model.parameters():
+        nn.init.constant_(param.to_local(), 3.0)
 
-        def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
-            row.fill_(0.5 if fqn.endswith("weight") else 0.25)
+    def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
+        row.fill_(0.5 if fqn.endswith("weight") else 0.25)
 
-        init_shards(model, init, 0)
-        return [
-            torch.equal(
-                param.full_tensor(), torch.full(param.shape, 0.5 if name.endswith("weight") else 0.25)
-            )
-            for name, param in model.named_parameters()
-        ]
-
-    assert launch(on_a_rank, 2, timeout=60) == [[True] * 12] * 2
+    init_shards(model, init, 0)
+    return {
+        bool((param.full_tensor() == (0.5 if name.endswith("weight") else 0.25)).all())
+        for name, param in model.named_parameters()
+    }
 
 
-def test_buffers_are_not_touched():
-    def on_a_rank() -> list[bool]:
-        model = Start(models.Normalized).model()
-        for number, buffer in enumerate(model.buffers()):
-            buffer.fill_(number + dist.get_rank())
-        pointers = [buffer.data_ptr() for buffer in model.buffers()]
+@two.finds([True] * 7)
+def buffers_are_not_touched() -> list[bool]:
+    model = Start(models.Normalized).model()
+    for number, buffer in enumerate(model.buffers()):
+        buffer.fill_(number + dist.get_rank())
+    pointers = [buffer.data_ptr() for buffer in model.buffers()]
+    init_shards(model, noise, 0)
+    same = [bool((buffer == n + dist.get_rank()).all()) for n, buffer in enumerate(model.buffers())]
+    return [*same, pointers == [buffer.data_ptr() for buffer in model.buffers()]]
+
+
+@two.finds([True] * 6)
+def whole_parameters_that_a_forward_or_a_gather_left_behind_are_not_taken_for_the_weights() -> list[bool]:
+    expected, model = Start(models.stem).model(), wrap(fresh(models.stem), ours)
+    init_shards(expected, noise, 3)
+    same, inputs = [], model.inputs(4, 0)
+    for before in (lambda: model(*inputs), lambda: model(*inputs).sum().backward(), model.blocks[0].unshard):
+        before()
+        init_shards(model, noise, 3)
+        same.append(torch.equal(model(*inputs), expected(*inputs)))
+        init_shards(model, noise, 4)
+        same.append(not torch.equal(model(*inputs), expected(*inputs)))
+    return same
+
+
+@two.finds([True, True])
+def no_rank_ever_has_memory_for_more_than_its_shards() -> list[bool]:
+    model = wrap(on_meta(models.even), ours)
+    meta = all(param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    storages = [p.to_local().untyped_storage() for p in model.parameters()]
+    held = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    return [meta, held * dist.get_world_size() == sum(p.nbytes for p in models.even().parameters())]
+
+
+def fill_nothing(model: models.Model) -> None:
+    pass
+
+
+def fill_the_first_block(model: models.Model) -> None:
+    model.blocks[0].to_empty(device="cpu")
+
+
+def fill_all_but_a_weight(model: models.Model) -> None:
+    model.to_empty(device="cpu")
+    model.blocks[1].down.weight = nn.Parameter(model.blocks[1].down.weight.to("meta"))
+
+
+FILLED = [  # and what is named then, and what is not
+    (fill_nothing, ["blocks.0.up.weight", "blocks.0.down.bias"], []),
+    (fill_the_first_block, ["blocks.1.up.weight", "blocks.1.down.bias"], ["blocks.0."]),
+    (fill_all_but_a_weight, ["blocks.1.down.weight"], ["blocks.0.", "blocks.1.up", "blocks.1.down.bias"]),
+]
+
+
+@two.finds([])
+def parameters_without_memory_are_named_at_forward_and_by_init_shards() -> list[str]:
+    wrong = []
+    for fill, named, not_named in FILLED:
+        model = wrap(on_meta(models.uneven), ours)
+        fill(model)
+        with pytest.raises(hwfsdp.StateError) as caught:
+            model(*model.inputs(2, 0))
+        said = str(caught.value)
+        wrong += [name for name in ("meta", "to_empty", *named) if name not in said]
+        wrong += [name for name in not_named if name in said]
+        with pytest.raises(hwfsdp.StateError, match=rf"{named[0]}.*to_empty"):
+            init_shards(model, noise, 0)
+        model.to_empty(device="cpu")
         init_shards(model, noise, 0)
-        same = [bool((buffer == n + dist.get_rank()).all()) for n, buffer in enumerate(model.buffers())]
-        return [*same, pointers == [buffer.data_ptr() for buffer in model.buffers()]]
-
-    assert launch(on_a_rank, 2, timeout=60) == [[True] * 7] * 2
-
-
-def test_a_model_that_has_weights_and_has_run_can_be_started_again():
-    """Whole parameters that a forward or a gather left behind are not taken for the weights."""
-
-    def on_a_rank() -> list[bool]:
-        expected, model = Start(models.stem).model(), wrap(fresh(models.stem), ours)
-        init_shards(expected, noise, 3)
-        same = []
-        inputs = model.inputs(4, 0)
-        for before in (
-            lambda: model(*inputs),
-            lambda: model(*inputs).sum().backward(),
-            model.blocks[0].unshard,
-        ):
-            before()
-            init_shards(model, noise, 3)
-            same.append(torch.equal(model(*inputs), expected(*inputs)))
-            init_shards(model, noise, 4)
-            same.append(not torch.equal(model(*inputs), expected(*inputs)))
-        return same
-
-    assert launch(on_a_rank, 2, timeout=60) == [[True] * 6] * 2
+        model(*model.inputs(2, 0)).sum().backward()
+    return wrong
 
 
 # --- From meta to training ---------------------------------------------------------------------------------
@@ -318,112 +320,24 @@ def start_and_train(training: Training) -> None:
 
 
 TRAINED: dict[str, Case] = {
-    "uneven": Case(models.uneven, start_and_train),
     "uneven, nested": Case(models.uneven, start_and_train, "nested"),
     "lists": Case(Lists, start_and_train),
     "even, by columns": Case(models.even, start_and_train, options={"shard_placement_fn": by_columns}),
-    "kept after forward": Case(models.uneven, start_and_train, options={"reshard_after_forward": False}),
 }
-FEWER = {"over fewer ranks": Case(models.uneven, start_and_train, options={"reshard_after_forward": 2})}
-TRAINED_CASES = [(2, name) for name in TRAINED] + [(4, name) for name in ("lists", "over fewer ranks")]
 
 
-@functools.cache
-def trained(world_size: int) -> Any:
-    cases = {name: {**TRAINED, **FEWER}[name] for size, name in TRAINED_CASES if size == world_size}
-    checks: dict[str, Check] = {
-        name: functools.partial(compare, case, BITS if world_size <= 2 else ROUNDING, REGROUPING)
-        for name, case in cases.items()
-    }
-    return launch(run_checks, world_size, checks, timeout=200)
-
-
-@pytest.mark.parametrize("world_size, case", TRAINED_CASES)
-def test_a_model_started_on_meta_trains_as_under_fsdp2(world_size, case):
-    assert complaints(trained(world_size), case, "FSDP2") == []
-
-
-@pytest.mark.parametrize("world_size, case", TRAINED_CASES)
-def test_a_model_started_on_meta_trains_as_without_sharding(world_size, case):
-    assert complaints(trained(world_size), case, "unsharded") == []
-
-
-def test_no_rank_ever_has_memory_for_more_than_its_shards():
-    def on_a_rank() -> Any:
-        model = wrap(on_meta(models.even), ours)
-        meta = all(param.is_meta for param in model.parameters())
-        model.to_empty(device="cpu")
-        held = {
-            p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage()
-            for p in model.parameters()
-        }
-        whole = sum(param.nbytes for param in models.even().parameters())
-        return meta, sum(storage.nbytes() for storage in held.values()) * dist.get_world_size() == whole
-
-    for world_size in (2, 4):
-        assert launch(on_a_rank, world_size, timeout=60) == [(True, True)] * world_size
-
-
-def first_block_only(model: models.Model) -> None:
-    model.blocks[0].to_empty(device="cpu")
-
-
-def all_but_a_weight(model: models.Model) -> None:
-    model.to_empty(device="cpu")
-    model.blocks[1].down.weight = nn.Parameter(model.blocks[1].down.weight.to("meta"))
-
-
-@pytest.mark.parametrize(
-    "fill, named, not_named",
-    [
-        (lambda model: None, ["blocks.0.up.weight", "blocks.0.down.bias"], []),
-        (first_block_only, ["blocks.1.up.weight", "blocks.1.down.bias"], ["blocks.0."]),
-        (all_but_a_weight, ["blocks.1.down.weight"], ["blocks.0.", "blocks.1.up", "blocks.1.down.bias"]),
-    ],
-    ids=["nothing filled", "the first block filled", "all but a weight filled"],
-)
-def test_parameters_without_memory_are_named_at_forward(fill, named, not_named):
-    def on_a_rank() -> str:
-        model = wrap(on_meta(models.uneven), ours)
-        fill(model)
-        with pytest.raises(RuntimeError) as caught:
-            model(*model.inputs(2, 0))
-        assert isinstance(caught.value, hwfsdp.FSDPError)
-        model.to_empty(device="cpu")
-        init_shards(model, noise, 0)
-        model(*model.inputs(2, 0)).sum().backward()
-        return str(caught.value)
-
-    for message in launch(on_a_rank, 2, timeout=60):
-        assert [name for name in named if name not in message] == [], message
-        assert [name for name in not_named if name in message] == [], message
-        assert "meta" in message and "to_empty" in message
-
-
-def test_init_shards_names_a_parameter_without_memory():
-    def on_a_rank() -> str:
-        model = wrap(on_meta(models.uneven), ours)
-        with pytest.raises(RuntimeError) as caught:
-            init_shards(model, noise, 0)
-        return str(caught.value)
-
-    for message in launch(on_a_rank, 2, timeout=60):
-        assert "blocks.0.up.weight" in message and "to_empty" in message, message
+for name, case in TRAINED.items():
+    check = functools.partial(compare, case, BITS, REGROUPING)
+    two.add(f"started on meta, {name}", check, {"FSDP2": [], "unsharded": []})
 
 
 # --- explain -----------------------------------------------------------------------------------------------
 
-EXPLAINED: dict[str, Start] = {
-    "uneven": Start(models.uneven),
-    "nested": Start(models.uneven, how="nested"),
-    "blocks and root": Start(models.stem),
-    "lists": Start(Lists),
-    "tied": Start(models.Transformer),
-    "by columns": Start(models.even, options={"shard_placement_fn": by_columns}),
-    "bf16": Start(in_bf16),
-    "convolution": Start(models.Convolution),
-}
-EXPLAINED_HYBRID = {"hybrid": Start(models.uneven, (2, 2))}
+EXPLAINED = {
+    3: ("uneven", "tied", "lists", "bf16", "even, by columns"),
+    4: ("uneven, hybrid",),
+}  # by world size
+EXPLAINED_CASES = [(3, name) for name in EXPLAINED[3]] + [(4, name) for name in EXPLAINED[4]]
 
 
 def explanations(how: Start) -> dict[str, tuple[list[Any], str]]:
@@ -451,101 +365,65 @@ def explanations(how: Start) -> dict[str, tuple[list[Any], str]]:
     return {"placements": placements, **turns}
 
 
-@functools.cache
-def explained(world_size: int, hybrid: bool = False) -> Any:
-    def on_a_rank() -> Any:
-        cases = EXPLAINED_HYBRID if hybrid else EXPLAINED
-        return {name: explanations(how) for name, how in cases.items()}
-
-    return launch(on_a_rank, world_size, timeout=100)
-
-
-EXPLAINED_CASES = [(w, name) for w in (1, 2, 4) for name in EXPLAINED] + [(4, "hybrid")]
-
-
 @pytest.mark.parametrize("world_size, case", EXPLAINED_CASES)
 def test_explain_says_of_every_parameter_what_the_rank_has_of_it(world_size, case):
-    how = {**EXPLAINED, **EXPLAINED_HYBRID}[case]
+    how = STARTS_OF[world_size][case]
     plain = dict(how.build().named_parameters())
     shards = how.mesh[1] if how.mesh else world_size
-    for rank, found in enumerate(explained(world_size, case == "hybrid")):
-        rows, _ = found[case]["wrapped"]
+    for rank, found in enumerate(explained(world_size)):
+        rows, text = found[case]["wrapped"]
         assert sorted(row[0] for row in rows) == sorted(plain)
-        for fqn, _, shape, dtype, placement, (first, end), padding in rows:
+        for fqn, group, shape, dtype, placement, (first, end), padding in rows:
             param = plain[fqn]
-            dim = 1 if case == "by columns" and param.ndim > 1 else 0
+            dim = 1 if case == "even, by columns" and param.ndim > 1 else 0
             chunks = torch.arange(param.shape[dim]).chunk(shards)
             mine = chunks[rank % shards].tolist() if rank % shards < len(chunks) else []
             assert shape == tuple(param.shape) and dtype == str(param.dtype).removeprefix("torch.")
             assert placement == found[case]["placements"][fqn]
             assert [*range(first, end)] == mine
             assert padding == (len(chunks[0]) - len(mine)) * (param.numel() // param.shape[dim])
-
-
-@pytest.mark.parametrize("world_size, case", EXPLAINED_CASES)
-def test_the_text_of_an_explanation_has_a_line_with_the_numbers_of_every_parameter(world_size, case):
-    for rank in explained(world_size, case == "hybrid"):
-        rows, text = rank[case]["wrapped"]
-        for fqn, group, shape, dtype, placement, (first, end), padding in rows:
             [line] = [line for line in text.splitlines() if line.split()[0] == fqn]
             assert group in line and dtype in line and placement in line
-            numbers = [int(n) for n in re.findall(r"\d+", line.removeprefix(fqn).replace(placement, ""))]
-            assert {*shape, padding} <= {*numbers}
-            assert first == end or {first, end - 1} <= {*numbers}
-
-
-@pytest.mark.parametrize("world_size, case", EXPLAINED_CASES)
-def test_an_explanation_does_not_depend_on_what_is_registered(world_size, case):
-    for rank in explained(world_size, case == "hybrid"):
-        tables = {turn: table for turn, table in rank[case].items() if turn != "placements"}
-        assert len(tables) == 4
+            numbers = {int(n) for n in re.findall(r"\d+", line.removeprefix(fqn).replace(placement, ""))}
+            assert {*shape, padding} <= numbers
+            assert first == end or {first, end - 1} <= numbers
+        tables = {turn: table for turn, table in found[case].items() if turn != "placements"}
+        assert len(tables) == 4, "what is registered then differs"
         assert [turn for turn, table in tables.items() if table != tables["wrapped"]] == []
 
 
 def test_parameters_of_one_group_name_the_same_group():
-    [found] = explained(1)
-    groups = {row[0]: row[1] for row in found["lists"]["wrapped"][0]}
+    groups = {row[0]: row[1] for row in explained(3)[0]["lists"]["wrapped"][0]}
     of_the_list = {group for fqn, group in groups.items() if fqn.startswith(("layers.0", "layers.1"))}
     assert len(of_the_list) == 1 and "layers.0" in min(of_the_list) and "layers.1" in min(of_the_list)
     assert groups["layers.2.up.weight"] == "layers.2"
     assert len(set(groups.values())) == 3
 
 
-def test_the_padding_of_all_ranks_and_their_rows_are_what_is_gathered():
-    gathered = {"blocks.0.up.weight": 8 * 5, "blocks.2.down.bias": 4}  # 7 rows of 5 and 1, padded for 4 ranks
-    for fqn, elements in gathered.items():
-        rows = [next(row for row in rank["uneven"]["wrapped"][0] if row[0] == fqn) for rank in explained(4)]
-        width = 5 if "weight" in fqn else 1
-        assert sum((row[5][1] - row[5][0]) * width + row[6] for row in rows) == elements
+@two.finds((["head.bias"], True, True, ["up.weight", "up.bias", "down.weight", "down.bias"]))
+def parameters_that_are_not_sharded_are_listed_apart() -> Any:
+    model = models.stem()
+    ours(model.blocks[0])
+    ours(model, ignored_params={model.head.bias})
+    table, some = explain(model), explain(model.blocks[0])
+    fqns = [row.fqn for row in table.rows]
+    listed = "head.bias" not in fqns and "head.weight" in fqns
+    below = "head.bias" in str(table).splitlines()[-1]
+    return table.not_sharded, listed, below, [row.fqn for row in some.rows]
 
 
-def test_parameters_that_are_not_sharded_are_listed_apart():
-    def on_a_rank() -> Any:
-        model = models.stem()
-        ours(model.blocks[0])
-        ours(model, ignored_params={model.head.bias})
-        table = explain(model)
-        some = explain(model.blocks[0])
-        return [row.fqn for row in table.rows], str(table), [row.fqn for row in some.rows], table.not_sharded
-
-    for fqns, text, some, left in launch(on_a_rank, 2, timeout=60):
-        assert "head.bias" not in fqns and "head.weight" in fqns and left == ["head.bias"]
-        assert "head.bias" in text.splitlines()[-1]
-        assert some == ["up.weight", "up.bias", "down.weight", "down.bias"]
-
-
-def test_a_tied_parameter_has_one_line_whichever_of_its_modules_comes_first():
-    def on_a_rank() -> Any:
-        model = models.Transformer()
-        ours([model.head, model.embed])
-        ours(model)
-        table = explain(model)
-        return [row.fqn for row in table.rows if "head" in row.fqn or "embed" in row.fqn], table.not_sharded
-
-    for fqns, left in launch(on_a_rank, 2, timeout=60):
-        assert len(fqns) == 1 and left == []
+@two.finds((1, []))
+def a_tied_parameter_has_one_line_whichever_of_its_modules_comes_first() -> tuple[int, list[str]]:
+    model = models.Transformer()
+    ours([model.head, model.embed])
+    ours(model)
+    table = explain(model)
+    return len([row for row in table.rows if "head" in row.fqn or "embed" in row.fqn]), table.not_sharded
 
 
 def test_explaining_a_plain_model_is_refused():
     with pytest.raises(ValueError, match="fully_shard"):
         explain(models.stem())
+
+
+test_on_two_ranks = two.test()

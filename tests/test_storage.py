@@ -9,38 +9,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hwfsdp.storage import allocate, free, is_allocated
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
-
 
 def nbytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)], ids=str)
-def test_freed_and_allocated_again_a_tensor_has_its_memory_shape_and_identity(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    tensor = torch.ones(shape, dtype=dtype)
-    storage, full = tensor.untyped_storage(), tensor.numel() * dtype.itemsize
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_freed_and_allocated_again_a_tensor_has_its_memory_shape_and_identity(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 5, dtype=dtype)
+    storage, full = tensor.untyped_storage(), 15 * dtype.itemsize
     for _ in range(2):
         free(tensor)
-        assert (nbytes(tensor), is_allocated(tensor), tuple(tensor.shape)) == (0, False, shape)
+        assert (nbytes(tensor), is_allocated(tensor), tuple(tensor.shape)) == (0, False, (3, 5))
         allocate(tensor)
-        assert (nbytes(tensor), is_allocated(tensor), tuple(tensor.shape)) == (full, True, shape)
+        assert (nbytes(tensor), is_allocated(tensor), tuple(tensor.shape)) == (full, True, (3, 5))
     assert tensor.untyped_storage()._cdata == storage._cdata
     tensor.fill_(3)
     assert tensor.unique().tolist() == [3]
-
-
-def test_freeing_twice_and_allocating_twice_change_nothing() -> None:
-    tensor = torch.arange(4.0)
-    place = tensor.data_ptr()
-    allocate(tensor)
-    assert (tensor.tolist(), tensor.data_ptr()) == ([0, 1, 2, 3], place)
-    free(tensor)
-    free(tensor)
-    assert nbytes(tensor) == 0
 
 
 def test_a_change_of_size_is_one_resizing_and_no_change_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,15 +72,6 @@ def test_what_autograd_saved_sees_the_memory_return() -> None:
     out.backward()
     assert x.grad is not None and x.grad.tolist() == [2, 3]
     assert weight.grad is not None and weight.grad.tolist() == [5, 7]
-
-
-def test_writing_through_the_tensor_itself_would_be_noticed() -> None:
-    weight = torch.tensor([2.0, 3.0], requires_grad=True)
-    out = (weight * weight).sum()
-    with torch.no_grad():
-        weight.copy_(torch.tensor([2.0, 3.0]))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward()
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
