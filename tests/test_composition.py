@@ -1146,6 +1146,10 @@ def compiled() -> Any:
 
 @functools.cache
 def compiled_by_inductor() -> Any:
+    if " " in torch.__file__:
+        pytest.skip(
+            "torch's inductor names its own headers unquoted to the compiler: no space may be in their path"
+        )
     return launched(2, {"inductor": functools.partial(check_compiled, INDUCTOR)}, timeout=600)
 
 
