@@ -25,33 +25,17 @@ def load_tool() -> Any:
 
 TOOL = load_tool()
 SOURCES = TOOL.sources([])
-
-
-def test_there_are_at_least_ten() -> None:
-    assert len(SOURCES) >= 10
+FIRST = next(cell.source for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_is_what_its_source_gives(path: Path) -> None:
+def test_a_notebook_is_what_its_source_gives_says_what_it_needs_and_defines_no_algorithm(path: Path) -> None:
     assert list(TOOL.problems(path)) == []
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_begins_by_saying_what_it_needs(path: Path) -> None:
-    first = next(cell for cell in TOOL.read_source(path).cells if cell.cell_type == "code")
-    expected = next(cell for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
-    assert first.source == expected.source
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_defines_no_algorithm(path: Path) -> None:
+    cells = TOOL.read_source(path).cells
+    assert cells[0].source.startswith(f"# {path.name[:2]} · ")
+    assert next(cell.source for cell in cells if cell.cell_type == "code") == FIRST
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     assert [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST] == []
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_the_number_of_a_notebook_is_in_its_title(path: Path) -> None:
-    assert TOOL.read_source(path).cells[0].source.startswith(f"# {path.name[:2]} · ")
 
 
 def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
@@ -71,9 +55,6 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # its readers have not set it, and it adds collectives
     TOOL.run(TOOL.read_source(path), TOOL.SECONDS * float(os.environ.get("HWFSDP_PATIENCE", "1")))
-
-
-FIRST = next(cell.source for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
 
 
 def shown(*cells: str) -> list[str]:
