@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import suites
 import torch.distributed as dist
 from sybil import Sybil
 from sybil.document import Document
@@ -19,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TEXTS = [*DOCS.glob("*.md"), ROOT / "README.md", *(ROOT / "exercises").glob("[0-9]*/README.md")]
 # without the capstone's, which takes the learner's own file
-PAGES = [path for path in TEXTS if "```python" in path.read_text()]
+PAGES = [str(path.relative_to(ROOT)) for path in TEXTS if "```python" in path.read_text()]
+FAST = ["README.md", "docs/checkpoints.md", "docs/virtual.md", "exercises/01_shard_math/README.md"]
 READER = Sybil(parsers=[PythonCodeBlockParser()])
 
 
@@ -30,13 +32,13 @@ def read(path: Path) -> Document:
     return document
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", suites.fast_are(FAST, PAGES))
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # exercise 09's page puts another in its place; afterwards it is back
     monkeypatch.setattr(FSDPState, "prefetch_forward", FSDPState.prefetch_forward)
     try:
-        for example in read(path).examples():
+        for example in read(ROOT / page).examples():
             example.evaluate()
     finally:
         if dist.is_initialized():  # by a page, in a comment that readers do not see

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import suites
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -46,7 +47,7 @@ def test_pictures_are_those_that_are_named_and_drawn() -> None:
     assert max(there.values()) <= 90_000
 
 
-@pytest.mark.parametrize("name", faq.STATED)
+@pytest.mark.parametrize("name", suites.fast_are(["means", "logging"], faq.STATED))
 def test_numbers_of_the_text_are_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)  # which adds collectives
     section = next(text for text in SECTIONS.values() if f"faq_{name}.png" in text)

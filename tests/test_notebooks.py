@@ -10,6 +10,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import suites
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 LONGEST = 30  # lines of a function in a notebook: what ranks run, or what to draw
@@ -51,6 +52,7 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
     ] == [True] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # its readers have not set it, and it adds collectives
@@ -70,11 +72,10 @@ def shown(*cells: str) -> list[str]:
 @pytest.mark.parametrize(
     "broken",
     [
-        "import sys; sys.modules['hwfsdp'] = None",
-        "import sys; sys.path.insert(0, '{folder}')",
-        "import sys; sys.version_info = (3, 10, 4)",
+        suites.long("import sys; sys.modules['hwfsdp'] = None", id="no package"),
+        pytest.param("import sys; sys.path.insert(0, '{folder}')", id="a Python that cannot read it"),
+        suites.long("import sys; sys.version_info = (3, 10, 4)", id="a Python that is too old"),
     ],
-    ids=["no package", "a Python that cannot read it", "a Python that is too old"],
 )
 def test_a_kernel_that_cannot_run_a_notebook_says_what_to_do(broken: str, tmp_path: Path) -> None:
     (tmp_path / "hwfsdp").mkdir()
@@ -107,6 +108,7 @@ launch(step, 2, timeout=1)
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_or_hangs_in_a_cell_is_named_and_the_kernel_lives_on() -> None:
     _, failed, hung, after = shown(FIRST, FAILING, HANGING, "print(launch(dist.get_rank, 2))")
     assert "rank 1" in failed.lower() and "no batch for me" in failed

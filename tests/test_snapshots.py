@@ -84,6 +84,7 @@ def test_a_run_killed_again_and_again_arrives(tmp_path):
     assert losses_of(2, config) == uninterrupted(2)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
     config = saving(tmp_path, every=4, resume=True, keep=1)
     losses_of(2, replace(config, steps=4))
@@ -94,6 +95,7 @@ def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
     assert found.resumed_at == 4 and found.losses == uninterrupted(2)
 
 
+@pytest.mark.long
 def test_a_run_with_fewer_steps_left_than_are_recorded_records_those(tmp_path, capsys):
     arguments = ["train", "--ranks", "1", "--checkpoint", str(tmp_path / "x"), "--resume", *TINY]
     trace = ["--trace", str(tmp_path / "trace.json")]
