@@ -52,6 +52,8 @@ GROUPS: dict[str, list[Row]] = {
         Row("hwfsdp check 1", "Not started, 0 of 5 points.", 1),
         Row("hwfsdp hint 1", "Hint 1 of 3"),
         Row("hwfsdp status", "0 of 100 points"),
+    ],
+    "homework": [
         Row("hwfsdp check capstone", "Not started, 0 of 10 points.", 1),
         Row(
             "hwfsdp demo --implementation exercises/capstone/hw_fsdp.py",
