@@ -947,7 +947,8 @@ PROMISES.add(
     {name: functools.partial(check_compiled, plan) for name, plan in COMPILED.items()},
     fast=("block.compile(), then sharded", "sharded, then model.compile()"),
 )
-PROMISES.add(COMPILING + ", by inductor", {"blocks": functools.partial(check_compiled, INDUCTOR)}, fast=())
+BY_INDUCTOR = COMPILING + ", by inductor"
+PROMISES.add(BY_INDUCTOR, {"blocks": functools.partial(check_compiled, INDUCTOR)}, fast=())
 
 
 # --- Pipelining --------------------------------------------------------------------------------------------
@@ -1049,4 +1050,6 @@ PROMISES.add(
 
 @pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
 def test_a_promise_is_kept(promise, ranks, case):
+    if promise == BY_INDUCTOR and " " in torch.__file__:
+        pytest.skip("torch's inductor names its headers unquoted to the compiler: their path may have no space")
     assert PROMISES.broken(promise, ranks, case) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from hwfsdp import cli, explain, fully_shard, launch
 from hwfsdp.blueprint import explain_on_paper, find_blocks, find_builder
@@ -67,23 +67,26 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         sys.modules.pop(name, None)
 
 
-def on_ranks() -> tuple[list[Any], Totals]:
+def on_ranks() -> tuple[list[Any], Totals, str]:
+    """The table of a sharded model, and why a model cannot be explained on paper here."""
     model = zoo.build(SMALL)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
     table = explain(fully_shard(model))
-    return [tuple(row) for row in table.rows], table.totals
+    with pytest.raises(StateError) as caught:
+        explain_on_paper(lambda: nn.Linear(2, 2), 2)
+    return [tuple(row) for row in table.rows], table.totals, str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_on_paper_and_on_ranks_the_table_is_the_same(ranks: int) -> None:
-    for rank, (rows, totals) in enumerate(launch(on_ranks, ranks, timeout=60)):
-        paper = explain_on_paper(lambda: zoo.build(SMALL), ranks, rank).explanation
+def test_on_paper_and_on_ranks_the_table_is_the_same_but_a_rank_has_its_own_model_to_ask() -> None:
+    for rank, (rows, totals, refusal) in enumerate(launch(on_ranks, 3, timeout=60)):
+        paper = explain_on_paper(lambda: zoo.build(SMALL), 3, rank).explanation
         assert [tuple(row) for row in paper.rows] == rows
         assert paper.totals == totals
+        assert "hwfsdp.explain(model)" in refusal
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5, 64])
+@pytest.mark.parametrize("ranks", [1, 16])  # 16: some have none of some parameters
 def test_the_totals_are_those_of_nested_chunks(ranks: int) -> None:
     shapes = [tuple(p.shape) for p in zoo.build(SMALL).parameters()]
     elements = sum(map(prod, shapes))
@@ -117,15 +120,6 @@ def test_after_it_the_process_has_no_process_group_even_after_an_error() -> None
     assert not dist.is_initialized()
 
 
-def test_on_a_rank_of_other_ranks_it_is_refused() -> None:
-    def refused() -> str:
-        with pytest.raises(StateError) as caught:
-            explain_on_paper(lambda: nn.Linear(2, 2), 2)
-        return str(caught.value)
-
-    assert "hwfsdp.explain(model)" in launch(refused, 1, timeout=60)[0]
-
-
 # --- Folding -----------------------------------------------------------------------------------------------
 
 
@@ -137,7 +131,6 @@ def row(fqn: str, group: str, **other: Any) -> ParamRow:
     ("rows", "names"),
     [
         ([], []),
-        ([row("a.w", "a")], ["a"]),
         ([row("a.w", "a"), row("b.w", "b"), row("c.w", "c")], ["a … c: 3 alike"]),
         ([row("a.w", "a"), row("b.w", "b", dtype="bfloat16"), row("c.w", "c")], ["a", "b", "c"]),
         ([row("a.w", "a"), row("b.v", "b")], ["a", "b"]),
@@ -211,8 +204,7 @@ def test_classes_that_are_named_are_groups_of_their_own(classes: list[str], grou
 
 
 def test_nested_classes_are_wrapped_from_the_inside() -> None:
-    found = explain_on_paper(Outer, 2, 0, ["Inner", "Linear"])
-    groups = {r.group for r in found.explanation.rows}
+    groups = {r.group for r in explain_on_paper(Outer, 2, 0, ["Inner", "Linear"]).explanation.rows}
     assert "towers.left.parts.0.0" in groups and "towers.left" not in groups
 
 
@@ -243,16 +235,9 @@ def test_json_has_every_row_of_the_rank_and_nothing_else_on_standard_output(
     assert found["wrapped"] == ["0", "1", "2", "3"]
     assert len(found["rows"]) == found["totals"]["parameters"] == 16
     weight = found["rows"][0]
-    assert weight == {
-        **{
-            "fqn": "0.inner.weight",
-            "group": "0",
-            "shape": [24, 8],
-            "dtype": "float32",
-            "placement": weight["placement"],
-        },
-        **{"rows": [20, 24], "padding": 8},
-    }
+    assert {"dtype": "float32", "placement": str(Shard(0))}.items() <= weight.items()
+    assert (weight["fqn"], weight["group"], weight["shape"]) == ("0.inner.weight", "0", [24, 8])
+    assert (weight["rows"], weight["padding"]) == ([20, 24], 8)
 
 
 def test_all_lists_each_group(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,13 +282,3 @@ def test_arguments_that_the_parser_refuses_end_with_status_two(
     with pytest.raises(SystemExit) as caught:
         run(*arguments)
     assert caught.value.code == 2
-
-
-def test_asking_for_its_help_does_not_import_torch() -> None:
-    code = (
-        "import sys, hwfsdp.cli\n"
-        "try: hwfsdp.cli.main(['explain', '--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import suites
 import torch
 
 from hwfsdp import EventLog, launch
@@ -59,7 +60,7 @@ def trained(configs: list[TrainConfig]) -> list[TrainResult]:
     return [train(config) for config in configs]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])  # 3: rows that the ranks cannot share evenly
+@pytest.mark.parametrize("world_size", [2, suites.long(3)])  # 3: rows that the ranks cannot share evenly
 def test_every_implementation_has_the_losses_and_norms_of_unsharded_training(
     world_size: int, tmp_path: Path
 ) -> None:
@@ -76,28 +77,48 @@ def test_every_implementation_has_the_losses_and_norms_of_unsharded_training(
                 assert (result.losses, result.grad_norms) == (results[0].losses, results[0].grad_norms), name
 
 
-def test_the_demo_holds_a_file_against_fsdp2_and_draws_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_in_bfloat16_the_losses_are_close_and_half_the_bytes_are_gathered() -> None:
+    dtypes = ["float32", "bfloat16"]
+    configs = [replace(CONFIG, steps=3, param_dtype=dtype, record_last=1) for dtype in dtypes]
+    results = launch(trained, 2, configs, timeout=90)[0]
+    expected, _ = unsharded(configs[0], 2)
+    for result in results:
+        assert result.losses == pytest.approx(expected, abs=0.05)
+    whole, half = (result.log.summary()["bytes_by_op"] for result in results if result.log)
+    assert half["all_gather"] * 2 == whole["all_gather"]
+    assert half["reduce_scatter"] == whole["reduce_scatter"]
+
+
+@pytest.mark.parametrize("file", [None, suites.long(HOMEWORK)])
+def test_the_demo_compares_measures_and_draws(
+    file: Path | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    assert main(["demo", "--implementation", str(HOMEWORK), "--steps", "5", "--out", str(out), *TINY]) == 0
+    chosen, name = (["--implementation", str(file)], file.name) if file else ([], "hwfsdp")
+    assert main(["demo", *chosen, "--steps", "6", "--out", str(tmp_path), *TINY]) == 0
     report = capsys.readouterr().out
-    assert "losses and gradients, hw_fsdp.py and FSDP2  " in report and "equal, bit for bit" in report
+    assert "step 6/6" in report and "equal, bit for bit" in report
+    assert f"losses and gradients, {name} and FSDP2  " in report
     table, _, _ = report.partition("Written to")  # a folder, whose name may be long
     assert max(map(len, table.splitlines())) <= 80
-    summary = json.loads((out / "summary.json").read_text())
-    assert list(summary["losses"]) == list(summary["grad_norms"]) == ["hw_fsdp.py", "FSDP2", "unsharded"]
-    assert summary["grad_norms"]["hw_fsdp.py"] == summary["grad_norms"]["FSDP2"]
-    assert summary["grad_norms"]["unsharded"] == pytest.approx(
-        unsharded(replace(CONFIG, steps=5), 2)[1], rel=1e-4
-    )
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    norms = summary["grad_norms"]
+    assert list(summary["losses"]) == list(norms) == list(summary["step_ms"]) == [name, "FSDP2", "unsharded"]
+    assert summary["equal_to_fsdp2"] is True and norms[name] == norms["FSDP2"]
+    assert norms["unsharded"] == pytest.approx(unsharded(replace(CONFIG, steps=6), 2)[1], rel=1e-4)
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["largest_loss_difference_to_unsharded"] < 1e-5
     assert summary["bytes_by_op"] == summary["expected_bytes_by_op"]
+    assert summary["count_by_op"] == {"all_gather": 2 * (2 * 2 + 1), "reduce_scatter": 2 * (2 + 1)}
     assert summary["peak_unsharded_bytes"] == summary["expected_peak_unsharded_bytes"]
-    spans = {
-        (e.op, e.owner) for e in EventLog.load(out / "trace.json").events if e.op in ("forward", "backward")
-    }
+    assert 0 <= summary["overlap_fraction"] <= 1
+
+    log = EventLog.load(tmp_path / "trace.json")
+    assert log.ranks == [0, 1] and log.summary()["bytes_by_op"] == summary["bytes_by_op"]
+    spans = {(e.op, e.owner) for e in log.events if e.op in ("forward", "backward")}
     assert spans == {(op, name) for op in ("forward", "backward") for name in ("blocks.0", "blocks.1", "GPT")}
-    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("loss", "timeline", "memory"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
 SUMS = HOMEWORK.read_text() + (  # gradients are summed, not averaged: AdamW hides that from the loss
@@ -106,6 +127,7 @@ SUMS = HOMEWORK.read_text() + (  # gradients are summed, not averaged: AdamW hid
 )
 
 
+@pytest.mark.long
 def test_the_demo_fails_a_file_whose_gradients_are_too_large(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,25 +142,23 @@ def test_the_demo_fails_a_file_whose_gradients_are_too_large(
 
 
 @pytest.mark.parametrize(
-    ("name", "moved", "whole"),
+    ("name", "moved"),
     [
-        ("fsdp2", {"all_gather", "reduce_scatter"}, 0.5),
-        ("none", {"all_reduce"}, 1.0),
-        (str(HOMEWORK), None, 0.5),
+        suites.long("fsdp2", {"all_gather", "reduce_scatter"}),
+        ("none", {"all_reduce"}),
+        suites.long(str(HOMEWORK), {"all_gather", "reduce_scatter"}),
     ],
 )
 def test_a_trace_of_any_implementation_moves_what_the_closed_form_says(
-    name: str, moved: set[str] | None, whole: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, moved: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "t.json"
     assert main(["trace", "run", "demo", "--implementation", name, "--out", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["as_expected"] and found["races"] == [] and found["accesses"] > 0
-    assert {op for op, t in found["expected_per_step"].items() if t["bytes"]} == (
-        moved or {"all_gather", "reduce_scatter"}
-    )
+    assert {op for op, t in found["expected_per_step"].items() if t["bytes"]} == moved
     kinds = found["summary"]["peak_bytes_by_kind"]
-    assert (kinds["unsharded_param"] < kinds["sharded_param"]) == (whole < 1)
+    assert (kinds["unsharded_param"] < kinds["sharded_param"]) == (name != "none")
 
 
 # --- Files that do not work --------------------------------------------------------------------------------
@@ -156,33 +176,33 @@ HANGS = BODY + (
     "        pass\n"
     "    dist.barrier()\n"
 )
-BAD = {  # name: text, exit status, and what is said
-    "no_python": ("def f(:\n    pass\n", 2, "no_python.py:1: expected Python; got SyntaxError"),
-    "without": ("def shard(m):\n    pass\n", 2, "without.py: expected a function fully_shard; got none"),
-    "wants_more": ("def fully_shard(m, rank):\n    pass\n", 2, "wants_more.py: expected arguments among"),
-    "wraps": (
-        "import torch\ndef fully_shard(m):\n    return torch.nn.Sequential(m)\n",
-        2,
-        "to shard the module in place",
-    ),
-    "import_fails": ("import nothing_of_that_name\ndef fully_shard(m):\n    pass\n", 1, "import_fails.py:1"),
-    "raises": (RAISES, 1, "ValueError: no good at {}/raises.py:6."),
-    "hangs": (
-        HANGS,
-        1,
-        "rank 1 raised TimeoutError: sharding with hangs.py took more than 4 s at {}/hangs.py:4.",
-    ),
+PLAIN = "def fully_shard(module):\n    return module\n"
+EVEN = "def fully_shard(m, mesh):\n    assert 256 % mesh.size() == 0\n    return m\n"
+MAKES = "import torch\ndef fully_shard(m):\n    return torch.nn.Sequential(m)\n"
+NO_IMPORT = "import nothing_of_that_name\ndef fully_shard(m):\n    pass\n"
+LATE = "rank 1 raised TimeoutError: sharding with hangs.py took more than 4 s at {}/hangs.py:4."
+BAD = {  # name: text, options, exit status, and what is said
+    "no_python": ("def f(:\n    pass\n", [], 2, "no_python.py:1: expected Python; got SyntaxError"),
+    "without": ("def shard(m):\n    pass\n", [], 2, "without.py: expected a function fully_shard; got none"),
+    "wants": ("def fully_shard(m, rank):\n    pass\n", [], 2, "wants.py: expected arguments among"),
+    "makes": (MAKES, [], 2, "to shard the module in place"),
+    "no_import": (NO_IMPORT, [], 1, "no_import.py:1"),
+    "raises": (RAISES, [], 1, "ValueError: no good at {}/raises.py:6."),
+    "hangs": (HANGS, ["--timeout", "4"], 1, LATE),
+    "even": (EVEN, ["--ranks", "3"], 1, "tokens.weight has 256 rows for 3 ranks"),
+    "plain": (PLAIN, ["--save-every", "1"], 2, "saving with plain.py: expected parameters that are DTensors"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", suites.fast_are(["no_python", "makes", "raises"], BAD))
 def test_what_is_wrong_with_a_file_is_one_line_with_its_place(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, status, said = BAD[name]
+    text, options, status, said = BAD[name]
     path = written(tmp_path, name, text)
-    limit = ["--timeout", "4"] if name == "hangs" else []
-    assert main(["train", "--implementation", str(path), "--steps", "2", *limit, *TINY]) == status
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["train", "--implementation", str(path), "--steps", "2", *options, *TINY]) == status
     error = capsys.readouterr().err.strip()
     assert said.format(tmp_path) in error.splitlines()[-1]
     assert error.count("\n") == 0 or name == "hangs"  # where there is a table of what ranks called last
@@ -223,14 +243,6 @@ def test_an_implementation_that_cannot_be_is_refused_before_ranks_are_started(
     assert complaint in error and error.count("\n") == 1
 
 
-def test_uneven_rows_are_named_when_a_file_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(
-        tmp_path, "even", "def fully_shard(m, mesh):\n    assert 256 % mesh.size() == 0\n    return m\n"
-    )
-    assert main(["train", "--implementation", str(path), "--ranks", "3", "--steps", "1", *TINY]) == 1
-    assert "tokens.weight has 256 rows for 3 ranks" in capsys.readouterr().err
-
-
 # --- Saving ------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +254,7 @@ def saved_and_resumed(configs: list[TrainConfig]) -> list[tuple[TrainResult, Tra
     return found
 
 
+@pytest.mark.long
 def test_a_run_of_any_implementation_goes_on_from_its_save(tmp_path: Path) -> None:
     names = ["fsdp2", "none", str(HOMEWORK)]
     configs = [
@@ -252,12 +265,3 @@ def test_a_run_of_any_implementation_goes_on_from_its_save(tmp_path: Path) -> No
         for name, (resumed, whole) in zip(names, each, strict=True):
             assert resumed.resumed_at == 2, name
             assert (resumed.losses, resumed.grad_norms) == (whole.losses, whole.grad_norms), name
-
-
-def test_parameters_that_do_not_say_what_they_are_a_part_of_are_not_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = written(tmp_path, "plain", "def fully_shard(module):\n    return module\n")
-    arguments = ["train", "--implementation", str(path), "--steps", "1", *TINY]
-    assert main([*arguments, "--checkpoint", str(tmp_path / "c")]) == 2
-    assert "saving with plain.py: expected parameters that are DTensors" in capsys.readouterr().err

@@ -5,7 +5,7 @@ The oracle is told who cuts first; the code under test has to read that from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
 from math import prod
@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hwfsdp.errors import UnsupportedError, UsageError
 from hwfsdp.layout import (
-    LocalExtent,
     compute_global_tensor_info,
     compute_local_shape_and_global_offset,
     compute_local_stride,
@@ -42,8 +41,7 @@ from hwfsdp.layout import (
 Sizes = tuple[int, ...]
 Rows = tuple[int, ...]
 
-ROWS = range(41)
-MESHES = {2: list(product(range(1, 5), repeat=2)), 3: list(product(range(1, 4), repeat=3))}
+ROWS = range(30)  # more than the largest mesh has ranks, and fewer
 
 
 def strided(dim: int, split_factor: int) -> Placement:
@@ -71,44 +69,22 @@ def extent_of_rows(rows: Sequence[int], n: int) -> tuple[int, int]:
     return (len(rows), rows[0]) if rows else (0, n)
 
 
-# name: (mesh dims, placements on a mesh of these sizes, mesh dims in the order in which they cut)
-LAYOUTS: dict[str, tuple[int, Callable[..., list[Placement]], tuple[int, ...]]] = {
-    "left_to_right": (2, lambda a, b: [Shard(0), Shard(0)], (0, 1)),
-    "fsdp_over_tp": (2, lambda fsdp, tp: [strided(0, tp), Shard(0)], (1, 0)),
-    "hsdp": (2, lambda replicas, fsdp: [Replicate(), Shard(0)], (1,)),
-    "hsdp_over_tp": (3, lambda replicas, fsdp, tp: [Replicate(), strided(0, tp), Shard(0)], (2, 1)),
-    "tp_between": (3, lambda fsdp, replicas, tp: [strided(0, tp), Partial(), Shard(0)], (2, 0)),
-    "fsdp_over_ep_tp": (3, lambda fsdp, ep, tp: [strided(0, ep * tp), Shard(0), Shard(0)], (1, 2, 0)),
-    "fsdp_over_ep_over_tp": (
-        3,
-        lambda fsdp, ep, tp: [strided(0, ep * tp), strided(0, tp), Shard(0)],
-        (2, 1, 0),
-    ),
-    "strided_on_the_tp_side": (3, lambda fsdp, ep, tp: [Shard(0), strided(0, tp), Shard(0)], (0, 2, 1)),
-    "fsdp_between_tp_and_ep": (3, lambda fsdp, ep, tp: [strided(0, tp), strided(0, tp), Shard(0)], (2, 0, 1)),
-    "fsdp_between_ep_and_tp": (3, lambda fsdp, ep, tp: [strided(0, ep), Shard(0), Shard(0)], (1, 0, 2)),
-    "left_to_right_3d": (3, lambda a, b, c: [Shard(0), Shard(0), Shard(0)], (0, 1, 2)),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_extents_are_those_of_nested_chunking_on_every_small_mesh(layout: str) -> None:
-    ndim, placements_on, cuts = LAYOUTS[layout]
-    for mesh in MESHES[ndim]:
-        placements = placements_on(*mesh)
-        for n in ROWS:
-            truth = nested_chunks(tuple(range(n)), mesh, cuts)
-            for coordinate, rows in truth.items():
-                length, offset = extent_of_rows(rows, n)
-                assert list(rows) == list(range(offset, offset + length))
-                assert local_extent_of((n,), mesh, placements, coordinate) == ((length,), (offset,))
-
-
 def placements_for(mesh: Sizes, cuts: Sequence[int]) -> list[Placement]:
     """Placements on dim 0 under which the mesh dims cut in this order: a closed form, without any search."""
     factors = [prod(mesh[j] for j in cuts[: cuts.index(i)] if j > i) for i in range(len(mesh))]
     earlier = [any(j > i for j in cuts[: cuts.index(i)]) for i in range(len(mesh))]
     return [strided(0, f) if is_strided else Shard(0) for f, is_strided in zip(factors, earlier)]
+
+
+@pytest.mark.parametrize("cuts", [*permutations(range(2)), *permutations(range(3))], ids=str)
+def test_extents_are_those_of_nested_chunking_on_every_small_mesh(cuts: tuple[int, ...]) -> None:
+    for mesh in product((1, 2, 3), repeat=len(cuts)):
+        placements = placements_for(mesh, cuts)
+        for n in ROWS:
+            for coordinate, rows in nested_chunks(tuple(range(n)), mesh, cuts).items():
+                length, offset = extent_of_rows(rows, n)
+                assert list(rows) == list(range(offset, offset + length))
+                assert local_extent_of((n,), mesh, placements, coordinate) == ((length,), (offset,))
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4])
@@ -120,37 +96,20 @@ def test_every_order_of_cuts_is_found_in_the_placements_that_say_it(ndim: int) -
             assert not any(isinstance(placement, _StridedShard) for _, placement in ordered)
 
 
-@pytest.mark.parametrize("cuts", list(permutations(range(3))), ids=str)
-def test_mesh_dims_of_size_one_change_no_extent(cuts: tuple[int, ...]) -> None:
-    for mesh in product((1, 2), repeat=3):
-        for n in range(10):
-            for coordinate, rows in nested_chunks(tuple(range(n)), mesh, cuts).items():
-                length, offset = extent_of_rows(rows, n)
-                extent = local_extent_of((n,), mesh, placements_for(mesh, cuts), coordinate)
-                assert extent == ((length,), (offset,))
-
-
 @pytest.mark.parametrize(
     "mesh, placements, ordered",
     [
         ((2, 2, 2), [Shard(0), strided(0, 2), Shard(0)], [(0, 0), (2, 0), (1, 0)]),
-        ((3, 2, 2), [strided(0, 4), Shard(0), Shard(0)], [(1, 0), (2, 0), (0, 0)]),
-        ((3, 2, 2), [strided(0, 4), strided(0, 2), Shard(0)], [(2, 0), (1, 0), (0, 0)]),
         ((3, 2, 2), [strided(0, 2), Shard(1), Shard(0)], [(1, 1), (2, 0), (0, 0)]),
-        ((3, 2, 2), [strided(1, 2), strided(0, 2), Shard(1)], None),
         ((3, 2, 2, 2), [strided(1, 2), strided(0, 2), Shard(1), Shard(0)], [(2, 1), (0, 1), (3, 0), (1, 0)]),
     ],
     ids=str,
 )
 def test_strided_shards_wait_for_the_cuts_before_theirs_and_other_mesh_dims_do_not(
-    mesh: Sizes, placements: list[Placement], ordered: list[tuple[int, int]] | None
+    mesh: Sizes, placements: list[Placement], ordered: list[tuple[int, int]]
 ) -> None:
-    if ordered is None:  # a split factor counts the cuts of its own tensor dim only
-        with pytest.raises(UsageError, match=r"one of \[1\]; got 2"):
-            explicit_order_placements(mesh, placements)
-    else:
-        expected = [(mesh_dim, Shard(dim)) for mesh_dim, dim in ordered]
-        assert explicit_order_placements(mesh, placements) == expected
+    expected = [(mesh_dim, Shard(dim)) for mesh_dim, dim in ordered]
+    assert explicit_order_placements(mesh, placements) == expected
 
 
 def test_what_is_not_a_shard_stays_in_its_place() -> None:
@@ -170,11 +129,11 @@ class Layout(NamedTuple):
 
 
 @st.composite
-def layouts(draw: st.DrawFn, dims_from_the_end: bool = True) -> Layout:
+def layouts(draw: st.DrawFn) -> Layout:
     """Any order of cuts on any assignment of mesh dims to tensor dims."""
-    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    owner = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh]  # None: replicated
+    owner = [draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh]  # None: replicated
     cuts = [draw(st.permutations([i for i, dim in enumerate(owner) if dim == d])) for d in range(len(shape))]
     placements: list[Placement] = []
     for i, dim in enumerate(owner):
@@ -182,7 +141,7 @@ def layouts(draw: st.DrawFn, dims_from_the_end: bool = True) -> Layout:
             placements.append(Replicate())
             continue
         before = [j for j in cuts[dim][: cuts[dim].index(i)] if j > i]
-        written = dim - len(shape) if dims_from_the_end and draw(st.booleans()) else dim
+        written = dim - len(shape) if draw(st.booleans()) else dim
         placements.append(strided(written, prod(mesh[j] for j in before)) if before else Shard(written))
     return Layout(shape, mesh, placements, cuts)
 
@@ -192,83 +151,41 @@ def whole_of(shape: Sizes) -> Tensor:
     return torch.arange(1, prod(shape) + 1).reshape(shape)
 
 
-def nested_shards(layout: Layout) -> dict[Sizes, Tensor]:
-    """The local tensor of every coordinate: one tensor dim after the other, by the oracle's rows."""
+def nested_shards(layout: Layout) -> dict[Sizes, tuple[tuple[Sizes, Sizes], Tensor]]:
+    """Extent and local tensor of every coordinate: one tensor dim after the other, by the oracle's rows."""
     shape, mesh, _, cuts = layout
-    shards = {c: whole_of(shape) for c in product(*map(range, mesh))}
-    for dim, n in enumerate(shape):
-        rows_of = nested_chunks(tuple(range(n)), mesh, tuple(cuts[dim]))
-        for c, rows in rows_of.items():
-            shards[c] = shards[c].index_select(dim, torch.tensor(rows, dtype=torch.int64))
-    return shards
-
-
-@given(layouts())
-def test_shards_are_those_of_nested_chunking(layout: Layout) -> None:
-    shape, mesh, placements, _ = layout
-    whole = whole_of(shape)
-    shards = shard_strided(whole, mesh, placements)
-    assert len(shards) == prod(mesh)
-    for shard, expected in zip(shards, nested_shards(layout).values()):
-        assert torch.equal(shard, expected)
-        assert shard.is_contiguous()
-        assert shard.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or not shard.numel()
-
-
-@given(layouts())
-def test_extents_tile_the_tensor_and_empty_ones_lie_behind_it(layout: Layout) -> None:
-    shape, mesh, placements, cuts = layout
-    covered = torch.zeros(shape, dtype=torch.int64)
-    for coordinate in product(*map(range, mesh)):
-        extent = local_extent_of(shape, mesh, placements, coordinate)
-        for dim, (n, offset) in enumerate(zip(*extent)):
-            assert 0 <= offset <= offset + n <= shape[dim]
-            assert n > 0 or not cuts[dim] or offset == shape[dim]
-        covered[tuple(slice(o, o + n) for n, o in zip(*extent))] += 1
-    replicas = prod(mesh[i] for i in range(len(mesh)) if not any(i in order for order in cuts))
-    assert torch.equal(covered, torch.full(shape, replicas))
-
-
-@given(layouts())
-def test_padding_makes_all_shards_as_large_as_the_largest_and_is_zero_at_the_end_of_sharded_dims(
-    layout: Layout,
-) -> None:
-    shape, mesh, placements, _ = layout
-    expected = list(nested_shards(layout).values())
-    largest = tuple(max(shard.size(dim) for shard in expected) for dim in range(len(shape)))
-    for shard, real in zip(shard_strided(whole_of(shape), mesh, placements, pad=True), expected):
-        padding: list[int] = []
-        for most, n in reversed(list(zip(largest, real.shape))):
-            padding += [0, most - n]
-        assert torch.equal(shard, torch.nn.functional.pad(real, padding))
-        assert shard.is_contiguous()
+    rows_of = [nested_chunks(tuple(range(n)), mesh, tuple(order)) for n, order in zip(shape, cuts)]
+    found = {}
+    for c in product(*map(range, mesh)):
+        shard = whole_of(shape)
+        for dim, rows in enumerate(rows_of):
+            shard = shard.index_select(dim, torch.tensor(rows[c], dtype=torch.int64))
+        extents = [extent_of_rows(rows[c], n) for n, rows in zip(shape, rows_of)]
+        found[c] = ((tuple(n for n, _ in extents), tuple(offset for _, offset in extents)), shard)
+    return found
 
 
 @pytest.mark.parametrize("pad", [False, True], ids=["as_they_are", "padded"])
 @given(layout=layouts())
-def test_the_whole_comes_back_from_its_shards(layout: Layout, pad: bool) -> None:
+def test_shards_are_those_of_nested_chunking_and_give_the_whole_back(layout: Layout, pad: bool) -> None:
+    """Padding makes all as large as the largest, and is zero at the end of dims that are cut."""
     shape, mesh, placements, _ = layout
-    shards = shard_strided(whole_of(shape), mesh, placements, pad=pad)
-    assert torch.equal(unshard_strided(shards, shape, mesh, placements), whole_of(shape))
-
-
-def test_padding_in_the_middle_of_what_is_gathered_is_taken_out_where_it_is() -> None:
-    whole, mesh, placements = torch.arange(1, 8), (3, 2), [strided(0, 2), Shard(0)]
-    padded = shard_strided(whole, mesh, placements, pad=True)
-    assert torch.cat(padded).tolist() != torch.cat([whole, torch.zeros(5)]).tolist()
-    assert torch.equal(unshard_strided(padded, (7,), mesh, placements), whole)
+    whole, truth = whole_of(shape), nested_shards(layout)
+    largest = tuple(max(shard.size(dim) for _, shard in truth.values()) for dim in range(len(shape)))
+    shards = shard_strided(whole, mesh, placements, pad=pad)
+    for shard, (coordinate, (extent, real)) in zip(shards, truth.items(), strict=True):
+        expected = torch.zeros(largest if pad else real.shape, dtype=real.dtype)
+        expected[tuple(map(slice, real.shape))] = real
+        assert local_extent_of(shape, mesh, placements, coordinate) == extent
+        assert torch.equal(shard, expected) and shard.is_contiguous()
+        assert shard.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or not shard.numel()
+    assert torch.equal(unshard_strided(shards, shape, mesh, placements), whole)
 
 
 def test_the_first_replica_counts() -> None:
     shards = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([8.0]), torch.empty(0)]
     whole = unshard_strided(shards, (2,), (2, 2), [Replicate(), Shard(0)])
     assert whole.tolist() == [1.0, 2.0]
-
-
-def test_a_tensor_without_dims_is_whole_everywhere() -> None:
-    shards = shard_strided(torch.tensor(3.0), (2, 2), [Replicate(), Replicate()])
-    assert [shard.item() for shard in shards] == [3.0] * 4
-    assert unshard_strided(shards, (), (2, 2), [Replicate(), Replicate()]).item() == 3.0
 
 
 def test_shards_of_what_requires_grad_pass_gradients_on() -> None:
@@ -306,28 +223,33 @@ def test_counting_dims_from_the_end_needs_to_know_the_end(placement: Placement) 
     assert local_extent_of((4, 6), (2,), [placement], (1,)) == ((4, 3), (0, 3))
 
 
-@pytest.mark.parametrize("dim", [2, -3])
-@pytest.mark.parametrize("shard", [Shard, lambda dim: strided(dim, 1)], ids=["plain", "strided"])
-def test_a_dim_that_the_tensor_does_not_have_cannot_be_sharded(
-    shard: Callable[[int], Placement], dim: int
-) -> None:
-    with pytest.raises(UsageError, match=f"a dim of a tensor that has 2; got {dim}"):
-        local_extent_of((4, 4), (2,), [shard(dim)], (0,))
-
-
-@pytest.mark.parametrize("coordinate", [(), (0,), (0, 0, 0), (3, 0), (0, 2), (-1, 0)], ids=str)
-def test_a_coordinate_is_inside_the_mesh(coordinate: Sizes) -> None:
-    with pytest.raises(UsageError, match=r"one inside the mesh \(3, 2\)"):
-        local_extent_of((4,), (3, 2), [Shard(0), Replicate()], coordinate)
-
-
 class Diagonal(Placement):
     pass
 
 
-def test_an_unknown_placement_is_refused_and_named() -> None:
-    with pytest.raises(UnsupportedError, match="got Diagonal"):
-        local_extent_of((4,), (2,), [Diagonal()], (0,))
+NOT_THERE, OUTSIDE = "a dim of a tensor that has 2; got", r"one inside the mesh \(3, 2\)"
+
+
+@pytest.mark.parametrize(
+    "placement, coordinate, error, message",
+    [
+        (Shard(2), (0, 0), UsageError, f"{NOT_THERE} 2"),
+        (Shard(-3), (0, 0), UsageError, f"{NOT_THERE} -3"),
+        (strided(2, 1), (0, 0), UsageError, f"{NOT_THERE} 2"),
+        (strided(-3, 1), (0, 0), UsageError, f"{NOT_THERE} -3"),
+        (Diagonal(), (0, 0), UnsupportedError, "got Diagonal"),
+        (Shard(0), (0,), UsageError, OUTSIDE),
+        (Shard(0), (0, 0, 0), UsageError, OUTSIDE),
+        (Shard(0), (3, 0), UsageError, OUTSIDE),
+        (Shard(0), (-1, 0), UsageError, OUTSIDE),
+    ],
+    ids=str,
+)
+def test_dims_placements_and_coordinates_that_do_not_exist_are_refused(
+    placement: Placement, coordinate: Sizes, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        local_extent_of((4, 4), (3, 2), [placement, Replicate()], coordinate)
 
 
 def test_values_are_not_cut_into_addends_but_extents_are_known() -> None:
@@ -340,8 +262,8 @@ def test_values_are_not_cut_into_addends_but_extents_are_known() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 3), (2, 2), (3, 3), (2, 4), (2,), (2, 3, 1)],
-    ids=["too_few_rows", "too_few_columns", "too_many_rows", "too_many_columns", "dim_missing", "dim_added"],
+    [(1, 3), (2, 4), (2,), (2, 3, 1)],
+    ids=["too_few_rows", "too_many_columns", "dim_missing", "dim_added"],
 )
 def test_a_shard_that_does_not_fit_its_place_is_named(shape: Sizes) -> None:
     shards = shard_strided(torch.ones(7, 3), (2, 2), [strided(0, 2), Shard(0)])
@@ -350,47 +272,10 @@ def test_a_shard_that_does_not_fit_its_place_is_named(shape: Sizes) -> None:
         unshard_strided(shards, (7, 3), (2, 2), [strided(0, 2), Shard(0)])
 
 
-@pytest.mark.parametrize("count", [0, 3, 5])
+@pytest.mark.parametrize("count", [3, 5])
 def test_there_is_one_shard_for_each_coordinate(count: int) -> None:
     with pytest.raises(UsageError, match=f"4, one for each coordinate of the mesh .*; got {count}"):
         unshard_strided([torch.ones(1)] * count, (4,), (2, 2), [Shard(0), Shard(0)])
-
-
-# --- beside torch's private functions ------------------------------------------------------------------------------
-
-
-@given(layouts(dims_from_the_end=False))
-def test_where_all_cuts_are_even_torch_says_the_same(layout: Layout) -> None:
-    shape, mesh, placements, cuts = layout
-    shape = tuple(n * prod(mesh[i] for i in order) for n, order in zip(shape, cuts))
-    for coordinate in product(*map(range, mesh)):
-        theirs = torchs._compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
-        assert local_extent_of(shape, mesh, placements, coordinate) == theirs
-
-
-@given(layouts(dims_from_the_end=False))
-def test_without_strides_torch_says_the_same_for_uneven_cuts_too(layout: Layout) -> None:
-    shape, mesh, placements, _ = layout
-    placements = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in placements]
-    for coordinate in product(*map(range, mesh)):
-        theirs = torchs._compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
-        assert local_extent_of(shape, mesh, placements, coordinate) == theirs
-
-
-def test_torch_2_13_gives_a_row_to_the_wrong_rank_when_strided_cuts_are_uneven(
-    record_property: Callable[[str, object], None],
-) -> None:
-    """7 rows on the mesh (3, 2), tp first: row 6 is tp rank 1's, and torch 2.13 says that tp rank 0 has it.
-
-    It takes stripes from left to right (see Note [Right to left]). What the installed torch says is recorded with the
-    test's result, so that this one still passes when torch is mended.
-    """
-    mesh, placements = (3, 2), [strided(0, 2), Shard(0)]
-    for coordinate, rows in nested_chunks(tuple(range(7)), mesh, (1, 0)).items():
-        length, offset = extent_of_rows(rows, 7)
-        assert local_extent_of((7,), mesh, placements, coordinate) == ((length,), (offset,))
-        theirs = torchs._compute_local_shape_and_global_offset((7,), mesh, list(coordinate), placements)
-        record_property(f"torch {torch.__version__} at {coordinate}", theirs)
 
 
 # --- on a mesh -----------------------------------------------------------------------------------------------------
@@ -414,12 +299,6 @@ def test_a_rank_finds_its_own_extent_and_takes_it_as_a_view(mesh: DeviceMesh) ->
     assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def test_a_rank_for_which_nothing_is_left_has_an_empty_view_with_all_dims(mesh: DeviceMesh) -> None:
-    placements = [Shard(1), Shard(0)]
-    assert compute_local_shape_and_global_offset((2, 6), mesh, placements) == ((0, 3), (2, 3))
-    assert shard_of(torch.empty(2, 6), mesh, placements).shape == (0, 3)
-
-
 def test_a_rank_outside_the_mesh_has_nothing(mesh: DeviceMesh) -> None:
     elsewhere = DeviceMesh("cpu", [0, 1])
     theirs = torchs.compute_local_shape_and_global_offset((4, 4), elsewhere, [Shard(0)])
@@ -427,7 +306,7 @@ def test_a_rank_outside_the_mesh_has_nothing(mesh: DeviceMesh) -> None:
     assert shard_of(torch.ones(4, 4), elsewhere, [Shard(0)]).shape == (0,)
 
 
-MEMORY_ORDERS = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+MEMORY_ORDERS = list(permutations(range(3)))
 
 
 def laid_out(shape: Sizes, order: Sequence[int]) -> Tensor:
@@ -463,31 +342,8 @@ def test_the_whole_has_the_memory_order_of_its_parts(mesh: DeviceMesh, order: Si
 
 
 def test_strided_shards_count_for_the_whole_like_plain_ones(mesh: DeviceMesh) -> None:
-    info = compute_global_tensor_info(torch.empty(3, 5), mesh, [strided(0, 4), Shard(0)])
-    assert (
-        info
-        == compute_global_tensor_info(torch.empty(3, 5), mesh, [Shard(-2), Shard(0)])
-        == ([24, 5], [5, 1])
-    )
-
-
-@pytest.mark.parametrize(
-    "error, placements", [(UnsupportedError, [Diagonal(), Shard(0)]), (UsageError, [Shard(0)])]
-)
-def test_the_whole_of_unknown_placements_is_unknown(
-    mesh: DeviceMesh, error: type[Exception], placements: list[Placement]
-) -> None:
-    with pytest.raises(error):
-        compute_global_tensor_info(torch.empty(3), mesh, placements)
-
-
-@pytest.mark.parametrize("order", MEMORY_ORDERS, ids=str)
-def test_a_part_that_is_copied_has_the_memory_order_of_the_whole(order: Sizes) -> None:
-    """`clone` of a part is the oracle: torch keeps the order of its dims in memory."""
-    whole = laid_out((4, 6, 8), order)
-    for shape in product((2, 4), (2, 3, 6), (2, 5, 8)):
-        part = whole[tuple(map(slice, shape))]
-        assert compute_local_stride(whole.stride(), shape) == part.clone().stride()
+    for placements in ([strided(0, 4), Shard(0)], [Shard(-2), Shard(0)]):
+        assert compute_global_tensor_info(torch.empty(3, 5), mesh, placements) == ([24, 5], [5, 1])
 
 
 @pytest.mark.parametrize("order", MEMORY_ORDERS, ids=str)
@@ -528,7 +384,7 @@ def test_an_empty_part_has_the_stride_of_an_empty_tensor(shape: Sizes) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    [3, (), (3,), [2, 3], (2, 3), ((2, 3),), ([2, 3],), [[]], torch.Size([4]), (torch.Size([2]),)],
+    [3, (), [3], (2, 3), ([2, 3],), [[]], torch.Size([4]), (torch.Size([2]),)],
     ids=repr,
 )
 def test_sizes_are_read_as_torch_reads_them(size: Any) -> None:
@@ -547,16 +403,8 @@ def test_the_mesh_of_an_operator_is_that_of_its_first_dtensor_wherever_it_is(mes
     for args in ([on_mesh], [plain, on_mesh], [[on_mesh, on_mesh], 0], [None, (on_mesh,)], [on_mesh._spec]):
         assert try_find_mesh_from_args(op, args) is mesh
         assert torchs.try_find_mesh_from_args(op, args) is mesh
-    for args in (
-        [[None, on_mesh]],
-        [plain, [plain, on_mesh]],
-    ):  # where torch looks at the first of a list only
-        assert try_find_mesh_from_args(op, args) is mesh
+    assert (
+        try_find_mesh_from_args(op, [plain, [None, on_mesh]]) is mesh
+    )  # torch looks at the first of a list only
     with pytest.raises(UsageError, match="aten.cat.default: expected a DTensor"):
         try_find_mesh_from_args(op, [plain, [], None])
-
-
-def test_an_extent_is_a_pair_with_names() -> None:
-    shape, offset = extent = local_extent_of((5, 2), (2,), [Shard(0)], (1,))
-    assert extent == LocalExtent(shape=(2, 2), offset=(3, 0)) == ((2, 2), (3, 0))
-    assert (shape, offset) == (extent.shape, extent.offset)

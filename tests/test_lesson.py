@@ -26,7 +26,6 @@ def test_a_slider_without_choices_is_refused(choices: dict[str, Any], got: str) 
 @pytest.mark.parametrize(
     ("choices", "drawn"),
     [
-        ({"rank": range(4)}, ["0 -", "3 -"]),
         ({"rank": range(2), "step": "ab"}, ["0 a", "1 b"]),
         ({"rank": [7]}, ["7 -"]),
     ],

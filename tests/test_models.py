@@ -38,12 +38,6 @@ def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
         GPTConfig(**sizes)
 
 
-def test_the_text_that_comes_with_python_is_long_enough_to_learn_from() -> None:
-    text = load_text()
-    assert text.dtype == torch.uint8
-    assert text.numel() > 100_000
-
-
 def test_a_file_is_read_byte_by_byte(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(bytes(range(256)))
     assert torch.equal(load_text(tmp_path / "t"), torch.arange(256, dtype=torch.uint8))
@@ -67,7 +61,7 @@ def test_targets_are_the_bytes_that_follow() -> None:
     assert torch.equal(targets, inputs + 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_shares_are_the_whole_batch_cut_in_rank_order(world_size: int) -> None:
     batch = draw_batch(load_text(), 8, 12, seed=0, step=5)
     again = draw_batch(load_text(), 8, 12, seed=0, step=5)

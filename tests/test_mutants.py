@@ -7,7 +7,7 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hwfsdp
-from hwfsdp import UsageError, sharding
-from hwfsdp.learn.holes import extract, functions, splice
+from hwfsdp import UsageError
+from hwfsdp.learn.holes import extract, functions
 from hwfsdp.learn.mutants import Mutant, mutants, sample
 
 PACKAGE = Path(hwfsdp.__file__).parent
-MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+EVERY = 50  # functions of the package: one of so many is looked at
 
 
 def parsed(text: str) -> ast.Module:
@@ -84,13 +84,17 @@ def head_of(text: str) -> list[str | None]:
     return [ast.get_docstring(function, clean=False), *(ast.dump(part) for part in parts)]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_mutants_of_every_function_of_the_package(module: str) -> None:
-    source = (PACKAGE / module).read_text()
-    for name in functions(source):
-        text = extract(source, name)
-        for mutant in promises(text)[-1:]:
-            assert mutant.text in splice(source, name, mutant.text) != source
+def functions_of_the_package() -> list[str]:
+    """Their texts."""
+    sources = [path.read_text() for path in sorted(PACKAGE.rglob("*.py"))]
+    return [extract(source, name) for source in sources for name in functions(source)]
+
+
+def test_mutants_of_functions_from_all_over_the_package_keep_what_is_promised() -> None:
+    texts = functions_of_the_package()[::EVERY]
+    assert len(texts) > 70
+    for text in texts:
+        promises(text)
 
 
 def in_function(line: str) -> str:
@@ -106,52 +110,32 @@ def found_in(line: str) -> dict[str, list[str]]:
 
 
 EXAMPLES = [
-    ("swap arithmetic", "return a + b * c", ["return a - b * c", "return a + b // c"]),
-    (
-        "swap arithmetic",
-        "return (a//(b)) - c % a",
-        ["return (a*(b)) - c % a", "return (a//(b)) + c % a", "return (a//(b)) - c // a"],
-    ),
+    ("swap arithmetic", "a + b * c", ["a - b * c", "a + b // c"]),
+    ("swap arithmetic", "(a//(b)) - c % a", ["(a*(b)) - c % a", "(a//(b)) + c % a", "(a//(b)) - c // a"]),
     ("swap arithmetic", "a /= b", ["a *= b"]),
-    ("swap arithmetic", "return [a] + b, 'x' * a, '%s' % a, f'{a + b}' + c + c", None),
-    ("swap comparison", "return a < b <= c", ["return a <= b <= c", "return a < b < c"]),
-    ("swap comparison", "return a > b, a >= b", ["return a >= b, a >= b", "return a > b, a > b"]),
-    ("swap comparison", "return a == b, a != b", ["return a != b, a != b", "return a == b, a == b"]),
-    (
-        "swap comparison",
-        "return a is(b), a is  not b",
-        ["return a is not(b), a is  not b", "return a is(b), a is b"],
-    ),
-    (
-        "swap comparison",
-        "return a in b, a not  in b",
-        ["return a not in b, a not  in b", "return a in b, a in b"],
-    ),
-    ("swap and/or", "return a and b or c", ["return a or b or c", "return a and b and c"]),
-    ("swap and/or", "return (a)and(b)and c", ["return (a)or(b)and c", "return (a)and(b)or c"]),
-    (
-        "swap function",
-        "return min(a), b.any(), max",
-        ["return max(a), b.any(), max", "return min(a), b.all(), max"],
-    ),
-    ("swap arguments", "return f(a, (b), c)", ["return f((b), a, c)", "return f(a, c, (b))"]),
-    ("swap arguments", "return (f)((a), (b or c))", ["return (f)((b or c), (a))"]),
-    ("swap arguments", "return f(a, a), f(a, *b, c), min(a, b), isinstance(a, b), f(a, x=b)", None),
-    ("negate condition", "return b if a else c", ["return b if not a else c"]),
+    ("swap arithmetic", "[a] + b, 'x' * a, '%s' % a, f'{a + b}' + c + c", None),
+    ("swap comparison", "a < b <= c", ["a <= b <= c", "a < b < c"]),
+    ("swap comparison", "a > b, a >= b", ["a >= b, a >= b", "a > b, a > b"]),
+    ("swap comparison", "a == b, a != b", ["a != b, a != b", "a == b, a == b"]),
+    ("swap comparison", "a is(b), a is  not b", ["a is not(b), a is  not b", "a is(b), a is b"]),
+    ("swap comparison", "a in b, a not  in b", ["a not in b, a not  in b", "a in b, a in b"]),
+    ("swap and/or", "a and b or c", ["a or b or c", "a and b and c"]),
+    ("swap and/or", "(a)and(b)and c", ["(a)or(b)and c", "(a)and(b)or c"]),
+    ("swap function", "min(a), b.any(), max", ["max(a), b.any(), max", "min(a), b.all(), max"]),
+    ("swap arguments", "f(a, (b), c)", ["f((b), a, c)", "f(a, c, (b))"]),
+    ("swap arguments", "(f)((a), (b or c))", ["(f)((b or c), (a))"]),
+    ("swap arguments", "f(a, a), f(a, *b, c), min(a, b), isinstance(a, b), f(a, x=b)", None),
+    ("negate condition", "b if a else c", ["b if not a else c"]),
     (
         "negate condition",
-        "return [x for x in a if x < b if x]",
-        ["return [x for x in a if not (x < b) if x]", "return [x for x in a if x < b if not x]"],
+        "[x for x in a if x < b if x]",
+        ["[x for x in a if not (x < b) if x]", "[x for x in a if x < b if not x]"],
     ),
     ("negate condition", "while (n := a()): b()", ["while (not (n := a())): b()"]),
     ("negate condition", "if a == b or not c: a()", ["if not (a == b or not c): a()"]),
-    ("negate condition", "return b if a is c else 1 if not b else 2 if True else 3", None),
+    ("negate condition", "b if a is c else 1 if not b else 2 if True else 3", None),
     ("drop statement", "a.b = c", ["pass"]),
-    (
-        "drop statement",
-        "a: int = b; b: int; b(); del c",
-        ["pass; b: int; b(); del c", "a: int = b; b: int; pass; del c", "a: int = b; b: int; b(); pass"],
-    ),
+    ("drop statement", "a: int = b; b: int; del c", ["pass; b: int; del c", "a: int = b; b: int; pass"]),
     ("drop statement", "for x in a: continue", ["pass", "for x in a: pass"]),
     (
         "drop statement",
@@ -165,57 +149,29 @@ EXAMPLES = [
     ("drop return value", "return None", None),
     ("drop context", "with a(), b: c()", ["if True: c()"]),
     ("drop context", "with a as b: c()", None),
-    ("drop keyword", "return f(a, b=1, **c)", ["return f(a, **c)", "return f(a, b=1)"]),
-    ("drop keyword", "return f(b=(a),)", ["return f()"]),
+    ("drop keyword", "f(a, b=1, **c)", ["f(a, **c)", "f(a, b=1)"]),
+    ("drop keyword", "f(b=(a),)", ["f()"]),
     (
         "drop bound",
-        "return a[b:c:2], a[0:(b)]",
-        [
-            "return a[:c:2], a[0:(b)]",
-            "return a[b::2], a[0:(b)]",
-            "return a[b:c:], a[0:(b)]",
-            "return a[b:c:2], a[0:]",
-        ],
+        "a[b:c:2], a[0:(b)]",
+        ["a[:c:2], a[0:(b)]", "a[b::2], a[0:(b)]", "a[b:c:], a[0:(b)]", "a[b:c:2], a[0:]"],
     ),
-    (
-        "drop unary",
-        "return-a, not(b), not c, - (a)",
-        [
-            "return a, not(b), not c, - (a)",
-            "return-a, (b), not c, - (a)",
-            "return-a, not(b), c, - (a)",
-            "return-a, not(b), not c, (a)",
-        ],
-    ),
-    ("off by one", "return range(a or b)", ["return range((a or b) + 1)", "return range((a or b) - 1)"]),
-    (
-        "off by one",
-        "return range(a, b, c)",
-        ["return range(a + 1, b, c)", "return range(a, b + 1, c)", "return range(a, b - 1, c)"],
-    ),
-    ("off by one", "return a[b:c]", ["return a[b + 1:c]", "return a[b:c + 1]"]),
-    ("off by one", "return range(3), range(a - 1), a[:-1], range(*a)", None),
+    ("drop unary", "return-a, not(b)", ["return a, not(b)", "return-a, (b)"]),
+    ("drop unary", "not c, - (a)", ["c, - (a)", "not c, (a)"]),
+    ("off by one", "range(a or b)", ["range((a or b) + 1)", "range((a or b) - 1)"]),
+    ("off by one", "range(a, b, c)", ["range(a + 1, b, c)", "range(a, b + 1, c)", "range(a, b - 1, c)"]),
+    ("off by one", "a[b:c]", ["a[b + 1:c]", "a[b:c + 1]"]),
+    ("off by one", "range(3), range(a - 1), a[:-1], range(*a)", None),
+    ("change constant", "a(0, 1, 7)", ["a(1, 1, 7)", "a(0, 0, 7)", "a(0, 1, 8)"]),
     (
         "change constant",
-        "return 0, 1, 7, 0.5, True, None, 'a', b'b'",
-        [
-            "return 1, 1, 7, 0.5, True, None, 'a', b'b'",
-            "return 0, 0, 7, 0.5, True, None, 'a', b'b'",
-            "return 0, 1, 8, 0.5, True, None, 'a', b'b'",
-            "return 0, 1, 7, 1.5, True, None, 'a', b'b'",
-            "return 0, 1, 7, 0.5, False, None, 'a', b'b'",
-        ],
+        "a(0.5, True, None, 'a', b'b')",
+        ["a(1.5, True, None, 'a', b'b')", "a(0.5, False, None, 'a', b'b')"],
     ),
-    (
-        "unwrap call",
-        "return (a + b).to(c)if c else sorted(a or b, key=c)",
-        ["return (a + b)if c else sorted(a or b, key=c)", "return (a + b).to(c)if c else (a or b)"],
-    ),
-    (
-        "unwrap call",
-        "return a.clone()if b else tuple(x for x in a)",
-        ["return a if b else tuple(x for x in a)", "return a.clone()if b else (x for x in a)"],
-    ),
+    ("unwrap call", "return (a + b).to(c)if c else b", ["return (a + b)if c else b"]),
+    ("unwrap call", "return sorted(a or b, key=c)", ["return (a or b)"]),
+    ("unwrap call", "return a.clone()if b else c", ["return a if b else c"]),
+    ("unwrap call", "return tuple(x for x in a)", ["return (x for x in a)"]),
     ("unwrap call", "a.zero_(); list(*b); a.other(b)", None),
 ]
 
@@ -319,64 +275,6 @@ def test_what_is_not_python_is_refused() -> None:
     for text in ("def f(:\n    pass\n", "return 1\n"):
         with pytest.raises(SyntaxError):
             list(mutants(text))
-
-
-def chunk_extent_oracle(n: int, world_size: int, rank: int) -> tuple[int, int]:
-    """By dealing out rows one by one, as long as there are any."""
-    length = next(k for k in range(n + 1) if k * world_size >= n)
-    rows = [row for row in range(n) if row // max(length, 1) == rank]
-    return (rows[0], len(rows)) if rows else (n, 0)
-
-
-CASES = [(n, w, r) for n, w in product(range(9), range(1, 6)) for r in range(w)]
-ONE_RANK = [(n, 1, 0) for n in range(9)]
-
-
-@pytest.mark.parametrize(("cases", "noticed"), [(CASES, "all"), (ONE_RANK, "some"), ([], "none")])
-def test_a_thorough_check_kills_all_mutants_of_chunk_extent(
-    cases: Sequence[tuple[int, ...]], noticed: str
-) -> None:
-    found = list(mutants(extract(Path(sharding.__file__).read_text(), "chunk_extent")))
-    survivors = []
-    for mutant in found:
-        space = dict(vars(sharding))
-        exec(mutant.text, space)
-        if agrees(space["chunk_extent"], cases):
-            survivors.append(mutant)
-    amounts = {"all": not survivors, "some": 0 < len(survivors) < len(found), "none": survivors == found}
-    assert found and amounts[noticed], [str(mutant) for mutant in survivors]
-
-
-def agrees(candidate: Callable[..., object], cases: Sequence[tuple[int, ...]]) -> bool:
-    try:
-        return all(candidate(*case) == chunk_extent_oracle(*case) for case in cases)
-    except (ArithmeticError, AttributeError, NameError, TypeError, ValueError):
-        return False
-
-
-def clamp(value: int, low: int, high: int) -> int:
-    if value < low:
-        return low
-    if value > high:
-        return high
-    return value
-
-
-def test_survivors_of_a_full_enumeration_are_equivalent() -> None:
-    text = extract(Path(__file__).read_text(), "clamp")
-    cases = [case for case in product(range(-3, 4), repeat=3) if case[1] <= case[2]]
-    survivors = []
-    for mutant in mutants(text):
-        space: dict[str, object] = {}
-        exec("from __future__ import annotations\n" + mutant.text, space)
-        changed = space["clamp"]
-        assert callable(changed)
-        if all(changed(*case) == clamp(*case) == sorted(case)[1] for case in cases):
-            survivors.append(str(mutant))
-    assert survivors == [  # at the bound both answers are the bound
-        "line 2, swap comparison: `value < low` → `value <= low`",
-        "line 4, swap comparison: `value > high` → `value >= high`",
-    ]
 
 
 def of_kinds(kinds: str) -> list[Mutant]:

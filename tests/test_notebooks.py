@@ -10,6 +10,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import suites
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 LONGEST = 30  # lines of a function in a notebook: what ranks run, or what to draw
@@ -25,33 +26,17 @@ def load_tool() -> Any:
 
 TOOL = load_tool()
 SOURCES = TOOL.sources([])
-
-
-def test_there_are_at_least_ten() -> None:
-    assert len(SOURCES) >= 10
+FIRST = next(cell.source for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_is_what_its_source_gives(path: Path) -> None:
+def test_a_notebook_is_what_its_source_gives_says_what_it_needs_and_defines_no_algorithm(path: Path) -> None:
     assert list(TOOL.problems(path)) == []
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_begins_by_saying_what_it_needs(path: Path) -> None:
-    first = next(cell for cell in TOOL.read_source(path).cells if cell.cell_type == "code")
-    expected = next(cell for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
-    assert first.source == expected.source
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_defines_no_algorithm(path: Path) -> None:
+    cells = TOOL.read_source(path).cells
+    assert cells[0].source.startswith(f"# {path.name[:2]} · ")
+    assert next(cell.source for cell in cells if cell.cell_type == "code") == FIRST
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     assert [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST] == []
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_the_number_of_a_notebook_is_in_its_title(path: Path) -> None:
-    assert TOOL.read_source(path).cells[0].source.startswith(f"# {path.name[:2]} · ")
 
 
 def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
@@ -67,13 +52,11 @@ def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
     ] == [True] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")  # its readers have not set it, and it adds collectives
     TOOL.run(TOOL.read_source(path), TOOL.SECONDS * float(os.environ.get("HWFSDP_PATIENCE", "1")))
-
-
-FIRST = next(cell.source for cell in TOOL.read_source(SOURCES[0]).cells if cell.cell_type == "code")
 
 
 def shown(*cells: str) -> list[str]:
@@ -89,11 +72,10 @@ def shown(*cells: str) -> list[str]:
 @pytest.mark.parametrize(
     "broken",
     [
-        "import sys; sys.modules['hwfsdp'] = None",
-        "import sys; sys.path.insert(0, '{folder}')",
-        "import sys; sys.version_info = (3, 10, 4)",
+        suites.long("import sys; sys.modules['hwfsdp'] = None", id="no package"),
+        pytest.param("import sys; sys.path.insert(0, '{folder}')", id="a Python that cannot read it"),
+        suites.long("import sys; sys.version_info = (3, 10, 4)", id="a Python that is too old"),
     ],
-    ids=["no package", "a Python that cannot read it", "a Python that is too old"],
 )
 def test_a_kernel_that_cannot_run_a_notebook_says_what_to_do(broken: str, tmp_path: Path) -> None:
     (tmp_path / "hwfsdp").mkdir()
@@ -126,6 +108,7 @@ launch(step, 2, timeout=1)
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_or_hangs_in_a_cell_is_named_and_the_kernel_lives_on() -> None:
     _, failed, hung, after = shown(FIRST, FAILING, HANGING, "print(launch(dist.get_rank, 2))")
     assert "rank 1" in failed.lower() and "no batch for me" in failed

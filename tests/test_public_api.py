@@ -18,20 +18,16 @@ from torch.distributed.checkpoint import _traverse as torch_traverse
 from torch.distributed.tensor import _utils as torch_layout
 
 import hwfsdp
+from hwfsdp.checkpoint.traverse import traverse_state_dict
 
 SUBMODULES = {p.stem for p in Path(hwfsdp.__file__).parent.iterdir()} - {"__init__", "__main__"}
 
 
-def test_all_is_sorted_and_without_duplicates() -> None:
-    assert hwfsdp.__all__ == sorted(set(hwfsdp.__all__))
-
-
-@pytest.mark.parametrize("name", hwfsdp.__all__)
-def test_a_public_name_is_there_documented_and_no_module(name: str) -> None:
-    value = getattr(hwfsdp, name)
-    assert not isinstance(value, ModuleType)
-    assert inspect.getdoc(value)
-    assert name not in SUBMODULES
+def test_public_names_are_sorted_there_and_documented() -> None:
+    assert hwfsdp.__all__ == sorted(set(hwfsdp.__all__) - SUBMODULES)
+    for name in hwfsdp.__all__:
+        value = getattr(hwfsdp, name)
+        assert not isinstance(value, ModuleType) and inspect.getdoc(value), name
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -59,36 +55,29 @@ def test_policies_have_torchs_fields_and_defaults(name: str) -> None:
             setattr(ours, next(iter(vars(ours))), None)
 
 
-METHODS = [
-    name
-    for name, _ in inspect.getmembers(torch_fsdp.FSDPModule, inspect.isfunction)
-    if not name.startswith("_")
-]
+def methods_of(library: ModuleType) -> set[str]:
+    found = inspect.getmembers(library.FSDPModule, inspect.isfunction)
+    return {name for name, _ in found if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_of_torchs_is_there_with_its_parameters(name: str) -> None:
-    ours, theirs = (
-        inspect.signature(getattr(lib.FSDPModule, name)).parameters for lib in (hwfsdp, torch_fsdp)
-    )
-    assert [(n, p.kind, p.default) for n, p in ours.items()] == [
-        (n, p.kind, p.default) for n, p in theirs.items()
+def signature_of(function: Any) -> list[tuple[Any, ...]]:
+    return [
+        (p.name, p.kind, p.default) for p in inspect.signature(inspect.unwrap(function)).parameters.values()
     ]
 
 
-def test_every_name_that_fsdp2_exports_is_there() -> None:
+@pytest.mark.parametrize("name", sorted(methods_of(torch_fsdp)))
+def test_every_method_of_torchs_is_there_with_its_parameters(name: str) -> None:
+    ours, theirs = (signature_of(getattr(lib.FSDPModule, name)) for lib in (hwfsdp, torch_fsdp))
+    assert ours == theirs
+
+
+def test_there_is_every_name_that_fsdp2_exports_and_no_method_that_torch_does_not_have() -> None:
     assert set(torch_fsdp._fully_shard.__all__) <= set(hwfsdp.__all__)
-
-
-@pytest.mark.parametrize("name", ["register_fsdp_forward_method", "share_comm_ctx"])
-def test_functions_have_torchs_parameters(name: str) -> None:
-    ours, theirs = (inspect.signature(getattr(lib, name)).parameters for lib in (hwfsdp, torch_fsdp))
-    assert [*ours] == [*theirs]
-
-
-def test_there_is_no_method_that_torch_does_not_have() -> None:
-    ours = inspect.getmembers(hwfsdp.FSDPModule, inspect.isfunction)
-    assert {name for name, _ in ours if not name.startswith("_")} <= {*METHODS, *dir(nn.Module)}
+    assert methods_of(hwfsdp) <= methods_of(torch_fsdp) | {*dir(nn.Module)}
+    for name in ("register_fsdp_forward_method", "share_comm_ctx"):
+        ours, theirs = (inspect.signature(getattr(lib, name)).parameters for lib in (hwfsdp, torch_fsdp))
+        assert [*ours] == [*theirs]
 
 
 def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None:
@@ -101,23 +90,16 @@ def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-PROMISED = [
-    *(f"hwfsdp.{name}" for name in ("checkpoint", "layout", "optim", "plot", "virtual")),
-    *(
-        f"hwfsdp.checkpoint.{name}"
-        for name in ("dcp", "distribute", "meta", "parts", "staging", "state_dict", "traverse")
-    ),
-    "hwfsdp.plot.timeline",
-    "hwfsdp.virtual.devices",
-    "hwfsdp.recording",
-]
+PARTS = "dcp distribute meta parts staging state_dict traverse".split()  # of a checkpoint
+PROMISED = "checkpoint layout optim plot plot.timeline recording virtual virtual.devices".split()
+PROMISED += [f"checkpoint.{part}" for part in PARTS]
 
 
 def test_submodules_load_when_they_are_named_and_are_listed_before() -> None:
     code = f"""
 import sys, hwfsdp
 assert "layout" in dir(hwfsdp) and "parts" in dir(hwfsdp.checkpoint) and "torch" not in sys.modules
-for path in {PROMISED}:
+for path in {[f"hwfsdp.{name}" for name in PROMISED]}:
     door, _, name = path.rpartition(".")
     assert name in dir(eval(door)), path
     assert eval(path).__name__ == path
@@ -138,41 +120,35 @@ def test_the_doors_of_packages_give_what_they_list(door: str) -> None:
         package.no_such_name
 
 
-# Ours → the module of ours, torch's, and the parameters that torch's does not have, with the reason.
-CASTS = {"cast": "torch casts without being asked, and loses values"}
-HELPERS: dict[str, tuple[str, Any, dict[str, str]]] = {
-    "iterate_state_dict": ("checkpoint.state_dict", torch_dicts._iterate_state_dict, CASTS),
-    "gather_state_dict": ("checkpoint.state_dict", torch_dicts._gather_state_dict, {}),
-    "offload_state_dict_to_cpu": ("checkpoint.state_dict", torch_dicts._offload_state_dict_to_cpu, {}),
-    "create_cpu_state_dict": ("checkpoint.state_dict", torch_dicts._create_cpu_state_dict, {}),
-    "copy_state_dict": ("checkpoint.state_dict", torch_dicts._copy_state_dict, CASTS),
-    "check_state_dict_similarity": ("checkpoint.state_dict", torch_dicts._check_state_dict_similarity, {}),
-    "broadcast_state_dict": ("checkpoint.distribute", torch_dicts._broadcast_state_dict, CASTS),
-    "distribute_state_dict": ("checkpoint.distribute", torch_dicts._distribute_state_dict, CASTS),
-    "flatten_state_dict": ("checkpoint.traverse", torch_dicts._flatten_state_dict, {}),
-    "unflatten_state_dict": ("checkpoint.traverse", torch_dicts._unflatten_state_dict, {}),
-    "traverse_state_dict": ("checkpoint.traverse", torch_traverse.traverse_state_dict, {}),
-    "compute_local_shape_and_global_offset": (
-        "layout",
-        torch_layout.compute_local_shape_and_global_offset,
-        {},
+HELPERS = {  # our module: torch's module, and names that torch has, too, perhaps with an underscore in front
+    "checkpoint.state_dict": (
+        torch_dicts,
+        "iterate_state_dict gather_state_dict offload_state_dict_to_cpu create_cpu_state_dict copy_state_dict "
+        "check_state_dict_similarity",
     ),
-    "normalize_to_torch_size": ("layout", torch_layout.normalize_to_torch_size, {}),
-    "try_find_mesh_from_args": ("layout", torch_layout.try_find_mesh_from_args, {}),
+    "checkpoint.distribute": (torch_dicts, "broadcast_state_dict distribute_state_dict"),
+    "checkpoint.traverse": (torch_dicts, "flatten_state_dict unflatten_state_dict"),
+    "layout": (
+        torch_layout,
+        "compute_local_shape_and_global_offset normalize_to_torch_size try_find_mesh_from_args",
+    ),
 }
+# cast only if asked, unlike torch, which loses values
+CAST = "iterate_state_dict copy_state_dict broadcast_state_dict distribute_state_dict".split()
 
 
-@pytest.mark.parametrize("name", HELPERS)
-def test_a_helper_takes_what_torchs_takes_by_position_and_by_name(name: str) -> None:
-    module, torchs, extra = HELPERS[name]
-    helper = getattr(importlib.import_module(f"hwfsdp.{module}"), name)
-    ours, theirs = (inspect.signature(inspect.unwrap(f)).parameters.values() for f in (helper, torchs))
-    shared = [p for p in ours if p.name not in extra]
-    mine, expected = ([(p.name, p.kind, p.default) for p in each] for each in (shared, theirs))
-    if (
-        name == "traverse_state_dict"
-    ):  # torch has two: the other one has no third parameter, and visits as ours without
-        mine, expected = mine[:2], expected[:2]
-        assert shared[2].name == "keep_traversing" and shared[2].default is None
-    assert mine == expected
-    assert {p.name for p in ours if p.kind == p.KEYWORD_ONLY} >= extra.keys()
+@pytest.mark.parametrize("module", HELPERS)
+def test_helpers_take_what_torchs_take_by_position_and_by_name(module: str) -> None:
+    torchs, names = HELPERS[module]
+    for name in names.split():
+        ours = signature_of(getattr(importlib.import_module(f"hwfsdp.{module}"), name))
+        theirs = signature_of(getattr(torchs, name, None) or getattr(torchs, f"_{name}"))
+        cast = [each for each in ours if each[0] == "cast" and each[1] == inspect.Parameter.KEYWORD_ONLY]
+        assert len(cast) == (name in CAST), name
+        assert [each for each in ours if each not in cast] == theirs, name
+
+
+def test_traversing_takes_what_torchs_takes_and_visits_as_it_does_without_a_third_argument() -> None:
+    ours, theirs = map(signature_of, (traverse_state_dict, torch_traverse.traverse_state_dict))
+    assert ours[:2] == theirs[:2]
+    assert (ours[2][0], ours[2][2]) == ("keep_traversing", None)

@@ -5,6 +5,7 @@ The oracle is the run that nobody interrupted: equality of losses at the same nu
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import suites
 import torch
 
 from hwfsdp import EventLog, RankError, UsageError, checkpoint, launch, ranks, worker
 from hwfsdp.cli import main
 from hwfsdp.models import GPTConfig
-from hwfsdp.snapshots import SnapshotConfig
+from hwfsdp.snapshots import ROWS, SnapshotConfig
 from hwfsdp.train import TrainConfig, train
 
 TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "6"]
@@ -32,6 +34,11 @@ def losses_of(world_size: int, config: TrainConfig) -> list[float]:
     found = [result.losses for result in launch(train, world_size, config, timeout=120)]
     assert all(losses == found[0] for losses in found)
     return found[0]
+
+
+@functools.cache
+def uninterrupted(world_size: int, dtype: str = "float32") -> list[float]:
+    return losses_of(world_size, replace(CONFIG, param_dtype=dtype))
 
 
 def saving(path: Path, **options: Any) -> TrainConfig:
@@ -52,42 +59,43 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(("blocking", "dtype"), [(False, "float32"), suites.long(True, "bfloat16")])
 def test_saving_changes_no_loss_and_the_newest_saves_are_kept(blocking, dtype, tmp_path):
     config = replace(saving(tmp_path, every=2, keep=3, blocking=blocking), param_dtype=dtype)
-    assert losses_of(2, config) == losses_of(2, replace(CONFIG, param_dtype=dtype))
+    assert losses_of(2, config) == uninterrupted(2, dtype)
     assert [int(save.split("-")[0]) for save in checkpoint.inspect(tmp_path).saves] == [3, 4, 5]
     assert checkpoint.verify(tmp_path).tensors["state_dict['losses']"].shape == (CONFIG.steps,)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("after", [1, 4, 5, 8])
+@pytest.mark.parametrize(("after", "world_size"), [suites.long(1, 2), (5, 2), suites.long(8, 3)])
 def test_a_killed_run_goes_on_with_the_same_bits(after, world_size, tmp_path):
     config = saving(tmp_path, every=2, resume=True)
     with pytest.raises(RankError, match="SIGKILL"):
         launch(train, world_size, config, "cpu", Interruption(after, "kill"), timeout=120)
-    assert losses_of(world_size, config) == losses_of(world_size, CONFIG)
+    assert losses_of(world_size, config) == uninterrupted(world_size)
 
 
+@pytest.mark.long
 def test_a_run_killed_again_and_again_arrives(tmp_path):
     config = saving(tmp_path, every=1, resume=True, blocking=True)
     for _ in range(3):
         with pytest.raises(RankError, match="SIGKILL"):
             launch(train, 2, config, "cpu", Interruption(3, "kill"), timeout=120)
-    assert losses_of(2, config) == losses_of(2, CONFIG)
+    assert losses_of(2, config) == uninterrupted(2)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
     config = saving(tmp_path, every=4, resume=True, keep=1)
-    losses_of(1, replace(config, steps=4))
+    losses_of(2, replace(config, steps=4))
     (tmp_path / "CURRENT").unlink()
     with pytest.raises(UsageError, match="begins anew"):
         SnapshotConfig(tmp_path)
-    found = launch(train, 1, config, timeout=120)[0]
-    assert found.resumed_at == 4 and found.losses == losses_of(1, CONFIG)
+    found = launch(train, 2, config, timeout=120)[0]
+    assert found.resumed_at == 4 and found.losses == uninterrupted(2)
 
 
+@pytest.mark.long
 def test_a_run_with_fewer_steps_left_than_are_recorded_records_those(tmp_path, capsys):
     arguments = ["train", "--ranks", "1", "--checkpoint", str(tmp_path / "x"), "--resume", *TINY]
     trace = ["--trace", str(tmp_path / "trace.json")]
@@ -104,35 +112,44 @@ def test_asked_to_stop_all_ranks_save_after_the_same_step(tmp_path):
     assert [(r.stopped, len(r.losses), r.resumed_at) for r in results] == [(True, 4, 0)] * 2
     results = launch(train, 2, config, timeout=120)
     assert [(r.stopped, r.resumed_at) for r in results] == [(False, 4)] * 2
-    assert results[0].losses == losses_of(2, CONFIG)
+    assert results[0].losses == uninterrupted(2)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), suites.long(3, 1)])
 def test_at_another_world_size_a_run_goes_on_with_the_same_batches(before, after, tmp_path):
     config = saving(tmp_path, resume=True)
     losses_of(before, replace(config, steps=5))
     found = launch(train, after, config, timeout=120)[0]
     assert found.resumed_at == 5
-    assert found.losses == pytest.approx(losses_of(before, CONFIG), abs=1e-5)
+    assert found.losses == pytest.approx(uninterrupted(before), abs=1e-5)
 
 
-def test_ranks_that_cannot_share_the_batches_are_refused(tmp_path):
+OTHER = [
+    {"seed": 1},
+    {"lr": 0.5},
+    {"param_dtype": "bfloat16"},
+    {"model": GPTConfig(64, 2, 1, 16)},
+    {"batch": 2},
+]
+
+
+def refusals(config: TrainConfig) -> list[str]:
+    """Why a run with each of the other settings does not go on."""
+    found = []
+    for other in OTHER:
+        with pytest.raises(UsageError) as caught:
+            train(replace(config, **other))
+        found.append(str(caught.value))
+    return found
+
+
+def test_another_setting_is_refused_by_name_and_ranks_that_cannot_share_the_batches(tmp_path):
     config = saving(tmp_path, resume=True)
     losses_of(1, replace(config, steps=1))
+    for other, refusal in zip(OTHER, launch(refusals, 1, config, timeout=120)[0], strict=True):
+        assert f"expected {ROWS if 'batch' in other else next(iter(other))}: " in refusal
     with pytest.raises(RankError, match="a number of ranks that divides its batches of 6 rows; got 4 ranks"):
         launch(train, 4, config, timeout=120)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"seed": 1}, {"lr": 0.5}, {"param_dtype": "bfloat16"}, {"batch": 2}, {"model": GPTConfig(64, 2, 1, 16)}],
-    ids=str,
-)
-def test_another_setting_is_refused_by_name(other, tmp_path):
-    config = saving(tmp_path, resume=True)
-    losses_of(1, replace(config, steps=1))
-    with pytest.raises(RankError, match=f"expected ({next(iter(other))}|rows of a batch)"):
-        launch(train, 1, replace(config, **other), timeout=120)
 
 
 def draw_and_save(path: Path) -> list[float]:
@@ -171,6 +188,7 @@ def test_a_damaged_checkpoint_stops_a_run_that_would_resume(tmp_path, capsys):
     assert "00000.bin" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_command_stops_saves_and_goes_on_when_asked(tmp_path):
     command = [sys.executable, "-m", "hwfsdp", "train", "--checkpoint", str(tmp_path / "x"), "--json", *TINY]
     with subprocess.Popen(
