@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import optimizer as optimizers
 
+import suites
 from hwfsdp import StateError, UsageError, events, fully_shard, launch, record, streams
 from hwfsdp.accounting import GroupSizes, Strategy, gathers_per_step, model_state_bytes, strategy_traffic
 from hwfsdp.compat import DispatchMode
@@ -81,10 +82,7 @@ PROGRAMS: dict[str, Program] = {
     "checkpointed": training(lambda: checkpointed(False)),
     "checkpointed inside": training(lambda: checkpointed_inside(False)),
 }
-ON_FOUR: dict[str, Program] = {
-    **{name: PROGRAMS[name] for name in ("uneven", "transformer", "accumulated")},
-    "resharded to 2": training(stem, reshard_after_forward=2),
-}
+ON_FOUR: dict[str, Program] = {"resharded to 2": training(stem, reshard_after_forward=2)}
 HYBRID: dict[str, Program] = {
     "hybrid": training(stem, mesh=(2, 2)),
     "hybrid, accumulated": training(stem, batches=2, mesh=(2, 2)),
@@ -114,14 +112,10 @@ def on_ranks(world_size: int) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_two_virtual_ranks_do_what_two_real_ones_do(name: str) -> None:
-    assert seen(simulate(PROGRAMS[name], 2).log) == on_ranks(2)[name]
-
-
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_virtual_ranks_do_what_four_real_ones_do(name: str) -> None:
-    assert seen(simulate(ON_FOUR[name], 4).log) == on_ranks(4)[name]
+@pytest.mark.parametrize("name", [*PROGRAMS, *ON_FOUR])
+def test_virtual_ranks_do_what_real_ones_do(name: str) -> None:
+    ranks = 2 if name in PROGRAMS else 4
+    assert seen(simulate({**PROGRAMS, **ON_FOUR}[name], ranks).log) == on_ranks(ranks)[name]
 
 
 @pytest.mark.parametrize("name", HYBRID)
@@ -157,9 +151,10 @@ def groups_of(config: GPTConfig | LlamaConfig, itemsizes: tuple[int, int]) -> li
 CONFIGS = {"gpt": GPT_SIZES, "llama": LLAMA_SIZES, "tied": replace(GPT_SIZES, tied=True)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shards", [None, 3])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "shards", "dtype"),
+    [("gpt", None, torch.float32), ("llama", 3, torch.bfloat16), ("tied", 3, torch.float32)],
+)
 def test_bytes_and_counts_of_collectives_are_the_closed_forms(
     name: str, shards: int | None, dtype: torch.dtype
 ) -> None:
@@ -172,24 +167,19 @@ def test_bytes_and_counts_of_collectives_are_the_closed_forms(
     assert found["count_by_op"] == counts | ({"all_reduce": len(groups)} if shards else {})
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 5, 512])
+@pytest.mark.parametrize("gpus", [1, 5, 512])
 def test_states_have_the_bytes_of_the_closed_form(gpus: int) -> None:
     shapes = [shape for group in groups_of(GPT_SIZES, (2, 4)) for shape in group.shapes]
     strategy = Strategy.ZERO3
     expected = model_state_bytes(shapes, strategy, gpus)
-    found = simulate(GPT_SIZES, gpus, nodes=gpus).log.summary()["peak_bytes_by_kind"]
+    simulated = simulate(GPT_SIZES, gpus, nodes=gpus)
+    found, allocated = simulated.log.summary()["peak_bytes_by_kind"], simulated.peak_by_kind
     counts_of_steps = 4 * len(shapes)
-    assert found["sharded_param"] == expected.params
+    assert found["sharded_param"] == allocated["sharded_param"] == expected.params
     assert found["sharded_grad"] == expected.grads
-    assert found["optimizer_state"] == expected.optimizer + counts_of_steps
-
-
-def test_the_allocator_counts_the_same_states_as_the_ledger() -> None:
-    found = simulate(GPT_SIZES, 4)
-    peaks = found.log.summary()["peak_bytes_by_kind"]
-    for kind in ("sharded_param", "optimizer_state"):  # there all the time
-        assert found.peak_by_kind[kind] == peaks[kind]
-    assert sum(found.peak_by_kind.values()) == round(found.peak_allocated_gib * (1 << 30))
+    states = expected.optimizer + counts_of_steps
+    assert found["optimizer_state"] == allocated["optimizer_state"] == states
+    assert sum(allocated.values()) == round(simulated.peak_allocated_gib * (1 << 30))
 
 
 # --- What is left behind -----------------------------------------------------------------------------------
@@ -209,22 +199,14 @@ def fails() -> None:
     raise KeyError("of the user")
 
 
-def reads_values() -> None:
-    torch.ones(3).sum().item()
-
-
-def returns_a_number() -> int:
-    return 3
-
-
 @pytest.mark.parametrize(
     ("target", "error"),
     [
         (PROGRAMS["even"], None),
         (fails, KeyError),
         (lambda: fails, KeyError),
-        (lambda: reads_values, UsageError),
-        (returns_a_number, UsageError),
+        (lambda: torch.ones(3).sum().item, UsageError),
+        (lambda: 3, UsageError),
     ],
 )
 def test_afterwards_everything_is_as_before_after_errors_too(
@@ -357,8 +339,17 @@ def test_real_tensors_stay_real_and_may_meet_those_of_the_world() -> None:
     assert outside.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam"])
+@pytest.mark.parametrize(
+    ("name", "foreach"),
+    [
+        *(("AdamW", None), ("Adagrad", False), ("SGD", True)),
+        *(
+            suites.long(name, foreach)
+            for name in ("Adam", "RMSprop", "NAdam", "RAdam")
+            for foreach in (False, True)
+        ),
+    ],
+)
 def test_torchs_optimizers_step_and_keep_what_they_keep_on_real_parameters(
     name: str, foreach: bool | None
 ) -> None:
@@ -447,11 +438,10 @@ def time_of(function: Callable[[], Any]) -> tuple[float, float, int]:
         return world.clock.host, world.flops, world.allocator.peak
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_dropout_costs_what_it_costs_without(causal: bool) -> None:
+def test_attention_with_dropout_costs_what_it_costs_without() -> None:
     def attend(dropout: float) -> None:
         q = torch.empty(2, 4, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
-        F.scaled_dot_product_attention(q, q, q, None, dropout, causal).sum().backward()
+        F.scaled_dot_product_attention(q, q, q, None, dropout, True).sum().backward()
 
     assert time_of(lambda: attend(0.1)) == time_of(lambda: attend(0.0))
 
@@ -465,10 +455,8 @@ def test_dropout_is_one_kernel_each_way_and_keeps_a_mask_of_bytes() -> None:
         world.restart()
         y.backward(torch.empty_like(y))
         world.clock.synchronize()
-        assert (
-            world.clock.host
-            < 2.5 * world.device.launch_us + 9 * numel / world.device.memory_bandwidth / 0.85 * 1e6
-        )
+        bytes_us = 9 * numel / world.device.memory_bandwidth / 0.85 * 1e6
+        assert world.clock.host < 2.5 * world.device.launch_us + bytes_us
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
