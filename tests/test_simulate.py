@@ -27,9 +27,8 @@ SMALL = GPTConfig(dim=48, layers=3, heads=4, seq_len=16, vocab=50)
 
 
 def as_json(found: Simulation, *but: str) -> str:
-    return json.dumps(
-        {key: value for key, value in found.as_dict().items() if key not in but}, sort_keys=True
-    )
+    kept = {key: value for key, value in found.as_dict().items() if key not in but}
+    return json.dumps(kept, sort_keys=True)
 
 
 # --- By hand -----------------------------------------------------------------------------------------------
@@ -107,6 +106,7 @@ def test_model_flops_are_six_per_parameter_and_token_and_twelve_for_attention() 
     per_token = 6 * params + 12 * SMALL.layers * SMALL.dim * SMALL.seq_len
     assert found.mfu is not None
     assert found.mfu * found.step_seconds * 989.4e12 == pytest.approx(tokens * per_token)
+    assert found.tokens_per_second_per_gpu == pytest.approx(tokens / found.step_seconds)
 
 
 def test_recomputing_does_not_count_as_model_flops() -> None:
@@ -115,11 +115,6 @@ def test_recomputing_does_not_count_as_model_flops() -> None:
     assert none.mfu * none.step_seconds == pytest.approx(full.mfu * full.step_seconds)
     assert full.step_seconds > none.step_seconds
     assert full.peak_by_kind[ACTIVATION] < none.peak_by_kind[ACTIVATION]
-
-
-def test_tokens_per_second_are_those_of_the_batch() -> None:
-    found = simulate(SMALL, 2, batch=3)
-    assert found.tokens_per_second_per_gpu == pytest.approx(3 * SMALL.seq_len / found.step_seconds)
 
 
 def test_a_step_that_does_not_say_how_many_tokens_it_has_has_no_rate() -> None:
@@ -220,7 +215,6 @@ def test_where_the_host_computes_parameters_are_gathered_in_float32() -> None:
     [
         ({"gpus": 12}, "expected nodes that are full, of 8 GPUs; got 12 GPUs, 4 more than 8"),
         ({"gpus": 8, "nodes": 3}, "the same number of GPUs in each node, 1 to 8; got 8 GPUs on 3 nodes"),
-        ({"gpus": 2, "nodes": 3}, "1 to 8; got 2 GPUs on 3 nodes"),
         ({"gpus": 0}, "got 0 GPUs"),
         ({"batch": 0}, "a batch and a length of 1 or more"),
         ({"batch": 2.5}, "got batch 2.5"),

@@ -64,13 +64,6 @@ MINE = """
             print(loss.item())
         return step
 
-    def branches():
-        model = sharded()
-        def step():
-            if model(torch.ones(4, 8)).sum() > 0:
-                raise RuntimeError
-        return step
-
     def formats():
         model = sharded()
         def step():
@@ -160,10 +153,9 @@ def test_the_text_says_the_same_and_what_the_model_leaves_out(run: Run) -> None:
 
 
 def test_flags_reach_the_plan(run: Run) -> None:
-    flags = "--batch 3 --seq 32 --checkpoint full --reshard-after-forward 2 --wrap Block,Attention --dtype float16"
-    found = run(
-        *TINY[:2], "--gpus", "4", "--nodes", "2", "--device", "a100-40gb", *flags.split(), "--json"
-    ).found
+    where = "--gpus 4 --nodes 2 --device a100-40gb --json"
+    what = "--batch 3 --seq 32 --checkpoint full --reshard-after-forward 2 --wrap Block,Attention --dtype float16"
+    found = run("--model", "gpt-tiny", *where.split(), *what.split()).found
     plan = {"batch": 3, "seq": 32, "checkpoint": "full", "reshard_after_forward": 2, "shards": None}
     assert found["plan"] == plan | {"wrap": ["Block", "Attention"], "param_dtype": "float16"}
     assert (found["gpus"], found["nodes"], found["device"]["name"]) == (4, 2, "a100-40gb")
@@ -184,29 +176,22 @@ def test_hybrid_sharding_replicates_across_nodes(run: Run) -> None:
 
 def test_a_sweep_doubles_the_gpus(run: Run) -> None:
     args = ("--model", "gpt-tiny", "--sweep", "gpus=2..9")
-    found = run(*args, "--json").found
+    found = run(*args, "--json", "--png", "curve.png").found
+    assert Path("curve.png").read_bytes().startswith(PNG)
     assert [(one["gpus"], one["fits"]) for one in found] == [(2, True), (4, True), (8, True)]
     lines = run(*args).out.splitlines()
     rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
     assert [(row[0], row[-1]) for row in rows] == [("2", "yes"), ("4", "yes"), ("8", "yes")]
-    assert [float(row[2].replace(",", "")) for row in rows] == pytest.approx(
-        [one["tokens_per_second_per_gpu"] for one in found], abs=0.5
-    )
+    rates = [one["tokens_per_second_per_gpu"] for one in found]
+    assert [float(row[2].replace(",", "")) for row in rows] == pytest.approx(rates, abs=0.5)
 
 
-@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_a_trace_loads_back(run: Run, tmp_path: Path, name: str) -> None:
-    found = run(*TINY, "--trace", name, "--json").found
-    log = EventLog.load(tmp_path / name)
-    summary = log.summary()
-    assert summary["count_by_op"] == found["summary"]["count_by_op"]
-    assert summary["bytes_by_op"] == found["summary"]["bytes_by_op"]
-    assert summary["step_us"] == pytest.approx(found["summary"]["step_us"])
-
-
-@pytest.mark.parametrize("args", [TINY, ("--model", "gpt-tiny", "--sweep", "gpus=2..4")])
-def test_a_picture_is_drawn(run: Run, tmp_path: Path, args: tuple[str, ...]) -> None:
-    assert run(*args, "--png", "picture.png").status == 0
+def test_a_trace_loads_back_and_a_picture_is_drawn(run: Run, tmp_path: Path) -> None:
+    found = run(*TINY, "--trace", "trace.json.gz", "--png", "picture.png", "--json").found["summary"]
+    summary = EventLog.load(tmp_path / "trace.json.gz").summary()
+    assert summary["count_by_op"] == found["count_by_op"]
+    assert summary["bytes_by_op"] == found["bytes_by_op"]
+    assert summary["step_us"] == pytest.approx(found["step_us"])
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
 
 
@@ -241,17 +226,10 @@ def test_a_function_may_return_a_step_whose_tokens_are_those_said(run: Run, seq:
     assert ("unknown" in run("--model", "mine_to_simulate:trains", *seq).out) == (not seq)
 
 
-@pytest.mark.parametrize(
-    ("function", "operator", "line"),
-    [
-        ("reads", "_local_scalar_dense", "print(loss.item())"),
-        ("branches", "_local_scalar_dense", "if model(torch.ones(4, 8)).sum() > 0:"),
-    ],
-)
-def test_a_step_that_needs_values_is_told_where(run: Run, function: str, operator: str, line: str) -> None:
-    said = run("--model", f"mine_to_simulate:{function}")
-    number = 1 + [text.strip() for text in textwrap.dedent(MINE).splitlines()].index(line)
-    assert_refused(said, operator, "mine_to_simulate.py", str(number), ".item()")
+def test_a_step_that_needs_values_is_told_where(run: Run) -> None:
+    said = run("--model", "mine_to_simulate:reads")
+    number = 1 + [text.strip() for text in textwrap.dedent(MINE).splitlines()].index("print(loss.item())")
+    assert_refused(said, "_local_scalar_dense", "mine_to_simulate.py", str(number), ".item()")
 
 
 # --- What it refuses ---------------------------------------------------------------------------------------
@@ -264,11 +242,8 @@ def test_a_step_that_needs_values_is_told_where(run: Run, function: str, operato
         (("--model", "mine_to_simulate:nothing"), ("nothing", "trains")),
         (("--model", "mine_to_simulate:fails"), ("KeyError", "no weights", "mine_to_simulate.py")),
         (("--model", "no_such_module:f"), ("no_such_module",)),
-        (("--device", "h101"), ("h101", "h100", THIS_MACHINE)),
         (("--gpus", "12"), ("12 GPUs, 4 more than 8", "Take 8 or 16")),
         ((*TINY[:2], "--sweep", "gpus=2..4", "--nodes", "2"), ("--nodes 2", "one by one")),
-        (("--gpus", "8", "--nodes", "3"), ("8 GPUs on 3 nodes", "8 GPUs")),
-        ((*TINY, "--wrap", "Blok"), ("Blok", "Block")),
         ((*TINY, "--trace", "nowhere/trace.json"), ("nowhere/trace.json",)),
         ((*TINY, "--device", THIS_MACHINE), ("this-machine.json", "got none", "hwfsdp doctor --calibrate")),
     ],
@@ -300,9 +275,7 @@ def test_unusable_arguments_are_refused_before_anything_runs(
     assert part in said.err
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"name": 1}', json.dumps({"memory": "much"}), "\x00", None]
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"name": 1}', json.dumps({"memory": "much"}), "\x00", None])
 def test_a_broken_measurement_is_said_to_be_one(run: Run, text: str | None) -> None:
     measured()
     if text is None:
