@@ -101,24 +101,19 @@ def test_whole_parameters_peak_at_the_closed_form(records):
     assert (check.spread.q1, check.spread.median, check.spread.q3) == (1.0, 1.0, 1.0)
 
 
-def test_a_counter_sees_what_is_alive_at_once():
+def test_a_counter_sees_what_is_alive_at_once_and_storages_that_come_and_go():
     with peak.StorageCounter() as counter:
         kept = torch.zeros(1000)
         torch.zeros(500)  # gone at once
         view = kept[:10]
         last = torch.zeros(250)
-    assert counter.peak == 4 * (1000 + 500)
-    assert view.sum() + last.sum() == 0
-
-
-def test_a_counter_follows_storages_that_come_and_go():
-    with peak.StorageCounter() as counter:
-        tensor = torch.zeros(1000)
-        tensor.untyped_storage().resize_(0)
+        highest = counter.peak
+        kept.untyped_storage().resize_(0)
         counter.reset()
         before = counter.peak
-        tensor.untyped_storage().resize_(4000)
-    assert (before, counter.peak, counter.whole) == (0, 4000, 4000)
+        kept.untyped_storage().resize_(4000)
+    assert (highest, before, counter.peak, counter.whole) == (6000, 0, 5000, 4000)
+    assert len(view) + len(last) == 260
 
 
 def test_overlapping_memory_counts_once():

@@ -129,13 +129,6 @@ SCATTER = ("reduce_scatter", "reduce_scatter", 0, 10)
         ([GATHER, ("alloc", "compute", 0, 10)], 10, 0.0),
         ([GATHER, SCATTER, ("backward", "compute", 0, 5)], 5, 0.5),
     ],
-    ids=[
-        "no communication",
-        "copies beside compute hide nothing",
-        "copies on compute do",
-        "allocation is no compute",
-        "two collectives at once count once",
-    ],
 )
 def test_communication_is_exposed_where_compute_does_nothing(
     rows: list[tuple[Any, ...]], exposed: float, overlap: float

@@ -99,9 +99,8 @@ def test_a_slice_has_the_times_of_its_event_in_microseconds_and_all_of_it_as_arg
 
 @given(any_log)
 def test_drawing_moves_no_beginning_and_lengthens_nothing(log: list[Event]) -> None:
-    drawn = nested_intervals(log)
     for event in log:
-        start, end = drawn[event.rank, event.seq]
+        start, end = nested_intervals(log)[event.rank, event.seq]
         assert start == event.start_us <= end <= event.end_us
 
 
@@ -112,36 +111,24 @@ def test_what_nests_already_is_drawn_as_it_is(log: list[Event]) -> None:
         Event(e.rank, e.seq + 100, e.op, e.stream, start_us=e.start_us + e.dur_us / 4, dur_us=e.dur_us / 2)
         for e in apart
     ]
-    drawn = nested_intervals([*apart, *inside])
-    assert all(drawn[e.rank, e.seq] == (e.start_us, e.end_us) for e in (*apart, *inside))
+    found = nested_intervals([*apart, *inside])
+    assert all(found[e.rank, e.seq] == (e.start_us, e.end_us) for e in (*apart, *inside))
 
 
-@pytest.mark.parametrize(
-    ("rows", "drawn"),
-    [
-        ([(0, "compute", 0.0, 2.0), (0, "compute", 0.0, 5.0)], [(0, 2), (0, 5)]),
-        ([(0, "compute", 0.0, 5.0), (0, "compute", 0.0, 2.0)], [(0, 5), (0, 2)]),
-        ([(0, "compute", 0.0, 9.0), (0, "compute", 5.0, 9.0)], [(0, 9), (5, 9)]),
-        (
-            [(0, "compute", 0.0, 9.0), (0, "copy", 5.0, 9.0), (1, "compute", 5.0, 9.0)],
-            [(0, 9), (5, 14), (5, 14)],
-        ),
-        ([(0, "compute", 0.1, 0.2), (0, "compute", 0.3, 1.0)], [(0.1, 0.1 + 0.2), (0.3, 1.3)]),
-    ],
-    ids=[
-        "a longer one begins, too",
-        "a shorter one begins, too",
-        "cut",
-        "other tracks",
-        "an end after rounding",
-    ],
-)
-def test_slices_are_cut_only_where_they_cross_an_end(rows: list[tuple[Any, ...]], drawn: list[Any]) -> None:
-    log = [
-        Event(rank, seq, "forward", stream, start_us=start, dur_us=dur)
-        for seq, (rank, stream, start, dur) in enumerate(rows)
-    ]
-    assert [nested_intervals(log)[e.rank, e.seq] for e in log] == drawn
+def drawn(*rows: tuple[int, str, float, float]) -> list[tuple[float, float]]:
+    """How slices are drawn, from rows (rank, stream, start, length)."""
+    log = [Event(row[0], n, "forward", row[1], start_us=row[2], dur_us=row[3]) for n, row in enumerate(rows)]
+    return [nested_intervals(log)[e.rank, e.seq] for e in log]
+
+
+def test_slices_are_cut_only_where_they_cross_an_end_on_their_track() -> None:
+    for first, second in ((2.0, 5.0), (5.0, 2.0)):  # they begin together
+        assert drawn((0, "compute", 0, first), (0, "compute", 0, second)) == [(0, first), (0, second)]
+    assert drawn((0, "compute", 0, 9), (0, "compute", 5, 9)) == [(0, 9), (5, 9)]
+    others = (0, "copy", 5, 9), (1, "compute", 5, 9)
+    assert drawn((0, "compute", 0, 9), *others) == [(0, 9), (5, 14), (5, 14)]
+    rounded = drawn((0, "compute", 0.1, 0.2), (0, "compute", 0.3, 1.0))
+    assert rounded == [(0.1, 0.1 + 0.2), (0.3, 1.3)] and rounded[0][1] > rounded[1][0]
 
 
 def test_a_slice_that_ends_with_the_one_around_it_does_so_in_the_viewers_nanoseconds_too() -> None:
@@ -155,37 +142,10 @@ def test_a_slice_that_ends_with_the_one_around_it_does_so_in_the_viewers_nanosec
 # --- Arrows ------------------------------------------------------------------------------------------------
 
 
-def arrows(trace: dict[str, Any] | None = None) -> list[tuple[Entry, Entry]]:
-    """Begin and end of each arrow, matched as the viewer does."""
-    begins = {(e["cat"], e["name"], e["id"]): e for e in entries("s", trace)}
-    ends = {(e["cat"], e["name"], e["id"]): e for e in entries("f", trace)}
-    assert len(begins) == len(entries("s", trace)) == len(entries("f", trace))
-    assert set(begins) == set(ends)
-    return [(begins[key], ends[key]) for key in begins]
-
-
 def test_each_wait_for_another_event_is_an_arrow_if_that_is_in_the_log() -> None:
-    assert len(arrows()) == sum(len(e.after) for e in LOG) == 3
+    assert len(entries("s")) == len(entries("f")) == sum(len(e.after) for e in LOG) == 3
     unknown = [Event(1, 0, "forward", "compute"), Event(0, 5, "wait", "compute", after=(-1, 0, 3))]
-    assert arrows(to_trace(unknown, {})) == []
-
-
-@given(any_log)
-def test_an_arrow_begins_inside_its_slice_even_where_that_was_cut(log: list[Event]) -> None:
-    waiting = [
-        Event(
-            e.rank, 100 + e.seq, "wait", STREAMS[2], start_us=100 + 50.0 * e.seq, dur_us=9.0, after=(e.seq,)
-        )
-        for e in log
-    ]
-    trace = to_trace([*log, *waiting], {})
-    drawn = {(s["args"]["rank"], s["args"]["seq"]): s for s in entries("X", trace)}
-    assert len(arrows(trace)) == len(log)
-    for begin, end in arrows(trace):
-        (target,) = [e for e in waiting if e.start_us <= end["ts"] <= e.end_us and e.rank + 1 == end["pid"]]
-        source = drawn[target.rank, target.after[0]]
-        assert track(begin) == track(source)
-        assert source["ts"] <= begin["ts"] <= source["ts"] + source["dur"]
+    assert not entries("s", to_trace(unknown, {})) and not entries("f", to_trace(unknown, {}))
 
 
 class Viewer:
@@ -292,18 +252,13 @@ def test_a_group_is_sharded_then_gathering_until_the_copy_out_then_full_until_it
     ]
 
 
-def test_a_group_that_is_freed_before_any_gather_was_full_when_the_recording_began() -> None:
+def test_a_group_was_full_before_if_it_is_freed_first_and_gathers_until_somebody_comes_for_it() -> None:
     log = on_rank_0(("forward", "compute", 1.0, 4.0), ("free", "compute", 4.0, 4.0, [7]))
     log += [Event(0, 9, "optimizer", "compute", start_us=4.0, dur_us=2.0)]
     assert [lifetime[2:] for lifetime in find_lifetimes(log)] == [("full", 1.0, 4.0), ("freed", 4.0, 6.0)]
-
-
-def test_a_gather_that_nobody_came_for_goes_on_until_the_next_one() -> None:
     log = on_rank_0(("all_gather", "all_gather", 0.0, 2.0), ("copy_in", "copy", 5.0, 6.0))
-    assert [lifetime[2:] for lifetime in find_lifetimes(log)] == [
-        ("gathering", 0.0, 5.0),
-        ("gathering", 5.0, 6.0),
-    ]
+    states = [lifetime[2:] for lifetime in find_lifetimes(log)]
+    assert states == [("gathering", 0.0, 5.0), ("gathering", 5.0, 6.0)]
 
 
 def test_a_groups_track_has_its_name_around_its_states_and_an_id_of_its_own_in_its_process() -> None:

@@ -6,7 +6,6 @@ import ast
 import math
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,9 +16,18 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from figures import MIB, assert_texts_are_apart_and_on_the_sheet, event, legend_of, luma, texts, training_log
-from hwfsdp import EventLog, UsageError, plot
-from hwfsdp.events import OPS, Sample
+from figures import (
+    MIB,
+    assert_texts_are_apart_and_on_the_sheet,
+    event,
+    legend_of,
+    luma,
+    sampled,
+    texts,
+    training_log,
+)
+from hwfsdp import EventLog, plot
+from hwfsdp.events import OPS
 from hwfsdp.memory import KINDS
 from hwfsdp.plot import lanes, style
 from hwfsdp.plot.loss import plot_losses
@@ -110,12 +118,6 @@ def test_a_loss_that_is_not_a_number_equals_only_its_like() -> None:
     broken = [3.0, math.nan, math.inf]
     curves = {"a": broken, "b": list(broken), "c": [3.0, 2.0, math.inf]}
     assert legend_of(plot_losses(curves)) == ["a", "b (equals a exactly)", "c"]
-
-
-@pytest.mark.parametrize("curves", [{}, {"a": FALLING, "b": []}])
-def test_a_loss_picture_of_nothing_is_refused(curves: dict[str, list[float]]) -> None:
-    with pytest.raises(UsageError, match="plot_losses: expected one or more curves"):
-        plot_losses(curves)
 
 
 # timeline
@@ -267,33 +269,7 @@ def test_the_title_says_who_and_when_and_the_line_below_how_much_was_hidden() ->
     assert subtitle.endswith("without communication")
 
 
-@pytest.mark.parametrize(("ranks", "step"), [(1, None), (4, 0)])
-def test_the_texts_of_a_timeline_are_apart(ranks: int, step: int | None) -> None:
-    assert_texts_are_apart_and_on_the_sheet(plot_timeline(training_log(ranks, groups=10), step=step))
-
-
-@pytest.mark.parametrize(
-    ("log", "window", "remedy"),
-    [
-        (training_log(1, 1), {"step": 7}, r"The log has steps \[0, 1\]"),
-        (training_log(1, 1), {"start_us": 1e9}, r"and ends at 15500 µs"),
-        (training_log(1, 1), {"start_us": 200, "end_us": 100}, r"The log has steps \[0, 1\]"),
-        (EventLog(), {}, "Record a step first"),
-    ],
-    ids=["step", "late", "backwards", "empty"],
-)
-def test_a_window_without_events_is_refused(log: EventLog, window: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(UsageError, match=remedy):
-        plot_timeline(log, **window)
-
-
 # memory
-
-
-def sampled(*totals: dict[str, int], rank: int = 0) -> EventLog:
-    """A sample per ms, every kind listed, as the ledger writes it."""
-    zeros = dict.fromkeys(KINDS, 0)
-    return EventLog([], {rank: [Sample(1e3 * ms, {**zeros, **kinds}) for ms, kinds in enumerate(totals)]})
 
 
 UP_AND_DOWN = sampled(
@@ -377,24 +353,13 @@ def test_expected_values_are_dashed_lines_at_their_height_with_their_name() -> N
     assert figure.axes[0].get_ylim()[1] > 16.0
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [
-        {},
-        {"one": 4 * MIB, "two": 4 * MIB + 1, "three": 4 * MIB - 1},
-        {"high": 9 * MIB, "higher": 9 * MIB + 5, "highest of all those expected": 9 * MIB + 9},
-        {f"label {place}": 1 + place for place in range(5)},
-    ],
-    ids=["none", "close", "high", "low"],
-)
-def test_the_texts_of_a_memory_picture_are_apart_and_its_labels_beside_the_frame(
-    expected: dict[str, int],
-) -> None:
-    figure = plot_memory(UP_AND_DOWN, expected=expected)
+@pytest.mark.parametrize("nbytes", [1, 9 * MIB])
+def test_labels_moved_apart_stay_beside_the_frame(nbytes: int) -> None:
+    figure = plot_memory(UP_AND_DOWN, expected={f"label {place}": nbytes + place for place in range(5)})
     assert_texts_are_apart_and_on_the_sheet(figure)
     frame = figure.axes[0].get_window_extent()
-    labels = [place for text, place in texts(figure) if text.split(":")[0] in expected]
-    assert len(labels) == len(expected)
+    labels = [place for text, place in texts(figure) if text.startswith("label")]
+    assert len(labels) == 5
     for place in labels:
         assert place.x0 > frame.x1 and frame.y0 < (place.y0 + place.y1) / 2 < frame.y1 + 1
 
@@ -406,18 +371,3 @@ def test_the_name_of_the_peak_stands_above_the_frame_and_not_beside_it(peak: int
     frame = figure.axes[0].get_window_extent()
     [name] = [place for text, place in texts(figure) if text.startswith("peak")]
     assert frame.x0 - 1 <= name.x0 and name.x1 <= frame.x1 + 1 and name.y0 >= frame.y1
-
-
-@pytest.mark.parametrize(
-    ("log", "rank", "got"),
-    [
-        (EventLog(), 0, r"samples of the ranks \[\]"),
-        (UP_AND_DOWN, 5, r"samples of the ranks \[0\]"),
-        (EventLog([], {0: []}), 0, "samples of the ranks"),
-        (sampled({}, {}), 0, "samples without bytes"),
-    ],
-    ids=["empty log", "unknown rank", "no samples", "no bytes"],
-)
-def test_a_memory_picture_of_nothing_is_refused(log: EventLog, rank: int, got: str) -> None:
-    with pytest.raises(UsageError, match=rf"plot_memory\(rank={rank}\).*{got}"):
-        plot_memory(log, rank=rank)

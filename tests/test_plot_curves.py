@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from figures import assert_everything_is_on_the_sheet, legend_of
-from hwfsdp import UsageError
+from figures import assert_everything_is_on_the_sheet, legend_of, points_of
 from hwfsdp.accounting import StateBytes, Strategy, model_state_bytes
-from hwfsdp.plot.scaling import MeasuredSpeed, ScalingPoint, number, plot_scaling
+from hwfsdp.plot.scaling import MeasuredSpeed, number, plot_scaling
 from hwfsdp.plot.states import MeasuredState, plot_model_states
 
 # model states
@@ -61,31 +59,7 @@ def test_strategies_differ_by_color_and_by_marker() -> None:
         assert a.get_color() != b.get_color() and a.get_marker() != b.get_marker()
 
 
-@pytest.mark.parametrize(
-    ("shapes", "sizes", "shards"),
-    [
-        ([(3,)], [2], 2),
-        ([(8 * 10**11,)], [2**n for n in range(14)], 8),
-    ],
-)
-def test_the_texts_of_model_states_are_apart(shapes: Any, sizes: list[int], shards: int | None) -> None:
-    assert_everything_is_on_the_sheet(plot_model_states(shapes, sizes, shards=shards))
-
-
-@pytest.mark.parametrize(("shapes", "sizes"), [([], [1]), (SHAPES, []), (SHAPES, [0, 1])])
-def test_model_states_of_nothing_are_refused(shapes: Any, sizes: list[int]) -> None:
-    with pytest.raises(UsageError, match="plot_model_states: expected shapes"):
-        plot_model_states(shapes, sizes)
-
-
 # scaling
-
-
-def points_of(count: int, scale: float = 1.0) -> list[ScalingPoint]:
-    return [
-        ScalingPoint(8 * 2**i, scale * 6000 / (1 + i / 10), scale * (1 + i), scale * 80 / (i + 1), i / 20)
-        for i in range(count)
-    ]
 
 
 def test_the_ideal_line_is_the_speed_on_the_fewest_gpus() -> None:
@@ -124,12 +98,6 @@ def test_measurements_are_diamonds_and_their_source_is_in_the_legend() -> None:
     assert low < 8 and 128 < high
 
 
-@pytest.mark.parametrize(("count", "scale"), [(1, 1e-6), (2, 1.0), (20, 1e6)])
-def test_the_texts_of_scaling_are_apart(count: int, scale: float) -> None:
-    caption = "Kernels take the time that their bytes and operations need; there are no stragglers. " * 5
-    assert_everything_is_on_the_sheet(plot_scaling(points_of(count, scale), caption=caption, title="A title"))
-
-
 @pytest.mark.parametrize("share", [0.2, 0.99, 1.0, 1.05])
 def test_measurements_close_to_their_point_are_legible(share: float) -> None:
     points = points_of(5)
@@ -141,18 +109,3 @@ def test_numbers_have_three_digits_or_thousands_apart() -> None:
     written = {0: "0", 1.25e6: "1.25 M", 999_999: "1 M", 3e10: "30 G", 0.00125: "0.00125", 48.25: "48.2"}
     written |= {99.97: "100", 5762.4: "5,762"}
     assert [number(value) for value in written] == list(written.values())
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [],
-        points_of(1) * 2,
-        [ScalingPoint(8, float("nan"), 1, 1, 0)],
-        [ScalingPoint(8, 1, -1, 1, 0)],
-        [ScalingPoint(0, 1, 1, 1, 0)],
-    ],
-)
-def test_scaling_of_what_is_no_curve_is_refused(points: list[ScalingPoint]) -> None:
-    with pytest.raises(UsageError, match="plot_scaling: expected one or more points"):
-        plot_scaling(points)

@@ -9,8 +9,6 @@ import ast
 import csv
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -375,15 +373,12 @@ def drop(op: str, rank: int, step: int, event: Event) -> Event | None:
     return None if (event.op, event.rank, event.step) == (op, rank, step) else event
 
 
-def test_a_rank_that_did_less_is_noticed(logs: dict[str, EventLog]) -> None:
-    found = examine(changed(logs["plain"], partial(drop, "reduce_scatter", 3, 1)))
+def test_a_rank_and_a_step_that_did_less_are_noticed(logs: dict[str, EventLog]) -> None:
+    log = changed(logs["plain"], partial(drop, "reduce_scatter", 3, 1))
+    found = examine(log)
     assert not found.ranks_agree and found.as_expected
     assert "Ranks did not move the same" in describe(found, "x")
-
-
-def test_a_step_that_did_less_is_noticed(logs: dict[str, EventLog]) -> None:
-    log = logs["plain"]
-    for rank in range(4):
+    for rank in range(3):
         log = changed(log, partial(drop, "reduce_scatter", rank, 1))
     found = examine(log)
     assert found.ranks_agree and not found.same_every_step and found.as_expected is False
@@ -683,8 +678,3 @@ def content_of(figure: Figure) -> bytes:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return bytes(canvas.buffer_rgba())
-
-
-def test_the_parser_is_built_without_torch() -> None:
-    code = "import sys; from hwfsdp import cli; cli.build_parser(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
