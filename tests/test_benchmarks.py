@@ -10,7 +10,7 @@ import torch
 from benchmarks import checkpoints, figure, gpu, grading, overhead, peak, profile, recording, scaling
 from benchmarks import __main__ as program
 from benchmarks import startup, steps
-from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build, own_adamw
+from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build
 from benchmarks.limit import TRANSPORTS, block_numels
 from benchmarks.records import Check, Record, Spread, load, of_part, ratio, save
 from benchmarks.report import as_markdown, as_text, number, tables
@@ -38,25 +38,33 @@ def records() -> list[Record]:
 
 
 @pytest.mark.long
-def test_steps_compare_everybody_in_both_kinds_of_step(records):
-    kinds = {str(record.case["kind"]): record for record in of_part(records, "steps")}
-    assert set(kinds) == {"fwd+bwd", "full step"}
-    for record in kinds.values():
+def test_every_part_has_its_cases_and_steps_compare_everybody(records):
+    def cases(part, name):
+        return [record.case[name] for record in of_part(records, part)]
+
+    assert cases("steps", "kind") == ["fwd+bwd", "full step"]
+    for record in of_part(records, "steps"):
         assert {HWFSDP, FSDP2, DDP, UNSHARDED} <= set(record.values)
         assert record.checks["hwfsdp / FSDP2"].target is not None
-    assert ("hwfsdp, its AdamW / FSDP2" in kinds["full step"].checks) == (own_adamw() is not None)
+    assert list(zip(cases("scaling", "axis"), cases("scaling", "at"), strict=True)) == [
+        (axis, point) for axis, points in POINTS.items() for point in points
+    ]
+    assert set(cases("recording", "kind")) == {recording.STEP, recording.PROCESSOR, recording.AROUND}
+    assert cases("gpu", "kind") == ["fwd+bwd", "issue", "peak"]
+    assert cases("limit", "transport") == list(TRANSPORTS)
 
 
 @pytest.mark.long
-def test_there_is_a_limit_for_every_transport(records):
-    found = of_part(records, "limit")
-    assert [record.case["transport"] for record in found] == list(TRANSPORTS)
-    for record in found:
-        spreads = record.values
-        assert spreads["overlapped"].median == max(spreads["compute"].median, spreads["collectives"].median)
-        assert spreads["one after the other"].median == pytest.approx(
-            spreads["compute"].median + spreads["collectives"].median
-        )
+def test_limits_profiles_and_peaks_add_up(records):
+    for spreads in (record.values for record in of_part(records, "limit")):
+        compute, moved = spreads["compute"].median, spreads["collectives"].median
+        assert spreads["overlapped"].median == max(compute, moved)
+        assert spreads["one after the other"].median == pytest.approx(compute + moved)
+    (profiled,), (memory,) = of_part(records, "profile"), of_part(records, "memory")
+    parts = [spread.median for name, spread in profiled.values.items() if name != "step"]
+    assert sum(parts) == pytest.approx(profiled.values["step"].median)
+    spread = memory.checks["hwfsdp's whole parameters / closed form"].spread
+    assert (spread.q1, spread.median, spread.q3) == (1.0, 1.0, 1.0)
 
 
 def test_collectives_of_the_limit_move_what_a_step_moves():
@@ -64,12 +72,6 @@ def test_collectives_of_the_limit_move_what_a_step_moves():
     groups = [GroupSizes([p.shape for p in block.parameters()]) for block in blocks]
     whole = 4 * sum(block_numels(SIZES[SMALLEST], 3))
     assert step_traffic(groups, 3) == {"all_gather": 2 * whole, "reduce_scatter": whole}
-
-
-@pytest.mark.long
-def test_scaling_visits_every_point(records):
-    found = [(record.case["axis"], record.case["at"]) for record in of_part(records, "scaling")]
-    assert found == [(axis, point) for axis, points in POINTS.items() for point in points]
 
 
 @pytest.mark.parametrize("axis", [scaling.LAYERS, scaling.PARAMETERS, scaling.GROUPS])
@@ -83,22 +85,6 @@ def test_points_of_an_axis_differ_in_nothing_else(axis):
 def test_overhead_is_what_goes_beyond_the_unsharded_step():
     samples = {"fwd+bwd": {HWFSDP: [1.5], FSDP2: [3.0], UNSHARDED: [1.0]}}
     assert overhead.overheads(samples) == {HWFSDP: [500.0], FSDP2: [2000.0]}
-
-
-@pytest.mark.long
-def test_recording_is_timed_beside_not_recording(records):
-    found = {record.case["kind"]: record for record in of_part(records, "recording")}
-    assert set(found) == {recording.STEP, recording.PROCESSOR, recording.AROUND}
-    for kind, record in found.items():
-        assert set(record.values) == {recording.RECORDED, recording.PLAIN}
-        assert list(record.checks) == ([] if kind == recording.AROUND else ["recorded / not recorded"])
-
-
-@pytest.mark.long
-def test_whole_parameters_peak_at_the_closed_form(records):
-    (record,) = of_part(records, "memory")
-    check = record.checks["hwfsdp's whole parameters / closed form"]
-    assert (check.spread.q1, check.spread.median, check.spread.q3) == (1.0, 1.0, 1.0)
 
 
 def test_a_counter_sees_what_is_alive_at_once_and_storages_that_come_and_go():
@@ -126,22 +112,10 @@ def test_shared_memory_is_told_from_own_memory():
     assert peak.is_shared(shared.data_ptr())
 
 
-@pytest.mark.long
-def test_the_gpu_part_measures_time_issue_time_and_memory(records):
-    assert [record.case["kind"] for record in of_part(records, "gpu")] == ["fwd+bwd", "issue", "peak"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_the_gpu_part_says_why_it_is_skipped(capsys):
     assert gpu.run("cuda", 1) == []
     assert "torch.cuda is not available" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_a_profile_adds_up_to_the_step(records):
-    (record,) = of_part(records, "profile")
-    parts = [spread.median for name, spread in record.values.items() if name != "step"]
-    assert sum(parts) == pytest.approx(record.values["step"].median)
 
 
 def test_startup_compares_imports_of_the_same_round(monkeypatch):
@@ -179,19 +153,13 @@ def test_ratios_are_of_the_same_round():
     assert (check.spread, check.met) == (Spread(0.5, 0.5, 0.5, 3), True)
 
 
-def test_a_file_of_results_keeps_the_parts_that_were_not_measured_again(tmp_path):
+def test_a_file_of_results_keeps_the_parts_of_this_machine_that_were_not_measured_again(tmp_path):
     path = tmp_path / "bench.json"
     old, new = (Record("steps", {"at": n}, "ms", {"a": Spread(1, 1, 1, 1)}) for n in (1, 2))
     other = Record("memory", {}, "MiB", {}, {"b": Check(Spread(1, 1, 1, 1), 1.0)}, ("a note",))
     save(path, [old, other])
     save(path, [new])
     assert load(path) == [other, new]
-
-
-def test_results_of_another_machine_are_dropped(tmp_path):
-    path = tmp_path / "bench.json"
-    old, new = (Record(part, {}, "ms", {}) for part in ("steps", "memory"))
-    save(path, [old])
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "machine": {"cpu": "another"}}))
     save(path, [new])

@@ -82,13 +82,6 @@ def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own
     assert style.look_of_kind("unheard of") not in kinds
 
 
-def test_text_is_measured_as_it_is_drawn() -> None:
-    figure = Figure(dpi=72)  # a pixel is a point
-    text = figure.text(0.1, 0.5, "transformer.blocks.7", fontsize=9)
-    drawn = text.get_window_extent(FigureCanvasAgg(figure).get_renderer()).width
-    assert style.text_width("transformer.blocks.7", 9) == pytest.approx(drawn, rel=0.1)
-
-
 # loss
 
 
@@ -146,12 +139,6 @@ def test_each_event_that_takes_time_is_a_bar_of_its_extent_in_its_row() -> None:
         middles.setdefault(found.stream, set()).add(round(bar.get_y() + bar.get_height() / 2, 6))
     assert all(len(rows) == 1 for rows in middles.values())
     assert len(set.union(*middles.values())) == len(middles)
-
-
-def test_a_step_is_drawn_alone() -> None:
-    log = training_log(ranks=1, groups=2)
-    drawn = bars(plot_timeline(log, step=1))
-    assert set(drawn) == {(0, e.seq) for e in log.select(step=1) if e.op != "alloc"}
 
 
 def test_what_crosses_the_window_is_cut_there() -> None:

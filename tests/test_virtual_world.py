@@ -7,7 +7,7 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,16 +42,19 @@ H100 = DEVICES["h100"]
 Program = Callable[[], Callable[[], Any]]
 
 
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, foreach=False)
+
+
 def training(
-    build: Callable[[], Model], how: str = "blocks", batches: int = 1, mesh: Any = None, **options: Any
+    build: Callable[[], Model], how: str = "blocks", batches: int = 1, optimize: Any = adamw, **options: Any
 ) -> Program:
     """Builds and shards a model; a step of it is so many batches, of which only the last reduces gradients."""
 
     def build_and_shard() -> Callable[[], None]:
         torch.manual_seed(0)
-        library = functools.partial(_over, mesh) if mesh else ours
-        model = wrap(build(), library, how, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        model = wrap(build(), over_a_mesh if "shape" in options else ours, how, **options)
+        optimizer = optimize(model.parameters())
 
         def step() -> None:
             for number in range(batches):
@@ -66,7 +69,7 @@ def training(
     return build_and_shard
 
 
-def _over(shape: tuple[int, int], module: nn.Module, **options: Any) -> nn.Module:
+def over_a_mesh(module: nn.Module, shape: tuple[int, int], **options: Any) -> nn.Module:
     return fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")), **options)
 
 
@@ -84,8 +87,8 @@ PROGRAMS: dict[str, Program] = {
 }
 ON_FOUR: dict[str, Program] = {"resharded to 2": training(stem, reshard_after_forward=2)}
 HYBRID: dict[str, Program] = {
-    "hybrid": training(stem, mesh=(2, 2)),
-    "hybrid, accumulated": training(stem, batches=2, mesh=(2, 2)),
+    "hybrid": training(stem, shape=(2, 2)),
+    "hybrid, accumulated": training(stem, batches=2, shape=(2, 2)),
 }
 
 
@@ -346,25 +349,14 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam")
 @pytest.mark.parametrize("name", suites.fast_are(["SGD", "AdamW"], OPTIMIZERS))
 def test_torchs_optimizers_step_and_keep_what_they_keep_on_real_parameters(name: str, foreach: bool) -> None:
     options = {"lr": 0.1, "foreach": foreach} | ({"momentum": 0.9} if name == "SGD" else {})
-
-    def build_and_shard() -> Callable[[], None]:
-        model = wrap(even(), ours)
-        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
-
-        def step() -> None:
-            objective(model(*model.inputs(4, seed=0))).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
-        return step
-
+    optimize = functools.partial(getattr(torch.optim, name), **options)
     params = [nn.Parameter(p.detach()[: p.shape[0] // 2].clone()) for p in even().parameters()]
     for param in params:
         param.grad = torch.ones_like(param)
-    plain = getattr(torch.optim, name)(params, **options)
+    plain = optimize(params)
     plain.step()
     tensors = [t for state in plain.state.values() for t in state.values() if isinstance(t, Tensor)]
-    found = simulate(build_and_shard, 2).log.summary()["peak_bytes_by_kind"]
+    found = simulate(training(even, optimize=optimize), 2).log.summary()["peak_bytes_by_kind"]
     assert found["optimizer_state"] == sum(t.untyped_storage().nbytes() for t in tensors)
 
 
@@ -451,20 +443,13 @@ def test_dropout_is_one_kernel_each_way_and_keeps_a_mask_of_bytes() -> None:
         assert world.clock.host < 2.5 * world.device.launch_us + bytes_us
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_products_cost_the_same_without_gradients(mode: Callable[[], Any]) -> None:
-    def forward() -> None:
-        with mode():
-            nn.Linear(256, 512)(torch.empty(128, 256))
-
-    assert time_of(forward)[1] == 2 * 128 * 256 * 512
-
-
-def test_recurrent_layers_have_flops() -> None:
-    def forward() -> None:
-        nn.LSTM(64, 64, batch_first=True)(torch.empty(4, 10, 64))
-
-    assert time_of(forward)[1] == 2 * 4 * 10 * 64 * 4 * 64 * 2  # four gates, of the input and of the state
+def test_products_cost_the_same_without_gradients_and_recurrent_layers_have_flops() -> None:
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        forward = mode()(lambda: nn.Linear(256, 512)(torch.empty(128, 256)))
+        assert time_of(forward)[1] == 2 * 128 * 256 * 512
+    gates = 4  # each of the input and of the state
+    recur = time_of(lambda: nn.LSTM(64, 64, batch_first=True)(torch.empty(4, 10, 64)))
+    assert recur[1] == 2 * 4 * 10 * 64 * 64 * 2 * gates
 
 
 def test_a_model_can_be_cast_in_a_virtual_world() -> None:
