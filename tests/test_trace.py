@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,22 +76,20 @@ def train_plainly(steps: int, *, optimizers: int = 1, evaluate: bool = False) ->
         (Steps(2, 3), 2, 1, False),
         (Steps(4, 9), 1, 2, False),
         (Steps(1, None), 4, 2, True),
-        (Steps(5, 6), None, 1, True),
+        (Steps(5, 6), 0, 1, True),
     ],
     ids=str,
 )
 def test_the_steps_that_are_wanted_are_recorded(
-    wanted: Steps, recorded: int | None, optimizers: int, evaluate: bool
+    wanted: Steps, recorded: int, optimizers: int, evaluate: bool
 ) -> None:
     with Capture(wanted).running() as capture:
         train_plainly(5, optimizers=optimizers, evaluate=evaluate)
     assert capture.steps == 5
-    assert (capture.log is None) == (recorded is None)
-    if capture.log is not None and recorded is not None:
-        steps = range(wanted.first, wanted.first + recorded)
-        assert [e.step for e in capture.log.select("optimizer")] == [
-            s for s in steps for _ in range(optimizers)
-        ]
+    assert (capture.log is not None) == bool(recorded)
+    found = [e.step for e in capture.log.select("optimizer")] if capture.log is not None else []
+    steps = range(wanted.first, wanted.first + recorded)
+    assert found == [step for step in steps for _ in range(optimizers)]
 
 
 def test_between_steps_a_capture_leaves_no_hook_behind() -> None:
@@ -134,6 +132,38 @@ def script(folder: Path, body: str) -> Path:
     path = folder / "train.py"
     path.write_text(f"{PREAMBLE}\n{body}")
     return path
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def found(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Said]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `hwfsdp trace`."""
+
+    def trace(*args: object) -> Said:
+        try:
+            status = main(["trace", *map(str, args)])
+        except SystemExit as stopped:  # argparse
+            status = stopped.code  # type: ignore[assignment]
+        return Said(status, *capsys.readouterr())
+
+    return trace
+
+
+def assert_refused(said: Said, *parts: str) -> None:
+    assert said.status == 2 and said.err.count("\n") == 1
+    assert all(part in said.err for part in parts)
 
 
 def traced(path: Path, *arguments: str, steps: Steps = Steps(1, 2), ranks: int = 2) -> EventLog:
@@ -186,13 +216,13 @@ def test_a_script_written_for_torchrun_is_recorded_as_it_is(
     ids=["its own error", "an error of ours", "an exit", "no Python"],
 )
 def test_what_a_script_raises_is_one_line_with_its_rank_and_place_and_leaves_no_file(
-    last_line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    last_line: str, said: str, run: Run, tmp_path: Path
 ) -> None:
     path = script(tmp_path, f"train(1)\nif int(os.environ['RANK']) == 1:\n    {last_line}")
     line, out = len(path.read_text().splitlines()), tmp_path / "t.json"
-    assert main(["trace", "run", str(path), "--device", "cpu", "--out", str(out)]) == 1
-    found = capsys.readouterr().err
-    assert re.search(rf"{said} at {re.escape(str(path))}:{line}\.", found) and found.count("\n") == 1
+    status, _, err = run("run", path, "--device", "cpu", "--out", out)
+    assert status == 1 and err.count("\n") == 1
+    assert re.search(rf"{said} at {re.escape(str(path))}:{line}\.", err)
     assert not out.exists()
 
 
@@ -436,35 +466,14 @@ def file(logs: dict[str, EventLog], tmp_path: Path) -> Path:
     return tmp_path / "plain.json.gz"
 
 
-def test_the_command_records_a_script_and_shows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_records_a_script_and_shows_it(run: Run, tmp_path: Path) -> None:
     path = script(tmp_path, "dist.init_process_group()\nprint('hello', *sys.argv[1:])\ntrain(3)")
     out = tmp_path / "trace.json"
-    given = ["trace", "run", str(path), "--steps", "1..1", "--out", str(out), "--device", "cpu"]
-    assert main([*given, "--json", "--", "--json", "x"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    said = run("run", path, "--steps", "1..1", "--out", out, "--device", "cpu", "--json", "--", "--json", "x")
+    assert said.status == 0
     assert said.err.count("hello --json x") == 2  # what the script prints does not spoil the JSON
-    assert found["as_expected"] and found["steps"] == [1]
-    assert main(["trace", "show", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
-
-
-def test_show_says_the_same_in_words_and_in_json(
-    file: Path, logs: dict[str, EventLog], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", "show", str(file)]) == 0
-    words = capsys.readouterr().out
-    assert main(["trace", "show", str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == SHOWN
-    assert found["expected_per_step"] == found["traffic_by_step"]["0"] | {
-        "all_reduce": {"calls": 0, "bytes": 0}
-    }
-    for moved in found["traffic_by_step"]["1"].values():
-        assert f"{moved['bytes']:,}" in words
-    assert found["summary"] == json.loads(json.dumps(logs["plain"].summary()))
+    assert said.found["as_expected"] and said.found["steps"] == [1]
+    assert run("show", out, "--json") == Said(0, said.out, "")
 
 
 SHOWN = {
@@ -474,19 +483,27 @@ SHOWN = {
 }
 
 
+def test_show_says_the_same_in_words_and_in_json(run: Run, file: Path, logs: dict[str, EventLog]) -> None:
+    words, found = run("show", file).out, run("show", file, "--json").found
+    assert set(found) == SHOWN
+    none = {"all_reduce": {"calls": 0, "bytes": 0}}
+    assert found["expected_per_step"] == found["traffic_by_step"]["0"] | none
+    for moved in found["traffic_by_step"]["1"].values():
+        assert f"{moved['bytes']:,}" in words
+    assert found["summary"] == json.loads(json.dumps(logs["plain"].summary()))
+
+
 @pytest.mark.parametrize("other", ["plain", "kept"])
 def test_diff_gives_its_verdict_as_status_in_words_and_in_json(
-    other: str, file: Path, logs: dict[str, EventLog], capsys: pytest.CaptureFixture[str]
+    other: str, run: Run, file: Path, logs: dict[str, EventLog]
 ) -> None:
-    second = file.with_name("second.json")
+    second, same = file.with_name("second.json"), other == "plain"
     logs[other].save(second)
-    same = other == "plain"
-    assert main(["trace", "diff", str(file), str(second)]) == int(not same)
-    assert ("Both did the same" in capsys.readouterr().out) is same
-    assert main(["trace", "diff", str(file), str(second), "--json"]) == int(not same)
-    found = json.loads(capsys.readouterr().out)
-    assert found["same_traffic"] is found["same_order"] is same
-    assert (found["orders_part"] is None) is same
+    words, said = run("diff", file, second), run("diff", file, second, "--json")
+    assert words.status == said.status == int(not same)
+    assert ("Both did the same" in words.out) is same
+    assert said.found["same_traffic"] is said.found["same_order"] is same
+    assert (said.found["orders_part"] is None) is same
 
 
 def test_a_table_has_every_event_once_with_all_it_says(file: Path, logs: dict[str, EventLog]) -> None:
@@ -495,10 +512,8 @@ def test_a_table_has_every_event_once_with_all_it_says(file: Path, logs: dict[st
         rows = list(csv.DictReader(table))
     for row, event in zip(rows, logs["plain"].events, strict=True):
         read = {name: row[name] for name in ("op", "stream", "owner", "phase", "dtype")}
-        read |= {
-            name: ast.literal_eval(row[name])
-            for name in ("rank", "seq", "step", "bytes", "start_us", "dur_us")
-        }
+        numbers = ("rank", "seq", "step", "bytes", "start_us", "dur_us")
+        read |= {name: ast.literal_eval(row[name]) for name in numbers}
         read |= {name: tuple(map(int, row[name].split())) for name in ("after", "reads", "writes")}
         assert Event(**read) == event
 
@@ -508,15 +523,11 @@ def test_an_export_for_the_viewer_is_the_same_log(file: Path) -> None:
     assert EventLog.load(file.with_name("plain.json")) == EventLog.load(file)
 
 
-def test_a_picture_is_an_svg_beside_the_trace_or_pixels_where_it_is_said(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["trace", "export", str(file), "--picture", "lifetimes", "--to"]
-    assert main([*given, "svg", "--json"]) == 0
-    target = Path(json.loads(capsys.readouterr().out)["file"])
+def test_a_picture_is_an_svg_beside_the_trace_or_pixels_where_it_is_said(run: Run, file: Path) -> None:
+    target = Path(run("export", file, "--picture", "lifetimes", "--to", "svg", "--json").found["file"])
     assert target == file.with_name("plain.lifetimes.svg") and "<svg" in target.read_text()
     target = file.with_name("x.png")
-    assert main([*given, "png", "--step", "1", "--out", str(target)]) == 0
+    assert run("export", file, "--to", "png", "--step", "1", "--out", target).status == 0
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
@@ -525,87 +536,60 @@ def of_another_version(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "action"),
+    "make",
     [
-        (lambda path: None, ["diff"]),
-        (lambda path: path.mkdir(), ["show"]),
-        (lambda path: path.write_bytes(b"\x1f\x8b half"), ["show"]),
-        (lambda path: path.write_text('{"traceEvents": []}'), ["export", "--to", "csv"]),
-        (of_another_version, ["show"]),
+        lambda path: None,
+        lambda path: path.mkdir(),
+        lambda path: path.write_bytes(b"\x1f\x8b half"),
+        lambda path: path.write_text('{"traceEvents": []}'),
+        of_another_version,
     ],
     ids=["missing", "a folder", "half a file", "empty", "of another version"],
 )
-def test_a_file_that_is_no_trace_of_ours_is_refused_in_one_line_with_status_2(
-    make: Callable[[Path], Any], action: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_no_trace_of_ours_is_refused(
+    make: Callable[[Path], Any], run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.json"
     make(path)
-    files = [str(path)] * (2 if action == ["diff"] else 1)
-    assert main(["trace", action[0], *files, *action[1:]]) == 2
-    said = capsys.readouterr().err
-    assert str(path) in said and said.count("\n") == 1
+    for given in (["show", path], ["diff", path, path], ["export", path, "--to", "csv"]):
+        assert_refused(run(*given), str(path))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["export", "FILE", "--to", "png", "--rank", "9", "--picture", "memory"],
-        ["export", "FILE", "--to", "png", "--step", "9"],
-        ["export", "FILE", "--to", "perfetto", "--out", "FILE"],
-        ["run", "nowhere.py"],
-        ["run", "demo", "--steps", "none"],
-        ["run", "demo", "--out", "/nowhere/at/all.json"],
-    ],
-    ids=" ".join,
-)
-def test_arguments_that_cannot_be_used_are_refused_in_one_line(
-    given: list[str], file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", *[str(file) if word == "FILE" else word for word in given]]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize("text", ["0", "0.0", "-1", "soon", "1e3", "inf", ""])
-def test_a_time_limit_that_is_none_is_refused_in_one_line(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["trace", "run", "demo", "--timeout", text])
-    assert end.value.code == 2 and "seconds, more than 0" in capsys.readouterr().err
+def test_arguments_that_cannot_be_used_are_refused(run: Run, file: Path) -> None:
+    assert_refused(run("export", file, "--to", "png", "--rank", "9", "--picture", "memory"))
+    assert_refused(run("export", file, "--to", "png", "--step", "9"))
+    assert_refused(run("export", file, "--to", "perfetto", "--out", file))
+    assert_refused(run("run", "nowhere.py"))
+    assert_refused(run("run", "demo", "--steps", "none"))
+    assert_refused(run("run", "demo", "--out", "/nowhere/at/all.json"))
+    for seconds in ("0", "0.0", "-1", "soon", "1e3", "inf", ""):
+        said = run("run", "demo", "--timeout", seconds)
+        assert said.status == 2 and "seconds, more than 0" in said.err
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_gpus_that_are_not_there_are_refused_before_any_rank_starts(
-    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpus: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(runs, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
-    path, out = script(tmp_path, "train()"), tmp_path / "t.json"
-    assert main(["trace", "run", str(path), "--device", "cuda", "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert "--device cuda" in said and "a GPU for each of 2 ranks" in said and said.count("\n") == 1
+    out = tmp_path / "t.json"
+    said = run("run", script(tmp_path, "train()"), "--device", "cuda", "--out", out)
+    assert_refused(said, "--device cuda", "a GPU for each of 2 ranks")
     assert not out.exists()
 
 
 def test_while_a_script_runs_its_trace_is_not_there_so_that_no_end_leaves_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, seen = tmp_path / "t.json", []
-
-    def run_nothing(*args: Any, **kwargs: Any) -> EventLog:
-        seen.append(out.exists())
-        return by_hand()
-
-    monkeypatch.setattr(runs, "trace_run", run_nothing)
-    assert main(["trace", "run", "demo", "--out", str(out)]) == 0
+    monkeypatch.setattr(runs, "trace_run", lambda *args, **kwargs: seen.append(out.exists()) or by_hand())
+    assert run("run", "demo", "--out", out).status == 0
     assert seen == [False] and EventLog.load(out) == by_hand()
-
-
-def test_a_trace_that_was_there_stays_if_the_next_run_fails(tmp_path: Path) -> None:
-    out = tmp_path / "t.json"
-    out.write_text("old")
-    assert main(["trace", "run", "nowhere.py", "--out", str(out)]) == 2
-    assert out.read_text() == "old"
+    before = out.read_bytes()
+    monkeypatch.undo()
+    assert_refused(run("run", "nowhere.py", "--out", out))
+    assert out.read_bytes() == before  # what was there stays if the next run fails
 
 
 LIMITED = """

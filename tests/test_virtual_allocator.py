@@ -32,19 +32,6 @@ def test_a_storage_counts_once_from_when_it_is_seen_to_when_its_last_view_is_gon
     assert (allocator.allocated, allocator.peak) == (0, 1000)
 
 
-def test_a_storage_may_go_to_nothing_and_back() -> None:
-    allocator = Allocator()
-    tensor = seen(allocator, 1000)
-    storage, found = tensor.untyped_storage(), []
-    for nbytes in (0, 0, 1000, 400, 1000):
-        storage.resize_(nbytes)
-        allocator.see(storage)
-        found.append(allocator.allocated)
-    assert found == [0, 0, 1000, 400, 1000]
-    del tensor, storage
-    assert allocator.allocated == 0
-
-
 def test_a_new_storage_at_the_address_of_an_old_one_is_another() -> None:
     """Addresses come back soon, if storages of one size are made and let go."""
     allocator = Allocator()

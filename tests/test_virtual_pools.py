@@ -92,22 +92,12 @@ def test_sizes_are_rounded_up_to_512_bytes() -> None:
     assert [rounded(nbytes) for nbytes in sizes] == list(sizes.values())
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "segment"),
-    [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 12 * MIB),
-        (33 * MIB, 34 * MIB),
-    ],
-)
-def test_the_first_of_its_size_reserves_a_segment(nbytes: int, segment: int) -> None:
-    pools = Pools()
-    pools.allocate(nbytes, "compute")
-    assert pools.reserved == segment
+def test_the_first_of_its_size_reserves_a_segment() -> None:
+    segments = {1: 2, MIB: 2, MIB + 1: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 10 * MIB + 1: 12, 33 * MIB: 34}
+    for nbytes, mib in segments.items():
+        pools = Pools()
+        pools.allocate(nbytes, "compute")
+        assert pools.reserved == mib * MIB
 
 
 def test_small_blocks_fill_a_segment_to_its_last_512_bytes() -> None:
@@ -136,13 +126,3 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
     assert pools.allocate(25 * MIB, "compute").at == places[30]
     assert pools.allocate(20 * MIB, "compute").at == places[20]
     assert pools.reserved == 90 * MIB
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1)])
-def test_holes_beside_each_other_become_one(order: tuple[int, ...]) -> None:
-    pools = Pools()
-    blocks = [pools.allocate(6 * MIB, "compute") for _ in range(3)]  # of one segment of 20 MiB
-    for index in order:
-        pools.free(blocks[index])
-    assert pools.allocate(20 * MIB, "compute").at == 0
-    assert pools.reserved == 20 * MIB
