@@ -271,7 +271,7 @@ def log_of_run(name: str) -> EventLog:
     return logs_of_runs(FAST if name in FAST else tuple(name for name in RUNS if name not in FAST))[name]
 
 
-@pytest.mark.parametrize("name", suites.fast_are([*FAST, "hybrid"], [*RUNS, "hybrid"]))
+@pytest.mark.parametrize("name", suites.fast_are(FAST, [*RUNS, "hybrid"]))
 def test_no_run_of_ours_has_a_race(name: str) -> None:
     assert log_of_run(name).select("all_gather", "all_reduce")
     assert [race.sentence for race in find_races(log_of_run(name))] == []
@@ -300,7 +300,7 @@ EDGES = [  # (who waits, for whom), and what is said of one race at least
 ]
 
 
-@pytest.mark.parametrize(("waiting", "awaited", "sentence"), EDGES)
+@pytest.mark.parametrize(("waiting", "awaited", "sentence"), suites.fast_are(EDGES[:6], EDGES))
 def test_a_stream_that_does_not_wait_for_another_is_found_and_named(
     waiting: str, awaited: str, sentence: str
 ) -> None:
@@ -313,7 +313,7 @@ def edges(events: Iterable[Event]) -> list[tuple[int, int]]:
     return [(seq, e.seq) for e in events for seq in e.after]
 
 
-@pytest.mark.parametrize("name", ["root with parameters", "hybrid"])
+@pytest.mark.parametrize("name", ["root with parameters", suites.long("hybrid")])
 def test_every_single_wait_that_matters_is_missed_when_it_is_gone(name: str) -> None:
     """What matters says the closure: without that wait, two accesses to one memory have no path."""
     events = [e for e in log_of_run(name).of_rank(0).events if e.step < 2]

@@ -50,6 +50,7 @@ def runs() -> gallery.Runs:
         return gallery.make_runs()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", gallery.PICTURES)
 def test_a_picture_of_a_real_run_has_its_texts_apart_and_on_the_sheet(name: str, runs: gallery.Runs) -> None:
     figure = gallery.PICTURES[name](runs)
@@ -199,6 +200,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(draw: Callable[[], Figure],
 # --- The page ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_pictures_are_written_one_after_the_other(runs: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(gallery, "make_runs", lambda: runs)
     monkeypatch.setattr(gallery, "PICTURES", {name: gallery.PICTURES[name] for name in ("loss", "mesh_hsdp")})

@@ -186,8 +186,8 @@ def test_measured_bytes_stand_beside_the_closed_form_and_say_how_they_differ(
 ) -> None:
     figure = plot_traffic(moving(moved), {"closed form": CLOSED})
     for op in MOVED:
-        assert boxes(figure)[f"{op} each of 2 ranks"].get_width() == moved[op]
-        assert boxes(figure)[f"{op} closed form"].get_width() == CLOSED[op]
+        measured, closed = (boxes(figure)[f"{op} {name}"] for name in ("each of 2 ranks", "closed form"))
+        assert measured.get_width() * CLOSED[op] == closed.get_width() * moved[op]
     assert any(said in t.get_text() for t in figure.axes[0].texts)
     verdict = figure.texts[1].get_text()
     assert verdict.endswith("every collective equals closed form")

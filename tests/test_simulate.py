@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import suites
 from benchmarks import published
 from hwfsdp import UsageError, fully_shard
 from hwfsdp.models.gpt import GPT, GPTConfig
@@ -262,7 +263,9 @@ def test_a_model_fits_if_what_is_alive_is_within_the_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "share"), [(8, 0.6), (1, 0.93), (4, 0.28)], ids=["fewer rows", "recomputing", "more GPUs"]
+    ("batch", "share"),
+    [suites.long(8, 0.6), (1, 0.93), suites.long(4, 0.28)],
+    ids=["fewer rows", "recomputing", "more GPUs"],
 )
 def test_what_is_said_to_fit_does(batch: int, share: float) -> None:
     need = simulate("gpt-tiny", 2, batch=batch).peak_allocated_gib
@@ -314,6 +317,7 @@ QUICK = {  # whose figures nothing was fitted to, and that take a second each
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", QUICK)
 def test_predictions_are_within_15_percent_of_published_figures(name: str) -> None:
     row = QUICK[name]

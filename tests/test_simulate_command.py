@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import suites
 from hwfsdp import EventLog, cli
 from hwfsdp.virtual import DEVICES
 from hwfsdp.virtual.devices import GIB, THIS_MACHINE, calibration_file, save_calibration
@@ -170,13 +171,13 @@ def test_hybrid_sharding_replicates_across_nodes(run: Run) -> None:
 
 
 def test_a_sweep_doubles_the_gpus(run: Run) -> None:
-    args = ("--model", "gpt-tiny", "--sweep", "gpus=2..9")
+    args = ("--model", "gpt-tiny", "--sweep", "gpus=2..5")
     found = run(*args, "--json", "--png", "curve.png").found
     assert Path("curve.png").read_bytes().startswith(PNG)
-    assert [(one["gpus"], one["fits"]) for one in found] == [(2, True), (4, True), (8, True)]
+    assert [(one["gpus"], one["fits"]) for one in found] == [(2, True), (4, True)]
     lines = run(*args).out.splitlines()
     rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
-    assert [(row[0], row[-1]) for row in rows] == [("2", "yes"), ("4", "yes"), ("8", "yes")]
+    assert [(row[0], row[-1]) for row in rows] == [("2", "yes"), ("4", "yes")]
     rates = [one["tokens_per_second_per_gpu"] for one in found]
     assert [float(row[2].replace(",", "")) for row in rows] == pytest.approx(rates, abs=0.5)
 
@@ -290,7 +291,9 @@ def test_a_measured_machine_is_a_device(run: Run) -> None:
 # --- What does not fit -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("batch", "share"), [("4", 0.6), ("1", 0.8)], ids=["fewer rows", "more GPUs"])
+@pytest.mark.parametrize(
+    ("batch", "share"), [("4", 0.6), suites.long("1", 0.8)], ids=["fewer rows", "more GPUs"]
+)
 def test_what_does_not_fit_ends_with_1_and_what_is_said_to_fit_does(
     run: Run, batch: str, share: float
 ) -> None:
@@ -315,6 +318,7 @@ def test_the_text_of_what_does_not_fit_says_so(run: Run) -> None:
     assert "nor would 8192 GPUs do" in said.err
 
 
+@pytest.mark.long
 def test_a_sweep_holds_if_any_of_it_fits(run: Run) -> None:
     sweep = ("--model", "gpt-tiny", "--sweep", "gpus=1..2", "--json")
     needs = [one["peak_allocated_gib"] for one in run(*sweep).found]

@@ -76,7 +76,7 @@ def train_plainly(steps: int, *, optimizers: int = 1, evaluate: bool = False) ->
         (Steps(2, 3), 2, 1, False),
         (Steps(4, 9), 1, 2, False),
         (Steps(1, None), 4, 2, True),
-        (Steps(5, 6), 0, 1, True),
+        (Steps(5, 6), 0, 1, False),
     ],
     ids=str,
 )

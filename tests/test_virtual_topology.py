@@ -23,7 +23,7 @@ PLAIN = replace(
 RINGS = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
-@pytest.mark.parametrize(("op", "ranks"), zip(RINGS, (2, 3, 8, 4), strict=True))
+@pytest.mark.parametrize(("op", "ranks"), list(zip(RINGS, (2, 3, 8, 4), strict=True)))
 def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link(op: str, ranks: int) -> None:
     nbytes = 8_000_000
     us = collective_us(op, nbytes, Span(ranks, 1, ranks), PLAIN)

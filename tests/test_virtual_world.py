@@ -108,23 +108,34 @@ def all_real(builds: dict[str, Program]) -> dict[str, list[tuple[Any, ...]]]:
     return {name: run_real(build) for name, build in builds.items()}
 
 
+FAST = ("uneven", "transformer", "accumulated", "in bfloat16", "checkpointed")
+LAUNCHES = [(FAST, 2), (tuple(name for name in PROGRAMS if name not in FAST), 2), ((*ON_FOUR, *HYBRID), 4)]
+ALL = {**PROGRAMS, **ON_FOUR, **HYBRID}
+
+
 @functools.cache
-def on_ranks(world_size: int) -> dict[str, list[tuple[Any, ...]]]:
-    builds = PROGRAMS if world_size == 2 else {**ON_FOUR, **HYBRID}
-    found: dict[str, list[tuple[Any, ...]]] = launch(all_real, world_size, builds, timeout=100)[0]
+def launched(names: tuple[str, ...], world_size: int) -> dict[str, list[tuple[Any, ...]]]:
+    found: dict[str, list[tuple[Any, ...]]]
+    found = launch(all_real, world_size, {name: ALL[name] for name in names}, timeout=100)[0]
     return found
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *ON_FOUR])
+def virtual_and_real(name: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    ((names, ranks),) = (each for each in LAUNCHES if name in each[0])
+    return seen(simulate(ALL[name], ranks).log), launched(names, ranks)[name]
+
+
+@pytest.mark.parametrize("name", suites.fast_are(FAST, [*PROGRAMS, *ON_FOUR]))
 def test_virtual_ranks_do_what_real_ones_do(name: str) -> None:
-    ranks = 2 if name in PROGRAMS else 4
-    assert seen(simulate({**PROGRAMS, **ON_FOUR}[name], ranks).log) == on_ranks(ranks)[name]
+    virtual, real = virtual_and_real(name)
+    assert virtual == real
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HYBRID)
 def test_hybrid_sharding_does_on_each_stream_what_it_does_on_real_ranks(name: str) -> None:
     """Across streams the order differs: without a device, all-reduces wait until somebody waits for them."""
-    virtual, real = seen(simulate(HYBRID[name], 4).log), on_ranks(4)[name]
+    virtual, real = virtual_and_real(name)
     for stream in ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce"):
         assert [e for e in virtual if e[1] == stream] == [e for e in real if e[1] == stream]
     assert any(e[1] == "all_reduce" for e in virtual)
