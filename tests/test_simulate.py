@@ -163,6 +163,7 @@ def test_a_model_may_be_given_in_any_way_and_stays_as_it_was(way: str) -> None:
         assert torch.equal(value, now)
 
 
+@pytest.mark.long
 def test_a_model_that_is_whole_while_it_is_built_reserves_nothing_for_that() -> None:
     config = replace(SMALL, vocab=1 << 18)
     on_meta, whole = (simulate(target, 64, seq=SMALL.seq_len) for target in (config, lambda: GPT(config)))
@@ -277,6 +278,7 @@ def test_what_is_said_to_fit_does(batch: int, share: float) -> None:
     assert f"{choice.flags} would fit" in describe_misfit(found, chosen, tried_on(device))
 
 
+@pytest.mark.long
 def test_under_hybrid_sharding_sharding_over_all_gpus_is_said_to_fit_and_does() -> None:
     roomy = replace(DEVICES["h100"], per_node=2)
     whole, hybrid = (simulate("gpt-tiny", 8, roomy, hsdp=h, checkpoint="full") for h in (False, True))
@@ -300,6 +302,7 @@ def test_of_a_step_of_the_users_only_the_gpus_are_changed() -> None:
     assert all(choice.batch is None and choice.checkpoint is None for choice in tried)
 
 
+@pytest.mark.long
 def test_if_one_row_and_one_block_are_too_large_nothing_is_said_to_fit() -> None:
     device = of_memory(1 << 20)
     found = simulate("gpt-tiny", 2, device)
