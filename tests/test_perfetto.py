@@ -291,7 +291,6 @@ def test_a_kind_of_memory_is_a_counter_track_of_its_own_with_one_number() -> Non
 def test_reading_gives_back_events_and_samples_whatever_the_order_of_the_entries() -> None:
     trace = to_trace(LOG, SAMPLES)
     assert from_trace(trace) == (LOG, SAMPLES, {})
-    assert from_trace(to_trace(LOG, SAMPLES, {"world_size": 2})).about == {"world_size": 2}
     slices_last = sorted(trace["traceEvents"], key=lambda e: (e["ph"] == "X", -e.get("ts", 0)))
     assert from_trace({"traceEvents": slices_last})[0] == LOG
 
@@ -330,7 +329,7 @@ def test_the_trace_of_a_real_run_keeps_every_rule_and_shows_all_of_it_with_the_d
     assert waits and len(entries("s", trace)) >= waits / 2
 
 
-any_group = st.sampled_from(["", "a", "b.c", 'größe "ß"'])
+any_group = st.sampled_from(["", "a", "b.c", 'größe "ß" \\ \n ☃'])
 any_times = st.floats(0, 1e7, allow_nan=False) | st.integers(0, 9).map(lambda n: n / 4)
 anything = st.lists(
     st.builds(
@@ -340,21 +339,28 @@ anything = st.lists(
         op=st.sampled_from(OPS),
         stream=st.sampled_from(STREAMS),
         owner=any_group,
+        phase=st.sampled_from(["forward", "backward", "optimizer", ""]),
+        step=st.integers(0, 3),
+        dtype=st.sampled_from(["", "float32"]),
+        bytes=st.integers(0, 2**40),
         start_us=any_times,
         dur_us=any_times,
         after=st.lists(st.integers(-1, 12), max_size=2, unique=True).map(tuple),
+        reads=st.lists(st.integers(0, 2**48), max_size=2).map(tuple),
         writes=st.lists(st.integers(1, 3), max_size=2).map(tuple),
     ),
     max_size=14,
 ).map(lambda events: [Event(**{**e.as_dict(), "seq": seq}) for seq, e in enumerate(events)])
 
 
-@given(anything, any_times)
-def test_the_trace_of_any_log_keeps_every_rule(log: list[Event], at: float) -> None:
-    samples = {0: [Sample(at, {"unsharded_param": 3, "sharded_param": 0})]} if log else {}
-    trace = json.loads(json.dumps(to_trace(log, samples)))
+@given(anything, st.lists(any_times, max_size=3, unique=True))
+def test_the_trace_of_any_log_keeps_every_rule_and_can_be_read_back(
+    log: list[Event], at: list[float]
+) -> None:
+    samples = {rank: [Sample(us, {"a b": 3, "sharded_param": rank}) for us in at] for rank in (0, 3) if at}
+    trace = json.loads(json.dumps(to_trace(log, samples, {"world_size": 2})))
     assert broken_rules(trace) == {}
-    assert from_trace(trace).events == sorted(log, key=lambda e: (e.rank, e.seq))
+    assert from_trace(trace) == (sorted(log, key=lambda e: (e.rank, e.seq)), samples, {"world_size": 2})
 
 
 @given(anything)
