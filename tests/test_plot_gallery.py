@@ -12,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.distributed.tensor import Replicate, Shard
 
+import suites
 from figures import (
     MIB,
     assert_everything_is_on_the_sheet,
@@ -125,7 +126,13 @@ EXTREMES: dict[str, Callable[[], Figure]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXTREMES)
+SLOW = (
+    *("timeline of four ranks", "lifetimes of many groups", "comparison of many"),
+    *("grid of many parameters", "mesh of many axes", "table of many unlike"),
+)
+
+
+@pytest.mark.parametrize("name", suites.fast_are([name for name in EXTREMES if name not in SLOW], EXTREMES))
 def test_an_extreme_picture_has_its_texts_apart_and_on_the_sheet(name: str) -> None:
     assert_everything_is_on_the_sheet(EXTREMES[name]())
 

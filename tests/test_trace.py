@@ -638,7 +638,7 @@ def test_names_from_a_file_are_shown_printable() -> None:
         assert r"\x1b" in text
 
 
-@pytest.mark.parametrize("picture", PICTURES)
+@pytest.mark.parametrize("picture", suites.fast_are(["memory", "overlap", "traffic"], PICTURES))
 def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
     picture: str, logs: dict[str, EventLog]
 ) -> None:
