@@ -14,6 +14,9 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 from hwfsdp import Event, EventLog
+from hwfsdp.events import Sample
+from hwfsdp.memory import KINDS
+from hwfsdp.plot.scaling import ScalingPoint
 
 MIB = 2**20
 
@@ -40,36 +43,56 @@ def _events_of(rank: int, groups: int, steps: int) -> list[Event]:
             first = (2 * step + half) * (groups + 1) * 2000.0
             add(op, "compute", first, first + groups * 2000.0, owner="GPT", step=step)
             for group in range(groups):
-                begin, details = first + group * 2000.0, {
-                    "owner": f"transformer.blocks.{group}",
-                    "step": step,
-                }
-                copied = add("copy_in", "copy", begin, begin + 100, **details)
-                gathered = add(
-                    "all_gather", "all_gather", begin + 100, begin + 900, after=(copied,), **details
-                )
-                add("wait", "compute", begin + 200, begin + 900, after=(gathered,), **details)
-                add("alloc", "compute", begin + 910, begin + 910, bytes=64, **details)
-                add("copy_out", "compute", begin + 920, begin + 1000, **details)
-                done = add(op, "compute", begin + 1000, begin + 1900, **details)
+                at, of = first + group * 2000.0, {"owner": f"transformer.blocks.{group}", "step": step}
+                copied = add("copy_in", "copy", at, at + 100, **of)
+                gathered = add("all_gather", "all_gather", at + 100, at + 900, after=(copied,), **of)
+                add("wait", "compute", at + 200, at + 900, after=(gathered,), **of)
+                add("alloc", "compute", at + 910, at + 910, bytes=64, **of)
+                add("copy_out", "compute", at + 920, at + 1000, **of)
+                done = add(op, "compute", at + 1000, at + 1900, **of)
                 if op == "backward":
-                    add(
-                        "reduce_scatter",
-                        "reduce_scatter",
-                        begin + 1900,
-                        begin + 2500,
-                        after=(done,),
-                        **details,
-                    )
-        add(
-            "optimizer",
-            "compute",
-            first + groups * 2000.0 + 600,
-            first + groups * 2000 + 1500,
-            owner="",
-            step=step,
-        )
+                    add("reduce_scatter", "reduce_scatter", at + 1900, at + 2500, after=(done,), **of)
+        last = first + groups * 2000.0
+        add("optimizer", "compute", last + 600, last + 1500, owner="", step=step)
     return found
+
+
+def sampled(*totals: dict[str, int], rank: int = 0) -> EventLog:
+    """A sample per ms, every kind listed, as the ledger writes it."""
+    zeros = dict.fromkeys(KINDS, 0)
+    return EventLog([], {rank: [Sample(1e3 * ms, {**zeros, **kinds}) for ms, kinds in enumerate(totals)]})
+
+
+def gathered_and_freed(group: int, begin: float, owner: str = "", **details: Any) -> list[Event]:
+    """1 ms on the way, full for 2 ms, in which it computes for 1 ms."""
+    rows = [
+        ("copy_in", "copy", 0, 100, ()),
+        ("all_gather", "all_gather", 100, 900, ()),
+        ("alloc", "compute", 910, 910, (group,)),
+        ("copy_out", "compute", 910, 1000, ()),
+        ("forward", "compute", 1500, 2500, ()),
+        ("free", "compute", 3000, 3000, (group,)),
+    ]
+    owner = owner or f"transformer.layers.{group}"
+    first = int(begin) * 10
+    return [
+        event(first + i, op, stream, begin + start, begin + end, owner=owner, writes=writes, **details)
+        for i, (op, stream, start, end, writes) in enumerate(rows)
+    ]
+
+
+def lifetime_log(groups: int, owner: str = "") -> EventLog:
+    """One group after the other."""
+    found = [gathered_and_freed(g, 2000.0 * g, owner and f"{owner}.{g}") for g in range(groups)]
+    return EventLog([e for of_group in found for e in of_group])
+
+
+def points_of(count: int, scale: float = 1.0) -> list[ScalingPoint]:
+    """A curve over so many numbers of GPUs; the ideal is 6000 tokens/s/GPU."""
+    return [
+        ScalingPoint(8 * 2**i, scale * 6000 / (1 + i / 10), scale * (1 + i), scale * 80 / (i + 1), i / 20)
+        for i in range(count)
+    ]
 
 
 class Box(NamedTuple):

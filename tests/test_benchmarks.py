@@ -7,21 +7,10 @@ import json
 import pytest
 import torch
 
-from benchmarks import (
-    checkpoints,
-    figure,
-    gpu,
-    grading,
-    overhead,
-    peak,
-    profile,
-    recording,
-    scaling,
-    startup,
-    steps,
-)
+from benchmarks import checkpoints, figure, gpu, grading, overhead, peak, profile, recording, scaling
 from benchmarks import __main__ as program
-from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build, own_adamw
+from benchmarks import startup, steps
+from benchmarks.contenders import DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, build
 from benchmarks.limit import TRANSPORTS, block_numels
 from benchmarks.records import Check, Record, Spread, load, of_part, ratio, save
 from benchmarks.report import as_markdown, as_text, number, tables
@@ -48,49 +37,49 @@ def records() -> list[Record]:
         ]
 
 
-def test_steps_compare_everybody_in_both_kinds_of_step(records):
-    kinds = {str(record.case["kind"]): record for record in of_part(records, "steps")}
-    assert set(kinds) == {"fwd+bwd", "full step"}
-    for record in kinds.values():
+@pytest.mark.long
+def test_every_part_has_its_cases_and_steps_compare_everybody(records):
+    def cases(part, name):
+        return [record.case[name] for record in of_part(records, part)]
+
+    assert cases("steps", "kind") == ["fwd+bwd", "full step"]
+    for record in of_part(records, "steps"):
         assert {HWFSDP, FSDP2, DDP, UNSHARDED} <= set(record.values)
         assert record.checks["hwfsdp / FSDP2"].target is not None
-    assert ("hwfsdp, its AdamW / FSDP2" in kinds["full step"].checks) == (own_adamw() is not None)
+    assert list(zip(cases("scaling", "axis"), cases("scaling", "at"), strict=True)) == [
+        (axis, point) for axis, points in POINTS.items() for point in points
+    ]
+    assert set(cases("recording", "kind")) == {recording.STEP, recording.PROCESSOR, recording.AROUND}
+    assert cases("gpu", "kind") == ["fwd+bwd", "issue", "peak"]
+    assert cases("limit", "transport") == list(TRANSPORTS)
 
 
-def test_there_is_a_limit_for_every_transport(records):
-    found = of_part(records, "limit")
-    assert [record.case["transport"] for record in found] == list(TRANSPORTS)
-    for record in found:
-        spreads = record.values
-        assert spreads["overlapped"].median == max(spreads["compute"].median, spreads["collectives"].median)
-        assert spreads["one after the other"].median == pytest.approx(
-            spreads["compute"].median + spreads["collectives"].median
-        )
+@pytest.mark.long
+def test_limits_profiles_and_peaks_add_up(records):
+    for spreads in (record.values for record in of_part(records, "limit")):
+        compute, moved = spreads["compute"].median, spreads["collectives"].median
+        assert spreads["overlapped"].median == max(compute, moved)
+        assert spreads["one after the other"].median == pytest.approx(compute + moved)
+    (profiled,), (memory,) = of_part(records, "profile"), of_part(records, "memory")
+    parts = [spread.median for name, spread in profiled.values.items() if name != "step"]
+    assert sum(parts) == pytest.approx(profiled.values["step"].median)
+    spread = memory.checks["hwfsdp's whole parameters / closed form"].spread
+    assert (spread.q1, spread.median, spread.q3) == (1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives_of_the_limit_move_what_a_step_moves(world_size):
+def test_collectives_of_the_limit_move_what_a_step_moves():
     blocks = build(SIZES[SMALLEST])
     groups = [GroupSizes([p.shape for p in block.parameters()]) for block in blocks]
-    traffic = step_traffic(groups, world_size)
-    whole = 4 * sum(block_numels(SIZES[SMALLEST], world_size))
-    assert traffic == {"all_gather": 2 * whole, "reduce_scatter": whole}
+    whole = 4 * sum(block_numels(SIZES[SMALLEST], 3))
+    assert step_traffic(groups, 3) == {"all_gather": 2 * whole, "reduce_scatter": whole}
 
 
-def test_scaling_visits_every_point(records):
-    found = [(record.case["axis"], record.case["at"]) for record in of_part(records, "scaling")]
-    assert found == [(axis, point) for axis, points in POINTS.items() for point in points]
-
-
-@pytest.mark.parametrize(
-    ("axis", "count"), [(scaling.LAYERS, 6), (scaling.PARAMETERS, 6), (scaling.GROUPS, 6)]
-)
-def test_points_of_an_axis_differ_in_nothing_else(axis, count):
-    points = scaling.POINTS[axis]
-    sizes = {sum(p.numel() for p in scaling.model_at(axis, point).parameters()) for point in points}
-    groups = {len(scaling.model_at(axis, point)) for point in points}
-    assert len(sizes) == (len(points) if axis == scaling.LAYERS else 1)
-    assert groups == ({count} if axis == scaling.PARAMETERS else set(points))
+@pytest.mark.parametrize("axis", [scaling.LAYERS, scaling.PARAMETERS, scaling.GROUPS])
+def test_points_of_an_axis_differ_in_nothing_else(axis):
+    models = {point: scaling.model_at(axis, point) for point in scaling.POINTS[axis]}
+    sizes = {sum(p.numel() for p in model.parameters()) for model in models.values()}
+    assert len(sizes) == (len(models) if axis == scaling.LAYERS else 1)
+    assert {len(model) for model in models.values()} == ({6} if axis == scaling.PARAMETERS else set(models))
 
 
 def test_overhead_is_what_goes_beyond_the_unsharded_step():
@@ -98,38 +87,19 @@ def test_overhead_is_what_goes_beyond_the_unsharded_step():
     assert overhead.overheads(samples) == {HWFSDP: [500.0], FSDP2: [2000.0]}
 
 
-def test_recording_is_timed_beside_not_recording(records):
-    found = {record.case["kind"]: record for record in of_part(records, "recording")}
-    assert set(found) == {recording.STEP, recording.PROCESSOR, recording.AROUND}
-    for kind, record in found.items():
-        assert set(record.values) == {recording.RECORDED, recording.PLAIN}
-        assert list(record.checks) == ([] if kind == recording.AROUND else ["recorded / not recorded"])
-
-
-def test_whole_parameters_peak_at_the_closed_form(records):
-    (record,) = of_part(records, "memory")
-    check = record.checks["hwfsdp's whole parameters / closed form"]
-    assert (check.spread.q1, check.spread.median, check.spread.q3) == (1.0, 1.0, 1.0)
-
-
-def test_a_counter_sees_what_is_alive_at_once():
+def test_a_counter_sees_what_is_alive_at_once_and_storages_that_come_and_go():
     with peak.StorageCounter() as counter:
         kept = torch.zeros(1000)
         torch.zeros(500)  # gone at once
         view = kept[:10]
         last = torch.zeros(250)
-    assert counter.peak == 4 * (1000 + 500)
-    assert view.sum() + last.sum() == 0
-
-
-def test_a_counter_follows_storages_that_come_and_go():
-    with peak.StorageCounter() as counter:
-        tensor = torch.zeros(1000)
-        tensor.untyped_storage().resize_(0)
+        highest = counter.peak
+        kept.untyped_storage().resize_(0)
         counter.reset()
         before = counter.peak
-        tensor.untyped_storage().resize_(4000)
-    assert (before, counter.peak, counter.whole) == (0, 4000, 4000)
+        kept.untyped_storage().resize_(4000)
+    assert (highest, before, counter.peak, counter.whole) == (6000, 1000, 5000, 4000)
+    assert len(view) + len(last) == 260
 
 
 def test_overlapping_memory_counts_once():
@@ -142,20 +112,10 @@ def test_shared_memory_is_told_from_own_memory():
     assert peak.is_shared(shared.data_ptr())
 
 
-def test_the_gpu_part_measures_time_issue_time_and_memory(records):
-    assert [record.case["kind"] for record in of_part(records, "gpu")] == ["fwd+bwd", "issue", "peak"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_the_gpu_part_says_why_it_is_skipped(capsys):
     assert gpu.run("cuda", 1) == []
     assert "torch.cuda is not available" in capsys.readouterr().out
-
-
-def test_a_profile_adds_up_to_the_step(records):
-    (record,) = of_part(records, "profile")
-    parts = [spread.median for name, spread in record.values.items() if name != "step"]
-    assert sum(parts) == pytest.approx(record.values["step"].median)
 
 
 def test_startup_compares_imports_of_the_same_round(monkeypatch):
@@ -166,6 +126,7 @@ def test_startup_compares_imports_of_the_same_round(monkeypatch):
     assert [spread.median for spread in launches.values.values()] == [0.5, 0.25]
 
 
+@pytest.mark.long
 def test_checkpoints_are_compared_by_time_and_memory():
     times, memory = checkpoints.run(1, total=1 << 20)
     assert {f"{what}, hwfsdp / DCP" for what in checkpoints.TARGETS} == set(times.checks)
@@ -192,25 +153,20 @@ def test_ratios_are_of_the_same_round():
     assert (check.spread, check.met) == (Spread(0.5, 0.5, 0.5, 3), True)
 
 
-def test_a_file_of_results_keeps_the_parts_that_were_not_measured_again(tmp_path):
+def test_a_file_of_results_keeps_the_parts_of_this_machine_that_were_not_measured_again(tmp_path):
     path = tmp_path / "bench.json"
     old, new = (Record("steps", {"at": n}, "ms", {"a": Spread(1, 1, 1, 1)}) for n in (1, 2))
     other = Record("memory", {}, "MiB", {}, {"b": Check(Spread(1, 1, 1, 1), 1.0)}, ("a note",))
     save(path, [old, other])
     save(path, [new])
     assert load(path) == [other, new]
-
-
-def test_results_of_another_machine_are_dropped(tmp_path):
-    path = tmp_path / "bench.json"
-    old, new = (Record(part, {}, "ms", {}) for part in ("steps", "memory"))
-    save(path, [old])
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "machine": {"cpu": "another"}}))
     save(path, [new])
     assert load(path) == [new]
 
 
+@pytest.mark.long
 def test_tables_have_a_cell_for_every_value_and_check(records):
     for table in tables(records):
         assert {len(row) for row in table.rows} == {len(table.headers)}
@@ -219,14 +175,12 @@ def test_tables_have_a_cell_for_every_value_and_check(records):
     assert as_markdown({"cores": 2}, records).count("\n## ") == 7 + 1  # steps come with limits
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0123, "0.012"), (0.5, "0.50"), (9.996, "10.0"), (12.34, "12.3"), (1234.5, "1234"), (-12.34, "-12.3")],
-)
-def test_numbers_have_three_digits(value, text):
-    assert number(value) == text
+def test_numbers_have_three_digits():
+    written = {0.0123: "0.012", 0.5: "0.50", 9.996: "10.0", 12.34: "12.3", 1234.5: "1234", -12.34: "-12.3"}
+    assert [number(value) for value in written] == list(written.values())
 
 
+@pytest.mark.long
 def test_the_picture_is_drawn_from_whatever_was_measured(records, tmp_path):
     for name, shown in {"all": records, "memory": of_part(records, "memory")}.items():
         assert figure.draw(shown, tmp_path / f"{name}.png")
@@ -234,6 +188,7 @@ def test_the_picture_is_drawn_from_whatever_was_measured(records, tmp_path):
     assert not figure.draw([], tmp_path / "nothing.png")
 
 
+@pytest.mark.long
 def test_the_command_measures_keeps_and_reports(tmp_path, monkeypatch, capsys, records):
     monkeypatch.setitem(program.PARTS, "memory", lambda chosen: of_part(records, "memory"))
     path = tmp_path / "bench.json"
@@ -244,6 +199,7 @@ def test_the_command_measures_keeps_and_reports(tmp_path, monkeypatch, capsys, r
     assert "| params | ranks |" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_grading_compares_classes_of_several_sizes_with_one_of_one() -> None:
     one, two = grading.run(1, classes=(1, 2), exercises="01_*")
     assert (one.case, two.case) == ({"submissions": 1}, {"submissions": 2})

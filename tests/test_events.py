@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed import distributed_c10d
 
-from hwfsdp import events, launch, record, recording
+from hwfsdp import events
 from hwfsdp.events import Event, HostMark, Recorder
 
 
@@ -48,16 +43,6 @@ def finished(recorder: Recorder) -> list[Event]:
     return recorder.finish()[0]
 
 
-def wrappers() -> list[str]:
-    """Names in torch under which there is a function, or a callable object, of this package's recording."""
-    places = (dist, distributed_c10d, torch.UntypedStorage, dist.P2POp)
-    found = [(name, value) for place in places for name, value in vars(place).items()]
-    functions = [
-        name for name, f in found if type(f) is FunctionType and f.__code__.co_filename == recording.__file__
-    ]
-    return functions + [name for name, value in found if type(value).__module__ == recording.__name__]
-
-
 # --- Without a recording -----------------------------------------------------------------------------------
 
 
@@ -72,14 +57,6 @@ def test_without_a_recording_a_span_is_the_same_object_that_does_nothing_each_ti
         assert other is nothing
     with nothing, nothing:
         assert events.active() is None
-
-
-def test_without_a_recording_there_is_no_wrapper_in_place() -> None:
-    before = wrappers()
-    with record():
-        during = wrappers()
-    assert (before, wrappers()) == ([], [])
-    assert {"all_reduce", "resize_"} <= set(during)
 
 
 # --- Order -------------------------------------------------------------------------------------------------
@@ -106,17 +83,11 @@ def test_what_was_waited_for_is_noted_at_the_next_event_of_that_stream_only(reco
     recorder.instant("copy_in", "copy")
     recorder.instant("reduce_scatter", "reduce_scatter")
     recorder.ordered_after("all_gather", 0)
-    recorder.ordered_after("all_gather", 1)
+    recorder.ordered_after("all_gather", 1, -1)  # -1: a stream on which nothing happened
     recorder.instant("forward", "compute")
     recorder.instant("all_gather", "all_gather")
     recorder.instant("all_gather", "all_gather")
     assert [set(e.after) for e in finished(recorder)] == [set(), set(), set(), {0, 1}, set()]
-
-
-def test_waiting_for_a_stream_on_which_nothing_happened_names_no_event(recorder: Recorder) -> None:
-    recorder.ordered_after("copy", -1)
-    recorder.instant("copy_in", "copy")
-    assert finished(recorder)[0].after == ()
 
 
 # --- Scopes ------------------------------------------------------------------------------------------------
@@ -128,22 +99,17 @@ def test_events_get_phase_and_owner_of_the_innermost_scope(recorder: Recorder) -
         recorder.instant("alloc", "compute")
         with events.scope("backward", "root.0"), events.owned_by("root.1"):
             recorder.instant("alloc", "compute")
+        recorder.instant("optimizer", "compute", phase="optimizer", owner="")  # which says otherwise
         recorder.instant("alloc", "compute")
     recorder.instant("alloc", "compute")
     assert [(e.phase, e.owner) for e in finished(recorder)] == [
         ("", ""),
         ("forward", "root"),
         ("backward", "root.1"),
+        ("optimizer", ""),
         ("forward", "root"),
         ("", ""),
     ]
-
-
-def test_an_event_may_say_otherwise_than_its_scope(recorder: Recorder) -> None:
-    with events.scope("forward", "root"):
-        recorder.instant("optimizer", "compute", phase="optimizer", owner="")
-    event = finished(recorder)[0]
-    assert (event.phase, event.owner) == ("optimizer", "")
 
 
 @pytest.mark.parametrize("block", [events.scope, events.span])
@@ -154,30 +120,6 @@ def test_an_exception_leaves_the_scope_and_ends_the_span(
         raise KeyError
     assert (recorder.phase, recorder.owner) == ("", "")
     assert all(draft.end is not None for draft in recorder.drafts)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "steps"),
-    [
-        ([torch.optim.SGD], [0, 0, 1, 1, 2]),
-        ([torch.optim.SGD, torch.optim.AdamW], [0, 0, 0, 0, 1, 1, 1, 1, 2]),  # a step is a round of both
-    ],
-)
-def test_events_belong_to_the_step_whose_optimizers_have_not_all_run_yet(
-    kinds: list[type[torch.optim.Optimizer]], steps: list[int]
-) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    optimizers = [kind([weight]) for kind in kinds] * 2
-    with record() as log:
-        for optimizer in optimizers:
-            with events.span("forward", "compute"):
-                optimizer.step()
-        with events.span("forward", "compute"):
-            pass
-    assert [(e.op, e.step) for e in log.events] == list(
-        zip([*["forward", "optimizer"] * len(optimizers), "forward"], steps, strict=True)
-    )
 
 
 # --- Times -------------------------------------------------------------------------------------------------
@@ -227,26 +169,3 @@ def test_an_event_is_a_frozen_record_of_all_its_fields() -> None:
     assert Event(**event.as_dict()) == event
     with pytest.raises(dataclasses.FrozenInstanceError):
         event.seq = 8  # type: ignore[misc]
-
-
-def test_a_training_step_uses_the_ops_streams_and_phases_that_are_documented() -> None:
-    def train_step() -> list[Event]:
-        from hwfsdp import fully_shard
-
-        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-        for module in (*model, model):
-            fully_shard(module, mesh=dist.init_device_mesh("cpu", (2,)))
-        optimizer = torch.optim.SGD(model.parameters())
-        with record() as log:
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-        return log.events
-
-    for rank, found in enumerate(launch(train_step, 2, timeout=60)):
-        assert {e.op for e in found} >= {"all_gather", "reduce_scatter", "forward", "backward", "optimizer"}
-        assert {e.op for e in found} <= set(events.OPS)
-        assert {e.stream for e in found} <= set(events.STREAMS)
-        assert {e.phase for e in found} <= {"forward", "backward", "optimizer", ""}
-        assert [(e.rank, e.seq) for e in found] == [(rank, seq) for seq in range(len(found))]
-        assert all(0 <= seq < e.seq for e in found for seq in e.after)
-        assert all(e.dur_us >= 0 for e in found)

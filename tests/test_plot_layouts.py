@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
+import suites
 from figures import assert_everything_is_on_the_sheet, boxes, luma
-from hwfsdp import UsageError, explain, fully_shard, launch
+from hwfsdp import explain, fully_shard, launch
 from hwfsdp.compat import strided_shard
 from hwfsdp.inspection import Explanation, ParamRow
 from hwfsdp.plot.cartoon import plot_collective
@@ -24,7 +26,6 @@ from hwfsdp.plot.parameters import plot_parameters
 
 ROWS = (Shard(0),)
 STRIDED = (strided_shard(0, 2), Shard(0))
-LONG = "model.decoder.transformer.layers.31.self_attention.query_projection.weight"
 
 # grid
 
@@ -37,8 +38,7 @@ def cells(figure: Figure, line: int, rank: int) -> tuple[float, float]:
     return widths.get("owned", 0.0) / total, widths.get("padding", 0.0) / total
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("rows", [1, 2, 5, 7, 8])
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (2, 4), (5, 4), (7, 2), (8, 2)])
 def test_a_cell_is_filled_as_far_as_the_rank_has_rows_of_its_full_chunk(rows: int, ranks: int) -> None:
     figure = plot_sharding([LaidOut("w", (rows, 3), ROWS)], {"shard": ranks})
     chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
@@ -47,12 +47,11 @@ def test_a_cell_is_filled_as_far_as_the_rank_has_rows_of_its_full_chunk(rows: in
         assert cells(figure, 0, rank) == pytest.approx((length / chunks[0], 1 - length / chunks[0]))
 
 
-def test_padding_is_hatched_and_rows_are_not() -> None:
-    found = boxes(plot_sharding([LaidOut("w", (5,), ROWS)], {"shard": 4}), "cell")
-    assert {name.split()[-1]: bool(box.get_hatch()) for name, box in found.items()} == {
-        "owned": False,
-        "padding": True,
-    }
+def test_padding_is_hatched_and_rows_are_not_and_cells_say_which_rows_a_rank_has() -> None:
+    figure = plot_sharding([LaidOut("w", (5,), ROWS)], {"shard": 4})
+    hatched = {name.split()[-1]: bool(box.get_hatch()) for name, box in boxes(figure, "cell").items()}
+    assert hatched == {"owned": False, "padding": True}
+    assert [t.get_text() for t in figure.axes[1].texts] == ["0…1", "2…3", "4", "none"]
 
 
 def map_of(figure: Figure, line: int, length: int) -> list[int]:
@@ -64,7 +63,7 @@ def map_of(figure: Figure, line: int, length: int) -> list[int]:
     return owners
 
 
-@pytest.mark.parametrize("rows", [6, 7, 8, 13])
+@pytest.mark.parametrize("rows", [7, 8])
 def test_the_map_of_a_strided_placement_is_that_of_two_cuts_tensor_parallelism_first(rows: int) -> None:
     parts = [tp.chunk(3) for tp in torch.arange(rows).chunk(2)]
     owner_of_row = {
@@ -93,52 +92,7 @@ def test_a_parameter_cut_in_two_dimensions_is_a_map_of_boxes_that_tile_it() -> N
     area = sum(box.get_width() * box.get_height() for box in found)
     assert area == pytest.approx(whole.get_width() * whole.get_height())
     for a, b in combinations(found, 2):
-        apart_x = (
-            a.get_x() + a.get_width() <= b.get_x() + 1e-9 or b.get_x() + b.get_width() <= a.get_x() + 1e-9
-        )
-        apart_y = (
-            a.get_y() + a.get_height() <= b.get_y() + 1e-9 or b.get_y() + b.get_height() <= a.get_y() + 1e-9
-        )
-        assert apart_x or apart_y
-
-
-def test_cells_say_which_rows_a_rank_has() -> None:
-    figure = plot_sharding([LaidOut("w", (5,), ROWS)], {"shard": 4})
-    assert [t.get_text() for t in figure.axes[1].texts] == ["0…1", "2…3", "4", "none"]
-
-
-@pytest.mark.parametrize(
-    ("mesh", "count", "name"),
-    [
-        ({"shard": 1}, 1, "w"),
-        ({"shard": 4}, 60, LONG),
-        ({"replicate": 2, "shard": 2}, 4, LONG),
-        ({"shard": 16}, 4, "w"),
-        ({"shard": 64}, 4, LONG),
-    ],
-)
-def test_the_texts_of_a_grid_are_apart(mesh: dict[str, int], count: int, name: str) -> None:
-    placements = (*[Replicate()] * (len(mesh) - 1), Shard(0))
-    parameters = [LaidOut(f"{name}{i}", (128256 if i % 2 else 3, 4), placements) for i in range(count)]
-    assert_everything_is_on_the_sheet(plot_sharding(parameters, mesh))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "mesh", "options", "words"),
-    [
-        ([], {"shard": 2}, {}, "0 parameters"),
-        ([LaidOut("scale", (), ROWS)], {"shard": 2}, {}, "'scale' without dimensions"),
-        ([LaidOut("w", (4,), ROWS)], {"shard": 65}, {}, "1 to 64 ranks"),
-        ([LaidOut("w", (4,), STRIDED)], {"a": 2, "b": 2}, {}, "expected an axis of the mesh"),
-        ([LaidOut("w", (4,), ROWS)], {"shard": 2}, {"fsdp": "dp"}, "'dp'"),
-        ([LaidOut("w", (4,), STRIDED)], {"shard": 2}, {}, "one for each dim of the mesh"),
-    ],
-)
-def test_a_grid_of_what_cannot_be_drawn_is_refused(
-    parameters: list[LaidOut], mesh: dict[str, int], options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        plot_sharding(parameters, mesh, **options)
+        assert Bbox.intersection(a.get_bbox().padded(-1e-6), b.get_bbox().padded(-1e-6)) is None
 
 
 def table_and_placements() -> tuple[Explanation, list[LaidOut]]:
@@ -159,12 +113,10 @@ def test_the_grid_of_a_sharded_model_agrees_with_its_table(on_ranks: Any) -> Non
     figure = plot_sharding(parameters, {"shard": 2})
     for rank, (table, _) in enumerate(on_ranks):
         for row in table.rows:
-            line = [p.name for p in parameters].index(row.fqn)
-            owned, padding = cells(figure, line, rank)
+            owned, padding = cells(figure, [p.name for p in parameters].index(row.fqn), rank)
             rows = row.rows[1] - row.rows[0]
-            assert padding * (
-                rows + row.padding / (row.shape[1] if len(row.shape) > 1 else 1)
-            ) == pytest.approx(row.padding / (row.shape[1] if len(row.shape) > 1 else 1))
+            padded = row.padding / (row.shape[1] if len(row.shape) > 1 else 1)
+            assert padding * (rows + padded) == pytest.approx(padded)
             assert bool(owned) == bool(rows)
 
 
@@ -218,29 +170,6 @@ def test_groups_have_letters() -> None:
     assert [letter_of(n) for n in (0, 25, 26, 27, 52, 701, 702)] == ["A", "Z", "AA", "AB", "BA", "ZZ", "AAA"]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "node"),
-    [
-        ({"shard": 1}, None),
-        ({"shard": 2}, 1),
-        ({"replicate": 2, "shard": 8, "tp": 4}, 8),
-        ({"dp": 128}, 16),
-        ({"a very long name of an axis": 2}, 2),
-    ],
-)
-def test_the_texts_of_a_mesh_are_apart(mesh: dict[str, int], node: int | None) -> None:
-    assert_everything_is_on_the_sheet(plot_mesh(mesh, node=node))
-
-
-@pytest.mark.parametrize(
-    ("mesh", "node"),
-    [({}, None), ({"shard": 0}, None), ({"shard": 257}, None), ({"shard": 8}, 3), ({"shard": 8}, 0)],
-)
-def test_a_mesh_that_cannot_be_drawn_is_refused(mesh: dict[str, int], node: int | None) -> None:
-    with pytest.raises(UsageError, match=r"plot_mesh\(node="):
-        plot_mesh(mesh, node=node)
-
-
 # collectives
 
 
@@ -259,7 +188,7 @@ def exchange() -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[suites.long(1), 3])
 def exchanged(request: Any) -> list[dict[str, tuple[Tensor, Tensor]]]:
     return launch(exchange, request.param, timeout=60)
 
@@ -299,46 +228,6 @@ def test_marks_of_ranks_differ_in_grey_print() -> None:
         assert a.get_hatch() != b.get_hatch() or abs(luma(a.get_facecolor()) - luma(b.get_facecolor())) > 0.15
 
 
-@pytest.mark.parametrize("values", [[1e-9, -123456789.0, 0.333333], [0.0], [float("nan"), 1e30]])
-def test_tiny_and_huge_numbers_have_room(values: list[float]) -> None:
-    before = [torch.tensor(values), torch.tensor(values)]
-    assert_everything_is_on_the_sheet(plot_collective("all_gather", before, [torch.cat(before)] * 2))
-
-
-ONE = [torch.ones(2), torch.ones(2)]
-
-
-@pytest.mark.parametrize(
-    ("op", "before", "after", "words"),
-    [
-        ("gather", ONE, ONE, "all_gather, reduce_scatter or all_reduce"),
-        ("all_reduce", [], [], "1-D tensors"),
-        ("all_reduce", ONE, ONE[:1], "1-D tensors"),
-        ("all_reduce", [torch.ones(2), torch.ones(3)], ONE, "1-D tensors"),
-        ("all_reduce", [torch.ones(25)] * 2, [2 * torch.ones(25)] * 2, "up to 24 elements"),
-        ("reduce_scatter", [torch.ones(3)] * 2, [torch.ones(1)] * 2, "1-D tensors"),
-        (
-            "all_gather",
-            ONE,
-            [torch.ones(4), torch.zeros(4)],
-            r"rank 1 to hold \[1, 1, 1, 1\]; got \[0, 0, 0, 0\]",
-        ),
-        (
-            "all_reduce",
-            ONE,
-            [torch.ones(2), 3 * torch.ones(2)],
-            r"rank 1 to hold \[1, 1\] or the sum; got \[3, 3\]",
-        ),
-    ],
-)
-def test_what_no_collective_makes_is_refused(
-    op: str, before: list[Tensor], after: list[Tensor], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words) as error:
-        plot_collective(op, before, after)
-    assert "\n" not in str(error.value)
-
-
 # parameters
 
 
@@ -365,19 +254,14 @@ def test_groups_that_are_alike_are_drawn_once() -> None:
 
 
 def test_a_strip_shows_the_rows_of_the_rank_and_its_padding() -> None:
-    rows = [
-        row("w", "m", (10, 2), (4, 8)),
-        row("b", "m", (6,), (5, 6), 2),
-        row("empty", "m", (2,), (2, 2), 1),
-    ]
-    found = boxes(plot_parameters(Explanation(rows, [])))
+    rows = [row("w", "m", (10, 2), (4, 8)), row("b", "m", (6,), (5, 6), 2)]
+    found = boxes(plot_parameters(Explanation([*rows, row("empty", "m", (2,), (2, 2), 1)], [])))
     whole, own = found["w all"], found["w own"]
     assert (own.get_x() - whole.get_x()) / whole.get_width() == pytest.approx(0.4)
     assert own.get_width() / whole.get_width() == pytest.approx(0.4)
     unit = found["b all"].get_width() / 6
-    assert found["b own"].get_width() == pytest.approx(unit) and found[
-        "b padding"
-    ].get_width() == pytest.approx(2 * unit)
+    assert found["b own"].get_width() == pytest.approx(unit)
+    assert found["b padding"].get_width() == pytest.approx(2 * unit)
     assert "w padding" not in found and "empty own" not in found and "empty padding" in found
 
 
@@ -397,35 +281,7 @@ def test_the_share_is_that_of_the_bytes_of_all_groups_alike() -> None:
     assert f"{4 * 16 * 4 * 4 / total:.1%}" in texts and f"{160 * 2 / total:.1%}" in texts
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [row("w", "m", (1,), (0, 1))],
-        [row("w", "", (0,), (0, 0))],
-        blocks_of(60),
-        [
-            row(
-                f"{LONG}.{i}",
-                f"{LONG}.{i}",
-                (10**9 + i, 10**4),
-                (0, 10**8),
-                placement="_StridedShard(dim=0, sf=2), Shard(dim=0)",
-            )
-            for i in range(60)
-        ],
-    ],
-    ids=["one", "no elements", "sixty alike", "sixty unlike"],
-)
-def test_the_texts_of_a_parameter_table_are_apart(rows: list[ParamRow]) -> None:
-    assert_everything_is_on_the_sheet(plot_parameters(Explanation(rows, ["rope.frequencies"])))
-
-
 def test_a_real_table_is_drawn(on_ranks: Any) -> None:
     figure = plot_parameters(on_ranks[1][0])
     assert "0.weight own" in boxes(figure) and "0.weight padding" in boxes(figure)
     assert_everything_is_on_the_sheet(figure)
-
-
-def test_a_table_without_parameters_is_refused() -> None:
-    with pytest.raises(UsageError, match="plot_parameters: expected an explanation with parameters"):
-        plot_parameters(Explanation([], ["w"]))

@@ -15,29 +15,21 @@ from hwfsdp.plot.choice import chosen, name_of_steps
 LONG = "model.decoder.transformer.layers.31.self_attention.query_projection"
 
 
-@pytest.mark.parametrize("width", [0.5, 1.0, 2.0, 3.0])
-def test_a_name_that_is_too_long_keeps_its_end_behind_dots(width: float) -> None:
-    short = sheet.fitting(LONG, style.TEXT_SIZE, width)
-    assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
-    assert sheet.inches(short, style.TEXT_SIZE) <= width
-
-
-def test_a_name_is_cut_at_a_dot_where_that_is_enough() -> None:
+def test_a_name_that_is_too_long_keeps_its_end_behind_dots_from_a_dot_on_where_that_is_enough() -> None:
+    for width in (0.5, 1.0, 3.0):
+        short = sheet.fitting(LONG, style.TEXT_SIZE, width)
+        assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
+        assert sheet.inches(short, style.TEXT_SIZE) <= width
     assert sheet.fitting("encoder.layers.7.attention", style.TEXT_SIZE, 1.5) == "…layers.7.attention"
-
-
-def test_a_name_that_fits_is_left_alone() -> None:
     assert sheet.fitting("layers.7", style.TEXT_SIZE, 5.0) == "layers.7"
 
 
-@pytest.mark.parametrize("size", [7.0, 9.0, 12.0])
-@pytest.mark.parametrize("dpi", [60, 72, 100, 150])
+@pytest.mark.parametrize(("dpi", "size"), [(60, 12.0), (72, 7.0), (100, 9.0), (150, 7.0)])
 def test_a_line_is_never_wider_than_it_is_said_to_be(dpi: int, size: float) -> None:
     figure = sheet.new_figure(10.0, 1.0)
     figure.set_dpi(dpi)
-    drawn = figure.text(0.0, 0.5, LONG, fontsize=size).get_window_extent(
-        FigureCanvasAgg(figure).get_renderer()
-    )
+    text = figure.text(0.0, 0.5, LONG, fontsize=size)
+    drawn = text.get_window_extent(FigureCanvasAgg(figure).get_renderer())
     assert drawn.width / dpi <= sheet.inches(LONG, size) <= 1.2 * drawn.width / dpi
 
 
@@ -48,7 +40,7 @@ def test_text_is_broken_between_words_and_nothing_is_lost() -> None:
     assert all(sheet.inches(line, style.TEXT_SIZE) <= 3.0 for line in lines)
 
 
-@pytest.mark.parametrize("width", [2.5, 5.0, 12.0])
+@pytest.mark.parametrize("width", [2.5, 12.0])
 def test_a_head_fits_whatever_its_width(width: float) -> None:
     keys = [sheet.key(style.look_of_op(op), f"{op} of all ranks") for op in style.DRAWN_OPS]
     head = sheet.head("A title", "with some text below it, which may be longer than a line", keys, width)

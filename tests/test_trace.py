@@ -8,13 +8,12 @@ from __future__ import annotations
 import ast
 import csv
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,15 +23,8 @@ from models import Model, even, frozen, stem, uneven
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hwfsdp import (
-    EventLog,
-    MixedPrecisionPolicy,
-    RankError,
-    UsageError,
-    fully_shard,
-    launch,
-    record,
-)
+import suites
+from hwfsdp import EventLog, MixedPrecisionPolicy, UsageError, fully_shard, launch, record
 from hwfsdp.about import describe_run, read_about
 from hwfsdp.cli import main
 from hwfsdp.events import Event, Sample
@@ -50,15 +42,9 @@ from hwfsdp.trace.steps import Steps, read_steps
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [
-        ("1", Steps(2, 2)),
-        ("5", Steps(2, 6)),
-        ("0..0", Steps(0, 0)),
-        ("3..7", Steps(3, 7)),
-        ("4..", Steps(4, None)),
-    ],
+    [("1", (2, 2)), ("5", (2, 6)), ("0..0", (0, 0)), ("3..7", (3, 7)), ("4..", (4, None))],
 )
-def test_steps_are_a_number_after_the_warm_up_or_a_range(text: str, steps: Steps) -> None:
+def test_steps_are_a_number_after_the_warm_up_or_a_range(text: str, steps: Any) -> None:
     assert read_steps(text) == steps
 
 
@@ -82,11 +68,16 @@ def train_plainly(steps: int, *, optimizers: int = 1, evaluate: bool = False) ->
                 model(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("optimizers", [1, 2])
-@pytest.mark.parametrize("evaluate", [False, True])
 @pytest.mark.parametrize(
-    ("wanted", "recorded"),
-    [(Steps(0, 0), 1), (Steps(0, None), 5), (Steps(2, 3), 2), (Steps(4, 9), 1), (Steps(1, None), 4)],
+    ("wanted", "recorded", "optimizers", "evaluate"),
+    [
+        (Steps(0, 0), 1, 2, True),
+        (Steps(0, None), 5, 1, True),
+        (Steps(2, 3), 2, 1, False),
+        (Steps(4, 9), 1, 2, False),
+        (Steps(1, None), 4, 2, True),
+        (Steps(5, 6), 0, 1, False),
+    ],
     ids=str,
 )
 def test_the_steps_that_are_wanted_are_recorded(
@@ -95,15 +86,10 @@ def test_the_steps_that_are_wanted_are_recorded(
     with Capture(wanted).running() as capture:
         train_plainly(5, optimizers=optimizers, evaluate=evaluate)
     assert capture.steps == 5
-    assert capture.log is not None
+    assert (capture.log is not None) == bool(recorded)
+    found = [e.step for e in capture.log.select("optimizer")] if capture.log is not None else []
     steps = range(wanted.first, wanted.first + recorded)
-    assert [e.step for e in capture.log.select("optimizer")] == [s for s in steps for _ in range(optimizers)]
-
-
-def test_nothing_is_recorded_of_a_run_that_ends_before() -> None:
-    with Capture(Steps(5, 6)).running() as capture:
-        train_plainly(5)
-    assert capture.log is None
+    assert found == [step for step in steps for _ in range(optimizers)]
 
 
 def test_between_steps_a_capture_leaves_no_hook_behind() -> None:
@@ -148,87 +134,101 @@ def script(folder: Path, body: str) -> Path:
     return path
 
 
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def found(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Said]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `hwfsdp trace`."""
+
+    def trace(*args: object) -> Said:
+        try:
+            status = main(["trace", *map(str, args)])
+        except SystemExit as stopped:  # argparse
+            status = stopped.code  # type: ignore[assignment]
+        return Said(status, *capsys.readouterr())
+
+    return trace
+
+
+def assert_refused(said: Said, *parts: str) -> None:
+    assert said.status == 2 and said.err.count("\n") == 1
+    assert all(part in said.err for part in parts)
+
+
 def traced(path: Path, *arguments: str, steps: Steps = Steps(1, 2), ranks: int = 2) -> EventLog:
     return trace_run(Target(path, arguments, steps), ranks, "cpu")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "train()",
+SCRIPTS = {
+    "a group as it asks for, destroyed at the end": (
         "from torch.distributed import init_process_group as init\n"
-        "init('gloo', 'env://')\ntrain()\ndist.destroy_process_group()",
-        "if not dist.is_initialized():\n    dist.init_process_group()\ntrain()",
-        "if __name__ == '__main__':\n    train()\n    sys.exit(0)",
-        "from hwfsdp import launch\nlaunch(train, 2)",
-    ],
-    ids=[
-        "no group of its own",
-        "a group as it asks for, destroyed at the end",
-        "a group if there is none",
-        "a main guard and an exit",
-        "launch of its own",
-    ],
-)
-def test_a_script_written_for_torchrun_is_recorded_as_it_is(body: str, tmp_path: Path) -> None:
-    log = traced(script(tmp_path, body))
-    found = examine(log)
+        "init('gloo', 'env://')\ntrain()\ndist.destroy_process_group()"
+    ),
+    "a group if there is none, a main guard and an exit": (
+        "import neighbor\n"
+        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE'.split()\n"
+        "if __name__ == '__main__':\n"
+        "    print(sys.argv[1:], [os.environ[name] for name in names], neighbor.name)\n"
+        "    if not dist.is_initialized():\n"
+        "        dist.init_process_group()\n"
+        "    train()\n"
+        "    sys.exit(0)"
+    ),
+    "launch of its own": "from hwfsdp import launch\nlaunch(train, 2)",
+}
+GUARDED = list(SCRIPTS)[1]
+
+
+@pytest.mark.parametrize("name", suites.fast_are([GUARDED], SCRIPTS))
+def test_a_script_written_for_torchrun_is_recorded_as_it_is(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "neighbor.py").write_text("name = 'neighbor'")
+    log = traced(script(tmp_path, SCRIPTS[name]), "--lr", "3")
+    found, said = examine(log), capsys.readouterr()
     assert found.ranks == [0, 1] and found.steps == [1, 2]
     assert found.as_expected and found.ranks_agree
     assert [strategy.strategy for strategy in found.strategies if strategy.matches] == ["ZeRO-3"]
-
-
-def test_a_script_finds_its_arguments_its_environment_and_its_neighbors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "neighbor.py").write_text("name = 'neighbor'")
-    body = (
-        "import neighbor\n"
-        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE'.split()\n"
-        "print(sys.argv[1:], [os.environ[name] for name in names], neighbor.name)\n"
-        "dist.init_process_group()\ntrain(2)\n"
-    )
-    traced(script(tmp_path, body), "--lr", "3", steps=Steps(0, 0))
-    assert sorted(capsys.readouterr().out.splitlines()) == [
-        f"['--lr', '3'] ['{rank}', '{rank}', '2', '2'] neighbor" for rank in (0, 1)
-    ]
+    printed = [f"['--lr', '3'] ['{rank}', '{rank}', '2', '2'] neighbor" for rank in (0, 1)]
+    assert sorted(said.out.splitlines()) == (printed if name == GUARDED else [])
+    assert said.err == ""
 
 
 @pytest.mark.parametrize(
-    ("body", "rank", "said"),
+    ("last_line", "said"),
     [
-        (
-            "train(1)\nif int(os.environ['RANK']) == 1:\n    raise ValueError('no more data')",
-            1,
-            "ValueError: no more data",
-        ),
-        ("if int(os.environ['RANK']) == 1:\n    fully_shard(nn.ModuleList())", 1, "UsageError: fully_shard"),
-        ("train(1)\nsys.exit(3 * int(os.environ['RANK']))", 1, "SystemExit: 3"),
-        ("def broken(:\n    pass", 0, "SyntaxError: invalid syntax"),
+        ("raise ValueError('no more data')", "rank 1 raised ValueError: no more data"),
+        suites.long("fully_shard(nn.ModuleList())", "rank 1 raised UsageError: fully_shard.*"),
+        suites.long("sys.exit(3)", "rank 1 raised SystemExit: 3"),
+        suites.long("def broken(:", "rank . raised SyntaxError: invalid syntax.*"),
     ],
     ids=["its own error", "an error of ours", "an exit", "no Python"],
 )
-def test_what_a_script_raises_is_said_with_its_rank_and_line(
-    body: str, rank: int, said: str, tmp_path: Path
+def test_what_a_script_raises_is_one_line_with_its_rank_and_place_and_leaves_no_file(
+    last_line: str, said: str, run: Run, tmp_path: Path
 ) -> None:
-    path = script(tmp_path, body)
-    lines = path.read_text().splitlines()
-    (line,) = [
-        n
-        for n, text in enumerate(lines, 1)
-        if "raise " in text or "ModuleList" in text or "exit(" in text or "(:" in text
-    ]
-    with pytest.raises(RankError) as failure:
-        traced(path)
-    assert said in failure.value.got
-    assert failure.value.got.endswith(f"at {path}:{line}")
-    assert (failure.value.rank, failure.value.__cause__) == (rank, None) or "SyntaxError" in said
+    path = script(tmp_path, f"train(1)\nif int(os.environ['RANK']) == 1:\n    {last_line}")
+    line, out = len(path.read_text().splitlines()), tmp_path / "t.json"
+    status, _, err = run("run", path, "--device", "cpu", "--out", out)
+    assert status == 1 and err.count("\n") == 1
+    assert re.search(rf"{said} at {re.escape(str(path))}:{line}\.", err)
+    assert not out.exists()
 
 
-@pytest.mark.parametrize("problem", ["missing", "folder", "too few steps", "no training"])
+@pytest.mark.parametrize("problem", ["missing", "folder", "too few steps"])
 def test_what_cannot_be_traced_is_refused_in_one_line(problem: str, tmp_path: Path) -> None:
-    path = script(tmp_path, "pass" if problem == "no training" else "train(2)")
-    path = {"missing": tmp_path / "x.py", "folder": tmp_path}.get(problem, path)
+    path = {"missing": tmp_path / "x.py", "folder": tmp_path}.get(problem) or script(tmp_path, "train(2)")
     with pytest.raises(UsageError) as refusal:
         traced(path, steps=Steps(7, 8), ranks=1)
     assert "\n" not in str(refusal.value)
@@ -256,25 +256,15 @@ def grid(replicas: int, shards: int) -> DeviceMesh:
 
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-MODELS: dict[str, Callable[[], Model]] = {
-    "plain": lambda: sharded(even),
-    "uneven": lambda: sharded(uneven),
-    "kept": lambda: sharded(even, reshard_after_forward=False),
-    "bf16": lambda: sharded(even, mp_policy=BF16),
-    "frozen": lambda: sharded(frozen),
-    "smaller": lambda: sharded(uneven, reshard_after_forward=2),
-    "hybrid": lambda: sharded(even, mesh=grid(2, 2)),
-    "replicated": lambda: sharded(stem, mesh=grid(4, 1)),
-}
-MATCHES = {
-    "plain": ["ZeRO-3"],
-    "uneven": ["ZeRO-3"],
-    "kept": ["ZeRO-1", "ZeRO-2"],
-    "bf16": ["ZeRO-3"],
-    "frozen": ["ZeRO-3"],
-    "smaller": [],
-    "hybrid": ["HSDP"],
-    "replicated": ["DDP"],
+MODELS: dict[str, tuple[Callable[[], Model], list[str]]] = {  # and the strategies that move as much
+    "plain": (lambda: sharded(even), ["ZeRO-3"]),
+    "uneven": (lambda: sharded(uneven), ["ZeRO-3"]),
+    "kept": (lambda: sharded(even, reshard_after_forward=False), ["ZeRO-1", "ZeRO-2"]),
+    "bf16": (lambda: sharded(even, mp_policy=BF16), ["ZeRO-3"]),
+    "frozen": (lambda: sharded(frozen), ["ZeRO-3"]),
+    "smaller": (lambda: sharded(uneven, reshard_after_forward=2), []),
+    "hybrid": (lambda: sharded(even, mesh=grid(2, 2)), ["HSDP"]),
+    "replicated": (lambda: sharded(stem, mesh=grid(4, 1)), ["DDP"]),
 }
 
 
@@ -292,9 +282,8 @@ def run_step(model: Model, micro_batches: int = 1) -> EventLog:
 
 def run_all() -> dict[str, EventLog]:
     """Every model's log on this rank, and that of one that accumulates."""
-    logs = {name: run_step(build()) for name, build in MODELS.items()}
-    logs["accumulated"] = run_step(MODELS["plain"](), micro_batches=3)
-    return logs
+    logs = {name: run_step(build()) for name, (build, _) in MODELS.items()}
+    return {**logs, "accumulated": run_step(sharded(even), micro_batches=3)}
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +300,7 @@ def test_what_a_real_run_moved_is_what_the_closed_form_says_and_its_strategy_is_
     found = examine(logs[name])
     assert found.as_expected, (found.measured, found.expected)
     assert found.same_every_step and found.ranks_agree
-    assert [each.strategy for each in found.strategies if each.matches] == MATCHES[name]
+    assert [each.strategy for each in found.strategies if each.matches] == MODELS[name][1]
     assert "equal" in describe(found, name)
 
 
@@ -336,25 +325,15 @@ def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: d
     assert examine(EventLog(uneven, hybrid.samples, hybrid.about)).multiple is None
 
 
-@pytest.mark.parametrize(("last", "said"), [(4, "of steps 1..4, 1..3 are recorded"), (3, "")])
-def test_a_script_that_ends_before_the_steps_that_were_asked_for_is_told_of(
-    last: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_of_one_rank_that_ends_early_is_told_so_and_that_nothing_moves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = traced(script(tmp_path, "train(4)"), steps=Steps(1, last), ranks=1)
-    err = capsys.readouterr().err
-    assert (said in err) and bool(said) == bool(err)
+    log = traced(script(tmp_path, "train(4)"), steps=Steps(1, 4), ranks=1)
+    assert "of steps 1..4, 1..3 are recorded" in capsys.readouterr().err
     assert sorted({e.step for e in log.select("optimizer")}) == [1, 2, 3]
-
-
-def test_one_rank_moves_nothing_and_is_told_so() -> None:
-    (log,) = launch(run_one, 1, timeout=60)
     found = examine(log)
-    assert found.as_expected and not found.measured[0]
+    assert found.as_expected and not found.measured[1]
     assert "On one rank nothing travels" in describe(found, "x")
-
-
-def run_one() -> EventLog:
-    return run_step(MODELS["plain"]())
 
 
 def test_what_a_log_says_of_its_run_survives_its_file(logs: dict[str, EventLog], tmp_path: Path) -> None:
@@ -407,14 +386,11 @@ def by_hand(ranks: int = 2, steps: int = 2) -> EventLog:
 def test_of_a_log_that_does_not_say_what_it_is_of_there_is_no_closed_form() -> None:
     found = examine(by_hand())
     assert (found.about, found.expected, found.as_expected, found.strategies) == (None, None, None, [])
-    assert found.measured == {
-        step: {"all_gather": Traffic(1, 64), "reduce_scatter": Traffic(1, 32)} for step in (0, 1)
-    }
+    moved = {"all_gather": Traffic(1, 64), "reduce_scatter": Traffic(1, 32)}
+    assert found.measured == {0: moved, 1: moved}
     assert found.others == {"all_reduce": Traffic(2, 8)}
-    assert [(t.rank, t.step_us, t.exposed_comm_us) for t in found.by_rank] == [
-        (0, 80.0, 31.0),
-        (1, 80.0, 31.0),
-    ]
+    times = [(t.rank, t.step_us, t.exposed_comm_us) for t in found.by_rank]
+    assert times == [(0, 80.0, 31.0), (1, 80.0, 31.0)]
     assert "no closed form" in describe(found, "x")
 
 
@@ -427,15 +403,12 @@ def drop(op: str, rank: int, step: int, event: Event) -> Event | None:
     return None if (event.op, event.rank, event.step) == (op, rank, step) else event
 
 
-def test_a_rank_that_did_less_is_noticed(logs: dict[str, EventLog]) -> None:
-    found = examine(changed(logs["plain"], partial(drop, "reduce_scatter", 3, 1)))
+def test_a_rank_and_a_step_that_did_less_are_noticed(logs: dict[str, EventLog]) -> None:
+    log = changed(logs["plain"], partial(drop, "reduce_scatter", 3, 1))
+    found = examine(log)
     assert not found.ranks_agree and found.as_expected
     assert "Ranks did not move the same" in describe(found, "x")
-
-
-def test_a_step_that_did_less_is_noticed(logs: dict[str, EventLog]) -> None:
-    log = logs["plain"]
-    for rank in range(4):
+    for rank in range(3):
         log = changed(log, partial(drop, "reduce_scatter", rank, 1))
     found = examine(log)
     assert found.ranks_agree and not found.same_every_step and found.as_expected is False
@@ -456,25 +429,21 @@ def test_a_log_is_like_itself_and_like_a_slower_one_with_other_waits_and_more_st
     assert compare(log, slower).ops["optimizer"][1].us == 2 * compare(log, slower).ops["optimizer"][0].us
 
 
-@pytest.mark.parametrize(
-    ("change", "differing", "number"),
-    [
-        (partial(drop, "reduce_scatter", 1, 1), ["reduce_scatter"], 7),
-        (
-            lambda e: replace(e, bytes=e.bytes + 8) if (e.op, e.rank) == ("all_gather", 0) else e,
-            ["all_gather"],
-            0,
-        ),
-        (
-            lambda e: replace(e, op="broadcast") if (e.op, e.step) == ("all_reduce", 0) else e,
-            ["all_reduce", "broadcast"],
-            3,
-        ),
-        (lambda e: replace(e, owner="b") if (e.op, e.rank) == ("forward", 1) else e, [], 1),
-    ],
-    ids=["one less", "more bytes", "another one", "another owner"],
-)
-def test_two_logs_are_told_apart_where_they_part(change: Any, differing: list[str], number: int) -> None:
+CHANGES: dict[str, tuple[Callable[[Event], Event | None], list[str], int]] = {  # ops that differ, first event
+    "one less": (partial(drop, "reduce_scatter", 1, 1), ["reduce_scatter"], 7),
+    "more bytes": (lambda e: replace(e, bytes=8 + e.bytes) if e.op == "all_gather" else e, ["all_gather"], 0),
+    "another one": (
+        lambda e: replace(e, op="broadcast") if (e.op, e.step) == ("all_reduce", 0) else e,
+        ["all_reduce", "broadcast"],
+        3,
+    ),
+    "another owner": (lambda e: replace(e, owner="b") if (e.op, e.rank) == ("forward", 1) else e, [], 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_two_logs_are_told_apart_where_they_part(name: str) -> None:
+    change, differing, number = CHANGES[name]
     a = by_hand()
     found = compare(a, changed(a, change))
     assert found.differing_ops == differing
@@ -497,50 +466,14 @@ def file(logs: dict[str, EventLog], tmp_path: Path) -> Path:
     return tmp_path / "plain.json.gz"
 
 
-def test_the_command_records_a_script_and_shows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_records_a_script_and_shows_it(run: Run, tmp_path: Path) -> None:
     path = script(tmp_path, "dist.init_process_group()\nprint('hello', *sys.argv[1:])\ntrain(3)")
     out = tmp_path / "trace.json"
-    given = ["trace", "run", str(path), "--steps", "1..1", "--out", str(out), "--device", "cpu"]
-    assert main([*given, "--json", "--", "--json", "x"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    said = run("run", path, "--steps", "1..1", "--out", out, "--device", "cpu", "--json", "--", "--json", "x")
+    assert said.status == 0
     assert said.err.count("hello --json x") == 2  # what the script prints does not spoil the JSON
-    assert found["as_expected"] and found["steps"] == [1]
-    assert main(["trace", "show", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
-
-
-def test_a_run_that_fails_leaves_no_file_and_says_why_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = script(tmp_path, "raise KeyError('weights')")
-    assert (
-        main(
-            ["trace", "run", str(path), "--ranks", "1", "--out", str(tmp_path / "t.json"), "--device", "cpu"]
-        )
-        == 1
-    )
-    said = capsys.readouterr().err
-    assert f"KeyError: 'weights' at {path}:" in said and said.count("\n") == 1
-    assert not (tmp_path / "t.json").exists()
-
-
-def test_show_says_the_same_in_words_and_in_json(
-    file: Path, logs: dict[str, EventLog], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", "show", str(file)]) == 0
-    words = capsys.readouterr().out
-    assert main(["trace", "show", str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == SHOWN
-    assert found["expected_per_step"] == found["traffic_by_step"]["0"] | {
-        "all_reduce": {"calls": 0, "bytes": 0}
-    }
-    for moved in found["traffic_by_step"]["1"].values():
-        assert f"{moved['bytes']:,}" in words
-    assert found["summary"] == json.loads(json.dumps(logs["plain"].summary()))
+    assert said.found["as_expected"] and said.found["steps"] == [1]
+    assert run("show", out, "--json") == Said(0, said.out, "")
 
 
 SHOWN = {
@@ -550,19 +483,27 @@ SHOWN = {
 }
 
 
+def test_show_says_the_same_in_words_and_in_json(run: Run, file: Path, logs: dict[str, EventLog]) -> None:
+    words, found = run("show", file).out, run("show", file, "--json").found
+    assert set(found) == SHOWN
+    none = {"all_reduce": {"calls": 0, "bytes": 0}}
+    assert found["expected_per_step"] == found["traffic_by_step"]["0"] | none
+    for moved in found["traffic_by_step"]["1"].values():
+        assert f"{moved['bytes']:,}" in words
+    assert found["summary"] == json.loads(json.dumps(logs["plain"].summary()))
+
+
 @pytest.mark.parametrize("other", ["plain", "kept"])
 def test_diff_gives_its_verdict_as_status_in_words_and_in_json(
-    other: str, file: Path, logs: dict[str, EventLog], capsys: pytest.CaptureFixture[str]
+    other: str, run: Run, file: Path, logs: dict[str, EventLog]
 ) -> None:
-    second = file.with_name("second.json")
+    second, same = file.with_name("second.json"), other == "plain"
     logs[other].save(second)
-    same = other == "plain"
-    assert main(["trace", "diff", str(file), str(second)]) == int(not same)
-    assert ("Both did the same" in capsys.readouterr().out) is same
-    assert main(["trace", "diff", str(file), str(second), "--json"]) == int(not same)
-    found = json.loads(capsys.readouterr().out)
-    assert found["same_traffic"] is found["same_order"] is same
-    assert (found["orders_part"] is None) is same
+    words, said = run("diff", file, second), run("diff", file, second, "--json")
+    assert words.status == said.status == int(not same)
+    assert ("Both did the same" in words.out) is same
+    assert said.found["same_traffic"] is said.found["same_order"] is same
+    assert (said.found["orders_part"] is None) is same
 
 
 def test_a_table_has_every_event_once_with_all_it_says(file: Path, logs: dict[str, EventLog]) -> None:
@@ -571,10 +512,8 @@ def test_a_table_has_every_event_once_with_all_it_says(file: Path, logs: dict[st
         rows = list(csv.DictReader(table))
     for row, event in zip(rows, logs["plain"].events, strict=True):
         read = {name: row[name] for name in ("op", "stream", "owner", "phase", "dtype")}
-        read |= {
-            name: ast.literal_eval(row[name])
-            for name in ("rank", "seq", "step", "bytes", "start_us", "dur_us")
-        }
+        numbers = ("rank", "seq", "step", "bytes", "start_us", "dur_us")
+        read |= {name: ast.literal_eval(row[name]) for name in numbers}
         read |= {name: tuple(map(int, row[name].split())) for name in ("after", "reads", "writes")}
         assert Event(**read) == event
 
@@ -584,120 +523,73 @@ def test_an_export_for_the_viewer_is_the_same_log(file: Path) -> None:
     assert EventLog.load(file.with_name("plain.json")) == EventLog.load(file)
 
 
-@pytest.mark.parametrize("picture", PICTURES)
-def test_every_picture_is_drawn(picture: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "export", str(file), "--to", "svg", "--picture", picture, "--json"]) == 0
-    target = Path(json.loads(capsys.readouterr().out)["file"])
-    assert target == file.with_name(f"plain.{picture}.svg") and "<svg" in target.read_text()
-
-
-def test_a_picture_may_be_pixels(file: Path) -> None:
+def test_a_picture_is_an_svg_beside_the_trace_or_pixels_where_it_is_said(run: Run, file: Path) -> None:
+    target = Path(run("export", file, "--picture", "lifetimes", "--to", "svg", "--json").found["file"])
+    assert target == file.with_name("plain.lifetimes.svg") and "<svg" in target.read_text()
     target = file.with_name("x.png")
-    assert main(["trace", "export", str(file), "--to", "png", "--step", "1", "--out", str(target)]) == 0
+    assert run("export", file, "--to", "png", "--step", "1", "--out", target).status == 0
     assert target.read_bytes().startswith(b"\x89PNG")
-
-
-def foreign(content: str) -> Callable[[Path], Any]:
-    return lambda path: path.write_text(content)
 
 
 def of_another_version(path: Path) -> None:
     EventLog(by_hand().events, {}, {"groups": [{"fqn": "a"}]}).save(path)
 
 
-@pytest.mark.parametrize("action", [["show"], ["diff"], ["export", "--to", "csv"]])
 @pytest.mark.parametrize(
     "make",
     [
         lambda path: None,
         lambda path: path.mkdir(),
         lambda path: path.write_bytes(b"\x1f\x8b half"),
-        foreign("{}"),
-        foreign('{"traceEvents": [{"ph": "X", "name": "cat", "ts": 1, "dur": 2, "pid": 3, "tid": 4}]}'),
-        foreign('{"traceEvents": []}'),
+        lambda path: path.write_text('{"traceEvents": []}'),
         of_another_version,
     ],
-    ids=[
-        "missing",
-        "a folder",
-        "half a file",
-        "no trace",
-        "of another program",
-        "empty",
-        "of another version",
-    ],
+    ids=["missing", "a folder", "half a file", "empty", "of another version"],
 )
-def test_a_file_that_is_no_trace_of_ours_is_refused_in_one_line_with_status_2(
-    make: Callable[[Path], Any], action: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_no_trace_of_ours_is_refused(
+    make: Callable[[Path], Any], run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.json"
     make(path)
-    files = [str(path)] * (2 if action == ["diff"] else 1)
-    assert main(["trace", action[0], *files, *action[1:]]) == 2
-    said = capsys.readouterr().err
-    assert str(path) in said and said.count("\n") == 1
+    for given in (["show", path], ["diff", path, path], ["export", path, "--to", "csv"]):
+        assert_refused(run(*given), str(path))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["export", "FILE", "--to", "png", "--rank", "9", "--picture", "memory"],
-        ["export", "FILE", "--to", "png", "--step", "9"],
-        ["export", "FILE", "--to", "perfetto", "--out", "FILE"],
-        ["run", "nowhere.py"],
-        ["run", "demo", "--steps", "none"],
-        ["run", "demo", "--out", "/nowhere/at/all.json"],
-    ],
-    ids=" ".join,
-)
-def test_arguments_that_cannot_be_used_are_refused_in_one_line(
-    given: list[str], file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", *[str(file) if word == "FILE" else word for word in given]]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize("text", ["0", "0.0", "-1", "soon", "1e3", "inf", ""])
-def test_a_time_limit_that_is_none_is_refused_in_one_line(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["trace", "run", "demo", "--timeout", text])
-    assert end.value.code == 2 and "seconds, more than 0" in capsys.readouterr().err
+def test_arguments_that_cannot_be_used_are_refused(run: Run, file: Path) -> None:
+    assert_refused(run("export", file, "--to", "png", "--rank", "9", "--picture", "memory"))
+    assert_refused(run("export", file, "--to", "png", "--step", "9"))
+    assert_refused(run("export", file, "--to", "perfetto", "--out", file))
+    assert_refused(run("run", "nowhere.py"))
+    assert_refused(run("run", "demo", "--steps", "none"))
+    assert_refused(run("run", "demo", "--out", "/nowhere/at/all.json"))
+    for seconds in ("0", "0.0", "-1", "soon", "1e3", "inf", ""):
+        said = run("run", "demo", "--timeout", seconds)
+        assert said.status == 2 and "seconds, more than 0" in said.err
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_gpus_that_are_not_there_are_refused_before_any_rank_starts(
-    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpus: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(runs, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
-    path, out = script(tmp_path, "train()"), tmp_path / "t.json"
-    assert main(["trace", "run", str(path), "--device", "cuda", "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert "--device cuda" in said and "a GPU for each of 2 ranks" in said and said.count("\n") == 1
+    out = tmp_path / "t.json"
+    said = run("run", script(tmp_path, "train()"), "--device", "cuda", "--out", out)
+    assert_refused(said, "--device cuda", "a GPU for each of 2 ranks")
     assert not out.exists()
 
 
 def test_while_a_script_runs_its_trace_is_not_there_so_that_no_end_leaves_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, seen = tmp_path / "t.json", []
-
-    def run_nothing(*args: Any, **kwargs: Any) -> EventLog:
-        seen.append(out.exists())
-        return by_hand()
-
-    monkeypatch.setattr(runs, "trace_run", run_nothing)
-    assert main(["trace", "run", "demo", "--out", str(out)]) == 0
+    monkeypatch.setattr(runs, "trace_run", lambda *args, **kwargs: seen.append(out.exists()) or by_hand())
+    assert run("run", "demo", "--out", out).status == 0
     assert seen == [False] and EventLog.load(out) == by_hand()
-
-
-def test_a_trace_that_was_there_stays_if_the_next_run_fails(tmp_path: Path) -> None:
-    out = tmp_path / "t.json"
-    out.write_text("old")
-    assert main(["trace", "run", "nowhere.py", "--out", str(out)]) == 2
-    assert out.read_text() == "old"
+    before = out.read_bytes()
+    monkeypatch.undo()
+    assert_refused(run("run", "nowhere.py", "--out", out))
+    assert out.read_bytes() == before  # what was there stays if the next run fails
 
 
 LIMITED = """
@@ -709,6 +601,7 @@ train()
 """
 
 
+@pytest.mark.long
 def test_a_time_limit_holds_for_the_group_of_the_ranks_and_for_the_one_that_the_script_makes(
     tmp_path: Path,
 ) -> None:
@@ -716,18 +609,9 @@ def test_a_time_limit_holds_for_the_group_of_the_ranks_and_for_the_one_that_the_
     assert trace_run(target, 2, "cpu", timeout=7.5).ranks == [0, 1]
 
 
-UNSEEN = """
-model = nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_of_ranks_that_train_without_anything_seen_no_absence_of_races_is_claimed(tmp_path: Path) -> None:
-    found = examine(traced(script(tmp_path, UNSEEN)))
+def test_of_ranks_that_train_without_anything_seen_no_absence_of_races_is_claimed() -> None:
+    unseen = [replace(e, writes=(1,)) for e in by_hand().events if e.op in ("forward", "optimizer")]
+    found = examine(EventLog(unseen, {}, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []}))
     said = describe(found, "t.json")
     assert found.groups_unseen and found.races is None
     assert "It trained on 2 ranks. Collectives that C++ calls, as DistributedDataParallel does," in said
@@ -754,7 +638,7 @@ def test_names_from_a_file_are_shown_printable() -> None:
         assert r"\x1b" in text
 
 
-@pytest.mark.parametrize("picture", PICTURES)
+@pytest.mark.parametrize("picture", suites.fast_are(["memory", "overlap", "traffic"], PICTURES))
 def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
     picture: str, logs: dict[str, EventLog]
 ) -> None:
@@ -778,8 +662,3 @@ def content_of(figure: Figure) -> bytes:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return bytes(canvas.buffer_rgba())
-
-
-def test_the_parser_is_built_without_torch() -> None:
-    code = "import sys; from hwfsdp import cli; cli.build_parser(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

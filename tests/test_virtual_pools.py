@@ -48,15 +48,8 @@ class Machine:
         assert all(0 <= start and end <= self.pools.reserved for start, end in spans)
 
 
-@given(PROGRAMS)
-def test_whatever_is_allocated_and_freed_live_blocks_lie_apart_in_what_is_reserved(
-    program: list[tuple[int, str] | int],
-) -> None:
-    Machine().run(program)
-
-
 @given(PROGRAMS, st.randoms(use_true_random=False))
-def test_when_all_is_freed_every_segment_is_whole_again(
+def test_live_blocks_lie_apart_and_when_all_is_freed_every_segment_is_whole_again(
     program: list[tuple[int, str] | int], random: Random
 ) -> None:
     machine, segments = Machine(), list[tuple[int, str]]()
@@ -94,29 +87,17 @@ def test_streams_and_kinds_of_segments_never_share_a_segment(program: list[tuple
                 assert owners.setdefault(page, (stream, nbytes <= MIB)) == (stream, nbytes <= MIB)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "block"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)]
-)
-def test_sizes_are_rounded_up_to_512_bytes(nbytes: int, block: int) -> None:
-    assert rounded(nbytes) == block
+def test_sizes_are_rounded_up_to_512_bytes() -> None:
+    sizes = {1: 512, 512: 512, 513: 1024, MIB: MIB, MIB + 1: MIB + 512}
+    assert [rounded(nbytes) for nbytes in sizes] == list(sizes.values())
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "segment"),
-    [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 12 * MIB),
-        (33 * MIB, 34 * MIB),
-    ],
-)
-def test_the_first_of_its_size_reserves_a_segment(nbytes: int, segment: int) -> None:
-    pools = Pools()
-    pools.allocate(nbytes, "compute")
-    assert pools.reserved == segment
+def test_the_first_of_its_size_reserves_a_segment() -> None:
+    segments = {1: 2, MIB: 2, MIB + 1: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 10 * MIB + 1: 12, 33 * MIB: 34}
+    for nbytes, mib in segments.items():
+        pools = Pools()
+        pools.allocate(nbytes, "compute")
+        assert pools.reserved == mib * MIB
 
 
 def test_small_blocks_fill_a_segment_to_its_last_512_bytes() -> None:
@@ -145,22 +126,3 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
     assert pools.allocate(25 * MIB, "compute").at == places[30]
     assert pools.allocate(20 * MIB, "compute").at == places[20]
     assert pools.reserved == 90 * MIB
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
-def test_holes_beside_each_other_become_one(order: tuple[int, ...]) -> None:
-    pools = Pools()
-    blocks = [pools.allocate(6 * MIB, "compute") for _ in range(3)]  # of one segment of 20 MiB
-    for index in order:
-        pools.free(blocks[index])
-    assert pools.allocate(20 * MIB, "compute").at == 0
-    assert pools.reserved == 20 * MIB
-
-
-def test_another_stream_does_not_get_what_is_free() -> None:
-    pools = Pools()
-    pools.free(pools.allocate(12 * MIB, "compute"))
-    pools.allocate(12 * MIB, "all_gather")
-    assert pools.reserved == 24 * MIB
-    pools.allocate(12 * MIB, "compute")
-    assert pools.reserved == 24 * MIB
