@@ -128,9 +128,8 @@ def fail_at_every_call(path: Path) -> list[Outcome]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_error_of_the_disk_at_any_call_ends_well(world_size: int, tmp_path: Path) -> None:
-    outcomes = check_outcomes(launch(fail_at_every_call, world_size, tmp_path / "c", timeout=150), 25)
+def test_an_error_of_the_disk_at_any_call_ends_well(tmp_path: Path) -> None:
+    outcomes = check_outcomes(launch(fail_at_every_call, 2, tmp_path / "c", timeout=150), 25)
     failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
     for name in ("open", "write", "fsync", "replace", "mkdir"):
         assert any(outcome.fault.startswith(name) for outcome in failed), name
@@ -216,11 +215,9 @@ def broken(owner: Any, name: str, error: Exception) -> Iterator[None]:
 def fail_otherwise(path: Path) -> list[Outcome]:
     save(state_dict_of(0), path)
     faults: list[tuple[str, Callable[[], Any]]] = [
-        *((f"full after {n}", lambda n=n: full_after(n)) for n in (0, 1, 63, 64, 65, 100, 200, 300)),
-        *((f"files up to {n}", lambda n=n: small_files(n)) for n in (0, 30, 64, 200)),
+        *((f"full after {n}", lambda n=n: full_after(n)) for n in (0, 63, 64, 200, 300)),
+        *((f"files up to {n}", lambda n=n: small_files(n)) for n in (0, 64)),
         ("planning", lambda: broken(plan, "identity_of", RuntimeError("one\ntwo"))),
-        ("planning out of memory", lambda: broken(plan, "identity_of", MemoryError())),
-        ("writing", lambda: broken(saving.blocks, "checksums_of", RuntimeError("no bytes"))),
         ("writing out of memory", lambda: broken(saving.blocks, "checksums_of", MemoryError())),
         (
             "an error of a strange kind",
@@ -233,15 +230,13 @@ def fail_otherwise(path: Path) -> list[Outcome]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_full_disks_and_what_nobody_expected_end_well(world_size: int, tmp_path: Path) -> None:
-    outcomes = check_outcomes(launch(fail_otherwise, world_size, tmp_path / "c", timeout=150), 30)
+def test_full_disks_and_what_nobody_expected_end_well(tmp_path: Path) -> None:
+    outcomes = check_outcomes(launch(fail_otherwise, 2, tmp_path / "c", timeout=150), 20)
     failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
     assert {outcome.fault.split(" on ")[0] for outcome in failed} >= {
-        *(f"full after {n}" for n in (0, 1, 63, 64, 65, 100)),
-        *(f"files up to {n}" for n in (0, 30, 64)),
+        *(f"full after {n}" for n in (0, 63, 64)),
+        *(f"files up to {n}" for n in (0, 64)),
         "planning",
-        "writing",
         "writing out of memory",
     }
     for words in ("No space left", "File too large", "RuntimeError: one two", "MemoryError"):
@@ -313,21 +308,21 @@ def hang(path: Path) -> list[tuple[str, str]]:
     group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
     save(state_dict_of(0), path, process_group=group)
     found, holds = [], 0
-    for phase in ("planning", "writing", "before"):
-        for victim in (1, 0):
-            late, state_dict = dist.get_rank() == victim, state_dict_of(50)
-            with standing_still(phase) if late else no_fault():
-                error = error_of(lambda: save(state_dict, path, overwrite=True, process_group=group))
-            if not late:
-                dist.barrier()
-            found.append((f"{phase}, rank {victim}", f"{type(error).__name__}: {error}"))
-            assert loaded_from(path) == holds, found
-            holds += 1
-            save(state_dict_of(holds), path, overwrite=True, process_group=group)
-            assert loaded_from(path) == holds and len(saves_in(path)) == 1, found
+    for phase, victim in (("planning", 1), ("writing", 0), ("before", 1)):
+        late, state_dict = dist.get_rank() == victim, state_dict_of(50)
+        with standing_still(phase) if late else no_fault():
+            error = error_of(lambda: save(state_dict, path, overwrite=True, process_group=group))
+        if not late:
+            dist.barrier()
+        found.append((f"{phase}, rank {victim}", f"{type(error).__name__}: {error}"))
+        assert loaded_from(path) == holds, found
+        holds += 1
+        save(state_dict_of(holds), path, overwrite=True, process_group=group)
+        assert loaded_from(path) == holds and len(saves_in(path)) == 1, found
     return found
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_by_all_others(tmp_path: Path) -> None:
     on_ranks = launch(hang, 3, tmp_path / "c", timeout=150)
     for cases in zip(*on_ranks):
@@ -434,17 +429,14 @@ def test_a_failure_that_nobody_waited_for_fails_the_launch(tmp_path: Path) -> No
 
 def test_a_failure_that_nobody_waited_for_is_told_at_exit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    program = "import sys, torch\nfrom hwfsdp.checkpoint import async_save\nasync_save({'a': torch.ones(3)}, sys.argv[1])"
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, text=True, timeout=100
+    program = (
+        "import sys, torch\nfrom hwfsdp.checkpoint import async_save\n"
+        "for path in sys.argv[1:]:\n    async_save({'a': torch.ones(3)}, path)"
     )
-    assert (
-        "a save that nobody waited for has failed" in ended.stderr and str(tmp_path / "file") in ended.stderr
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "new")], capture_output=True, text=True, timeout=100
-    )
-    assert ended.stderr == "" and ended.returncode == 0
+    command = [sys.executable, "-c", program, str(tmp_path / "new"), str(tmp_path / "file")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "a save that nobody waited for has failed" in ended.stderr and ended.returncode == 1
+    assert str(tmp_path / "file") in ended.stderr
     assert exactly(load({"a": torch.zeros(3)}, tmp_path / "new")) == exactly({"a": torch.ones(3)})
 
 
@@ -474,9 +466,8 @@ def change_after_saving(path: Path) -> list[int | None]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_saves_in_the_background_hold_the_values_of_their_moment(world_size: int, tmp_path: Path) -> None:
-    for found in launch(change_after_saving, world_size, tmp_path / "c", timeout=60):
+def test_saves_in_the_background_hold_the_values_of_their_moment(tmp_path: Path) -> None:
+    for found in launch(change_after_saving, 2, tmp_path / "c", timeout=60):
         assert found == list(range(6))
 
 
