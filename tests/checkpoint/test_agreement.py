@@ -245,6 +245,8 @@ def hang(base: Path) -> list[str]:
         (done / str(agreement.rank)).touch()
         found.append(str(raised.value))
         dist.barrier()
+        # and the group can still be used
+        assert Agreement(group, "again").step("going on", lambda: 1, lambda reports: reports) == 1
     return found
 
 
