@@ -176,21 +176,6 @@ def what_we_saved_is_loaded_by_torch_into_its_model(directory: Path) -> None:
     assert_same(gather_state_dict(state), whole_of(directory))
 
 
-@on_ranks
-def what_we_saved_trains_on_as_if_it_had_not_been_saved(directory: Path) -> None:
-    expected, its_optimizer = trained(hwfsdp)
-    path = shared("resumed", directory)
-    dcp.save({"model": expected.state_dict(), "optim": its_optimizer.state_dict()}, path)
-    model, optimizer = fresh(hwfsdp)
-    init_optimizer_state(optimizer)
-    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    dcp.load(state, path)
-    optimizer.load_state_dict(state["optim"])
-    assert list(state["optim"]["state"]) == list(range(5))  # int keys
-    train(expected, its_optimizer), train(model, optimizer)
-    assert_same(gather_state_dict(model.state_dict()), gather_state_dict(expected.state_dict()))
-
-
 # --- Layouts -----------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from hwfsdp.checkpoint.distribute import broadcast_state_dict, distribute_state_dict
 from hwfsdp.checkpoint.state_dict import copy_state_dict, create_cpu_state_dict, gather_state_dict
 from hwfsdp.checkpoint.state_dict import check_state_dict_similarity, offload_state_dict_to_cpu
-from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import StateError, UnsupportedError, UsageError
 from hwfsdp.layout import shard_of
@@ -138,28 +138,17 @@ def model_like() -> dict[str, Any]:
 
 def local_like() -> dict[str, Any]:
     """The same before it is filled: zeros, other scalars, sharded where it can be."""
+    plain = {"view": torch.zeros(14)[::2], "step": torch.tensor(0.0), "a": torch.zeros(1)}
 
-    def rows(*shape: int, dtype: torch.dtype = torch.float32) -> DTensor:
-        return cut(torch.zeros(shape, dtype=dtype), line(), Shard(0))
+    def emptied(path: tuple[Any, ...], value: Any, _: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None if value is None else type(value)()
+        zeros, placement = torch.zeros(value.shape, dtype=value.dtype), (
+            Shard(0) if value.ndim else Replicate()
+        )
+        return plain.get(path[-1], cut(zeros, line(), placement))
 
-    return {
-        "weight": rows(7, 3),
-        "transposed": rows(7, 3),
-        "view": torch.zeros(14)[::2],
-        "other view": rows(6),
-        "zero dim": cut(torch.tensor(0.0), line(), Replicate()),
-        "flags": rows(3, dtype=torch.bool),
-        "half": rows(5, dtype=torch.bfloat16),
-        "complex": rows(3, dtype=torch.complex64),
-        "text": "old",
-        "none": None,
-        "number": 0,
-        "optimizer": {
-            "state": {0: {"step": torch.tensor(0.0), "exp_avg": rows(7, 3)}, 1: {"exp_avg": rows(2)}},
-            "param_groups": [{"lr": 0.1, "betas": (0.0, 0.0), "params": [0, 1]}],
-        },
-        "pair": Pair(rows(4), OrderedDict(a=torch.zeros(1))),
-    }
+    return map_leaves(emptied, model_like(), by_path=True)
 
 
 def assert_holds(local: Any, whole: Any) -> None:

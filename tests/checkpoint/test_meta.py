@@ -482,16 +482,6 @@ def test_meta_tensors_get_memory_in_place_wherever_they_are_and_others_are_left_
     assert state_dict["b"][0] is there and torch.equal(there, torch.ones(2))
 
 
-def test_views_of_one_storage_are_views_of_one_memory() -> None:
-    base = torch.empty(12, device="meta")
-    state_dict = {"part": base[2:9], "every other": base[::2], "all": base.view(3, 4), "tied": base.detach()}
-    init_state_dict(state_dict)
-    state_dict["all"].copy_(torch.arange(12).view(3, 4))
-    assert torch.equal(state_dict["part"], torch.arange(2.0, 9.0))
-    assert torch.equal(state_dict["every other"], torch.arange(0.0, 12.0, 2.0))
-    assert torch.equal(state_dict["tied"], torch.arange(12.0))
-
-
 def some_state() -> dict[str, Any]:
     weight, matrix = torch.arange(6.0), torch.arange(12.0).view(3, 4)
     state = {"w": nn.Parameter(weight), "tied": weight.detach(), "columns": matrix[:, 1:], "matrix": matrix}

@@ -454,16 +454,8 @@ def test_the_names_of_no_checkpoint_are_refused(path: Path, tmp_path: Path) -> N
 # --- Targets that do not fit -----------------------------------------------------------------------------------
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.int8,
-    torch.int64,
-    torch.uint16,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
+    getattr(torch, name)
+    for name in "float32 float64 float16 float8_e4m3fn int8 int64 uint16 uint64 bool complex64".split()
 ]
 
 

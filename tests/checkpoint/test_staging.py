@@ -90,27 +90,6 @@ def test_views_of_one_storage_are_views_of_one_staged_storage(name: str) -> None
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(staged, oracle))
 
 
-@pytest.mark.parametrize(
-    "near",
-    [
-        [BASE[:10], BASE[2:4], BASE[6:8]],
-        [BASE.view(4, 6)[:, :2], BASE.view(4, 6)[:, 3:]],
-        [BASE.view(4, 6)[:2, 1], BASE.view(4, 6)[1]],
-    ],
-    ids=["within another", "interleaved columns", "a row and a column"],
-)
-def test_views_that_are_far_from_another_are_staged_together_without_it(near: list[Tensor]) -> None:
-    base = torch.arange(1000, dtype=torch.float64)
-    begin = min(tensor.storage_offset() for tensor in near)
-    source = [base.as_strided(t.shape, t.stride(), t.storage_offset()) for t in near]
-    *staged, far = stage([*source, base[-3:]])
-    assert len(set(homes(staged))) == 1 and homes(far) != homes(staged[0])
-    for mine, theirs in zip(staged, source):
-        assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
-        assert mine.storage_offset() == theirs.storage_offset() - begin
-    assert far.tolist() == [997, 998, 999]
-
-
 class Slice(NamedTuple):
     """`base.as_strided(shape, stride, offset)`."""
 
@@ -216,20 +195,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def homes(tree: Any) -> list[int]:
     """Where the storages of all tensors are."""
     return [tensor.untyped_storage().data_ptr() for tensor in tensors_in(tree)]
-
-
-def test_a_model_and_its_optimizer_are_staged_as_deepcopy_copies_them() -> None:
-    _, _, state_dict = training_state()
-    staged, oracle = stage(state_dict), copy.deepcopy(state_dict)
-    assert type(staged["model"]) is OrderedDict and staged["model"]._metadata == oracle["model"]._metadata
-    assert staged["model"]["0.weight"].data_ptr() == staged["model"]["2.weight"].data_ptr()
-    for mine, theirs in zip(leaves_of(staged), leaves_of(oracle), strict=True):
-        assert mine.path == theirs.path and type(mine.value) is type(theirs.value)
-        assert (
-            torch.equal(mine.value, theirs.value)
-            if isinstance(mine.value, Tensor)
-            else mine.value == theirs.value
-        )
 
 
 def test_from_the_third_staging_on_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,19 +683,6 @@ def test_what_contains_itself_is_copied_with_its_circles() -> None:
     assert staged["a"]["back"] is staged and staged["node"].list[0] is staged["node"]
     assert staged["node"].list[1][0] is staged["a"]["t"] and staged["a"]["t"].tolist() == [2, 2, 2]
     assert staged is not looped and staged["a"]["t"].grad_fn is None
-
-
-def test_tensors_in_objects_are_staged_into_the_same_memory_again() -> None:
-    source = [Slots(torch.zeros(4), SimpleNamespace(t=torch.ones(2))), Stated(torch.zeros(3), torch.zeros(3))]
-    stager = StateDictStager()
-    kept = [stager.stage(source) for _ in range(2)]
-    nbytes = stager.nbytes
-    for turn in range(3):
-        del kept[0]
-        source[0].both()[0].fill_(turn)
-        kept.append(stager.stage(source))
-        assert kept[-1][0].both()[0].tolist() == [turn] * 4
-    assert stager.nbytes == nbytes == 2 * 4 * (4 + 2 + 3 + 3)
 
 
 # --- Refused -----------------------------------------------------------------------------------------------

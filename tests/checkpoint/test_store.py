@@ -26,14 +26,8 @@ from hwfsdp.checkpoint.blocks import checksums_of
 from hwfsdp.compat import StridedShard, dtensor
 
 DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.float8_e4m3fn,
+    getattr(torch, name)
+    for name in "float32 bfloat16 float64 int64 uint8 bool complex64 float8_e4m3fn".split()
 ]
 
 
