@@ -143,10 +143,8 @@ def local_like() -> dict[str, Any]:
     def emptied(path: tuple[Any, ...], value: Any, _: Any) -> Any:
         if not isinstance(value, Tensor):
             return None if value is None else type(value)()
-        zeros, placement = torch.zeros(value.shape, dtype=value.dtype), (
-            Shard(0) if value.ndim else Replicate()
-        )
-        return plain.get(path[-1], cut(zeros, line(), placement))
+        zeros = torch.zeros(value.shape, dtype=value.dtype)
+        return plain.get(path[-1], cut(zeros, line(), Shard(0) if value.ndim else Replicate()))
 
     return map_leaves(emptied, model_like(), by_path=True)
 

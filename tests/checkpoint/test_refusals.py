@@ -81,40 +81,17 @@ def path(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
 # --- Forged files --------------------------------------------------------------------------------------------
 
 Spoil = Callable[[Path], Any]
-FORGERIES: dict[str, tuple[Spoil, list[str]]] = {}
 
 
-def forgery(*words: str) -> Callable[[Spoil], Spoil]:
-    """A way to spoil a checkpoint, and words that the error has to have."""
-
-    def note(spoil: Spoil) -> Spoil:
-        FORGERIES[spoil.__name__.replace("_", " ")] = spoil, list(words)
-        return spoil
-
-    return note
+def as_in_the_previous_save(name: str) -> Spoil:
+    return lambda path: shutil.copy(path / min(saves_in(path)) / name, folder_of(path) / name)
 
 
-def previous(path: Path) -> Path:
-    return path / min(saves_in(path))
+def current_with(**fields: Any) -> Spoil:
+    return lambda path: edit_current(path, lambda tree: tree.update(fields))
 
 
-@forgery("00001.bin", "missing")
-def a_missing_file(path: Path) -> None:
-    (folder_of(path) / "00001.bin").unlink()
-
-
-@forgery(MANIFEST, "missing")
-def a_missing_manifest(path: Path) -> None:
-    (folder_of(path) / MANIFEST).unlink()
-
-
-@forgery("missing")
-def a_missing_save(path: Path) -> None:
-    shutil.rmtree(folder_of(path))
-
-
-@forgery("00000.bin", "00001")
-def two_files_swapped(path: Path) -> None:
+def swap_two_files(path: Path) -> None:
     one, other = folder_of(path) / "00000.bin", folder_of(path) / "00001.bin"
     size = max(one.stat().st_size, other.stat().st_size)
     a, b = one.read_bytes(), other.read_bytes()
@@ -122,59 +99,10 @@ def two_files_swapped(path: Path) -> None:
     other.write_bytes(a.ljust(size, b"\0")[: len(b)])
 
 
-@forgery("00001.bin", "hwfsdp data")
-def a_file_of_another_save(path: Path) -> None:
-    shutil.copy(previous(path) / "00001.bin", folder_of(path) / "00001.bin")
-
-
-@forgery(MANIFEST)
-def the_manifest_of_another_save(path: Path) -> None:
-    shutil.copy(previous(path) / MANIFEST, folder_of(path) / MANIFEST)
-
-
-@forgery(MANIFEST, "CURRENT")
-def a_current_for_another_manifest(path: Path) -> None:
-    edit_current(path, lambda tree: tree.update(manifest_sha256="0" * 64))
-
-
-@forgery("00002.bin", "lists")
-def an_extra_file(path: Path) -> None:
-    (folder_of(path) / "00002.bin").write_bytes(b"")
-
-
-@forgery(CURRENT, "version 1", "version 2")
-def a_current_of_another_version(path: Path) -> None:
-    edit_current(path, lambda tree: tree.update(version=2))
-
-
-@forgery(CURRENT)
-def a_current_with_more_in_it(path: Path) -> None:
-    edit_current(path, lambda tree: tree.update(more=1))
-
-
-@forgery(CURRENT)
-def a_current_that_is_a_list(path: Path) -> None:
-    (path / CURRENT).write_bytes(b"[1, 2]\n")
-
-
-@forgery(CURRENT, "4096")
-def a_current_that_is_large(path: Path) -> None:
-    (path / CURRENT).write_bytes((path / CURRENT).read_bytes() + b" " * 5000)
-
-
-for fields in (
-    *({"manifest_sha256": digest} for digest in (None, "0" * 63, "x" * 64)),
-    *({"save": name} for name in ("..", "000002", "٠٠٠٠٠١-00000000", None)),
-):
-    FORGERIES[f"a current with {fields}"] = (
-        lambda path, fields=fields: edit_current(path, lambda tree: tree.update(fields)),
-        [CURRENT],
-    )
-
-
 def replace_by_link(file: Path) -> None:
-    file.rename(file.parent.parent.parent / "elsewhere")
-    file.symlink_to(file.parent.parent.parent / "elsewhere")
+    elsewhere = file.parent.parent.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
 
 
 def replace_by_directory(file: Path) -> None:
@@ -187,54 +115,63 @@ def replace_by_fifo(file: Path) -> None:
     os.mkfifo(file)
 
 
-FILES: dict[str, Callable[[Path], Path]] = {
-    "CURRENT": lambda path: path / CURRENT,
-    "manifest": lambda path: folder_of(path) / MANIFEST,
-    "data": lambda path: folder_of(path) / "00001.bin",
-}
-for name, place in FILES.items():
-    for replace, word in ((replace_by_link, "link"), (replace_by_directory, "d"), (replace_by_fifo, "p")):
-        FORGERIES[f"{replace.__name__} ({name})"] = (
-            lambda path, place=place, replace=replace: replace(place(path)),
-            [word, {"CURRENT": CURRENT, "manifest": MANIFEST, "data": "00001.bin"}[name]],
-        )
-
-
-@forgery("link")
-def a_link_in_place_of_the_save(path: Path) -> None:
-    folder = folder_of(path)
-    folder.rename(path.parent / folder.name)
-    folder.symlink_to(path.parent / folder.name)
-
-
-@forgery(MANIFEST, str(1 << 29))
-def a_manifest_of_many_gigabytes(path: Path) -> None:
-    os.truncate(folder_of(path) / MANIFEST, 40 << 30)  # a hole: it takes no space
-
-
-@forgery(MANIFEST, "JSON")
-def a_manifest_that_is_deep(path: Path) -> None:
-    seal_manifest(path, b'{"format":"hwfsdp checkpoint","version":1,"x":' + b"[" * 100000)
-
-
-def replace_text(path: Path, old: bytes, new: bytes) -> None:
+def with_text(old: bytes, new: bytes) -> Spoil:
     """In the manifest, the first time that it is there."""
-    text = (folder_of(path) / MANIFEST).read_bytes()
-    text = text[: text.rindex(b',"sha256"')]
-    assert old in text
-    seal_manifest(path, text.replace(old, new, 1))
+
+    def replace(path: Path) -> None:
+        text = (folder_of(path) / MANIFEST).read_bytes()
+        text = text[: text.rindex(b',"sha256"')]
+        assert old in text
+        seal_manifest(path, text.replace(old, new, 1))
+
+    return replace
 
 
-TEXTS: dict[str, tuple[bytes, bytes, list[str]]] = {
-    "a key that comes twice": (b'"version":1', b'"version":1,"version":1', ["version", "twice"]),
-    "a key of a chunk that comes twice": (b'"at":64', b'"at":64,"at":128', ["at", "twice"]),
-    "NaN": (b'"at":64', b'"at":NaN', ["NaN"]),
-    "Infinity": (b'"value":0.5', b'"value":-Infinity', ["Infinity"]),
-    "a number with 5000 digits": (b'"at":64', b'"at":' + b"9" * 5000, [MANIFEST]),
-    "no UTF-8": (b'"text"', b'"\xff"', [MANIFEST]),
+FILES: dict[str, Callable[[Path], Path]] = {
+    CURRENT: lambda path: path / CURRENT,
+    MANIFEST: lambda path: folder_of(path) / MANIFEST,
+    "00001.bin": lambda path: folder_of(path) / "00001.bin",
 }
-for name, (old, new, words) in TEXTS.items():
-    FORGERIES[name] = (lambda path, old=old, new=new: replace_text(path, old, new)), words
+DEEP = b'{"format":"hwfsdp checkpoint","version":1,"x":' + b"[" * 100000
+# how to spoil a checkpoint, and words that the error has to have
+FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
+    "a missing file": (lambda path: (folder_of(path) / "00001.bin").unlink(), ["00001.bin", "missing"]),
+    "a missing manifest": (lambda path: (folder_of(path) / MANIFEST).unlink(), [MANIFEST, "missing"]),
+    "a missing save": (lambda path: shutil.rmtree(folder_of(path)), ["missing"]),
+    "a link in place of the save": (lambda path: replace_by_link(folder_of(path)), ["link"]),
+    "two files swapped": (swap_two_files, ["00000.bin", "00001"]),
+    "a file of another save": (as_in_the_previous_save("00001.bin"), ["00001.bin", "hwfsdp data"]),
+    "the manifest of another save": (as_in_the_previous_save(MANIFEST), [MANIFEST]),
+    "an extra file": (lambda path: (folder_of(path) / "00002.bin").touch(), ["00002.bin", "lists"]),
+    "a CURRENT for another manifest": (current_with(manifest_sha256="0" * 64), [MANIFEST, "CURRENT"]),
+    "a CURRENT of another version": (current_with(version=2), [CURRENT, "version 1", "version 2"]),
+    "a CURRENT with more in it": (current_with(more=1), [CURRENT]),
+    "a CURRENT that is a list": (lambda path: (path / CURRENT).write_bytes(b"[1, 2]\n"), [CURRENT]),
+    "a CURRENT that is large": (lambda path: os.truncate(path / CURRENT, 5000), [CURRENT, "4096"]),
+    "a manifest of gigabytes": (
+        lambda path: os.truncate(folder_of(path) / MANIFEST, 40 << 30),  # a hole: it takes no space
+        [MANIFEST, str(1 << 29)],
+    ),
+    "a manifest that is deep": (lambda path: seal_manifest(path, DEEP), [MANIFEST, "JSON"]),
+    "a key that comes twice": (with_text(b'"version":1', b'"version":1,"version":1'), ["version", "twice"]),
+    "a key of a chunk that comes twice": (with_text(b'"at":64', b'"at":64,"at":128'), ["at", "twice"]),
+    "NaN": (with_text(b'"at":64', b'"at":NaN'), ["NaN"]),
+    "Infinity": (with_text(b'"value":0.5', b'"value":-Infinity'), ["Infinity"]),
+    "a number with 5000 digits": (with_text(b'"at":64', b'"at":' + b"9" * 5000), [MANIFEST]),
+    "no UTF-8": (with_text(b'"text"', b'"\xff"'), [MANIFEST]),
+    **{
+        f"a CURRENT with {key}={value!r}": (current_with(**{key: value}), [CURRENT])
+        for key, value in [
+            *(("manifest_sha256", digest) for digest in (None, "0" * 63, "x" * 64)),
+            *(("save", name) for name in ("..", "000002", "٠٠٠٠٠١-00000000", None)),
+        ]
+    },
+    **{
+        f"{replace.__name__}: {name}": (lambda path, r=replace, place=place: r(place(path)), [word, name])
+        for name, place in FILES.items()
+        for replace, word in ((replace_by_link, "link"), (replace_by_directory, "d"), (replace_by_fifo, "p"))
+    },
+}
 
 
 # --- Forged manifests ----------------------------------------------------------------------------------------
@@ -397,7 +334,7 @@ def test_a_value_that_is_deep_is_refused(old: bytes, path: Path) -> None:
     good = (folder_of(path) / MANIFEST).read_bytes()
     for depth in (100, 500, 800, 900, 950, 980, 1000):
         (folder_of(path) / MANIFEST).write_bytes(good)
-        replace_text(path, old, b"[" * depth + b"]" * depth)
+        with_text(old, b"[" * depth + b"]" * depth)(path)
         check_refused(path, [MANIFEST])
 
 
@@ -421,7 +358,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
     ]
     for protocol, data in enumerate([*pickles, (tmp_path / "zipped").read_bytes()]):
         # as long as it should be, or the length alone would tell
-        file.write_bytes(data.ljust(size, b"\0")[:size] if what == "data" else data)
+        file.write_bytes(data.ljust(size, b"\0")[:size] if what.endswith("bin") else data)
         target = emptied(state_dict_of())
         before = exactly(target)
         for call in (lambda: load(target, path), lambda: verify(path)):

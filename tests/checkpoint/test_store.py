@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import AdamW
 
-from hwfsdp import UsageError, checkpoint, fully_shard, launch, layout
+from hwfsdp import checkpoint, fully_shard, launch, layout
 from hwfsdp.checkpoint.blocks import checksums_of
 from hwfsdp.compat import StridedShard, dtensor
 
@@ -258,15 +258,6 @@ def test_a_rank_reads_only_the_blocks_that_it_needs(tmp_path):
 
 
 # --- Saves beside and after each other ---------------------------------------------------------------------
-
-
-def test_a_target_that_exists_is_refused_unless_it_may_be_replaced(tmp_path):
-    checkpoint.save({"x": torch.zeros(2)}, tmp_path)
-    with pytest.raises(UsageError, match="overwrite=True"):
-        checkpoint.save({"x": torch.ones(2)}, tmp_path)
-    save_id = checkpoint.save({"x": torch.ones(2)}, tmp_path, overwrite=True)
-    assert checkpoint.inspect(tmp_path).saves == (save_id,)
-    assert bool(checkpoint.load({"x": torch.zeros(2)}, tmp_path)["x"].all())
 
 
 def test_the_newest_saves_are_kept_and_each_can_be_loaded(tmp_path):
