@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from faults import bits
 from models import uneven
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -40,10 +41,6 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
         if not dtype.is_complex
         else torch.complex(values * 1.0, -values * 0.5)
     )
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @functools.cache
