@@ -8,7 +8,6 @@ ranks; the victim is killed before it, in the midst of it (of a write) or after 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import suites
 import torch
 import torch.distributed as dist
 from faults import (
@@ -29,7 +29,6 @@ from faults import (
     emptied,
     error_of,
     exactly,
-    folder_of,
     fork_ranks,
     in_a_fresh_process,
     saves_in,
@@ -38,9 +37,8 @@ from faults import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hwfsdp import launch, ranks
 from hwfsdp.checkpoint import async_save, inspect, load, save, verify
-from hwfsdp.errors import CheckpointError, RankError, UsageError
+from hwfsdp.errors import UsageError
 from hwfsdp.layout import shard_of
 
 
@@ -218,9 +216,11 @@ def check(kill: Kill, scenario: Scenario) -> None:
     assert kill.others == [CURRENT], kill
 
 
-@pytest.mark.long
+VICTIMS = [(name, victim) for name in SCENARIOS for victim in range(SCENARIOS[name].world_size)]
+
+
 @pytest.mark.parametrize(
-    "name, victim", [(name, victim) for name in SCENARIOS for victim in range(SCENARIOS[name].world_size)]
+    "name, victim", suites.fast_are([("two ranks overwrite in the background", 0)], VICTIMS)
 )
 def test_a_killed_rank_leaves_the_old_save_or_the_new_one(name: str, victim: int, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
@@ -236,29 +236,3 @@ def test_a_killed_rank_leaves_the_old_save_or_the_new_one(name: str, victim: int
         assert {kill.holds for kill in kills} == {scenario.before - 1 if scenario.before else None, 100}
         calls = {kill.call for kill in kills}
         assert calls >= {"open", "write", "fsync", "replace", "mkdir", "send_bytes", "receive_bytes"}
-
-
-def save_until_killed(path: Path, victim: int) -> None:
-    scenario = Scenario(3, 1, None)
-    survives = dist.get_rank() != victim
-    at = None if survives else 2
-    with tripwire(at, kill_around(after=False), ("write", "fsync")):
-        told = save_once(scenario, path, 100)
-    if survives:
-        (path.parent / "told").write_text(json.dumps(told))
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_under_launch_is_named_by_it_and_by_the_others(
-    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "_GRACE", 60.0)  # the others are waited for
-    path = tmp_path / "c"
-    save(state_dict_of(3), path)
-    before = folder_of(path)
-    with pytest.raises(RankError) as caught:
-        launch(save_until_killed, 3, path, victim, timeout=100)
-    assert (caught.value.rank, caught.value.reason) == (victim, "died")
-    kind, message = json.loads((tmp_path / "told").read_text())
-    assert kind == CheckpointError.__name__ and f"rank {victim}" in message
-    assert loaded_from(path) == 3 and folder_of(path) == before

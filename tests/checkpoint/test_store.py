@@ -197,10 +197,9 @@ def load_training(path: Path) -> None:
             torch.testing.assert_close(value, expected_optimizer.state[other][key])
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
-def test_a_sharded_model_and_its_optimizer_go_on_at_another_world_size(before, after, tmp_path):
-    launch(save_training, before, tmp_path, timeout=60)
-    launch(load_training, after, tmp_path, timeout=60)
+def test_a_sharded_model_and_its_optimizer_go_on_at_another_world_size(tmp_path):
+    launch(save_training, 3, tmp_path, timeout=60)
+    launch(load_training, 2, tmp_path, timeout=60)
 
 
 # --- Which bytes are read and written ----------------------------------------------------------------------
@@ -211,7 +210,7 @@ def save_replicas(way: Any, path: Path) -> None:
     checkpoint.save({"cut": cut(whole, *way), "plain": [torch.zeros(1000), torch.ones(1000)]}, path)
 
 
-@pytest.mark.parametrize("way", [*WAYS[3][1:], WAYS[4][0]], ids=str)
+@pytest.mark.parametrize("way", [WAYS[3][2], WAYS[4][0]], ids=str)
 def test_replicas_are_written_once_and_the_ranks_share_the_work(way, tmp_path):
     launch(save_replicas, prod(way[0]), way, tmp_path, timeout=60)
     found = checkpoint.inspect(tmp_path)
@@ -248,10 +247,9 @@ def save_large(path: Path) -> None:
 
 def test_a_rank_reads_only_the_blocks_that_it_needs(tmp_path):
     launch(save_large, 2, tmp_path, timeout=60)
-    for world_size in (2, 4):
-        for read in launch(bytes_read, world_size, ((world_size,), [Shard(0)]), tmp_path, timeout=60):
-            needed = 8192 * 1024 * 4 // world_size
-            assert needed <= read <= needed + (2 << 20)
+    for read in launch(bytes_read, 4, ((4,), [Shard(0)]), tmp_path, timeout=60):
+        needed = 8192 * 1024
+        assert needed <= read <= needed + (2 << 20)
 
 
 # --- Saves beside and after each other ---------------------------------------------------------------------
