@@ -235,6 +235,7 @@ MANIFESTS: dict[str, tuple[Edit, list[str]]] = {
     "a chunk after the end": (in_chunk(at=1 << 40), ["00000.bin", "are taken"]),
     "a chunk at an odd byte": (in_chunk(at=65), [KEY_A, "65"]),
     "a chunk in no file": (in_chunk(file=2), [KEY_A, "2"]),
+    "a chunk in file True": (in_chunk(1, file=True), ["True"]),
     "a file with a gap at its end": (in_file(bytes=8 << 40), ["00000.bin", "are used"]),
     "no checksum": (in_chunk(crc32=[]), [KEY_A, "0 checksums"]),
     "two checksums": (in_chunk(crc32=["00000000"] * 2), [KEY_A, "2 checksums"]),
@@ -299,7 +300,7 @@ WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
     "a file's name": (lambda value: in_file(name=value), ("../00000.bin", "00001.bin", None, 0)),
     "a checksum": (
         lambda value: in_chunk(crc32=[value]),
-        ("1", "0000000G", 5, "+0000000", "００００００００"),
+        ("1", "000000000", "0000000G", 5, "+0000000", "００００００００"),
     ),
     "a key": (lambda value: with_entry([value]), (1.5, None, True, ["a"])),
     "a path": (with_entry, ("a", None, {"a": 1})),
@@ -364,7 +365,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Pat
         for call in (lambda: load(target, path), lambda: verify(path)):
             error = error_of(call)
             assert isinstance(error, CheckpointError) and error.file == str(file)
-            assert "pickle" in str(error) or protocol < 2, error
+            assert "a pickle, which is never opened" in str(error) or protocol < 2, error
         assert exactly(target) == before and not marker.exists()
     save(state_dict_of(), path, overwrite=True)
     assert not marker.exists()
