@@ -18,6 +18,7 @@ import weakref
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -197,32 +198,21 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=cpu())
 
 
-def other_readers_load_a_replicated_model(make: Callable[..., Any], directory: Path) -> None:
-    model = Zoo()
+def sharded_small() -> nn.Module:
+    return sharded(small())
+
+
+def other_readers_load(build: Callable[[], nn.Module], make: Callable[..., Any], directory: Path) -> None:
+    model = build()
     optimizer = stepped(make(model))
-    parts.save(directory / "c", model, optimizer, {"step": 7, "name": "n", "view": numbered(9)[2:4]})
-    expected = {"model": plain(dict(model.state_dict())), "optimizer": plain(optimizer.state_dict())}
-    expected |= {"step": 7, "name": "n", "view": numbered(9)[2:4]} | head(size())
+    others = {"step": 7, "name": "n", "view": numbered(9)[2:4]}
+    parts.save(directory / "c", model, optimizer, others)
+    expected = {"model": whole(dict(model.state_dict())), "optimizer": whole(optimizer.state_dict())}
+    expected |= others | head(size())
     assert_same(as_read(directory / "c"), expected)
     assert_same(parts.load(directory / "c"), expected)
     assert names_in(directory / "c") == [f"PART_{rank:03d}.pt" for rank in range(size())]
     assert every_rank_says(None) and names_in(directory) == ["c"]
-    model.load_state_dict(parts.load(directory / "c")["model"])
-
-
-def other_readers_load_a_sharded_model(make: Callable[..., Any], directory: Path) -> None:
-    model = sharded(small())
-    optimizer = stepped(make(model))
-    parts.save(directory / "c", model, optimizer, {"step": 7})
-    expected = {
-        "model": whole(dict(model.state_dict())),
-        "optimizer": whole(optimizer.state_dict()),
-        "step": 7,
-        **head(size()),
-    }
-    assert_same(as_read(directory / "c"), expected)
-    assert_same(parts.load(directory / "c"), expected)
-    small().load_state_dict(parts.load(directory / "c")["model"])
 
 
 def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], directory: Path) -> None:
@@ -232,7 +222,7 @@ def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], dir
     for count, steps in ((1, 1), (2, 0), (5, 1)):  # an optimizer that has a state already, or none yet
         where = directory / f"{count} {dist.get_rank()}"  # each rank its own copy
         original_parts.write(where, [state], [moments], {"step": 3}, count=count, large_bytes=LARGE)
-        target = sharded(small())
+        target = sharded_small()
         theirs = make(target)
         for _ in range(steps):
             stepped(theirs)
@@ -247,13 +237,16 @@ def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], dir
     assert_same(whole(dict(target.state_dict())), plain(dict(saved.state_dict())))
 
 
-for promise in (
-    other_readers_load_a_replicated_model,
-    other_readers_load_a_sharded_model,
-    a_checkpoint_of_other_writers_goes_into_shards,
-):
-    for make in OPTIMIZERS:
-        on_ranks[f"{promise.__name__} ({make.__name__})"] = functools.partial(promise, make)
+for make in OPTIMIZERS:
+    on_ranks |= {
+        f"other readers load a replicated model ({make.__name__})": partial(other_readers_load, Zoo, make),
+        f"other readers load a sharded model ({make.__name__})": partial(
+            other_readers_load, sharded_small, make
+        ),
+        f"a checkpoint of other writers goes into shards ({make.__name__})": partial(
+            a_checkpoint_of_other_writers_goes_into_shards, make
+        ),
+    }
 
 
 @on_ranks
@@ -328,17 +321,6 @@ def what_large_tensors_have_many_of_is_cut_and_the_rest_dealt_out(directory: Pat
         assert chunk.untyped_storage().nbytes() == chunk.numel() * 4
     counts = every_rank_says(len(dealt))
     assert sum(counts) == 8 and max(counts) - min(counts) <= 1
-
-
-@on_ranks
-def a_save_replaces_parts_of_a_larger_world(directory: Path) -> None:
-    if dist.get_rank() == 0:
-        original_parts.write(directory / "c", [{"a": numbered(3)}], count=6)
-    every_rank_says(None)
-    parts.save(directory / "c", {"a": numbered(2)})
-    assert names_in(directory / "c") == [f"PART_{rank:03d}.pt" for rank in range(size())]
-    assert names_in(directory) == ["c"]
-    assert_same(parts.load(directory / "c")["model"], {"a": numbered(2)})
 
 
 @on_ranks
@@ -750,11 +732,12 @@ def test_a_link_to_the_directory_stays_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one_step", [True, False])
 def test_a_save_replaces_what_was_there(tmp_path: Path, one_step: bool) -> None:
+    original_parts.write(tmp_path / "c", [{"a": numbered(2)}], count=6)
     with mock.patch.object(part_files, "_exchange", part_files._exchange if one_step else lambda *_: False):
         for n in (3, 4):
             parts.save(tmp_path / "c", {"a": numbered(n)})
             assert torch.equal(parts.load(tmp_path / "c")["model"]["a"], numbered(n))
-            assert names_in(tmp_path) == ["c"]
+            assert names_in(tmp_path) == ["c"] and names_in(tmp_path / "c") == ["PART_000.pt"]
 
 
 def test_where_names_are_not_exchanged_the_old_checkpoint_is_put_back(tmp_path: Path) -> None:
