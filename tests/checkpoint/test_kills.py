@@ -229,9 +229,7 @@ def test_a_killed_rank_leaves_the_old_save_or_the_new_one(name: str, victim: int
         check(kill, scenario)
     assert len(kills) >= LEAST_KILLS[victim]
     misnamed = [kill for kill in kills if not names_the_victim(kill)]
-    assert (
-        len(misnamed) <= 1 + len(kills) // 50
-    ), misnamed  # gloo may close the connections of a rank that lives
+    assert len(misnamed) <= 1, misnamed  # gloo may close the connections of a rank that lives
     if victim == 0:
         assert {kill.holds for kill in kills} == {scenario.before - 1 if scenario.before else None, 100}
         calls = {kill.call for kill in kills}
