@@ -104,8 +104,6 @@ def test_iterating_gives_what_torch_gives() -> None:
 
 def test_container_types_are_preserved_where_torch_loses_them() -> None:
     assert_equal(iterate_state_dict(rich(), same, same, same), rich())
-    lost = torchs._iterate_state_dict({"pair": Pair(1, 2)}, same, same, same)
-    assert type(lost["pair"]) is tuple
 
 
 def test_containers_are_new_and_tensors_are_not() -> None:
@@ -184,12 +182,10 @@ MISFITS = {
     "a (1,) that would be broadcast to (4,)": (torch.ones(1), torch.zeros(4)),
     "a 0-d that would be broadcast": (torch.tensor(1.0), torch.zeros(4)),
     "1.7 that would become 1": (torch.tensor([1.7]), torch.zeros(1, dtype=torch.int64)),
-    "fp32 that would become fp16": (torch.tensor([1e30]), torch.zeros(1, dtype=torch.float16)),
     "complex that would lose its imaginary part": (torch.tensor([1j]), torch.zeros(1)),
     "the same number of elements in another shape": (torch.ones(2, 3), torch.zeros(3, 2)),
     "a tensor and no tensor": (torch.ones(1), 1.0),
     "no tensor and a tensor": (1.0, torch.ones(1)),
-    "a tensor and None": (torch.ones(1), None),
     "a scalar and a container": (1, {}),
     "sparse and dense": (torch.eye(2).to_sparse(), torch.zeros(2, 2)),
 }
@@ -221,13 +217,6 @@ def test_copy_casts_dtypes_if_asked_for_and_nothing_else(name: str) -> None:
         with pytest.raises(CompanionMismatch) as info:
             copy_state_dict({"k": source}, {"k": target}, cast=True)
         assert "cast=True" not in str(info.value)
-
-
-def test_torch_does_broadcast_and_truncate() -> None:
-    """Why the tests above are there."""
-    assert torchs._copy_state_dict({"a": torch.ones(1)}, {"a": torch.zeros(4)})["a"].tolist() == [1, 1, 1, 1]
-    truncated = torchs._copy_state_dict({"a": torch.tensor([1.7])}, {"a": torch.zeros(1, dtype=torch.int64)})
-    assert truncated["a"].tolist() == [1]
 
 
 @pytest.mark.parametrize("keys", [("a",), ("a", "b", "c"), ("a", "c")])
@@ -282,8 +271,6 @@ def test_comparing_does_not_overwrite_what_it_compares() -> None:
     first, second = {"a": torch.ones(2)}, {"a": torch.zeros(2)}
     assert check_state_dict_similarity(first, second)
     assert torch.equal(first["a"], torch.ones(2)) and torch.equal(second["a"], torch.zeros(2))
-    torchs._check_state_dict_similarity(first, second)
-    assert torch.equal(second["a"], torch.ones(2))  # why this test is there
 
 
 @pytest.mark.parametrize(

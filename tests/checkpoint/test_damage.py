@@ -123,9 +123,9 @@ def flips_of(path: Path) -> Iterator[tuple[Path, int, int]]:
     for file in all_files(path):
         size = file.stat().st_size
         if file.suffix == ".bin":
-            places = edges_of(file) | {draw.randrange(size) for _ in range(130)}
+            places = edges_of(file) | {draw.randrange(size) for _ in range(40)}
         else:
-            places = {0, 1, size - 2, size - 1} | {draw.randrange(size) for _ in range(250)}
+            places = {0, 1, size - 2, size - 1} | {draw.randrange(size) for _ in range(80)}
         for byte in sorted(places):
             yield file, byte, 1 << draw.randrange(8)
 
@@ -142,7 +142,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path
     damage, folder = Damage(path), folder_of(path)
     flips = list(flips_of(path))
     chunks = {file.name: chunks_in(folder, file.name) for file in all_files(path)[2:]}
-    assert len(flips) >= 1000
+    assert len(flips) >= 400
     assert any(stop - start > 3 * BLOCK for of_file in chunks.values() for _, start, stop in of_file)
     for file, byte, mask in flips:
         flip(file, byte, mask)
@@ -165,37 +165,6 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path
             assert isinstance(loaded, CheckpointError) and loaded.file is not None, where
             assert file.name in str(loaded) or file.name == CURRENT, where
     assert damage.load() is None and damage.verify() is None
-
-
-def regions_of(path: Path) -> Iterator[tuple[Path, int, int]]:
-    """(file, first byte, bytes) of blocks as disks and memory have them."""
-    draw = random.Random(1)
-    for file in all_files(path):
-        size = file.stat().st_size
-        for nbytes in (512, 4096, 1 << 16, 1 << 20):
-            places = range(0, size, nbytes)
-            for at in draw.sample(places, min(4, len(places))):
-                yield file, at, min(nbytes, size - at)
-
-
-def test_a_zeroed_block_is_found_in_every_file(path: Path) -> None:
-    damage, folder = Damage(path), folder_of(path)
-    for file, at, nbytes in regions_of(path):
-        before = file.read_bytes()
-        with open(file, "r+b") as opened:
-            opened.seek(at)
-            opened.write(bytes(nbytes))
-        changed = before != file.read_bytes()
-        loaded, verified = damage.load(), damage.verify()
-        file.write_bytes(before)
-        where = f"{file.name}, {nbytes} bytes from {at}: load {loaded!r}, verify {verified!r}"
-        assert (loaded is not None) == (verified is not None) == changed, where
-        if isinstance(loaded, CheckpointError) and loaded.key:
-            known = {key: (start, stop) for key, start, stop in chunks_in(folder, file.name)}
-            start, stop = known[loaded.key]
-            assert loaded.file == str(file) and loaded.offset is not None
-            assert (loaded.offset - start) % BLOCK == 0 and start <= loaded.offset < stop, where
-            assert loaded.offset < at + nbytes and at < min(loaded.offset + BLOCK, stop), where
 
 
 def other_lengths(file: Path) -> Iterator[bytes]:
@@ -275,18 +244,3 @@ def test_damage_that_one_rank_finds_is_raised_by_all(path: Path) -> None:
             error and error.startswith("CheckpointError: ") and (not rank or f"rank {rank}" in error)
         ), error
         assert f"{rank:05d}.bin" in error and "state_dict['model']['rows']" in error
-
-
-def test_damage_to_a_save_of_its_own_is_found_and_others_load(path: Path) -> None:
-    launch(save_it, 2, path, 1, timeout=60)
-    old, new = (entry for entry in sorted(path.iterdir()) if entry.is_dir())
-    flip(new / "00001.bin", HEADER, 1)
-    flip(old / "00000.bin", 3, 1)
-    for spoiled in (path, new, old):
-        assert isinstance(error_of(functools.partial(verify, spoiled)), CheckpointError)
-    flip(old / "00000.bin", 3, 1)
-    target = emptied(state_dict_of())
-    load(target, old)
-    assert exactly(target) == exactly(state_dict_of())
-    assert isinstance(error_of(lambda: load(target, path)), CheckpointError)
-    assert exactly(target) == exactly(state_dict_of())

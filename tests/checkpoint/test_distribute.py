@@ -1,16 +1,14 @@
-"""State dicts gathered from ranks, broadcast to them and distributed among them, at world sizes 1 to 4.
+"""State dicts gathered from ranks, broadcast to them and distributed among them.
 
 The oracle is the whole tensor that the shards were cut from. Where torch's private helpers are right, they have to
-agree. Each world size starts its ranks once; every check then runs on them, one after the other, so that a check
-that leaves ranks diverged fails the next one, too.
+agree.
 """
 
 from __future__ import annotations
 
-import re
 import contextlib
 import functools
-import traceback
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,50 +18,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import RankChecks, is_first, is_last, raised
 from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as torchs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hwfsdp import fully_shard, launch
 from hwfsdp.checkpoint.distribute import broadcast_state_dict, distribute_state_dict
 from hwfsdp.checkpoint.state_dict import copy_state_dict, create_cpu_state_dict, gather_state_dict
 from hwfsdp.checkpoint.state_dict import check_state_dict_similarity, offload_state_dict_to_cpu
-from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
 from hwfsdp.compat import dtensor, local_of
-from hwfsdp.errors import FSDPError, RankError, StateError, UnsupportedError, UsageError
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
 from hwfsdp.layout import shard_of
 
 CPU = torch.device("cpu")
-WORLD_SIZES = [1, 2, 3, 4]
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def on_ranks(check: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[check.__name__] = check
-    return check
-
-
-def run_all() -> dict[str, str]:
-    """On a rank: check to traceback, empty where it held."""
-    found = {}
-    for name, check in CHECKS.items():
-        try:
-            check()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-@functools.cache
-def results(world_size: int) -> list[dict[str, str]]:
-    try:
-        found: list[dict[str, str]] = launch(run_all, world_size, timeout=60)
-    except RankError as error:  # kept like any other result: the ranks are not started again for every check
-        found = [dict.fromkeys(CHECKS, str(error))]
-    return found
+WORLD_SIZES = [3, 4]  # uneven parts; a mesh of 2 x 2
+on_ranks = RankChecks()
 
 
 # --- What is moved -----------------------------------------------------------------------------------------
@@ -83,10 +55,8 @@ def line() -> DeviceMesh:
 def grids() -> list[DeviceMesh]:
     """Meshes of two and three dims over all ranks."""
     size = dist.get_world_size()
-    shapes = (
-        {(size, 1), (1, size), (2, size // 2), (2, 1, size // 2)} if size % 2 == 0 else {(size, 1), (1, size)}
-    )
-    return [init_device_mesh("cpu", shape) for shape in sorted(shapes)]
+    shapes = [(1, size), (size, 1), *([(2, size // 2), (2, 1, size // 2)] if size % 2 == 0 else [])]
+    return [init_device_mesh("cpu", shape) for shape in shapes]
 
 
 def strided(dim: int, split_factor: int) -> Placement:
@@ -168,28 +138,15 @@ def model_like() -> dict[str, Any]:
 
 def local_like() -> dict[str, Any]:
     """The same before it is filled: zeros, other scalars, sharded where it can be."""
+    plain = {"view": torch.zeros(14)[::2], "step": torch.tensor(0.0), "a": torch.zeros(1)}
 
-    def rows(*shape: int, dtype: torch.dtype = torch.float32) -> DTensor:
-        return cut(torch.zeros(shape, dtype=dtype), line(), Shard(0))
+    def emptied(path: tuple[Any, ...], value: Any, _: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None if value is None else type(value)()
+        zeros = torch.zeros(value.shape, dtype=value.dtype)
+        return plain.get(path[-1], cut(zeros, line(), Shard(0) if value.ndim else Replicate()))
 
-    return {
-        "weight": rows(7, 3),
-        "transposed": rows(7, 3),
-        "view": torch.zeros(14)[::2],
-        "other view": rows(6),
-        "zero dim": cut(torch.tensor(0.0), line(), Replicate()),
-        "flags": rows(3, dtype=torch.bool),
-        "half": rows(5, dtype=torch.bfloat16),
-        "complex": rows(3, dtype=torch.complex64),
-        "text": "old",
-        "none": None,
-        "number": 0,
-        "optimizer": {
-            "state": {0: {"step": torch.tensor(0.0), "exp_avg": rows(7, 3)}, 1: {"exp_avg": rows(2)}},
-            "param_groups": [{"lr": 0.1, "betas": (0.0, 0.0), "params": [0, 1]}],
-        },
-        "pair": Pair(rows(4), OrderedDict(a=torch.zeros(1))),
-    }
+    return map_leaves(emptied, model_like(), by_path=True)
 
 
 def assert_holds(local: Any, whole: Any) -> None:
@@ -225,24 +182,6 @@ def data_sent() -> Iterator[list[int]]:
         yield sizes
 
 
-def raised(go: Callable[[], Any], kind: type[FSDPError] = UsageError) -> str:
-    """The message, which is the same on all ranks, and one line."""
-    with pytest.raises(kind) as info:
-        go()
-    messages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, str(info.value))
-    assert len(set(messages)) == 1 and "\n" not in messages[0]
-    return str(info.value)
-
-
-def is_first() -> bool:
-    return dist.get_rank() == 0
-
-
-def is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
 # --- Gather ------------------------------------------------------------------------------------------------
 
 
@@ -265,21 +204,11 @@ def gathering_gives_what_torch_gives() -> None:
 
 @on_ranks
 def gathering_works_for_every_dtype() -> None:
-    dtypes = [
-        torch.bool,
-        torch.int8,
-        torch.uint16,
-        torch.int64,
-        torch.bfloat16,
-        torch.complex64,
-        torch.float8_e5m2,
-    ]
-    for dtype in dtypes:
+    for dtype in (torch.bool, torch.uint16, torch.bfloat16, torch.complex64, torch.float8_e5m2):
         whole = numbered(7, 3, dtype=dtype)
         gathered = gather_state_dict({"a": cut(whole, line(), Shard(0))})["a"]
-        assert gathered.dtype == dtype and torch.equal(
-            gathered.view(torch.uint8), whole.view(torch.uint8)
-        ), dtype
+        assert gathered.dtype == dtype, dtype
+        assert torch.equal(gathered.view(torch.uint8), whole.view(torch.uint8)), dtype
 
 
 @on_ranks
@@ -441,8 +370,6 @@ def sharded_tensors_of_several_boxes_or_none_are_gathered() -> None:
 
 @on_ranks
 def a_sharded_tensor_of_some_ranks_is_gathered_by_them() -> None:
-    if dist.get_world_size() < 3:
-        return
     groups = [dist.new_group(ranks) for ranks in ([0], [*range(1, dist.get_world_size())])]
     group = groups[not is_first()]
     whole = numbered(7, 5) * (1 + is_first())
@@ -571,25 +498,6 @@ def dtypes_are_cast_if_asked_for(fill: Callable[..., None]) -> None:
         fill({"a": whole}, {"a": torch.zeros(3, 7, dtype=torch.int64)}, cast=True)
 
 
-def the_state_of_a_real_optimizer_survives(fill: Callable[..., None]) -> None:
-    model = nn.Linear(5, 7)
-    nn.init.constant_(model.weight, 0.5)
-    nn.init.constant_(model.bias, 0.25)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    model(numbered(2, 5)).sum().backward()
-    optimizer.step()
-    state_dict = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    kept = gather_state_dict({"copy": copy_state_dict(state_dict, create_cpu_state_dict(state_dict))})["copy"]
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *optimizer.state[model.weight].values()]:
-            (local_of(tensor) if isinstance(tensor, DTensor) else tensor).zero_()
-    fill(kept, state_dict)
-    assert_holds(gather_state_dict(state_dict), kept)
-    assert torch.equal(local_of(model.weight), shard_of(kept["model"]["weight"], line(), [Shard(0)]))
-    optimizer.load_state_dict(state_dict["optimizer"])
-
-
 BOTH = [
     every_rank_gets_its_part,
     a_bit_of_everything_arrives,
@@ -597,37 +505,10 @@ BOTH = [
     an_expanded_tensor_is_replaced,
     what_one_side_alone_has_is_left_as_it_is,
     dtypes_are_cast_if_asked_for,
-    the_state_of_a_real_optimizer_survives,
 ]
 for fill in (broadcast, distribute):
     for promise in BOTH:
-        CHECKS[f"{promise.__name__} ({fill.__name__})"] = functools.partial(promise, fill)
-
-
-@on_ranks
-def broadcasting_gives_what_torch_gives() -> None:
-    full = {
-        "a": numbered(8, 2),
-        "b": numbered(3),
-        "step": torch.tensor(4.0),
-        "s": "text",
-        "unknown": numbered(2),
-    }
-
-    def local() -> dict[str, Any]:
-        return {
-            "a": cut(torch.zeros(8, 2), line(), Shard(0)),
-            "b": torch.zeros(3),
-            "step": torch.tensor(0.0),
-            "s": "",
-        }
-
-    mine, theirs = local(), local()
-    broadcast(full, mine)
-    torchs._broadcast_state_dict(full if is_first() else {}, theirs, CPU)
-    assert list(mine) == list(theirs)
-    assert torch.equal(local_of(mine["a"]), local_of(theirs["a"]))
-    assert torch.equal(mine["b"], theirs["b"]) and mine["step"] == theirs["step"] and mine["s"] == theirs["s"]
+        on_ranks[f"{promise.__name__} ({fill.__name__})"] = functools.partial(promise, fill)
 
 
 @on_ranks
@@ -740,100 +621,50 @@ def whole_tensors_are_in_memory_one_at_a_time() -> None:
 # --- Broadcast, where something does not fit ---------------------------------------------------------------
 
 
-def refusals() -> dict[str, tuple[str, Any, Any, type[FSDPError], str]]:
-    """name: (key, the source's value, the last rank's place for it, error, beginning of what it says)"""
+def refusals() -> dict[str, tuple[Any, Any, str]]:
+    """name: (the source's value, the last rank's place for it, beginning of what the error says)"""
     looped: dict[str, Any] = {}
     looped["again"] = looped
     odd = dtensor(torch.zeros(9), line(), [Shard(0)], (7,), (1,))
-    here = f"state_dict['k'], rank {dist.get_world_size() - 1}: expected "
+    rows, partial = cut(numbered(4), line(), Shard(0)), DTensor.from_local(numbered(3), line(), [Partial()])
+    misfit = f", rank {dist.get_world_size() - 1}: expected "
     return {
-        "shape": (
-            numbered(3),
+        "(1,) for (4,)": (
+            numbered(1),
             torch.zeros(4),
-            UsageError,
-            here + "shape (4,) and torch.float32; got shape (3,)",
+            misfit + "shape (4,) and torch.float32; got shape (1,)",
         ),
-        "(1,) for (4,)": (numbered(1), torch.zeros(4), UsageError, here + "shape (4,)"),
-        "dtype": (
-            numbered(3),
-            torch.zeros(3, dtype=torch.int64),
-            UsageError,
-            here + "shape (3,) and torch.int64",
-        ),
-        "sharded": (numbered(3), cut(torch.zeros(4), line(), Shard(0)), UsageError, here + "shape (4,)"),
-        "tensor for a scalar": (numbered(3), 5, UsageError, here + "int"),
-        "tensor for None": (numbered(3), None, UsageError, here + "NoneType"),
-        "scalar for a tensor": (5, torch.zeros(3), UsageError, here + "a tensor of shape (3,)"),
-        "leaf for a container": (5, {"a": 1}, UsageError, here + "a container"),
-        "container for a leaf": ({"a": 1}, 5, UsageError, here + "what can hold the entries of a container"),
-        "empty container for a leaf": ({}, torch.zeros(1), UsageError, here + "Tensor"),
-        "partial": (
-            numbered(3),
-            DTensor.from_local(torch.zeros(3), line(), [Partial()]),
-            UnsupportedError,
-            "",
-        ),
-        "cut in another way": (numbered(7), odd, UsageError, "state_dict['k']: expected the local shape"),
-        "cycle there": (
-            numbered(3),
-            looped,
-            UsageError,
-            "state_dict['k']['again']: expected containers that",
-        ),
-        "cycle at the source": (
-            looped,
-            torch.zeros(3),
-            UsageError,
-            "state_dict['k']['again']: expected containers",
-        ),
-        "dtensor": (
-            cut(numbered(3), line(), Shard(0)),
-            torch.zeros(3),
-            UsageError,
-            "state_dict['k']: expected a whole",
-        ),
-        "sparse": (
-            torch.eye(2).to_sparse(),
-            torch.zeros(2, 2),
-            UsageError,
-            "state_dict['k']: expected a whole",
-        ),
-        "meta": (
-            torch.empty(3, device="meta"),
-            torch.zeros(3),
-            UsageError,
-            "state_dict['k']: expected a tensor with",
-        ),
-        "lambda": (lambda: 1, 5, UsageError, "state_dict['k']: expected what can be sent to other ranks"),
-    }  # type: ignore[return-value]
+        "dtype": (numbered(3), torch.zeros(3).long(), misfit + "shape (3,) and torch.int64"),
+        "sharded": (numbered(3), rows, misfit + "shape (4,)"),
+        "tensor for a scalar": (numbered(3), 5, misfit + "int"),
+        "scalar for a tensor": (5, torch.zeros(3), misfit + "a tensor of shape (3,)"),
+        "leaf for a container": (5, {"a": 1}, misfit + "a container"),
+        "container for a leaf": ({"a": 1}, 5, misfit + "what can hold the entries of a container"),
+        "empty container for a leaf": ({}, torch.zeros(1), misfit + "Tensor"),
+        "partial": (numbered(3), partial, ""),
+        "cut in another way": (numbered(7), odd, ": expected the local shape"),
+        "cycle there": (numbered(3), looped, "['again']: expected containers that"),
+        "cycle at the source": (looped, torch.zeros(3), "['again']: expected containers"),
+        "dtensor": (rows, torch.zeros(4), ": expected a whole"),
+        "sparse": (torch.eye(2).to_sparse(), torch.zeros(2, 2), ": expected a whole"),
+        "meta": (torch.empty(3, device="meta"), torch.zeros(3), ": expected a tensor with"),
+        "lambda": (lambda: 1, 5, ": expected what can be sent to other ranks"),
+    }
 
 
 @on_ranks
 def a_misfit_on_one_rank_is_an_error_on_all_before_any_data_moves() -> None:
-    for name, (value, place, kind, begin) in refusals().items():
+    for name, (value, place, begin) in refusals().items():
         fits = is_last() or name == "cycle at the source"
         local = {"first": torch.zeros(2), "k": place} if fits else {"first": torch.zeros(2)}
+        kind = UnsupportedError if name == "partial" else UsageError
         with data_sent() as sizes:
             message = raised(lambda: broadcast({"first": numbered(2), "k": value}, local), kind)
-        assert re.sub(r", rank \d+:", ":", message).startswith(re.sub(r", rank \d+:", ":", begin)), (
-            name,
-            message,
-        )
+        if ", rank" not in begin:
+            message = re.sub(r", rank \d+:", ":", message)
+        assert message.startswith(f"state_dict['k']{begin}"), (name, message)
         assert torch.equal(local["first"], torch.zeros(2)) and local.get("k", place) is place, name
         assert sizes == [], name
-
-
-@on_ranks
-def torch_does_leave_ranks_diverged() -> None:
-    """Why the check above is there: this rank raises, the others go on."""
-    local = {"a": cut(torch.zeros(4, 5 if is_last() else 3), line(), Shard(0))}
-    full = {"a": numbered(4, 3)} if is_first() else {}
-    failed = False
-    try:
-        torchs._broadcast_state_dict(full, local, CPU)
-    except RuntimeError:
-        failed = True
-    assert failed == is_last()
 
 
 @on_ranks
@@ -849,12 +680,9 @@ def distributing_what_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", on_ranks)
 def test_on_ranks(check: str, world_size: int) -> None:
-    complaints = [
-        f"rank {rank}:\n{found[check]}" for rank, found in enumerate(results(world_size)) if found[check]
-    ]
-    assert not complaints, "\n".join(complaints)
+    on_ranks.assert_holds(check, world_size)
 
 
 def test_broadcasting_without_a_process_group_is_refused() -> None:

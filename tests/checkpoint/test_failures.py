@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hwfsdp import launch
-from hwfsdp.checkpoint import agreement, async_save, finish_saves, load, plan, save, saving, verify
+from hwfsdp.checkpoint import agreement, async_save, finish_saves, load, plan, save, saving
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
 
@@ -73,14 +72,9 @@ class Outcome(NamedTuple):
         assert len(self.left) == 1, self
 
 
-@contextmanager
-def no_fault() -> Iterator[None]:
-    yield
-
-
 def save_with(path: Path, victim: int, name: str, fault: Any, seed: int) -> Outcome:
     """On a rank: saves while `fault` is active on one of them, looks at the outcome, and saves once more."""
-    with fault if dist.get_rank() == victim else no_fault():
+    with fault if dist.get_rank() == victim else nullcontext():
         error = error_of(lambda: save(state_dict_of(seed), path, overwrite=True))
     holds = loaded_from(path)
     dist.barrier()
@@ -128,9 +122,8 @@ def fail_at_every_call(path: Path) -> list[Outcome]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_error_of_the_disk_at_any_call_ends_well(world_size: int, tmp_path: Path) -> None:
-    outcomes = check_outcomes(launch(fail_at_every_call, world_size, tmp_path / "c", timeout=150), 25)
+def test_an_error_of_the_disk_at_any_call_ends_well(tmp_path: Path) -> None:
+    outcomes = check_outcomes(launch(fail_at_every_call, 2, tmp_path / "c", timeout=150), 25)
     failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
     for name in ("open", "write", "fsync", "replace", "mkdir"):
         assert any(outcome.fault.startswith(name) for outcome in failed), name
@@ -166,6 +159,7 @@ def go_read_only_at_every_call(path: Path) -> list[Outcome]:
     ]
 
 
+@pytest.mark.long
 def test_a_disk_that_becomes_read_only_at_any_call_ends_well(tmp_path: Path) -> None:
     on_ranks = launch(go_read_only_at_every_call, 2, tmp_path / "c", timeout=150)
     unclear = [o for o in on_ranks[0] if o.kind != "NoneType" and o.holds == int(o.fault.split()[3]) * 2 + 1]
@@ -196,17 +190,6 @@ def full_after(nbytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def small_files(nbytes: int) -> Iterator[None]:
-    """The kernel lets no file grow beyond this size."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@contextmanager
 def broken(owner: Any, name: str, error: Exception) -> Iterator[None]:
     """A function of the package that raises what nobody expected."""
     with mock.patch.object(owner, name, side_effect=error):
@@ -216,11 +199,8 @@ def broken(owner: Any, name: str, error: Exception) -> Iterator[None]:
 def fail_otherwise(path: Path) -> list[Outcome]:
     save(state_dict_of(0), path)
     faults: list[tuple[str, Callable[[], Any]]] = [
-        *((f"full after {n}", lambda n=n: full_after(n)) for n in (0, 1, 63, 64, 65, 100, 200, 300)),
-        *((f"files up to {n}", lambda n=n: small_files(n)) for n in (0, 30, 64, 200)),
+        *((f"full after {n}", lambda n=n: full_after(n)) for n in (0, 63, 64, 200, 300)),
         ("planning", lambda: broken(plan, "identity_of", RuntimeError("one\ntwo"))),
-        ("planning out of memory", lambda: broken(plan, "identity_of", MemoryError())),
-        ("writing", lambda: broken(saving.blocks, "checksums_of", RuntimeError("no bytes"))),
         ("writing out of memory", lambda: broken(saving.blocks, "checksums_of", MemoryError())),
         (
             "an error of a strange kind",
@@ -233,36 +213,16 @@ def fail_otherwise(path: Path) -> list[Outcome]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_full_disks_and_what_nobody_expected_end_well(world_size: int, tmp_path: Path) -> None:
-    outcomes = check_outcomes(launch(fail_otherwise, world_size, tmp_path / "c", timeout=150), 30)
+def test_full_disks_and_what_nobody_expected_end_well(tmp_path: Path) -> None:
+    outcomes = check_outcomes(launch(fail_otherwise, 2, tmp_path / "c", timeout=150), 16)
     failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
     assert {outcome.fault.split(" on ")[0] for outcome in failed} >= {
-        *(f"full after {n}" for n in (0, 1, 63, 64, 65, 100)),
-        *(f"files up to {n}" for n in (0, 30, 64)),
+        *(f"full after {n}" for n in (0, 63, 64)),
         "planning",
-        "writing",
         "writing out of memory",
     }
-    for words in ("No space left", "File too large", "RuntimeError: one two", "MemoryError"):
+    for words in ("No space left", "RuntimeError: one two", "MemoryError"):
         assert any(words in outcome.message for outcome in failed), words
-
-
-def test_alone_a_failed_save_ends_well_at_any_call(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    save(state_dict_of(0), path)
-    with tripwire(None, raising(errno.EIO)) as wire:
-        save(state_dict_of(0), path, overwrite=True)
-    assert len(wire.names) > 15
-    for n, name in enumerate(wire.names):
-        before = loaded_from(path)
-        with tripwire(n, raising(errno.ENOSPC)):
-            error = error_of(lambda: save(state_dict_of(n + 1), path, overwrite=True))
-        assert loaded_from(path) == (n + 1 if error is None else before), (n, name, error)
-        assert error is None or isinstance(error, CheckpointError) and "No space left" in str(error)
-    save(state_dict_of(0), path, overwrite=True)
-    assert len(saves_in(path)) == 1
-    verify(path)
 
 
 def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -280,62 +240,7 @@ def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_
         assert loaded_from(path) == 2 and len(saves_in(path)) == 1
 
 
-# --- Ranks that hang -------------------------------------------------------------------------------------------
-
-PATIENCE = 3.0  # seconds that the group waits for a rank
-
-
-@contextmanager
-def standing_still(phase: str) -> Iterator[None]:
-    """In this phase of a save the rank stops, until all others are where it is not: at a barrier."""
-
-    def wait_for_the_others(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not stopped:
-                stopped.append(True)
-                dist.barrier()
-            return function(*args, **kwargs)
-
-        return call
-
-    stopped: list[bool] = []
-    if phase == "before":
-        dist.barrier()
-        yield
-        return
-    owner, name = {"planning": (saving, "describe"), "writing": (saving.blocks, "checksums_of")}[phase]
-    with mock.patch.object(owner, name, wait_for_the_others(getattr(owner, name))):
-        yield
-
-
-def hang(path: Path) -> list[tuple[str, str]]:
-    """On a rank: the error for each phase and victim. What was saved before is still there, and the next save works."""
-    group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
-    save(state_dict_of(0), path, process_group=group)
-    found, holds = [], 0
-    for phase in ("planning", "writing", "before"):
-        for victim in (1, 0):
-            late, state_dict = dist.get_rank() == victim, state_dict_of(50)
-            with standing_still(phase) if late else no_fault():
-                error = error_of(lambda: save(state_dict, path, overwrite=True, process_group=group))
-            if not late:
-                dist.barrier()
-            found.append((f"{phase}, rank {victim}", f"{type(error).__name__}: {error}"))
-            assert loaded_from(path) == holds, found
-            holds += 1
-            save(state_dict_of(holds), path, overwrite=True, process_group=group)
-            assert loaded_from(path) == holds and len(saves_in(path)) == 1, found
-    return found
-
-
-def test_a_rank_that_hangs_is_named_by_all_others(tmp_path: Path) -> None:
-    on_ranks = launch(hang, 3, tmp_path / "c", timeout=150)
-    for cases in zip(*on_ranks):
-        victim = cases[0][0].partition(", ")[2]
-        for rank, (_, error) in enumerate(cases):
-            assert error.startswith("CheckpointError"), cases
-            if f"rank {rank}" != victim:
-                assert victim in error and "no word" in error, cases
+# --- Ranks that take long ---------------------------------------------------------------------------------------
 
 
 def take_long_together() -> list[str]:
@@ -434,17 +339,14 @@ def test_a_failure_that_nobody_waited_for_fails_the_launch(tmp_path: Path) -> No
 
 def test_a_failure_that_nobody_waited_for_is_told_at_exit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    program = "import sys, torch\nfrom hwfsdp.checkpoint import async_save\nasync_save({'a': torch.ones(3)}, sys.argv[1])"
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, text=True, timeout=100
+    program = (
+        "import sys, torch\nfrom hwfsdp.checkpoint import async_save\n"
+        "for path in sys.argv[1:]:\n    async_save({'a': torch.ones(3)}, path)"
     )
-    assert (
-        "a save that nobody waited for has failed" in ended.stderr and str(tmp_path / "file") in ended.stderr
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "new")], capture_output=True, text=True, timeout=100
-    )
-    assert ended.stderr == "" and ended.returncode == 0
+    command = [sys.executable, "-c", program, str(tmp_path / "new"), str(tmp_path / "file")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "a save that nobody waited for has failed" in ended.stderr and ended.returncode == 1
+    assert str(tmp_path / "file") in ended.stderr
     assert exactly(load({"a": torch.zeros(3)}, tmp_path / "new")) == exactly({"a": torch.ones(3)})
 
 
@@ -474,9 +376,8 @@ def change_after_saving(path: Path) -> list[int | None]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_saves_in_the_background_hold_the_values_of_their_moment(world_size: int, tmp_path: Path) -> None:
-    for found in launch(change_after_saving, world_size, tmp_path / "c", timeout=60):
+def test_saves_in_the_background_hold_the_values_of_their_moment(tmp_path: Path) -> None:
+    for found in launch(change_after_saving, 2, tmp_path / "c", timeout=60):
         assert found == list(range(6))
 
 

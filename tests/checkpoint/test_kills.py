@@ -8,18 +8,17 @@ ranks; the victim is killed before it, in the midst of it (of a write) or after 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import suites
 import torch
 import torch.distributed as dist
 from faults import (
@@ -30,7 +29,6 @@ from faults import (
     emptied,
     error_of,
     exactly,
-    folder_of,
     fork_ranks,
     in_a_fresh_process,
     saves_in,
@@ -39,9 +37,8 @@ from faults import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hwfsdp import launch, ranks
 from hwfsdp.checkpoint import async_save, inspect, load, save, verify
-from hwfsdp.errors import CheckpointError, RankError, UsageError
+from hwfsdp.errors import UsageError
 from hwfsdp.layout import shard_of
 
 
@@ -63,12 +60,11 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS = {
-    "two ranks overwrite": Scenario(2, 1, None),
     "three ranks keep two": Scenario(3, 2, 2),
-    "two ranks in the background": Scenario(2, 2, 2, in_background=True),
+    "two ranks overwrite in the background": Scenario(2, 1, None, in_background=True),
     "two ranks for the first time": Scenario(2, 0, 1),
 }
-LEAST_KILLS = 80  # in each scenario
+LEAST_KILLS = {0: 60, 1: 12, 2: 12}  # of each victim
 
 
 def state_dict_of(seed: int) -> dict[str, Any]:
@@ -178,23 +174,22 @@ def kill_once(
     return Kill(call, victim, ended, holds, loaded_from(path), found, others)
 
 
-def kill_everywhere(scenario: Scenario, base: Path) -> list[Kill]:
+def kill_everywhere(scenario: Scenario, base: Path, victim: int) -> list[Kill]:
     template, kills = base / "template", []
     template.mkdir(parents=True)
     for seed in range(scenario.before):
         save(state_dict_of(seed), template, keep=scenario.before)
-    for victim in range(scenario.world_size):
-        shutil.copytree(template, base / f"counted {victim}")
-        main = save_and_die(scenario, base / f"counted {victim}", victim)
-        ended = fork_ranks(scenario.world_size, base / f"ranks {victim}", main)
-        assert [rank.signal for rank in ended] == [0] * scenario.world_size, ended
-        for at, call in enumerate(ended[victim].report):
-            for after in (False, True) if call in SYSTEM_CALLS else (at % 2 == 0,):
-                die = partial(save_and_die, scenario, victim=victim, at=at, after=after)
-                directory = base / f"{victim} {at} {after}"
-                directory.mkdir()
-                kills.append(kill_once(scenario, template, directory, call, die, victim))
-                shutil.rmtree(directory)
+    shutil.copytree(template, base / "counted")
+    main = save_and_die(scenario, base / "counted", victim)
+    ended = fork_ranks(scenario.world_size, base / "ranks", main)
+    assert [rank.signal for rank in ended] == [0] * scenario.world_size, ended
+    for at, call in enumerate(ended[victim].report):
+        for after in (False, True) if call in SYSTEM_CALLS else (at % 2 == 0,):
+            die = partial(save_and_die, scenario, victim=victim, at=at, after=after)
+            directory = base / f"{at} {after}"
+            directory.mkdir()
+            kills.append(kill_once(scenario, template, directory, call, die, victim))
+            shutil.rmtree(directory)
     return kills
 
 
@@ -221,43 +216,21 @@ def check(kill: Kill, scenario: Scenario) -> None:
     assert kill.others == [CURRENT], kill
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_killed_rank_leaves_the_old_save_or_the_new_one(name: str, tmp_path: Path) -> None:
+VICTIMS = [(name, victim) for name in SCENARIOS for victim in range(SCENARIOS[name].world_size)]
+
+
+@pytest.mark.parametrize(
+    "name, victim", suites.fast_are([("two ranks overwrite in the background", 0)], VICTIMS)
+)
+def test_a_killed_rank_leaves_the_old_save_or_the_new_one(name: str, victim: int, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
-    kills = in_a_fresh_process(kill_everywhere, scenario, tmp_path / "kills", timeout=200)
+    kills = in_a_fresh_process(kill_everywhere, scenario, tmp_path / "kills", victim, timeout=200)
     for kill in kills:
         check(kill, scenario)
-    assert len(kills) >= LEAST_KILLS
+    assert len(kills) >= LEAST_KILLS[victim]
     misnamed = [kill for kill in kills if not names_the_victim(kill)]
-    assert len(misnamed) <= len(kills) // 50, misnamed  # gloo may close the connections of a rank that lives
-    assert {kill.holds for kill in kills} == {scenario.before - 1 if scenario.before else None, 100}
-    by_victim = Counter(kill.victim for kill in kills)
-    assert sorted(by_victim) == list(range(scenario.world_size)) and min(by_victim.values()) >= 12
-    of_leader = {kill.call for kill in kills if kill.victim == 0}
-    assert of_leader >= {"open", "write", "fsync", "replace", "mkdir", "send_bytes", "receive_bytes"}
-
-
-def save_until_killed(path: Path, victim: int) -> None:
-    scenario = SCENARIOS["two ranks overwrite"]
-    survives = dist.get_rank() != victim
-    at = None if survives else 2
-    with tripwire(at, kill_around(after=False), ("write", "fsync")):
-        told = save_once(scenario, path, 100)
-    if survives:
-        (path.parent / "told").write_text(json.dumps(told))
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_killed_under_launch_is_named_by_it_and_by_the_others(
-    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "_GRACE", 60.0)  # the others are waited for
-    path = tmp_path / "c"
-    save(state_dict_of(3), path)
-    before = folder_of(path)
-    with pytest.raises(RankError) as caught:
-        launch(save_until_killed, 3, path, victim, timeout=100)
-    assert (caught.value.rank, caught.value.reason) == (victim, "died")
-    kind, message = json.loads((tmp_path / "told").read_text())
-    assert kind == CheckpointError.__name__ and f"rank {victim}" in message
-    assert loaded_from(path) == 3 and folder_of(path) == before
+    assert len(misnamed) <= 1, misnamed  # gloo may close the connections of a rank that lives
+    if victim == 0:
+        assert {kill.holds for kill in kills} == {scenario.before - 1 if scenario.before else None, 100}
+        calls = {kill.call for kill in kills}
+        assert calls >= {"open", "write", "fsync", "replace", "mkdir", "send_bytes", "receive_bytes"}

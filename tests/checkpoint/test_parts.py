@@ -1,8 +1,8 @@
 """The PART format: what other readers and writers of it make of ours and the other way round, and each of its traps.
 
 The oracles are a reader and a writer written from the format's description alone (`original_parts`), and the tensors
-that were saved. Whatever the writer can do alone, playing all ranks, is tested in this process; what takes ranks is a
-check that `run_all` runs on them, each world size started once.
+that were saved. Whatever the writer can do alone, playing all ranks, is tested in this process; what takes ranks is one of
+the `RankChecks`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import io
 import os
 import pickle
 import re
-import tempfile
 import threading
-import traceback
 import weakref
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +27,9 @@ import original_parts
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_checks import RankChecks, every_rank_says, is_last, raised
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,11 +38,10 @@ from models import Block, Model
 from hwfsdp import fully_shard, launch
 from hwfsdp.checkpoint import part_files, partition, parts
 from hwfsdp.checkpoint.state_dict import gather_state_dict
-from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
+from hwfsdp.errors import CheckpointError, RankError, UsageError
 
-WORLD_SIZES = [1, 2, 3, 4]
-LARGE = 64  # bytes
-CHECKS: dict[str, Callable[[Path], None]] = {}
+WORLD_SIZES = [2, 3]
+LARGE = 48  # bytes
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ class Zoo(nn.Module):
         self.scale = nn.Parameter(torch.tensor(3.0))
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.turned = nn.Parameter(numbered(5, 6).t())
-        self.few = nn.Parameter(numbered(9, dtype=torch.float64))  # large; 3 chunks of 3 for 4 ranks
+        self.few = nn.Parameter(numbered(4, dtype=torch.complex128))  # large; 2 chunks of 2 for 3 ranks
         self.register_buffer("table", numbered(40, dtype=torch.int64))
         self.register_buffer("mask", torch.tensor([True, False]))
         self.register_buffer("cache", numbered(3), persistent=False)
@@ -78,8 +79,8 @@ class Zoo(nn.Module):
 
 
 def small() -> Model:
-    """Two large parameters and two small ones, with rows that do not divide; 4 ranks get none of some."""
-    return Model([Block(5, 7, 3)])
+    """Two large parameters and two small ones, with rows that do not divide; of some, the last of 3 ranks gets none."""
+    return Model([Block(5, 7, 4)])
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -172,36 +173,15 @@ def size() -> int:
 # --- On ranks ----------------------------------------------------------------------------------------------
 
 
-def on_ranks(check: Callable[[Path], None]) -> Callable[[Path], None]:
-    CHECKS[check.__name__] = check
-    return check
-
-
-def run_all(directory: str) -> dict[str, str]:
-    """On a rank: check to traceback, empty where it held. Each has a directory of its own."""
+def prepare(name: str, directory: str) -> tuple[Path]:
+    """A directory for each check."""
     parts.LARGE_BYTES = LARGE
-    found = {}
-    for name, check in CHECKS.items():
-        own = Path(directory, re.sub(r"\W+", "_", name))
-        own.mkdir(exist_ok=True)
-        try:
-            check(own)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+    own = Path(directory, re.sub(r"\W+", "_", name))
+    own.mkdir(exist_ok=True)
+    return (own,)
 
 
-@functools.cache
-def results(world_size: int) -> list[dict[str, str]]:
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            found: list[dict[str, str]] = launch(run_all, world_size, directory, timeout=100)
-        except (
-            RankError
-        ) as error:  # kept like any other result: the ranks are not started again for every check
-            found = [dict.fromkeys(CHECKS, str(error))]
-    return found
+on_ranks = RankChecks(prepare)
 
 
 @functools.cache
@@ -218,51 +198,21 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=cpu())
 
 
-def every_rank_says(value: Any) -> list[Any]:
-    said: list[Any] = [None] * size()
-    dist.all_gather_object(said, value)
-    return said
+def sharded_small() -> nn.Module:
+    return sharded(small())
 
 
-def raised(go: Callable[[], Any], kind: type[FSDPError]) -> str:
-    """The message, which is the same on all ranks, and one line."""
-    with pytest.raises(kind) as info:
-        go()
-    messages = every_rank_says(str(info.value))
-    assert len(set(messages)) == 1 and "\n" not in messages[0], messages
-    return messages[0]
-
-
-def is_last() -> bool:
-    return dist.get_rank() == size() - 1
-
-
-def other_readers_load_a_replicated_model(make: Callable[..., Any], directory: Path) -> None:
-    model = Zoo()
+def other_readers_load(build: Callable[[], nn.Module], make: Callable[..., Any], directory: Path) -> None:
+    model = build()
     optimizer = stepped(make(model))
-    parts.save(directory / "c", model, optimizer, {"step": 7, "name": "n", "view": numbered(9)[2:4]})
-    expected = {"model": plain(dict(model.state_dict())), "optimizer": plain(optimizer.state_dict())}
-    expected |= {"step": 7, "name": "n", "view": numbered(9)[2:4]} | head(size())
+    others = {"step": 7, "name": "n", "view": numbered(9)[2:4]}
+    parts.save(directory / "c", model, optimizer, others)
+    expected = {"model": whole(dict(model.state_dict())), "optimizer": whole(optimizer.state_dict())}
+    expected |= others | head(size())
     assert_same(as_read(directory / "c"), expected)
     assert_same(parts.load(directory / "c"), expected)
     assert names_in(directory / "c") == [f"PART_{rank:03d}.pt" for rank in range(size())]
     assert every_rank_says(None) and names_in(directory) == ["c"]
-    model.load_state_dict(parts.load(directory / "c")["model"])
-
-
-def other_readers_load_a_sharded_model(make: Callable[..., Any], directory: Path) -> None:
-    model = sharded(small())
-    optimizer = stepped(make(model))
-    parts.save(directory / "c", model, optimizer, {"step": 7})
-    expected = {
-        "model": whole(dict(model.state_dict())),
-        "optimizer": whole(optimizer.state_dict()),
-        "step": 7,
-        **head(size()),
-    }
-    assert_same(as_read(directory / "c"), expected)
-    assert_same(parts.load(directory / "c"), expected)
-    small().load_state_dict(parts.load(directory / "c")["model"])
 
 
 def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], directory: Path) -> None:
@@ -272,82 +222,63 @@ def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], dir
     for count, steps in ((1, 1), (2, 0), (5, 1)):  # an optimizer that has a state already, or none yet
         where = directory / f"{count} {dist.get_rank()}"  # each rank its own copy
         original_parts.write(where, [state], [moments], {"step": 3}, count=count, large_bytes=LARGE)
-        target = sharded(small())
+        target = sharded_small()
         theirs = make(target)
         for _ in range(steps):
             stepped(theirs)
         assert parts.load_into(where, target, theirs) == {"step": 3}
         assert_same(whole(dict(target.state_dict())), state)
         assert_same(whole(theirs.state_dict()), moments)
-    for param, part in zip(
-        saved.parameters(), target.parameters()
-    ):  # and it goes on as if nothing had happened
+    # and it goes on as if nothing had happened
+    for param, part in zip(saved.parameters(), target.parameters()):
         param.grad = torch.ones_like(param)
         part.grad = torch.ones_like(part)
     optimizer.step(), theirs.step()
     assert_same(whole(dict(target.state_dict())), plain(dict(saved.state_dict())))
 
 
-for promise in (
-    other_readers_load_a_replicated_model,
-    other_readers_load_a_sharded_model,
-    a_checkpoint_of_other_writers_goes_into_shards,
-):
-    for make in OPTIMIZERS:
-        CHECKS[f"{promise.__name__} ({make.__name__})"] = functools.partial(promise, make)
+for make in OPTIMIZERS:
+    on_ranks |= {
+        f"other readers load a replicated model ({make.__name__})": partial(other_readers_load, Zoo, make),
+        f"other readers load a sharded model ({make.__name__})": partial(
+            other_readers_load, sharded_small, make
+        ),
+        f"a checkpoint of other writers goes into shards ({make.__name__})": partial(
+            a_checkpoint_of_other_writers_goes_into_shards, make
+        ),
+    }
 
 
 @on_ranks
-def a_model_with_everything_goes_into_shards(directory: Path) -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head, self.norm = nn.Embedding(7, 5), nn.Linear(5, 7), nn.BatchNorm1d(5)
-            self.head.weight = self.embed.weight
-            self.short = nn.Parameter(numbered(33, dtype=torch.bfloat16))
-            self.scale = nn.Parameter(torch.ones(1))
-            self.register_buffer("cache", numbered(3), persistent=False)
+def buffers_and_ties_of_a_sharded_model_survive(directory: Path) -> None:
+    def build() -> Any:
+        model = nn.Sequential(nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
+        model[2].weight = model[0].weight
+        return fully_shard(model, mesh=cpu())
 
-    model = fully_shard(Small(), mesh=cpu())
-    model.norm.running_mean += 3
+    model, target = build(), build()
+    model[1].running_mean += 3
     parts.save(directory / "c", model)
-    expected = whole(dict(model.state_dict()))
-    assert "cache" not in expected and {"embed.weight", "head.weight"} <= expected.keys()
-    target = fully_shard(Small(), mesh=cpu())
-    target.cache += 1
     parts.load_into(directory / "c", target)
-    assert_same(whole(dict(target.state_dict())), expected)
-    assert torch.equal(target.cache, numbered(3) + 1)
-    assert target.head.weight is target.embed.weight
-    with torch.device("meta"):
-        target = Small()
-    target = fully_shard(target, mesh=cpu())
-    parts.load_into(directory / "c", target)
-    assert_same(whole(dict(target.state_dict())), expected)
-    assert target.head.weight is target.embed.weight
+    assert_same(whole(dict(target.state_dict())), whole(dict(model.state_dict())))
+    assert target[2].weight is target[0].weight
 
 
 @on_ranks
-def a_model_on_the_meta_device_gets_memory(directory: Path) -> None:
+def a_model_and_its_optimizer_on_the_meta_device_get_memory(directory: Path) -> None:
     model = small()
-    parts.save(directory / "c", model)
+    parts.save(directory / "c", model, stepped(adamw(model)))
     with torch.device("meta"):
         target = small()
     target = sharded(target)
-    parts.load_into(directory / "c", target)
-    assert_same(whole(dict(target.state_dict())), plain(dict(model.state_dict())))
-    with torch.device("meta"):
-        alone = sharded(small())
-    message = raised(lambda: parts.load_into(directory / "c", alone, adamw(alone)), UsageError)
-    assert "load_into's optimizer: expected 0, as were saved; got 1" in message
-    parts.save(directory / "d", model, stepped(adamw(model)))
-    optimizer = adamw(alone)
-    message = raised(lambda: parts.load_into(directory / "d", None, optimizer), UsageError)
+    optimizer = adamw(target)
+    message = raised(lambda: parts.load_into(directory / "c", None, optimizer), UsageError)
     assert "expected parameters with memory; got one on the meta device" in message
-    assert all(param.is_meta for param in alone.parameters())
-    parts.load_into(directory / "d", alone, optimizer)
-    assert optimizer.param_groups[0]["params"] == list(alone.parameters())
-    assert_same(whole(optimizer.state_dict()), parts.load(directory / "d")["optimizer"])
+    assert all(param.is_meta for param in target.parameters())
+    parts.load_into(directory / "c", target, optimizer)
+    assert optimizer.param_groups[0]["params"] == list(target.parameters())
+    assert_same(whole(dict(target.state_dict())), plain(dict(model.state_dict())))
+    assert_same(whole(optimizer.state_dict()), parts.load(directory / "c")["optimizer"])
 
 
 @on_ranks
@@ -378,8 +309,6 @@ def one_tensor_at_a_time_is_whole(directory: Path) -> None:
 
 @on_ranks
 def what_large_tensors_have_many_of_is_cut_and_the_rest_dealt_out(directory: Path) -> None:
-    if size() == 1:
-        return
     model = {f"large {i}": numbered(40) for i in range(3)} | {f"small {i}": numbered(4) for i in range(8)}
     parts.save(directory / "c", model)
     mine = torch.load(directory / "c" / f"PART_{dist.get_rank():03d}.pt", weights_only=True)
@@ -392,17 +321,6 @@ def what_large_tensors_have_many_of_is_cut_and_the_rest_dealt_out(directory: Pat
         assert chunk.untyped_storage().nbytes() == chunk.numel() * 4
     counts = every_rank_says(len(dealt))
     assert sum(counts) == 8 and max(counts) - min(counts) <= 1
-
-
-@on_ranks
-def a_save_replaces_parts_of_a_larger_world(directory: Path) -> None:
-    if dist.get_rank() == 0:
-        original_parts.write(directory / "c", [{"a": numbered(3)}], count=6)
-    every_rank_says(None)
-    parts.save(directory / "c", {"a": numbered(2)})
-    assert names_in(directory / "c") == [f"PART_{rank:03d}.pt" for rank in range(size())]
-    assert names_in(directory) == ["c"]
-    assert_same(parts.load(directory / "c")["model"], {"a": numbered(2)})
 
 
 @on_ranks
@@ -431,8 +349,6 @@ def a_rank_that_cannot_write_fails_all_and_the_old_checkpoint_stays(directory: P
 
 @on_ranks
 def a_part_that_rank_0_does_not_see_fails_all(directory: Path) -> None:
-    if size() == 1:
-        return
     elsewhere = directory / f"file system {dist.get_rank()}"
     real = part_files.name_beside
 
@@ -454,10 +370,7 @@ def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
         "shape": {"a": numbered(4), "b": numbered(2)},
         "dtype": {"a": numbered(3, dtype=torch.int32), "b": numbered(2)},
         "order": {"b": numbered(2), "a": numbered(3)},
-        "kind": {"a": numbered(3), "b": 2},
     }.items():
-        if size() == 1:
-            return
         state = bad if is_last() else good
         text = raised(lambda: parts.save(directory / "c", state), UsageError)
         assert name == "order" or f"rank {size() - 1}" in text, text
@@ -475,22 +388,18 @@ def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
 @on_ranks
 def a_misfit_on_one_rank_loads_nothing_on_any(directory: Path) -> None:
     parts.save(directory / "c", {"a": numbered(3), "b": numbered(30)})
-    for name, (bad, expected) in {
-        "shape": ({"a": torch.zeros(3), "b": torch.zeros(1)}, "['b']"),
-        "dtype": ({"a": torch.zeros(3), "b": torch.zeros(30).int()}, "['b']"),
-        "missing": ({"a": torch.zeros(3)}, "[] missing, ['b'] unknown"),
-        "unknown": ({"a": torch.zeros(3), "b": torch.zeros(30), "c": 1}, "['c'] missing, [] unknown"),
-        "kind": ({"a": torch.zeros(3), "b": 3}, "['b']"),
-    }.items():
+    for bad, expected in (
+        ({"a": torch.zeros(3), "b": torch.zeros(1)}, "['b']"),
+        ({"a": torch.zeros(3)}, "[] missing, ['b'] unknown"),
+        ({"a": torch.zeros(3), "b": 3}, "['b']"),
+    ):
         place = bad if is_last() else {"a": torch.zeros(3), "b": torch.zeros(30)}
-        assert expected in raised(lambda: parts.load_into(directory / "c", place), UsageError), name
+        assert expected in raised(lambda: parts.load_into(directory / "c", place), UsageError)
         assert torch.equal(place["a"], torch.zeros(3))
 
 
 @on_ranks
 def ranks_that_read_different_saves_are_told(directory: Path) -> None:
-    if size() == 1:
-        return
     for name in "cd":
         parts.save(directory / name, {"a": numbered(3)})
     place = {"a": torch.zeros(3)}
@@ -520,8 +429,6 @@ def a_group_saves_without_the_others(directory: Path) -> None:
 
 @on_ranks
 def a_mesh_of_which_not_all_ranks_take_part_is_refused(directory: Path) -> None:
-    if size() < 2:
-        return
     model = fully_shard(nn.Linear(4, 4), mesh=cpu())
     groups = [dist.new_group([rank]) for rank in range(size())]
     with pytest.raises(
@@ -568,12 +475,11 @@ def die_while_writing(directory: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_ranks(check: str, world_size: int) -> None:
-    complaints = [
-        f"rank {rank}:\n{found[check]}" for rank, found in enumerate(results(world_size)) if found[check]
-    ]
-    assert not complaints, "\n".join(complaints)
+@pytest.mark.parametrize("check", on_ranks)
+def test_on_ranks(check: str, world_size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.getbasetemp() / f"parts of {world_size}"
+    directory.mkdir(exist_ok=True)
+    on_ranks.assert_holds(check, world_size, str(directory))
 
 
 def test_a_rank_that_is_killed_leaves_the_old_checkpoint(tmp_path: Path) -> None:
@@ -621,8 +527,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@pytest.mark.parametrize("omit_empty", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("count, omit_empty", [(1, True), (2, False), (7, True), (7, False)])
 def test_what_other_writers_wrote_is_loaded(tmp_path: Path, count: int, omit_empty: bool) -> None:
     model, optimizer = zoo_state()
     original_parts.write(
@@ -633,14 +538,11 @@ def test_what_other_writers_wrote_is_loaded(tmp_path: Path, count: int, omit_emp
     assert_same(parts.load(tmp_path / "c", nthreads=0), expected)
 
 
-@pytest.mark.parametrize("models", [1, 2])
-@pytest.mark.parametrize("optimizers", [0, 1, 2])
-@pytest.mark.parametrize("as_tuple", [True, False])
+@pytest.mark.parametrize("models, optimizers, kind", [(1, 0, list), (1, 1, tuple), (2, 2, list)])
 def test_one_comes_back_bare_and_several_as_a_list(
-    tmp_path: Path, models: int, optimizers: int, as_tuple: bool
+    tmp_path: Path, models: int, optimizers: int, kind: Any
 ) -> None:
     state, moments = zoo_state()
-    kind = tuple if as_tuple else list
     parts.save(tmp_path / "c", kind([state] * models), kind([moments] * optimizers))
     loaded = parts.load(tmp_path / "c")
     assert_same(loaded["model"], state if models == 1 else [state] * 2)
@@ -675,12 +577,6 @@ def test_state_that_is_neither_flat_nor_tensors_survives(tmp_path: Path) -> None
         assert_same(loaded["optimizer"], optimizer)
 
 
-def test_a_buffer_that_is_not_persistent_is_neither_saved_nor_demanded(tmp_path: Path) -> None:
-    parts.save(tmp_path / "c", Zoo())
-    assert "cache" not in parts.load(tmp_path / "c")["model"]
-    parts.load_into(tmp_path / "c", Zoo())
-
-
 @pytest.mark.parametrize("large_bytes", [LARGE, 2**20])
 def test_a_view_does_not_bring_its_storage_into_the_file(
     tmp_path: Path, large_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -702,23 +598,19 @@ def test_options_are_torchs(written: Path) -> None:
     assert torch.equal(parts.load(written, mmap=True, weights_only=True)["model"]["a"], numbered(40))
 
 
-@pytest.mark.parametrize(
-    "options", [{"weights_only": False}, {"weights_only": None}, {"pickle_module": pickle}]
-)
+@pytest.mark.parametrize("options", [{"weights_only": False}, {"pickle_module": pickle}], ids=str)
 def test_an_option_that_would_run_code_is_refused(written: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(
-        UsageError, match="load: expected torch.load's weights_only=True, and no pickle_module"
-    ):
+    with pytest.raises(UsageError, match="expected torch.load's weights_only=True, and no pickle_module"):
         parts.load(written, **options)
 
 
-@pytest.mark.parametrize("nthreads", [-1, 1.0, True, None])
+@pytest.mark.parametrize("nthreads", [-1, 1.0, True])
 def test_what_is_no_number_of_threads_is_refused(written: Path, nthreads: Any) -> None:
     with pytest.raises(UsageError, match="nthreads: expected how many parts to read at a time, 0 or more"):
         parts.load(written, nthreads)
 
 
-@pytest.mark.parametrize("nthreads", [0, 1, 2, 8])
+@pytest.mark.parametrize("nthreads", [0, 1, 8])
 def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
     threads, read = set(), torch.load
 
@@ -750,7 +642,7 @@ def test_others_are_a_dict(tmp_path: Path) -> None:
             parts.save(tmp_path / "c", {}, others=[("step", 1)])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("group", ["world", 0, [0, 1], object()], ids=lambda group: type(group).__name__)
+@pytest.mark.parametrize("group", ["world", 0])
 def test_a_group_is_a_process_group(tmp_path: Path, group: Any) -> None:
     for go in (parts.save, parts.load_into):
         with pytest.raises(TypeError, match="^group: expected a process group, or None for all ranks; got "):
@@ -758,11 +650,7 @@ def test_a_group_is_a_process_group(tmp_path: Path, group: Any) -> None:
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "value",
-    [defaultdict(list), lambda: 1, object(), range(3), Path("x"), io.BytesIO(b"x"), frozenset([1])],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("value", [defaultdict(list), lambda: 1, range(3)], ids=lambda v: type(v).__name__)
 def test_what_could_not_be_loaded_is_refused_by_its_key(tmp_path: Path, value: Any) -> None:
     for model, others, key in (
         ({"a": 1}, {"step": 1, "args": {"x": [0, value]}}, "['args']['x'][1]"),
@@ -802,19 +690,10 @@ class Labelled(Tensor):
     "model, optimizer, message",
     [
         (None, None, "model: expected a module"),
-        (5, None, "model[0]: expected a module"),
         ([nn.Linear(1, 1), nn.Linear], None, "model[1]: expected a module"),
         ({3: numbered(1)}, None, "state_dict['model'][0][3]: expected a name that is a str"),
-        (
-            {"a": torch.empty(2, device="meta")},
-            None,
-            "state_dict['model'][0]['a']: expected a tensor with data",
-        ),
-        (
-            {"a": torch.ones(2).as_subclass(Labelled)},
-            None,
-            "state_dict['model'][0]['a']: expected a plain tensor",
-        ),
+        ({"a": torch.empty(2, device="meta")}, None, "['model'][0]['a']: expected a tensor with data"),
+        ({"a": torch.ones(2).as_subclass(Labelled)}, None, "['model'][0]['a']: expected a plain tensor"),
         ({}, {"state": {}}, "optimizer[0]: expected an optimizer's state dict"),
         ({}, [{}], "optimizer[0]: expected an optimizer's state dict"),
     ],
@@ -853,11 +732,12 @@ def test_a_link_to_the_directory_stays_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one_step", [True, False])
 def test_a_save_replaces_what_was_there(tmp_path: Path, one_step: bool) -> None:
+    original_parts.write(tmp_path / "c", [{"a": numbered(2)}], count=6)
     with mock.patch.object(part_files, "_exchange", part_files._exchange if one_step else lambda *_: False):
         for n in (3, 4):
             parts.save(tmp_path / "c", {"a": numbered(n)})
             assert torch.equal(parts.load(tmp_path / "c")["model"]["a"], numbered(n))
-            assert names_in(tmp_path) == ["c"]
+            assert names_in(tmp_path) == ["c"] and names_in(tmp_path / "c") == ["PART_000.pt"]
 
 
 def test_where_names_are_not_exchanged_the_old_checkpoint_is_put_back(tmp_path: Path) -> None:
@@ -934,111 +814,103 @@ def test_files_of_other_names_are_not_looked_at(written: Path) -> None:
     parts.load(written)
 
 
-def model_of(part: dict[Any, Any]) -> tuple[Any, Any]:
-    pair: tuple[Any, Any] = part["model"][0]
-    return pair
+# what is done to the second of two parts
+
+
+def with_top(**entries: Any) -> Callable[[Any], Any]:
+    return lambda part: part | entries
+
+
+def without_top(key: str) -> Callable[[Any], Any]:
+    return lambda part: {name: value for name, value in part.items() if name != key}
+
+
+def with_whole(entries: dict[Any, Any]) -> Callable[[Any], None]:
+    """Of the model, without chunks."""
+    return lambda part: part["model"][0][0].update(entries)
+
+
+def with_chunk(size: Any, values: Any, name: Any = "a") -> Callable[[Any], None]:
+    return lambda part: part["model"][0][1].update({name: (size, values)})
+
+
+def with_optimizer(**entries: Any) -> Callable[[Any], None]:
+    return lambda part: part["optimizer"][0][0].update(entries)
+
+
+def with_state(entry: Any) -> Callable[[Any], None]:
+    """For the first parameter, of which the other part has a state."""
+    return lambda part: state_in(part).update({0: entry})
 
 
 def state_in(part: dict[Any, Any]) -> Any:
     return part["optimizer"][0][0]["state"]
 
 
-def chunks_in(part: dict[Any, Any]) -> Any:
-    return part["optimizer"][0][1]
-
-
 A = "state_dict['model'][0]['a']"
 M = "state_dict['optimizer'][0]['state'][0]['m']"
+SIZE = torch.Size([40])
 CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no dict": (lambda part: [part], ": expected a dict; got list"),
-    "a tensor": (lambda part: numbered(3), ": expected a dict; got Tensor"),
-    "no version": (lambda part: part.pop("__version__") and None, "['__version__'] in "),
-    "version 3": (lambda part: part | {"__version__": "3.0.0"}, "expected version '2.0.0'; got '3.0.0'"),
-    "version of no type": (
-        lambda part: part | {"__version__": numbered(2)},
-        "expected version '2.0.0'; got tensor",
-    ),
-    "no count": (lambda part: part | {"__nshards__": True}, "expected the number of parts; got True"),
-    "count 0": (lambda part: part | {"__nshards__": 0}, "expected the number of parts; got 0"),
-    "id of no type": (lambda part: part | {"__save_id__": 7}, "['__save_id__'] in "),
-    "model a dict": (lambda part: part | {"model": {}}, "state_dict['model'] in "),
-    "no optimizer": (lambda part: part.pop("optimizer") and None, "state_dict['optimizer'] in "),
-    "no pair": (lambda part: part | {"model": [{}]}, "expected a pair of dicts"),
-    "pair of lists": (lambda part: part | {"model": [([], [])]}, "expected a pair of dicts"),
+    "no version": (without_top("__version__"), "['__version__'] in "),
+    "version 3": (with_top(__version__="3.0.0"), "expected version '2.0.0'; got '3.0.0'"),
+    "version of no type": (with_top(__version__=numbered(2)), "expected version '2.0.0'; got tensor"),
+    "no count": (with_top(__nshards__=True), "expected the number of parts; got True"),
+    "count 0": (with_top(__nshards__=0), "expected the number of parts; got 0"),
+    "id of no type": (with_top(__save_id__=7), "['__save_id__'] in "),
+    "model a dict": (with_top(model={}), "state_dict['model'] in "),
+    "no optimizer": (without_top("optimizer"), "state_dict['optimizer'] in "),
+    "no pair": (with_top(model=[{}]), "expected a pair of dicts"),
+    "pair of lists": (with_top(model=[([], [])]), "expected a pair of dicts"),
     "more models": (lambda part: part["model"].append(({}, {})), "the number of models in "),
     "more optimizers": (
-        lambda part: part["optimizer"].append(part["optimizer"][0]),
+        lambda part: part["optimizer"].extend(part["optimizer"]),
         "the number of optimizers in ",
     ),
-    "name an int": (lambda part: model_of(part)[0].update({3: 1}), "[3] in "),
-    "chunk's name": (lambda part: model_of(part)[1].update({3: model_of(part)[1]["a"]}), "[3] in "),
-    "state a list": (lambda part: part["optimizer"][0][0].update(state=[]), "['state'] in "),
-    "no groups": (lambda part: part["optimizer"][0][0].pop("param_groups") and None, "['param_groups'] in "),
-    "no params": (lambda part: part["optimizer"][0][0].update(param_groups=[{}]), "['param_groups'] in "),
-    "other params": (
-        lambda part: part["optimizer"][0][0].update(param_groups=[{"params": [0]}]),
-        "expected [[0, 1, 2]], as in ",
-    ),
+    "name an int": (with_whole({3: 1}), "[3] in "),
+    "chunk's name": (with_chunk(SIZE, numbered(20), name=3), "[3] in "),
+    "state a list": (with_optimizer(state=[]), "['state'] in "),
+    "no groups": (with_optimizer(param_groups=None), "['param_groups'] in "),
+    "no params": (with_optimizer(param_groups=[{}]), "['param_groups'] in "),
+    "other params": (with_optimizer(param_groups=[{"params": [0]}]), "expected [[0, 1, 2]], as in "),
     "chunk key": (
-        lambda part: chunks_in(part).update({0: (torch.Size([1]), numbered(1))}),
+        lambda part: part["optimizer"][0][1].update({0: (SIZE, numbered(20))}),
         "(param index, key)",
     ),
     "chunk alone": (
-        lambda part: model_of(part)[1].update(a=numbered(20)),
+        lambda part: part["model"][0][1].update(a=numbered(20)),
         "expected (torch.Size, chunk); got Tensor",
     ),
     "chunk of 2 dims": (
-        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(4, 5))),
+        with_chunk(SIZE, numbered(4, 5)),
         "expected a chunk with one dim; got Tensor of shape (4, 5)",
     ),
-    "chunk a list": (
-        lambda part: model_of(part)[1].update(a=(torch.Size([40]), [1] * 20)),
-        "with one dim; got list",
-    ),
-    "sparse chunk": (
-        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(20).to_sparse())),
-        "expected a chunk with one dim",
-    ),
+    "chunk a list": (with_chunk(SIZE, [1] * 20), "with one dim; got list"),
+    "sparse chunk": (with_chunk(SIZE, numbered(20).to_sparse()), "expected a chunk with one dim"),
     "negative size": (
-        lambda part: model_of(part)[1].update(a=((-40,), numbered(20))),
+        with_chunk((-40,), numbered(20)),
         "expected a size of ints, 0 or more each; got (-40,)",
     ),
-    "size of floats": (
-        lambda part: model_of(part)[1].update(a=((40.0,), numbered(20))),
-        "expected a size of ints",
-    ),
+    "size of floats": (with_chunk((40.0,), numbered(20)), "expected a size of ints"),
     "another size": (
-        lambda part: model_of(part)[1].update(a=(torch.Size([4, 10]), numbered(20))),
+        with_chunk(torch.Size([4, 10]), numbered(20)),
         "expected a chunk of (40,), torch.float32",
     ),
-    "another dtype": (
-        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(20, dtype=torch.int32))),
-        "got one of (40,), torch.int32",
-    ),
+    "another dtype": (with_chunk(SIZE, numbered(20).int()), "got one of (40,), torch.int32"),
     "short chunk": (
-        lambda part: model_of(part)[1].update(a=(torch.Size([40]), numbered(19))),
+        with_chunk(SIZE, numbered(19)),
         "expected chunks of 40 elements in all parts, for shape (40,); got 39",
     ),
-    "no chunk": (
-        lambda part: model_of(part)[1].pop("a") and None,
-        "expected chunks of 40 elements in all parts",
-    ),
-    "no chunk of a state": (lambda part: chunks_in(part).pop((0, "m")) and None, f"{M} in "),
-    "entry twice": (
-        lambda part: model_of(part)[0].update(c=numbered(2)),
-        "expected the entry in one part only",
-    ),
-    "entry whole and cut": (lambda part: model_of(part)[0].update(a=numbered(40)), f"{A} in "),
+    "no chunk of a state": (lambda part: part["optimizer"][0][1].pop((0, "m")) and None, f"{M} in "),
+    "entry twice": (with_whole({"c": numbered(2)}), "expected the entry in one part only"),
+    "entry whole and cut": (with_whole({"a": numbered(40)}), f"{A} in "),
     "entry cut, and whole before": (
-        lambda part: model_of(part)[1].update(c=(torch.Size([2]), numbered(2))),
+        with_chunk(torch.Size([2]), numbered(2), name="c"),
         "expected the entry in one part only",
     ),
-    "state twice": (lambda part: state_in(part).update({0: {"step": 1}}), "[0]['step'] in "),
-    "state whole and cut": (lambda part: state_in(part).update({0: {"m": numbered(40)}}), f"{M} in "),
-    "state a value and a dict": (
-        lambda part: state_in(part).update({0: 7}),
-        "expected a dict in every part or in none",
-    ),
+    "state twice": (with_state({"step": 1}), "[0]['step'] in "),
+    "state whole and cut": (with_state({"m": numbered(40)}), f"{M} in "),
+    "state a value and a dict": (with_state(7), "expected a dict in every part or in none"),
 }
 
 
@@ -1063,44 +935,18 @@ def test_a_state_may_be_dealt_out_key_by_key(written: Path) -> None:
 # --- The tests: damage and malice --------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    """torch.load alone takes most of these flips, and returns other numbers."""
-    parts.save(tmp_path / "c", {"a": numbered(40), "b": numbered(5)}, others={"step": 3})
-    path = tmp_path / "c" / "PART_000.pt"
-    whole, before = path.read_bytes(), parts.load(tmp_path / "c")
-    with zipfile.ZipFile(path) as archive:
-        records = [archive.read(info) for info in archive.infolist()]
-    content = [range(at := whole.index(record), at + len(record)) for record in records if len(record) > 8]
-    refused = 0
-    for at in range(0, len(whole), 5):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
-        try:
-            loaded = parts.load(tmp_path / "c", nthreads=1)
-        except CheckpointError as error:
-            assert str(path) in str(error) and error.file == str(path)
-            refused += 1
-        else:
-            assert not any(at in run for run in content)
-            assert_same(loaded, before)
-    assert refused >= sum(len(run) for run in content) // 5 - len(content)
-
-
 def test_damage_in_a_tensor_is_refused_by_its_record(tmp_path: Path) -> None:
     parts.save(tmp_path / "c", {"a": numbered(40)})
     path = tmp_path / "c" / "PART_000.pt"
     whole = path.read_bytes()
     at = whole.index(numbered(40).numpy().tobytes()) + 80
     path.write_bytes(whole[:at] + b"?" + whole[at + 1 :])
-    damaged = torch.load(path, weights_only=True)["model"][0]
-    assert not torch.equal(
-        (damaged[0] | {name: chunk for name, (_, chunk) in damaged[1].items()})["a"], numbered(40)
-    )
     error = refusal(tmp_path / "c")
     assert str(error).startswith(f"{error.key} in {path}: expected the bytes that were written")
     assert error.key and "data/" in error.key and error.offset is not None and error.offset < at
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_truncated_file_is_refused(written: Path, share: float) -> None:
     path = written / "PART_001.pt"
     whole = path.read_bytes()
@@ -1206,7 +1052,7 @@ class Remembering(nn.Linear):
         self.extra = state
 
 
-@pytest.mark.parametrize("extra", [3, {"a": numbered(2), "b": [1]}, None])
+@pytest.mark.parametrize("extra", [{"a": numbered(2), "b": [1]}, None], ids=["a dict", "None"])
 def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
     model, target = Remembering(2, 2), Remembering(2, 2)
     model.extra, target.extra = extra, {"old": 1}
@@ -1220,49 +1066,29 @@ def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
     [
         ([nn.Linear(2, 2)] * 2, None, "load_into's model: expected 1, as were saved; got 2"),
         (None, [], "load_into's optimizer: expected 1, as were saved; got 0"),
-        (
-            nn.Linear(2, 2, bias=False),
-            None,
-            "state_dict['model'][0]: expected the entries that the model has",
-        ),
         (Remembering(2, 2), None, "got ['_extra_state'] missing, [] unknown"),
         (nn.Linear(3, 2), None, "state_dict['model'][0]['weight']: expected shape (2, 3)"),
         (nn.Linear(2, 2, dtype=torch.float64), None, "['weight']: expected shape (2, 2) and torch.float64"),
         (5, None, "model[0]: expected a module"),
         (None, nn.Linear(2, 2), "optimizer[0]: expected an optimizer"),
-        (
-            None,
-            adamw(nn.Linear(2, 2, bias=False)),
-            "expected groups of [1] params, as the optimizer has; got [2]",
-        ),
+        (None, adamw(nn.Linear(2, 2, bias=False)), "groups of [1] params, as the optimizer has; got [2]"),
         (None, stepped(adamw(nn.Linear(3, 2))), "['state'][0]['exp_avg']: expected shape (2, 3)"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(tmp_path: Path, model: Any, optimizer: Any, message: str) -> None:
     saved = nn.Linear(2, 2)
     parts.save(tmp_path / "c", saved, stepped(adamw(saved)))
-    before = [
-        saved_to_memory(plain(target.state_dict())).getvalue()
-        for target in (model, optimizer)
-        if hasattr(target, "state_dict")
-    ]
+    targets = [target for target in (model, optimizer) if hasattr(target, "state_dict")]
+    before = [saved_to_memory(plain(target.state_dict())).getvalue() for target in targets]
     with pytest.raises(UsageError, match=re.escape(message)):
         parts.load_into(tmp_path / "c", model, optimizer)
-    after = [
-        saved_to_memory(plain(target.state_dict())).getvalue()
-        for target in (model, optimizer)
-        if hasattr(target, "state_dict")
-    ]
-    assert before == after
+    assert [saved_to_memory(plain(target.state_dict())).getvalue() for target in targets] == before
 
 
 # --- The tests: dealing out --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    "sizes", [[], [0, 0, 0], [7], [5, 3, 3, 2, 2], list(range(30)), [100, 1, 1, 1, 1]], ids=str
-)
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 5))
 def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
     loads = [0] * count
     holders = partition.deal(dict(enumerate(sizes)), loads)

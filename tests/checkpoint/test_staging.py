@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 import functools
 import io
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,13 +20,14 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from faults import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hwfsdp import compat, fully_shard, launch
+from hwfsdp import compat, launch
 from hwfsdp.checkpoint import staging
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import leaves_of
@@ -68,12 +67,8 @@ BASE = torch.arange(24, dtype=torch.float64)
 COMPLEX = torch.view_as_complex(torch.arange(24.0).view(12, 2))
 SHARED: dict[str, list[Tensor]] = {
     "a tensor and a slice of it": [BASE, BASE[5:11]],
-    "two that overlap": [BASE[:16], BASE[8:]],
-    "neighbors in a flat parameter": [BASE[:6].view(2, 3), BASE[6:18].view(3, 4), BASE[18:]],
     "neighbors with a small gap": [BASE[:10], BASE[12:]],
-    "a matrix and its transpose": [BASE.view(4, 6), BASE.view(4, 6).t()],
     "columns that make up most of a matrix": [BASE.view(4, 6)[:, :2], BASE.view(4, 6)[:, 3:]],
-    "a row and a column": [BASE.view(4, 6)[1], BASE.view(4, 6)[:, 2]],
     "two dtypes": [BASE[1:], BASE.view(torch.int32)[3:20]],
     "complex and real": [COMPLEX, torch.view_as_real(COMPLEX), COMPLEX.imag],
     "expanded and not": [BASE[:4, None].expand(4, 3), BASE[2:6]],
@@ -94,44 +89,6 @@ def test_views_of_one_storage_are_views_of_one_staged_storage(name: str) -> None
         for tensors in (staged, oracle):  # one element is written, all views of it show that
             tensors[position][(-1,) * tensors[position].ndim] = 99
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(staged, oracle))
-
-
-def test_the_source_shares_nothing_with_the_copy() -> None:
-    source = {"a": torch.zeros(4), "b": torch.zeros(2, 2).t()}
-    staged = stage(source)
-    staged["a"].fill_(1)
-    assert source["a"].count_nonzero() == 0
-    assert not {t.data_ptr() for t in source.values()} & {t.data_ptr() for t in staged.values()}
-
-
-@pytest.mark.parametrize("distance", [0, 8, 40, 396])
-def test_tied_views_with_holes_are_staged_once(distance: int) -> None:
-    matrix = torch.arange(1000.0).view(10, 100)
-    column = matrix[:, distance // 4]
-    staged = stage({"a": column, "b": column.detach()})
-    assert staged["a"] is not staged["b"] and staged["a"].data_ptr() == staged["b"].data_ptr()
-    assert staged["a"].untyped_storage().nbytes() == 40
-
-
-@pytest.mark.parametrize(
-    "near",
-    [
-        [BASE[:10], BASE[2:4], BASE[6:8]],
-        [BASE.view(4, 6)[:, :2], BASE.view(4, 6)[:, 3:]],
-        [BASE.view(4, 6)[:2, 1], BASE.view(4, 6)[1]],
-    ],
-    ids=["within another", "interleaved columns", "a row and a column"],
-)
-def test_views_that_are_far_from_another_are_staged_together_without_it(near: list[Tensor]) -> None:
-    base = torch.arange(1000, dtype=torch.float64)
-    begin = min(tensor.storage_offset() for tensor in near)
-    source = [base.as_strided(t.shape, t.stride(), t.storage_offset()) for t in near]
-    *staged, far = stage([*source, base[-3:]])
-    assert len(set(homes(staged))) == 1 and homes(far) != homes(staged[0])
-    for mine, theirs in zip(staged, source):
-        assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
-        assert mine.storage_offset() == theirs.storage_offset() - begin
-    assert far.tolist() == [997, 998, 999]
 
 
 class Slice(NamedTuple):
@@ -170,21 +127,20 @@ def test_elements_that_are_one_in_the_source_and_only_those_are_one_in_the_copy(
 WIDE = torch.arange(40_000, dtype=torch.float32).view(100, 400)
 BYTES: dict[str, tuple[list[Tensor], int]] = {
     "a small slice of a large storage": ([WIDE[50, 10:20]], 40),
-    "the same slice twice": ([WIDE[50, 10:20], WIDE[50, 10:20]], 40),
+    "the same column twice": ([WIDE[:, 7], WIDE[:, 7].detach()], 400),
     "two that overlap": ([WIDE[50, 10:20], WIDE[50, 15:25]], 60),
     "two ends": ([WIDE[0, :10], WIDE[-1, -10:]], 80),
     "two ends, and two that overlap in between": (
         [WIDE[0, :10], WIDE[9, :8], WIDE[9, 4:10], WIDE[-1, -10:]],
         120,
     ),
-    "a column": ([WIDE[:, 7]], 400),
-    "two columns": ([WIDE[:, 7], WIDE[:, 300]], 800),
+    "two columns side by side": ([WIDE[:, 7], WIDE[:, 8]], 800),
+    "the first column and the last": ([WIDE[:, 0], WIDE[:, 399]], 800),
     "columns of another view": ([WIDE[:, 7], WIDE.view(200, 200)[:, 9:11]], 400 + 1600),
     "a column with holes": ([WIDE[::10, 7]], 40),
     "a block with holes": ([WIDE[::2, ::2]], 40_000),
     "an expanded scalar": ([WIDE[0, 0].expand(1000, 1000)], 4),
     "an expanded column": ([WIDE[:, 7:8].expand(100, 500)], 400),
-    "an expanded row": ([WIDE[3].expand(7, 400)], 1600),
     "most of it": ([WIDE[:50], WIDE[60:]], WIDE.nbytes),
     "nothing": ([WIDE[:0]], 0),
     "columns that really overlap": ([WIDE[:, 7], WIDE[:50, 7]], 4 * (99 * 400 + 1)),
@@ -243,20 +199,6 @@ def homes(tree: Any) -> list[int]:
     return [tensor.untyped_storage().data_ptr() for tensor in tensors_in(tree)]
 
 
-def test_a_model_and_its_optimizer_are_staged_as_deepcopy_copies_them() -> None:
-    _, _, state_dict = training_state()
-    staged, oracle = stage(state_dict), copy.deepcopy(state_dict)
-    assert type(staged["model"]) is OrderedDict and staged["model"]._metadata == oracle["model"]._metadata
-    assert staged["model"]["0.weight"].data_ptr() == staged["model"]["2.weight"].data_ptr()
-    for mine, theirs in zip(leaves_of(staged), leaves_of(oracle), strict=True):
-        assert mine.path == theirs.path and type(mine.value) is type(theirs.value)
-        assert (
-            torch.equal(mine.value, theirs.value)
-            if isinstance(mine.value, Tensor)
-            else mine.value == theirs.value
-        )
-
-
 def test_from_the_third_staging_on_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, state_dict = training_state()
     stager, made = StateDictStager(), []
@@ -274,15 +216,6 @@ def test_from_the_third_staging_on_nothing_is_allocated(monkeypatch: pytest.Monk
         known |= set(homes(current))
         previous = current
         made.clear()
-
-
-def test_one_set_of_buffers_is_enough_if_the_copy_is_dropped_in_time() -> None:
-    _, _, state_dict = training_state()
-    stager = StateDictStager()
-    first = homes(stager.stage(state_dict))
-    nbytes = stager.nbytes
-    assert [homes(stager.stage(state_dict)) for _ in range(3)] == [first] * 3
-    assert stager.nbytes == nbytes
 
 
 def test_buffers_go_with_their_source() -> None:
@@ -373,16 +306,10 @@ HOLDERS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "the dict": lambda staged: staged,
     "one tensor": lambda staged: staged["a"],
     "a view": lambda staged: staged["a"][1:3],
-    "a detached tensor": lambda staged: staged["a"].detach(),
-    "its data": lambda staged: staged["a"].data,
-    "a parameter": lambda staged: nn.Parameter(staged["a"]),
     "its storage": lambda staged: staged["a"].untyped_storage(),
-    "its typed view": lambda staged: staged["a"].view(torch.int32),
     "a part of its storage": lambda staged: staged["a"].untyped_storage()[4:8],
     "an array": lambda staged: staged["a"].numpy(),
-    "a part of an array": lambda staged: staged["a"].numpy()[2:],
     "a memoryview": lambda staged: memoryview(staged["a"].numpy()),
-    "a tensor of an array": lambda staged: torch.from_numpy(staged["a"].numpy()),
     "what autograd saved": lambda staged: torch.ones(4, requires_grad=True) * staged["a"],
     "a capsule": lambda staged: torch.utils.dlpack.to_dlpack(staged["a"]),
     "another dict": lambda staged: copy.copy(staged),
@@ -390,9 +317,8 @@ HOLDERS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared"])
-def test_memory_is_not_lent_again_while_anything_refers_to_it(name: str, share: bool) -> None:
-    source, stager = {"a": torch.arange(4.0), "b": torch.zeros(2)}, StateDictStager(share_memory=share)
+def test_memory_is_not_lent_again_while_anything_refers_to_it(name: str) -> None:
+    source, stager = {"a": torch.arange(4.0), "b": torch.zeros(2)}, StateDictStager()
     first = stager.stage(source)
     place, other = homes(first)
     held: Any = HOLDERS[name](first)
@@ -404,16 +330,6 @@ def test_memory_is_not_lent_again_while_anything_refers_to_it(name: str, share: 
     del held
     assert homes(stager.stage(source))[0] == place
     assert second["a"].tolist() == [9] * 4
-
-
-@pytest.mark.parametrize("name", HOLDERS)
-def test_compat_sees_every_reference_to_a_storage_and_no_other(name: str) -> None:
-    storages = [torch.zeros(4).untyped_storage(), torch.zeros(4).untyped_storage()]
-    assert [compat.is_referred_to_elsewhere(storages, i) for i in range(2)] == [False, False]
-    held = HOLDERS[name]({"a": torch.empty(0).set_(storages[1], 0, (4,))})
-    assert [compat.is_referred_to_elsewhere(storages, i) for i in range(2)] == [False, True]
-    del held
-    assert [compat.is_referred_to_elsewhere(storages, i) for i in range(2)] == [False, False]
 
 
 def test_where_references_cannot_be_counted_every_copy_has_new_memory(
@@ -468,13 +384,7 @@ def free_and_allocate(source: Tensor) -> None:
     source.fill_(-1)
 
 
-def write_in_a_thread(source: Tensor) -> None:
-    thread = threading.Thread(target=source.fill_, args=(-1,))
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("change", [write_in_place, free_and_allocate, write_in_a_thread])
+@pytest.mark.parametrize("change", [write_in_place, free_and_allocate])
 def test_what_happens_to_the_source_is_not_seen_in_the_copy(change: Callable[[Tensor], None]) -> None:
     source, stager = torch.arange(5.0), StateDictStager()
     first = stager.stage({"a": source})["a"]
@@ -504,58 +414,25 @@ def test_other_leaves_are_deep_copies_and_containers_keep_their_types() -> None:
     assert staged[0] == {"": ()}
 
 
-def test_one_object_at_two_paths_stays_one() -> None:
-    tensor, event = torch.ones(2), {1}
-    staged = stage({"a": tensor, "b": [tensor, event], "c": event})
-    assert staged["a"] is staged["b"][0] and staged["c"] is staged["b"][1]
-
-
 # --- Kinds of tensors --------------------------------------------------------------------------------------
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-]
+DTYPES = [torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied_bit_by_bit(dtype: torch.dtype) -> None:
-    bits = (
-        torch.arange(96, dtype=torch.uint8) % 2
-        if dtype == torch.bool
-        else torch.arange(96, dtype=torch.uint8)
-    )
-    whole = bits.view(dtype)
+    whole = (torch.arange(96, dtype=torch.uint8) % (2 if dtype == torch.bool else 96)).view(dtype)
     source = {"whole": whole, "scalar": whole[3], "empty": whole[:0], "holes": whole.clone()[::3]}
     staged = stage(source)
     for key, tensor in source.items():
         assert (staged[key].dtype, staged[key].shape) == (dtype, tensor.shape)
-        assert (
-            staged[key].contiguous().view(-1).view(torch.uint8).tolist()
-            == tensor.contiguous().view(-1).view(torch.uint8).tolist()
-        )
+        assert bits(staged[key]) == bits(tensor)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 1), (), (1, 1)], ids=str)
-@pytest.mark.parametrize("share", [False, True], ids=["plain", "shared"])
-def test_tensors_of_no_or_one_element_are_staged(shape: tuple[int, ...], share: bool) -> None:
-    staged = stage({"a": torch.full(shape, 2.0)}, share_memory=share)["a"]
-    assert torch.equal(staged, torch.full(shape, 2.0)) and staged.is_shared() == share
-
-
-def test_expanded_tensors_stay_expanded() -> None:
-    staged = stage(torch.arange(3.0).view(3, 1).expand(3, 1_000_000))
-    assert staged.stride() == (1, 0) and staged[:, -1].tolist() == [0, 1, 2]
+@pytest.mark.parametrize("shape", [(2, 0, 1), (), (1, 1)], ids=str)
+def test_tensors_of_no_or_one_element_are_staged(shape: tuple[int, ...]) -> None:
+    staged = stage({"a": torch.full(shape, 2.0)}, share_memory=True)["a"]
+    assert torch.equal(staged, torch.full(shape, 2.0)) and staged.is_shared()
 
 
 def test_conjugated_and_negated_views_are_resolved_into_memory_of_their_own() -> None:
@@ -643,12 +520,6 @@ class Slots:
         return self.__hidden, self.other
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    first: Any
-    second: Any
-
-
 class WithMemo:
     """Copies itself, and passes the memo on."""
 
@@ -727,7 +598,6 @@ HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = 
     "an array": (array, lambda held: (held[0, 0], held[1, 0][0])),
     "a set": (lambda a, b: ({a}, frozenset([b])), lambda held: (*held[0], *held[1])),
     "a key": (lambda a, b: {(a, b): 1}, lambda held: next(iter(held))),
-    "a frozen dataclass": (Frozen, lambda held: (held.first, held.second)),
     "__deepcopy__": (WithMemo, lambda held: (held.first, held.second)),
     "__reduce__": (Reduced, lambda held: (held.first, held.second)),
     "__getstate__": (Stated, lambda held: held.pair),
@@ -735,7 +605,6 @@ HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = 
     "no memo": (Sloppy, lambda held: (held.first, held.second)),
     "partial": (lambda a, b: functools.partial(max, a, key=b), lambda h: (h.args[0], h.keywords["key"])),
     "a method": (lambda a, b: Stated(a, b).__getstate__, lambda held: held.__self__.pair),
-    "a module": (lambda a, b: nn.ParameterList([a, b]), tuple),
 }
 
 
@@ -815,39 +684,6 @@ def test_what_contains_itself_is_copied_with_its_circles() -> None:
     assert staged is not looped and staged["a"]["t"].grad_fn is None
 
 
-def test_tensors_in_objects_are_staged_into_the_same_memory_again() -> None:
-    source = [Slots(torch.zeros(4), SimpleNamespace(t=torch.ones(2))), Stated(torch.zeros(3), torch.zeros(3))]
-    stager = StateDictStager()
-    kept = [stager.stage(source) for _ in range(2)]
-    nbytes = stager.nbytes
-    for turn in range(3):
-        del kept[0]
-        source[0].both()[0].fill_(turn)
-        kept.append(stager.stage(source))
-        assert kept[-1][0].both()[0].tolist() == [turn] * 4
-    assert stager.nbytes == nbytes == 2 * 4 * (4 + 2 + 3 + 3)
-
-
-def test_what_is_staged_is_what_torchs_own_stager_stages() -> None:
-    oracle = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager").StateDictStager()
-    base = torch.arange(6.0)
-    source = {
-        "base": base,
-        "deque": collections.deque([base[1:]]),
-        "slots": Slots(base.t(), base.as_subclass(Named)),
-    }
-    base.note = [base]
-    mine, theirs = stage(source), oracle.stage(source)
-    assert mine["base"].note[0] is mine["base"] and theirs["base"].note[0] is theirs["base"]
-    for one, other in zip(
-        (mine["base"], mine["deque"][0], *mine["slots"].both()),
-        (theirs["base"], theirs["deque"][0], *theirs["slots"].both()),
-        strict=True,
-    ):
-        assert type(one) is type(other) and torch.equal(one, other)
-        assert one.storage_offset() == other.storage_offset()
-
-
 # --- Refused -----------------------------------------------------------------------------------------------
 
 
@@ -879,14 +715,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "meta": (lambda: torch.ones(2, device="meta"), UsageError, "one on the meta device"),
     "uninitialized": (lazy, UsageError, "got an uninitialized one"),
     "sparse": (lambda: torch.eye(2).to_sparse(), UnsupportedError, "got torch.sparse_coo"),
-    "csr": (lambda: torch.eye(2).to_sparse_csr(), UnsupportedError, "got torch.sparse_csr"),
     "nested": (
         lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-        UnsupportedError,
-        "got a nested tensor",
-    ),
-    "jagged": (
-        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
         UnsupportedError,
         "got a nested tensor",
     ),
@@ -904,7 +734,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_staged_is_refused_by_its_path_before_anything_is_copied(
@@ -939,7 +768,6 @@ class Fails:
         raise RuntimeError("not today")
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_what_is_refused_in_an_object_is_named_by_the_path_through_it() -> None:
     sparse = torch.eye(2).to_sparse()
     with pytest.raises(UnsupportedError, match=r"^state_dict\[0\]\.other\[1\]: .*got torch.sparse_coo"):
@@ -975,14 +803,12 @@ def add_one(staged: dict[str, Any]) -> None:
     staged["a"] += 1
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_shared_memory_is_what_another_process_sees(method: str) -> None:
+def test_shared_memory_is_what_another_process_sees() -> None:
     base = torch.arange(4.0)
     stager = StateDictStager(share_memory=True)
     staged = stager.stage({"a": base, "view": base[1:3], "lone": torch.ones(2)})
     assert all(tensor.is_shared() for tensor in staged.values())
-    child = mp.get_context(method).Process(target=add_one, args=(staged,))
+    child = mp.get_context("forkserver").Process(target=add_one, args=(staged,))
     child.start()
     child.join()
     assert child.exitcode == 0
@@ -996,7 +822,7 @@ def test_shared_memory_is_what_another_process_sees(method: str) -> None:
 # --- Sharded -----------------------------------------------------------------------------------------------
 
 
-def stage_sharded() -> None:
+def stage_dtensors() -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(15.0).view(5, 3)
     source: dict[str, Any] = {
@@ -1023,52 +849,8 @@ def stage_sharded() -> None:
     assert torch.equal(kept.full_tensor(), whole)
 
 
-def stage_while_training() -> None:
-    torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 5)), nn.Linear(5, 3)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    stager, known, previous = StateDictStager(), set(), None
-    for turn in range(5):
-        model(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state_dict = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-        oracle, staged = copy.deepcopy(state_dict), stager.stage(state_dict)
-        assert all(map(torch.equal, tensors_in(staged), tensors_in(oracle)))
-        assert previous is None or all(map(torch.equal, *map(tensors_in, previous)))
-        assert turn < 2 or set(homes(staged)) - {0} <= known
-        known |= set(homes(staged))
-        previous = staged, oracle
-
-
-def on_ranks() -> dict[str, str]:
-    """Check to traceback, empty where it held."""
-    found = {}
-    for check in SHARDED:
-        try:
-            check()
-            found[check.__name__] = ""
-        except Exception:
-            found[check.__name__] = traceback.format_exc()
-    return found
-
-
-SHARDED = [stage_sharded, stage_while_training]
-
-
-@functools.cache
-def results() -> list[dict[str, str]]:
-    """Of all checks, on each rank; ranks are started once."""
-    found: list[dict[str, str]] = launch(on_ranks, 2, timeout=60)
-    return found
-
-
 def test_dtensors_are_staged_as_dtensors() -> None:
-    assert [found["stage_sharded"] for found in results()] == ["", ""]
-
-
-def test_the_states_of_sharded_training_are_staged_into_the_same_two_sets_of_buffers() -> None:
-    assert [found["stage_while_training"] for found in results()] == ["", ""]
+    launch(stage_dtensors, 2, timeout=60)
 
 
 # --- On a device -------------------------------------------------------------------------------------------

@@ -9,30 +9,26 @@ import dataclasses
 import functools
 import os
 from collections import OrderedDict
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults import bits
 from models import uneven
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import AdamW
 
-from hwfsdp import CheckpointError, UsageError, checkpoint, fully_shard, launch, layout
+from hwfsdp import checkpoint, fully_shard, launch, layout
 from hwfsdp.checkpoint.blocks import checksums_of
 from hwfsdp.compat import StridedShard, dtensor
 
 DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.float8_e4m3fn,
+    getattr(torch, name)
+    for name in "float32 bfloat16 float64 int64 uint8 bool complex64 float8_e4m3fn".split()
 ]
 
 
@@ -47,13 +43,8 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
     )
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """One for each rank: a process asks for one shape only."""
     return init_device_mesh("cpu", shape)
 
 
@@ -64,23 +55,22 @@ def cut(whole: torch.Tensor, mesh_shape: tuple[int, ...], placements: list[Any])
     return dtensor(local, mesh, placements, whole.shape, whole.stride())
 
 
-# mesh, placements of a tensor with two dims
-WAYS: list[tuple[tuple[int, ...], list[Any]]] = [
-    ((1,), [Shard(0)]),
-    ((2,), [Shard(0)]),
-    ((3,), [Shard(1)]),
-    ((2,), [Replicate()]),
-    ((4,), [Shard(0)]),
-    ((2, 2), [Replicate(), Shard(0)]),
-    ((2, 2), [Shard(0), Shard(1)]),
-    ((2, 2), [StridedShard(0, split_factor=2), Shard(0)]),
-    ((3, 2), [StridedShard(0, split_factor=2), Shard(0)]),
-    ((2, 2), [Shard(1), Shard(0)]),
-]
+Way = tuple[tuple[int, ...], list[Any]]
+# by number of ranks: mesh, placements of a tensor with two dims
+WAYS: dict[int, list[Way]] = {
+    1: [((1,), [Shard(0)])],
+    3: [((3,), [Shard(0)]), ((3,), [Shard(1)]), ((3,), [Replicate()])],
+    4: [
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Shard(1), Shard(0)]),
+        ((2, 2), [StridedShard(0, split_factor=2), Shard(0)]),
+    ],
+}
 SIZES = [(7, 5), (1, 3), (4, 4), (0, 3), (2, 9)]
 
 
-def state_in(way: tuple[tuple[int, ...], list[Any]], seed: int | None) -> dict[str, Any]:
+def state_in(way: Way, seed: int | None) -> dict[str, Any]:
     """Tensors of all sizes and dtypes cut one way; random ones for a seed, zeros for None."""
     wholes = {
         f"{size}": numbers(size, DTYPES[i % len(DTYPES)], seed or 0) for i, size in enumerate(SIZES)
@@ -90,28 +80,43 @@ def state_in(way: tuple[tuple[int, ...], list[Any]], seed: int | None) -> dict[s
     return {"a": {key: cut(whole, *way) for key, whole in wholes.items()}, 0: [wholes["(7, 5)"], seed]}
 
 
-def save_in(way: Any, path: Path) -> None:
-    checkpoint.save(state_in(way, 3), path)
+def save_each_way(path: Path) -> None:
+    for way in WAYS[dist.get_world_size()]:
+        checkpoint.save(state_in(way, 3), path / str(way))
 
 
-def load_in(way: Any, path: Path) -> list[str]:
-    """The keys whose loaded bits are not those saved; and whether objects stayed the same."""
-    target, expected = state_in(way, None), state_in(way, 3)
-    tensors = dict(target["a"])
-    assert checkpoint.load(target, path) is target
-    assert all(target["a"][key] is tensor for key, tensor in tensors.items())
-    wrong = [k for k, t in target["a"].items() if bits(t.to_local()) != bits(expected["a"][k].to_local())]
-    assert target[0][1] == 3 and bits(target[0][0]) == bits(expected[0][0])
+def load_each_way(paths: list[Path]) -> list[str]:
+    """The keys whose loaded bits are not those saved; objects stay the same."""
+    wrong = []
+    for way in WAYS[dist.get_world_size()]:
+        expected = state_in(way, 3)
+        for path in paths:
+            target = state_in(way, None)
+            tensors = dict(target["a"])
+            assert checkpoint.load(target, path) is target
+            assert all(target["a"][key] is tensor for key, tensor in tensors.items())
+            assert target[0][1] == 3 and bits(target[0][0]) == bits(expected[0][0])
+            for key, tensor in tensors.items():
+                if bits(tensor.to_local()) != bits(expected["a"][key].to_local()):
+                    wrong.append(f"{key}, {way}, saved in {path.name}")
     return wrong
 
 
-@pytest.mark.parametrize("saved", WAYS, ids=str)
-def test_any_sharding_loads_into_any_other(saved, tmp_path):
-    launch(save_in, torch.Size(saved[0]).numel(), saved, tmp_path / "x", timeout=60)
-    checkpoint.verify(tmp_path / "x")
-    for way in WAYS[WAYS.index(saved) % 2 :: 2]:
-        for wrong in launch(load_in, torch.Size(way[0]).numel(), way, tmp_path / "x", timeout=60):
-            assert not wrong
+@functools.cache
+def saved_each_way(base: Path) -> list[Path]:
+    for world_size in WAYS:
+        launch(save_each_way, world_size, base, timeout=60)
+    paths = sorted(base.iterdir())
+    for path in paths:
+        checkpoint.verify(path)
+    return paths
+
+
+@pytest.mark.parametrize("world_size", WAYS)
+def test_any_sharding_loads_into_any_other(world_size, tmp_path_factory):
+    paths = saved_each_way(tmp_path_factory.getbasetemp() / "each way")
+    assert len(paths) == sum(map(len, WAYS.values()))
+    assert launch(load_each_way, world_size, paths, timeout=60) == [[]] * world_size
 
 
 class Pair(NamedTuple):
@@ -192,10 +197,9 @@ def load_training(path: Path) -> None:
             torch.testing.assert_close(value, expected_optimizer.state[other][key])
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (3, 2)])
-def test_a_sharded_model_and_its_optimizer_go_on_at_another_world_size(before, after, tmp_path):
-    launch(save_training, before, tmp_path, timeout=60)
-    launch(load_training, after, tmp_path, timeout=60)
+def test_a_sharded_model_and_its_optimizer_go_on_at_another_world_size(tmp_path):
+    launch(save_training, 3, tmp_path, timeout=60)
+    launch(load_training, 2, tmp_path, timeout=60)
 
 
 # --- Which bytes are read and written ----------------------------------------------------------------------
@@ -206,9 +210,9 @@ def save_replicas(way: Any, path: Path) -> None:
     checkpoint.save({"cut": cut(whole, *way), "plain": [torch.zeros(1000), torch.ones(1000)]}, path)
 
 
-@pytest.mark.parametrize("way", WAYS[1:6], ids=str)
+@pytest.mark.parametrize("way", [WAYS[3][2], WAYS[4][0]], ids=str)
 def test_replicas_are_written_once_and_the_ranks_share_the_work(way, tmp_path):
-    launch(save_replicas, torch.Size(way[0]).numel(), way, tmp_path, timeout=60)
+    launch(save_replicas, prod(way[0]), way, tmp_path, timeout=60)
     found = checkpoint.inspect(tmp_path)
     assert sum(entry.nbytes for entry in found.tensors.values()) == (16 << 20) + 8000
     sizes = [entry.stat().st_size for entry in found.path.glob("*.bin")]
@@ -243,22 +247,12 @@ def save_large(path: Path) -> None:
 
 def test_a_rank_reads_only_the_blocks_that_it_needs(tmp_path):
     launch(save_large, 2, tmp_path, timeout=60)
-    for world_size in (2, 4):
-        for read in launch(bytes_read, world_size, ((world_size,), [Shard(0)]), tmp_path, timeout=60):
-            needed = 8192 * 1024 * 4 // world_size
-            assert needed <= read <= needed + (2 << 20)
+    for read in launch(bytes_read, 4, ((4,), [Shard(0)]), tmp_path, timeout=60):
+        needed = 8192 * 1024
+        assert needed <= read <= needed + (2 << 20)
 
 
 # --- Saves beside and after each other ---------------------------------------------------------------------
-
-
-def test_a_target_that_exists_is_refused_unless_it_may_be_replaced(tmp_path):
-    checkpoint.save({"x": torch.zeros(2)}, tmp_path)
-    with pytest.raises(UsageError, match="overwrite=True"):
-        checkpoint.save({"x": torch.ones(2)}, tmp_path)
-    save_id = checkpoint.save({"x": torch.ones(2)}, tmp_path, overwrite=True)
-    assert checkpoint.inspect(tmp_path).saves == (save_id,)
-    assert bool(checkpoint.load({"x": torch.zeros(2)}, tmp_path)["x"].all())
 
 
 def test_the_newest_saves_are_kept_and_each_can_be_loaded(tmp_path):
@@ -292,29 +286,6 @@ def test_bytes_are_the_tensors_own_and_nothing_is_a_pickle(tmp_path):
 # --- In the background -------------------------------------------------------------------------------------
 
 
-def save_and_go_on(path: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    local = torch.full((4, 3), float(dist.get_rank()))
-    state = {"x": DTensor.from_local(local, mesh, [Shard(0)]), "step": 1}
-    first = checkpoint.async_save(state, path / "first")
-    local += 100  # training goes on
-    state["step"] = 2
-    second = checkpoint.async_save(state, path / "second")
-    local += 100
-    dist.all_reduce(torch.zeros(1000))  # on the same group, at the same time
-    assert first.wait() and second.wait() and first.done()
-
-
-def test_a_save_in_the_background_holds_the_values_at_the_call(tmp_path):
-    launch(save_and_go_on, 2, tmp_path, timeout=60)
-    for name, step, added in (("first", 1, 0), ("second", 2, 100)):
-        found = checkpoint.load({"x": torch.zeros(8, 3), "step": 0}, tmp_path / name)
-        assert found["step"] == step
-        assert torch.equal(
-            found["x"], torch.tensor([0.0, 1.0]).repeat_interleave(4)[:, None].expand(8, 3) + added
-        )
-
-
 def forget_to_wait(path: Path) -> None:
     checkpoint.async_save({"x": torch.zeros(3)}, path)
 
@@ -322,27 +293,3 @@ def forget_to_wait(path: Path) -> None:
 def test_launch_waits_for_a_save_that_nobody_waited_for(tmp_path):
     launch(forget_to_wait, 2, tmp_path, timeout=60)
     checkpoint.verify(tmp_path)
-
-
-def fail_in_the_background(path: Path) -> str:
-    checkpoint.async_save({"x": lambda: 0}, path)
-    with pytest.raises(UsageError, match=r"state_dict\['x'\]: expected") as raised:
-        checkpoint.save({"x": 1}, path)
-    checkpoint.save({"x": 1}, path)
-    return str(raised.value)
-
-
-def test_a_failure_in_the_background_is_raised_by_the_next_save(tmp_path):
-    assert len(set(launch(fail_in_the_background, 2, tmp_path, timeout=60))) == 1
-
-
-def test_a_damaged_checkpoint_changes_nothing(tmp_path):
-    checkpoint.save({"a": torch.ones(3), "b": torch.ones(1 << 20)}, tmp_path)
-    file = next(checkpoint.inspect(tmp_path).path.glob("*.bin"))
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
-    target = {"a": torch.zeros(3), "b": torch.zeros(1 << 20)}
-    with pytest.raises(CheckpointError, match=r"00000.bin, byte \d+, state_dict\['b'\]"):
-        checkpoint.load(target, tmp_path)
-    assert not target["a"].any() and not target["b"].any()

@@ -100,16 +100,12 @@ def types(tree: Any) -> Any:
 
 
 @given(STATE_DICTS)
-def test_unflatten_undoes_flatten(state_dict: dict[Any, Any]) -> None:
-    back = unflatten_state_dict(*flatten_state_dict(state_dict))
-    assert back == state_dict
-    assert types(back) == types(state_dict)
-
-
-@given(STATE_DICTS)
-def test_a_mapping_that_was_pickled_still_unflattens(state_dict: dict[Any, Any]) -> None:
+def test_unflatten_undoes_flatten_with_a_mapping_that_was_pickled_too(state_dict: dict[Any, Any]) -> None:
     flat, mapping = flatten_state_dict(state_dict)
-    assert types(unflatten_state_dict(flat, pickle.loads(pickle.dumps(mapping)))) == types(state_dict)
+    for known in (mapping, pickle.loads(pickle.dumps(mapping))):
+        back = unflatten_state_dict(flat, known)
+        assert back == state_dict
+        assert types(back) == types(state_dict)
 
 
 @given(STATE_DICTS)
@@ -147,14 +143,6 @@ def test_flat_keys_paths_and_visits_are_torchs_where_torch_loses_nothing(state_d
     assert back == unflatten_state_dict(flat, mapping)
 
 
-def test_int_keys_are_not_lost() -> None:
-    state_dict = {"state": {0: {"step": 1}, 10: {"step": 2}}}
-    flat, mapping = flatten_state_dict(state_dict)
-    assert flat == {"state.0.step": 1, "state.10.step": 2}
-    assert mapping["state.10.step"] == ("state", 10, "step")
-    assert unflatten_state_dict(flat, mapping) == state_dict
-
-
 def test_empty_containers_are_leaves_of_the_flat_dict() -> None:
     state_dict = {"a": {}, "b": [], "c": (), "d": OrderedDict(), "e": {"f": [{}]}}
     flat, mapping = flatten_state_dict(state_dict)
@@ -163,27 +151,9 @@ def test_empty_containers_are_leaves_of_the_flat_dict() -> None:
     assert types(unflatten_state_dict(flat, mapping)) == types(state_dict)
 
 
-@pytest.mark.parametrize("empty", [{}, OrderedDict(), defaultdict(int)], ids=lambda d: type(d).__name__)
-def test_an_empty_state_dict_comes_back(empty: dict[Any, Any]) -> None:
-    flat, mapping = flatten_state_dict(empty)
-    assert flat == {} and types(unflatten_state_dict(flat, mapping)) == types(empty)
-
-
 def test_unflatten_takes_the_leaves_that_the_flat_dict_has_now() -> None:
     flat, mapping = flatten_state_dict({"a": (1, [2])})
     assert unflatten_state_dict({**flat, "a.1.0": 5}, mapping) == {"a": (1, [5])}
-
-
-def test_the_optimizer_of_torch_comes_back() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state_dict = optimizer.state_dict()
-    back = unflatten_state_dict(*flatten_state_dict(state_dict))
-    assert types(back) == types(state_dict)
-    assert back["state"][0]["exp_avg"] is state_dict["state"][0]["exp_avg"]
-    optimizer.load_state_dict(back)
 
 
 @pytest.mark.parametrize(

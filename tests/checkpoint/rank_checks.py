@@ -1,0 +1,97 @@
+"""Checks that run on ranks: all those of a file one after the other, on ranks that are started once for each world size.
+
+So a check that leaves ranks diverged fails the next one, too.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hwfsdp import launch
+from hwfsdp.errors import FSDPError, RankError, UsageError
+
+Check = Callable[..., None]
+
+
+def pass_on(_: str, *args: Any) -> tuple[Any, ...]:
+    return args
+
+
+class RankChecks(dict[str, Check]):
+    """By name; as a decorator it adds a function. What was found is kept, so that ranks are not started again.
+
+    Args:
+        prepare: called on the ranks before each check, with its name and the arguments of `assert_holds`; returns those of
+            the check.
+    """
+
+    def __init__(self, prepare: Callable[..., tuple[Any, ...]] = pass_on) -> None:
+        super().__init__()
+        self.prepare = prepare
+        self.found: dict[Any, list[dict[str, str]]] = {}
+
+    def __call__(self, check: Check) -> Check:
+        self[check.__name__] = check
+        return check
+
+    def assert_holds(self, name: str, world_size: int, *args: Any) -> None:
+        """That this check held on every rank, like all others called with these arguments."""
+        if (world_size, args) not in self.found:
+            self.found[world_size, args] = self._run(world_size, args)
+        complaints = [
+            f"rank {rank}:\n{found[name]}"
+            for rank, found in enumerate(self.found[world_size, args])
+            if found[name]
+        ]
+        assert not complaints, "\n".join(complaints)
+
+    def _run(self, world_size: int, args: Any) -> list[dict[str, str]]:
+        try:
+            found: list[dict[str, str]] = launch(
+                _complaints, world_size, dict(self), self.prepare, args, timeout=100
+            )
+        except RankError as error:
+            return [dict.fromkeys(self, str(error))]
+        return found
+
+
+def _complaints(
+    checks: dict[str, Check], prepare: Callable[..., tuple[Any, ...]], args: Any
+) -> dict[str, str]:
+    """On a rank: check to traceback, empty where it held."""
+    found = {}
+    for name, check in checks.items():
+        try:
+            check(*prepare(name, *args))
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+def every_rank_says(value: Any) -> list[Any]:
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, value)
+    return said
+
+
+def raised(go: Callable[[], Any], kind: type[FSDPError] = UsageError) -> str:
+    """The message, which is the same on all ranks, and one line."""
+    with pytest.raises(kind) as info:
+        go()
+    messages = every_rank_says(str(info.value))
+    assert len(set(messages)) == 1 and "\n" not in messages[0], messages
+    return str(info.value)
+
+
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
