@@ -1051,5 +1051,7 @@ PROMISES.add(
 @pytest.mark.parametrize("promise, ranks, case", PROMISES.cases())
 def test_a_promise_is_kept(promise, ranks, case):
     if promise == BY_INDUCTOR and " " in torch.__file__:
-        pytest.skip("torch's inductor names its headers unquoted to the compiler: their path may have no space")
+        pytest.skip(
+            "torch's inductor names its headers unquoted to the compiler: their path may have no space"
+        )
     assert PROMISES.broken(promise, ranks, case) == []
