@@ -224,7 +224,8 @@ def test_counting_dims_from_the_end_needs_to_know_the_end(placement: Placement) 
 
 
 class Diagonal(Placement):
-    pass
+    def __str__(self) -> str:
+        return "Diagonal"
 
 
 NOT_THERE, OUTSIDE = "a dim of a tensor that has 2; got", r"one inside the mesh \(3, 2\)"
