@@ -112,7 +112,7 @@ def test_the_tree_is_what_is_under_version_control() -> None:
 
 # --- Commands ----------------------------------------------------------------------------------------------
 
-TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def commands_in(path: Path, program: str) -> Iterator[list[str]]:
