@@ -12,6 +12,7 @@ file is run once in a few commits. How long files take is in `worth.json`.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import subprocess
 from collections import Counter
@@ -38,7 +39,7 @@ def git(*command: str) -> str:
 
 
 def touched_by(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
-    """Those of the test files that are about one of the changed files."""
+    """List the test files that are about one of the changed files."""
     changed = set(changed)
     modules = {Path(name).stem for name in changed if name.startswith("hwfsdp/")}
     areas = {
@@ -57,12 +58,16 @@ def subjects(test: Path) -> set[str]:
 
 
 def portion(seconds: dict[str, float], touched: list[str], turn: int, budget: float) -> list[str]:
-    """Files that fit into the budget: first the touched ones, then the others from the `turn`-th on."""
+    """One file whose turn it is, however long it takes; then what fits into the budget: touched files, others in turn."""
     others = [test for test in sorted(seconds) if test not in touched]
-    start = turn * max(1, len(others) // 4) % max(1, len(others))
+    count = max(1, len(others))
+    step = next(
+        step for step in range(max(1, count // 4), count + 1) if math.gcd(step, count) == 1 or step == count
+    )
+    start = turn * step % count  # with no common divisor each file is the first one some time
     chosen: list[str] = []
-    for test in touched + others[start:] + others[:start]:
-        if sum(seconds[each] for each in chosen) + seconds[test] <= budget:
+    for test in others[start : start + 1] + touched + others[start + 1 :] + others[:start]:
+        if not chosen or sum(seconds[each] for each in chosen) + seconds[test] <= budget:
             chosen.append(test)
     return chosen
 

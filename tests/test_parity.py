@@ -216,7 +216,7 @@ WRAPPED = {
 
 
 def training_cases(world_size: int) -> dict[str, Case]:
-    """At two ranks every scenario, at three those of a model with uneven rows."""
+    """Two ranks run every scenario; three ranks run the scenarios of a model with uneven rows."""
     wrapped = {
         f"{name}, {how}": Case(ZOO[name], how=how)
         for how, names in WRAPPED[world_size].items()

@@ -74,7 +74,7 @@ RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^
 
 
 def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
-    """All mutants of an exercise's holes, in order, but for those that only drop a range of a profiler."""
+    """List all mutants of an exercise's holes, in order. Mutants that only drop a profiler's range are left out."""
     text = solved(course, exercise)
     found = []
     for name in exercise.hole_names:

@@ -23,7 +23,7 @@ def pass_on(_: str, *args: Any) -> tuple[Any, ...]:
 
 
 class RankChecks(dict[str, Check]):
-    """By name; as a decorator it adds a function. What was found is kept, so that ranks are not started again.
+    """Checks by name. As a decorator, it adds a function. Results are kept, so ranks start only once.
 
     Args:
         prepare: called on the ranks before each check, with its name and the arguments of `assert_holds`; returns those of
