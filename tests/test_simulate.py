@@ -110,6 +110,7 @@ def test_model_flops_are_six_per_parameter_and_token_and_twelve_for_attention() 
     assert found.tokens_per_second_per_gpu == pytest.approx(tokens / found.step_seconds)
 
 
+@pytest.mark.long
 def test_recomputing_does_not_count_as_model_flops() -> None:
     none, full = (simulate(SMALL, 2, checkpoint=how) for how in ("none", "full"))
     assert none.mfu is not None and full.mfu is not None
@@ -170,6 +171,7 @@ def test_a_model_that_is_whole_while_it_is_built_reserves_nothing_for_that() -> 
     assert whole.peak_memory_gib == on_meta.peak_memory_gib
 
 
+@pytest.mark.long
 def test_tied_weights_are_one_parameter() -> None:
     tied, apart = (simulate(replace(SMALL, tied=tied), 2).peak_by_kind for tied in (True, False))
     assert apart["sharded_param"] - tied["sharded_param"] == 4 * SMALL.vocab * SMALL.dim // 2
@@ -197,6 +199,7 @@ def test_hybrid_sharding_shards_within_a_node() -> None:
     assert hybrid.log.summary()["count_by_op"]["all_reduce"] >= groups + norm
 
 
+@pytest.mark.long
 def test_more_nodes_for_the_same_ranks_take_longer() -> None:
     slow = replace(H100, network=1e8)
     one, four = (simulate(SMALL, 8, slow, nodes=nodes) for nodes in (1, 4))
@@ -204,6 +207,7 @@ def test_more_nodes_for_the_same_ranks_take_longer() -> None:
     assert four.step_seconds > one.step_seconds
 
 
+@pytest.mark.long
 def test_where_the_host_computes_parameters_are_gathered_in_float32() -> None:
     assert simulate(SMALL, 2, replace(H100, host=True)).plan.param_dtype is torch.float32
     assert simulate(SMALL, 2).plan.param_dtype is torch.bfloat16
@@ -263,6 +267,7 @@ def test_a_model_fits_if_what_is_alive_is_within_the_memory() -> None:
     assert fit == [True, False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("batch", "share"),
     [suites.long(8, 0.6), (1, 0.93), suites.long(4, 0.28)],

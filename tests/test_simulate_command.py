@@ -137,6 +137,7 @@ def test_json_has_the_keys_that_others_read(run: Run) -> None:
     assert said.found["device"]["name"] == "h100"
 
 
+@pytest.mark.long
 def test_the_text_says_the_same_and_what_the_model_leaves_out(run: Run) -> None:
     text, found = run(*TINY).out, run(*TINY, "--json").found
     assert "gpt-tiny on 2 × h100; per GPU 1 × 128 tokens, checkpointing: none" in text
@@ -164,12 +165,14 @@ def test_resharding_is_said_with_a_word(run: Run, word: str, value: bool, gather
     assert found["summary"]["count_by_op"]["all_gather"] == gathers
 
 
+@pytest.mark.long
 def test_hybrid_sharding_replicates_across_nodes(run: Run) -> None:
     found = run("--model", "gpt-tiny", "--gpus", "4", "--nodes", "2", "--hsdp", "--json").found
     assert found["plan"]["shards"] == 2
     assert found["summary"]["bytes_by_op"]["all_reduce"] > found["summary"]["bytes_by_op"]["all_gather"] // 4
 
 
+@pytest.mark.long
 def test_a_sweep_doubles_the_gpus(run: Run) -> None:
     args = ("--model", "gpt-tiny", "--sweep", "gpus=2..5")
     found = run(*args, "--json", "--png", "curve.png").found
@@ -281,6 +284,7 @@ def test_a_broken_measurement_is_said_to_be_one(run: Run, text: str | None) -> N
     )
 
 
+@pytest.mark.long
 def test_a_measured_machine_is_a_device(run: Run) -> None:
     measured()
     own, h100 = (run(*TINY, "--device", name, "--json").found for name in (THIS_MACHINE, "h100"))
@@ -310,6 +314,7 @@ def test_what_does_not_fit_ends_with_1_and_what_is_said_to_fit_does(
     assert (again.status, again.found["fits"], again.err) == (0, True, "")
 
 
+@pytest.mark.long
 def test_the_text_of_what_does_not_fit_says_so(run: Run) -> None:
     measured(memory=1 << 20)
     said = run(*TINY, "--device", THIS_MACHINE)

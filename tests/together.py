@@ -48,12 +48,9 @@ class Together:
 
     @functools.cached_property
     def results(self) -> list[dict[str, Any]]:
-        """What was found, by name, of every rank; where the launch failed, every check found that."""
+        """What was found, by name, on each rank."""
         with mock.patch.dict(os.environ, self.environ):
-            try:
-                return launch(run_all, self.world_size, self.checks, timeout=200)
-            except RankError as error:
-                return [dict.fromkeys(self.checks, str(error))]
+            return run_together(self.checks, self.world_size)
 
     def test(self) -> Callable[..., None]:
         """A test for each of the checks, in order; an exception fails the check that raised it."""
@@ -66,7 +63,16 @@ class Together:
         return test_it
 
 
+def run_together(checks: dict[str, Check], world_size: int, timeout: float = 200) -> list[dict[str, Any]]:
+    """What each check returned, by name, on each rank. If the launch itself failed, every check found its message."""
+    try:
+        return launch(run_all, world_size, checks, timeout=timeout)
+    except RankError as error:
+        return [dict.fromkeys(checks, str(error))]
+
+
 def run_all(checks: dict[str, Check]) -> dict[str, Any]:
+    """Run checks on a rank, one after the other. The traceback of an exception stands for what its check returns."""
     found = {}
     for name, check in checks.items():
         try:

@@ -5,15 +5,15 @@ So a check that leaves ranks diverged fails the next one, too.
 
 from __future__ import annotations
 
-import traceback
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from hwfsdp import launch
-from hwfsdp.errors import FSDPError, RankError, UsageError
+from hwfsdp.errors import FSDPError, UsageError
+from together import run_together
 
 Check = Callable[..., None]
 
@@ -33,7 +33,7 @@ class RankChecks(dict[str, Check]):
     def __init__(self, prepare: Callable[..., tuple[Any, ...]] = pass_on) -> None:
         super().__init__()
         self.prepare = prepare
-        self.found: dict[Any, list[dict[str, str]]] = {}
+        self.found: dict[Any, list[dict[str, Any]]] = {}
 
     def __call__(self, check: Check) -> Check:
         self[check.__name__] = check
@@ -50,28 +50,14 @@ class RankChecks(dict[str, Check]):
         ]
         assert not complaints, "\n".join(complaints)
 
-    def _run(self, world_size: int, args: Any) -> list[dict[str, str]]:
-        try:
-            found: list[dict[str, str]] = launch(
-                _complaints, world_size, dict(self), self.prepare, args, timeout=100
-            )
-        except RankError as error:
-            return [dict.fromkeys(self, str(error))]
-        return found
+    def _run(self, world_size: int, args: Any) -> list[dict[str, Any]]:
+        checks = {name: functools.partial(_call, self.prepare, name, check, args) for name, check in self.items()}
+        return run_together(checks, world_size)
 
 
-def _complaints(
-    checks: dict[str, Check], prepare: Callable[..., tuple[Any, ...]], args: Any
-) -> dict[str, str]:
-    """On a rank: check to traceback, empty where it held."""
-    found = {}
-    for name, check in checks.items():
-        try:
-            check(*prepare(name, *args))
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
+def _call(prepare: Callable[..., tuple[Any, ...]], name: str, check: Check, args: Any) -> None:
+    """On a rank."""
+    check(*prepare(name, *args))
 
 
 def every_rank_says(value: Any) -> list[Any]:

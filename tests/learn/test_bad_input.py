@@ -209,6 +209,7 @@ def test_what_a_rank_leaves_behind_is_ended(line: str) -> None:
     assert server is not None and descendants(server) == []
 
 
+@pytest.mark.long
 def test_what_was_printed_is_kept_up_to_a_limit() -> None:
     result = graded(MATH, COURSE, with_line("print('hello', n)"))
     assert result.status == "passed"
@@ -285,6 +286,7 @@ def test_a_hole_that_is_left_fails_its_checks_only() -> None:
     assert verdicts["01.empty"] == (None, None)
 
 
+@pytest.mark.long
 def test_environment_of_the_grader_is_left_alone() -> None:
     before = dict(os.environ)
     graded(MATH, COURSE, with_line("import os; os.environ['CHEAT'] = '1'"))

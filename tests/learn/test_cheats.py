@@ -26,6 +26,7 @@ from hwfsdp.learn.rules import find_digging
 from hwfsdp.learn.submission import solution, starter
 from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import graded
+from suites import fast_are
 
 COURSE = find_course(Path(__file__))
 MATH, RINGS, FORWARD = COURSE.exercise(1), COURSE.exercise(2), COURSE.exercise(5)
@@ -164,25 +165,7 @@ CHEATS = {
 PASSES = {"a daemon"}  # a right answer, whose daemon is ended
 
 
-def leaves_nothing() -> bool:
-    server = server_pid()
-    return server is None or descendants(server) == []
-
-
-@pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_scores_nothing_and_leaves_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(os.listdir(COURSE.root))
-    result = graded(MATH, COURSE, CHEATS[name], Options(seed=2))
-    assert result.score == (MATH.points if name in PASSES else 0), described(result)
-    assert leaves_nothing()
-    assert set(os.listdir(COURSE.root)) == before
-    assert not [left for left in os.listdir(tmp_path) if left.startswith("hwfsdp")]
-    assert graded(MATH, COURSE, solution(MATH), Options(seed=2)).score == MATH.points  # the grader lives
-
-
+# What the learner is told; these score nothing because they are refused.
 NAMED = {
     "the oracles read": "opens learn/checks/shard_math.py",
     "answers brought along, compiled": "imports marshal",
@@ -204,6 +187,25 @@ NAMED = {
     "its group killed": "signal",
     "all processes killed": "signal",
 }
+
+
+def leaves_nothing() -> bool:
+    server = server_pid()
+    return server is None or descendants(server) == []
+
+
+@pytest.mark.parametrize("name", fast_are(CHEATS.keys() - NAMED.keys(), CHEATS))
+def test_a_cheat_scores_nothing_and_leaves_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(os.listdir(COURSE.root))
+    result = graded(MATH, COURSE, CHEATS[name], Options(seed=2))
+    assert result.score == (MATH.points if name in PASSES else 0), described(result)
+    assert leaves_nothing()
+    assert set(os.listdir(COURSE.root)) == before
+    assert not [left for left in os.listdir(tmp_path) if left.startswith("hwfsdp")]
+    assert graded(MATH, COURSE, solution(MATH), Options(seed=2)).score == MATH.points  # the grader lives
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -250,6 +250,7 @@ def watching(course: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.long
 def test_watch_checks_again_when_a_file_is_saved(course: Path, watching: subprocess.Popen[str]) -> None:
     assert watching.stdout is not None
 
@@ -264,6 +265,7 @@ def test_watch_checks_again_when_a_file_is_saved(course: Path, watching: subproc
     read_until("5 of 5 points")
 
 
+@pytest.mark.long
 def test_with_mine_earlier_exercises_are_the_learners_own(
     course: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

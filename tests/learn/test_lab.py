@@ -158,6 +158,7 @@ def graded(course: Course, folder: Path, text: str | bytes) -> LabGrade:
     return grade_lab(folder, course)
 
 
+@pytest.mark.long
 def test_the_key_gets_full_marks_from_a_course_that_does_not_have_it(
     course: Course, values: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ print("names", getattr(hwfsdp.group.ParamGroup.unshard.__wrapped__, "__co" + "de
 from hwfsdp"""
 
 
+@pytest.mark.long
 def test_the_compiled_bodies_of_an_exercise_cannot_be_had_while_it_is_checked(edition: Path) -> None:
     with written(edition, FORWARD, solution(FORWARD).replace("\nfrom hwfsdp", DIG, 1)):
         found = run(edition, "-m", "hwfsdp", "check", "5")
@@ -179,6 +180,7 @@ except BaseException as error:
 from hwfsdp"""
 
 
+@pytest.mark.long
 def test_what_reads_compiled_bodies_reads_nothing_else(edition: Path) -> None:
     brought = bodies.pack(compile("'brought'", "<hwfsdp.group>", "exec")).hex()
     text = solution(FORWARD).replace("\nfrom hwfsdp", BRING.replace("COMPILED", brought), 1)

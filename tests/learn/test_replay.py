@@ -28,6 +28,7 @@ def replayed(number: int, functions: dict[str, str], folder: Path) -> Replay:
     return replay(number, SEED, Course(folder, COURSE.exercises))
 
 
+@pytest.mark.long
 def test_an_answer_that_is_not_the_references_is_named(tmp_path: Path) -> None:
     floor = "def chunk_length(n, world_size):\n    return n // world_size\n"
     found = replayed(1, {"chunk_length": floor}, tmp_path)
@@ -62,6 +63,7 @@ def test_recorded_answers_are_laid_beside_each_other(tmp_path: Path) -> None:
     assert gathers[0] == gathers[1] != []
 
 
+@pytest.mark.long
 def test_an_exercise_that_is_not_begun_is_replayed_with_its_solution(tmp_path: Path) -> None:
     found = replay(1, SEED, Course(tmp_path, COURSE.exercises))
     assert found.whose == "the solution" and found.verdict.status == "passed"

@@ -74,6 +74,7 @@ def test_a_solution_that_does_not_restore_the_package_is_named(course: Course) -
     assert any("is missing" in line for line in workbook.problems(course))
 
 
+@pytest.mark.long
 def test_a_hole_of_two_exercises_is_named(course: Course) -> None:
     hole = "hwfsdp.sharding:chunk_length"
     damaged(
@@ -96,11 +97,13 @@ def test_a_name_in_calls_that_is_not_in_the_package_is_named(course: Course) -> 
     assert "Did you mean 'is_over'?" in found[0]
 
 
+@pytest.mark.long
 def test_a_module_in_calls_that_is_not_in_the_package_is_named(course: Course) -> None:
     damaged(course.exercise(9).folder / "exercise.toml", "hwfsdp.streams:", "hwfsdp.strems:")
     assert any("hwfsdp.strems" in line for line in workbook.problems(find_course(course.root)))
 
 
+@pytest.mark.long
 def test_grading_problems_are_named(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     exercise = course.exercise(1)
     wrong = workbook.solution(exercise).replace("-(-n // world_size)", "n // world_size")
