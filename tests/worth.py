@@ -70,6 +70,13 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
     ),
 }
 LEFT_OUT = {"mutants.py", "misconceptions.py"}  # a generator of mistakes, and texts
+PARTS = {  # of the grader, by folder: files of tests that are about it and about nothing else there
+    "capstone": "test_capstone test_hw_fsdp",
+    "gradebook": "test_gradebook_autograder test_gradebook_commands test_gradebook_door test_gradebook_formats"
+    " test_gradebook_run test_gradebook_submissions",
+    "lab": "test_lab",
+    "release": "test_release test_packing",
+}
 
 
 # --- As a plugin of pytest -------------------------------------------------------------------------------------
@@ -156,7 +163,7 @@ def mutated(record: Record) -> str:
 
 def copied(folder: Path) -> Path:
     """The project without what it made."""
-    made = shutil.ignore_patterns(".git", ".venv", "_build", "__pycache__", "runs", ".*_cache")
+    made = shutil.ignore_patterns(".venv", "_build", "__pycache__", "runs", ".*_cache")
     return shutil.copytree(ROOT, folder, ignore=made)
 
 
@@ -200,25 +207,33 @@ def try_out(record: Record, tree: Path, usual: dict[str, float]) -> Record:
     begun = time.monotonic()
     target = tree / record["module"]
     target.write_text(mutated(record))
-    files = cheap_first(record["area"], usual)
+    files = cheap_first(record, usual)
     noticed: list[str] = []
     try:
         for suite, failures in (("not long", FAILURES), ("long", 1)):
-            if not noticed:
-                found = outcomes(tree, usual, "-m", suite, f"--maxfail={failures}", *files)
-                noticed = [test for test, (outcome, _) in found.items() if outcome in ("failed", "begun")]
+            found = outcomes(tree, usual, "-m", suite, f"--maxfail={failures}", *files)
+            noticed = [test for test, (outcome, _) in found.items() if outcome in ("failed", "begun")]
+            if noticed:
+                break
     finally:
         shutil.copy(ROOT / record["module"], target)
     seconds = round(time.monotonic() - begun)
     return {**record, "noticed": noticed, "suite": suite if noticed else "", "seconds": seconds}
 
 
-def cheap_first(area: str, seconds: dict[str, float]) -> list[str]:
-    """Files of an area, by what their tests cost."""
+def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
+    """Files of tests for a mistake, by what their tests cost."""
     cost: Counter[str] = Counter()
     for test, took in seconds.items():
         cost[test.split("::")[0]] += took  # type: ignore[assignment]
-    names = [str(path.relative_to(ROOT)) for path in files_of(AREAS[area][1], ROOT / "tests")]
+    part = Path(record["module"]).parent.name
+    others = " ".join(files for name, files in PARTS.items() if name != part).split()
+    own = PARTS.get(part, "").split() if record["area"] == "grader" else []
+    names = [
+        str(path.relative_to(ROOT))
+        for path in files_of(AREAS[record["area"]][1], ROOT / "tests")
+        if (path.stem in own if own else path.stem not in others)
+    ]
     return sorted(names, key=lambda name: cost[name])
 
 

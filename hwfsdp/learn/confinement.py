@@ -37,7 +37,7 @@ _SYSTEM = tuple(
 )
 _WRITABLE = ("/dev/null", "/dev/zero")
 _TORCHS_OWN = Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard"
-_CHECKS = tuple(PACKAGE / "learn" / name for name in ("checks", "capstone", "lab"))
+_CHECKS = tuple(PACKAGE / "learn" / name for name in ("checks", "stations", "capstone", "lab"))
 _FIRST_USER, _USERS = (
     60_600,
     500,

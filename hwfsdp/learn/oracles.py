@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-ROOMS = ("hwfsdp.learn.checks", "hwfsdp.learn.capstone", "hwfsdp.learn.lab")
+ROOMS = ("hwfsdp.learn.checks", "hwfsdp.learn.stations", "hwfsdp.learn.capstone", "hwfsdp.learn.lab")
 _DEEPEST = 5  # of tables in tables that name functions
 
 

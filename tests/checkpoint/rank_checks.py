@@ -51,7 +51,9 @@ class RankChecks(dict[str, Check]):
         assert not complaints, "\n".join(complaints)
 
     def _run(self, world_size: int, args: Any) -> list[dict[str, Any]]:
-        checks = {name: functools.partial(_call, self.prepare, name, check, args) for name, check in self.items()}
+        checks = {
+            name: functools.partial(_call, self.prepare, name, check, args) for name, check in self.items()
+        }
         return run_together(checks, world_size)
 
 

@@ -87,10 +87,13 @@ class Ordered:
         self.shard, self.ends = shard, list[int]()
 
     def start(self) -> Callable[[], None]:
-        self.model = stack_of_blocks(NARROW, self.shard)
+        self.model = self.build()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
         self.batch = torch.zeros(1, NARROW.seq_len, NARROW.dim)
         return self.step
+
+    def build(self) -> nn.Sequential:
+        return stack_of_blocks(NARROW, self.shard)
 
     def step(self) -> None:
         self.ends.clear()
@@ -125,7 +128,11 @@ def timed(device: Device, shard: cases.Shard, with_backward: bool) -> dict[str, 
         flying: how many reductions had been started and not waited for, at most.
         step_us: of all. peak_bytes: alive at once.
     """
-    runner = Runner(own(shard), with_backward)
+    return figures_of(Runner(own(shard), with_backward), device)
+
+
+def figures_of(runner: Runner, device: Device) -> dict[str, Any]:
+    """`timed`, of any runner."""
     with watched_kernels(runner.kernels):
         found = simulate_here(lambda: runner.start(), GPUS, device)
     log = found.log
@@ -190,9 +197,12 @@ class Runner:
         self.model: Any = None
 
     def start(self) -> Callable[[], None]:
-        self.model = stack_of_blocks(WIDE, self.shard)
+        self.model = self.build()
         self.batch = torch.zeros(1, WIDE.seq_len, WIDE.dim)
         return self.step
+
+    def build(self) -> nn.Sequential:
+        return stack_of_blocks(WIDE, self.shard)
 
     def step(self) -> None:
         self.kernels.clear()

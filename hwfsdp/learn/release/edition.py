@@ -35,7 +35,7 @@ from hwfsdp.learn.submission import KEPT_STARTER, starter
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
     docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/testing.md
     docs/index.md docs/reference.md docs/conf.py docs/book.py
-    hwfsdp/learn/release/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
+    hwfsdp/learn/release/ hwfsdp/learn/stations/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
     hwfsdp/learn/killrate.py hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
     hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
 _KEPT_TESTS = "tests/exercises/"

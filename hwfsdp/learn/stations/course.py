@@ -1,0 +1,377 @@
+"""Stations 01 to 10: what is checked, on which scenarios, by which laws.
+
+A check is about behavior alone: numbers at several world sizes, bytes, collectives, waits. Whatever a file is made of inside passes,
+if it does what `fully_shard` promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.stations import laws, machines, parts, scenarios
+from hwfsdp.learn.stations.facts import probe_fsdp2, probe_memory, probe_replicate, probe_training
+from hwfsdp.learn.stations.scenarios import Scenario
+from hwfsdp.learn.verdict import Check, Finding, Judge
+
+THREE = 3  # ranks: with two of them, a sum over the ranks looks like a gradient that counts twice
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+PLAIN = Scenario("a GPT")
+DEEP = Scenario("a deep GPT", "deep")
+BREAKING = tuple(
+    Scenario(name, model)
+    for name, model in {
+        "tied weights": "tied",
+        "frozen layers": "frozen",
+        "a layer that runs twice": "twice",
+        "unused parameters": "unused",
+        "recomputed layers": "recomputed",
+        "nested units": "nested",
+    }.items()
+)
+WIDE = tuple(
+    Scenario(each.name, f"wide and {each.model}") for each in BREAKING if each.model not in ("tied", "twice")
+)
+BY_MODEL = {scenario.model: scenario for scenario in BREAKING}
+MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32)))
+CASTS = Scenario(
+    "bf16, output in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32), ("output_dtype", FP32))
+)
+REDUCED_LOW = Scenario("fp32, reduced in bf16", policy=(("reduce_dtype", BF16),))
+PRECISIONS = (MIXED, CASTS, REDUCED_LOW)
+ADDED = Scenario("micro-batches, reduced each time", micros=3, steps=2)
+SUMMED = Scenario("micro-batches, reduced at last", micros=3, steps=2, sync_last=True)
+KEPT = Scenario("micro-batches, whole until the last", micros=3, steps=2, sync_last=True, keep=True)
+WHOLE = Scenario("reshard_after_forward=False", steps=2, reshard=False)
+ACCUMULATED = (SUMMED, KEPT, WHOLE)
+
+
+# --- Facts, by scenario ------------------------------------------------------------------------------------
+
+
+class Together(NamedTuple):
+    """Scenarios that are run in one go."""
+
+    scenarios: tuple[Scenario, ...]
+
+    def found(self, ranks: Ranks, seed: int, scenario: Scenario, size: int = THREE) -> list[Any]:
+        return ranks.run(probe_training, size, seed=seed, scenarios_=self.scenarios)[scenario.name]
+
+    def fsdp2(self, ranks: Ranks, seed: int, scenario: Scenario, size: int) -> list[Any]:
+        return ranks.reference(probe_fsdp2, size, seed=seed, scenarios_=self.scenarios)[scenario.name]
+
+
+NAIVE, BROKEN = Together((PLAIN, ADDED)), Together(BREAKING)
+PRECISE, GRADUAL = Together(PRECISIONS), Together(ACCUMULATED)
+
+
+def memory_of(ranks: Ranks, seed: int, scenario: Scenario) -> list[Any]:
+    return ranks.run(probe_memory, THREE, seed=seed, scenarios_=(scenario,))[f"{scenario.name}, memory"]
+
+
+# --- 03 Naive FSDP -----------------------------------------------------------------------------------------
+
+
+def judge_replicate(ranks: Ranks, seed: int) -> None:
+    found = ranks.run(probe_replicate, THREE, seed=seed, scenario=PLAIN)["replicate"]
+    oracle = laws.unsharded(PLAIN, seed, THREE)["grads"][0]
+    for rank, grads in enumerate(found):
+        for name, expected in oracle.items():
+            laws.compare_whole_gradient(f"{name}, rank {rank}, replicated", grads[name], expected, THREE)
+
+
+def judge_rows(ranks: Ranks, seed: int) -> None:
+    laws.same_rows(NAIVE.found(ranks, seed, PLAIN), PLAIN, seed)
+
+
+def judge_forward(ranks: Ranks, seed: int) -> None:
+    found = NAIVE.found(ranks, seed, PLAIN)
+    laws.same_first_losses(found, PLAIN, seed)
+    laws.gathered(found, PLAIN, "forward")
+
+
+def judge_trains(ranks: Ranks, seed: int) -> None:
+    for scenario in NAIVE.scenarios:
+        laws.same_numbers(NAIVE.found(ranks, seed, scenario), scenario, seed)
+    for size in (1, 2):
+        laws.same_numbers(NAIVE.found(ranks, seed, PLAIN, size), PLAIN, seed)
+
+
+FREED = {"forward": "not-freed", "between": "not-freed", "backward": "not-freed", "after": "not-freed"}
+
+
+def judge_memory(ranks: Ranks, seed: int) -> None:
+    """One unit is whole at a time, beside a buffer for what travels."""
+    laws.bounded(
+        memory_of(ranks, seed, DEEP),
+        DEEP,
+        {"after": 0.6, "between": 0.6, "forward": 3.6, "backward": 4.6},
+        FREED,
+    )
+
+
+# --- 04 It breaks ------------------------------------------------------------------------------------------
+
+
+def judge_model(model: str) -> Judge:
+    def judge(ranks: Ranks, seed: int) -> None:
+        scenario = BY_MODEL[model]
+        found = BROKEN.found(ranks, seed, scenario)
+        laws.same_rows(found, scenario, seed)
+        laws.same_numbers(found, scenario, seed)
+
+    return judge
+
+
+def judge_freed(ranks: Ranks, seed: int) -> None:
+    """Nothing stays whole after a step, whatever the model."""
+    for scenario in WIDE:
+        found = ranks.run(probe_memory, THREE, seed=seed, scenarios_=WIDE)[f"{scenario.name}, memory"]
+        laws.bounded(found, scenario, {"after": 0.6}, FREED)
+
+
+# --- 05 Groups ---------------------------------------------------------------------------------------------
+
+
+def judge_one(ranks: Ranks, seed: int) -> None:
+    found = NAIVE.found(ranks, seed, PLAIN)
+    units = len(scenarios.build(PLAIN, seed).units)
+    laws.counts(found, PLAIN, "forward", "all_gather", units, "one-by-one", "not-gathered")
+    laws.counts(found, PLAIN, "backward", "reduce_scatter", units, "one-by-one", "not-reduced")
+    # the model itself is still whole when the backward begins, or is gathered again
+    laws.counts_between(
+        found, PLAIN, "backward", "all_gather", (units - 1, units), "one-by-one", "never-resharded"
+    )
+
+
+def judge_bytes(ranks: Ranks, seed: int) -> None:
+    """What was measured is what the learner's own function says."""
+    found = NAIVE.found(ranks, seed, PLAIN)
+    shapes = [tuple(p.shape) for p in scenarios.build(PLAIN, seed).model.parameters()]
+    said = ranks.run(parts.probe_own_traffic, 1, seed=seed, shapes=shapes, size=THREE)["own"][0]
+    laws.bytes_moved(
+        found, PLAIN, "", "reduce_scatter", said["reduce_scatter"], "too-much-traffic", "too-little-traffic"
+    )
+    laws.bytes_moved(
+        found, PLAIN, "", "all_gather", said["all_gather"], "too-much-traffic", "too-little-traffic"
+    )
+
+
+def judge_grouped(ranks: Ranks, seed: int) -> None:
+    for scenario in BREAKING:
+        laws.same_numbers(BROKEN.found(ranks, seed, scenario), scenario, seed)
+
+
+# --- 06 Mixed precision ------------------------------------------------------------------------------------
+
+
+def judge_wire(ranks: Ranks, seed: int) -> None:
+    for scenario in PRECISIONS:
+        policy = dict(scenario.policy)
+        found = PRECISE.found(ranks, seed, scenario, 2)
+        gathers = str(policy.get("param_dtype", FP32)).removeprefix("torch.")
+        laws.dtypes(found, scenario, "all_gather", gathers, "gathered-in-wrong-dtype")
+        reductions = str(policy["reduce_dtype"]).removeprefix("torch.")
+        laws.dtypes(found, scenario, "reduce_scatter", reductions, "reduced-in-wrong-dtype")
+
+
+def judge_precise(ranks: Ranks, seed: int) -> None:
+    for scenario in PRECISIONS:
+        found, oracle = PRECISE.found(ranks, seed, scenario, 2), PRECISE.fsdp2(ranks, seed, scenario, 2)
+        laws.same_bits(found, oracle, scenario)
+
+
+def judge_casts(ranks: Ranks, seed: int) -> None:
+    for scenario, expected in ((MIXED, BF16), (CASTS, FP32)):
+        for rank, facts in enumerate(PRECISE.found(ranks, seed, scenario, 2)):
+            if facts["output"] != str(expected):
+                message = f"{scenario.name}, rank {rank}: the model returns {facts['output']}."
+                raise Finding("wrong-dtype", message, str(expected), facts["output"])
+
+
+def judge_masters(ranks: Ranks, seed: int) -> None:
+    for scenario in PRECISIONS:
+        found = PRECISE.found(ranks, seed, scenario, 2)
+        laws.same_rows(found, scenario, seed)
+        laws.kept_in(found, scenario, FP32)
+
+
+LOUD = Scenario("loud gradients", "loud", steps=1, policy=(("param_dtype", FP16), ("reduce_dtype", FP32)))
+LOUDLY = Together((LOUD,))
+
+
+def judge_overflow(ranks: Ranks, seed: int) -> None:
+    """The mean fits into fp16, the sum does not."""
+    found = LOUDLY.found(ranks, seed, LOUD)
+    for rank, facts in enumerate(found):
+        for name, grad in facts["grads"][0].items():
+            if grad is not None and not grad.isfinite().all():
+                message = f"{LOUD.name}, rank {rank}: the gradient of {name} is not finite."
+                raise Finding("overflowed", message, "finite numbers", str(grad.flatten()[0].item()))
+    laws.same_numbers(found, LOUD._replace(policy=()), seed, tolerance=0.05)
+
+
+# --- 07 Accumulation ---------------------------------------------------------------------------------------
+
+
+def judge_sync(ranks: Ranks, seed: int) -> None:
+    found = GRADUAL.found(ranks, seed, SUMMED)
+    units = len(scenarios.build(SUMMED, seed).units)
+    for micro in range(SUMMED.micros - 1):
+        laws.counts(
+            found, SUMMED, f"backward {micro}", "reduce_scatter", 0, "reduced-too-often", "not-reduced"
+        )
+    last = f"backward {SUMMED.micros - 1}"
+    laws.counts(found, SUMMED, last, "reduce_scatter", units, "reduced-too-often", "not-reduced")
+
+
+def judge_summed(ranks: Ranks, seed: int) -> None:
+    for scenario in (SUMMED, KEPT):
+        laws.same_numbers(GRADUAL.found(ranks, seed, scenario), scenario, seed)
+
+
+def judge_whole(ranks: Ranks, seed: int) -> None:
+    found = GRADUAL.found(ranks, seed, WHOLE)
+    laws.counts(found, WHOLE, "backward", "all_gather", 0, "resharded-anyway", "not-gathered")
+    laws.same_numbers(found, WHOLE, seed)
+
+
+def judge_kept(ranks: Ranks, seed: int) -> None:
+    found = GRADUAL.found(ranks, seed, KEPT)
+    laws.counts(found, KEPT, "forward 1", "all_gather", 0, "resharded-anyway", "not-gathered")
+    laws.same_numbers(found, KEPT, seed)
+
+
+# --- The stations ------------------------------------------------------------------------------------------
+
+
+class Station(NamedTuple):
+    """A station: its number, the folder's topic, and its checks."""
+
+    number: str
+    topic: str
+    checks: tuple[Check, ...]
+
+    @property
+    def points(self) -> int:
+        return sum(check.points for check in self.checks)
+
+
+def _station(number: str, topic: str, *checks: tuple[str, int, str, Judge]) -> Station:
+    return Station(
+        number,
+        topic,
+        tuple(Check(f"{number}.{name}", sentence, points, judge) for name, points, sentence, judge in checks),
+    )
+
+
+STATIONS: Sequence[Station] = (
+    _station(
+        *("01", "rows"),
+        ("padded", 2, "every rank sends as many rows as the first one has", parts.judge_padded),
+        ("rows", 3, "each rank's rows are those of torch.chunk, for all sizes up to 64", parts.judge_rows),
+    ),
+    _station(
+        *("02", "ring"),
+        (
+            "gather",
+            3,
+            "a ring brings every rank's piece to every rank, and sends no byte too many",
+            parts.judge_gather,
+        ),
+        ("reduce", 3, "a ring brings each rank its sum, and sends no byte too many", parts.judge_reduce),
+    ),
+    _station(
+        *("03", "naive_fsdp"),
+        ("replicate", 2, "replicas get the mean gradient", judge_replicate),
+        ("rows", 2, "parameters are this rank's rows", judge_rows),
+        (
+            "forward",
+            2,
+            "a forward gathers what it needs, and computes what the model computed before",
+            judge_forward,
+        ),
+        ("trains", 4, "three steps of training are those without sharding", judge_trains),
+        ("memory", 2, "one unit is whole at a time, and none after a step", judge_memory),
+    ),
+    _station(
+        *("04", "it_breaks"),
+        ("tied", 2, "tied weights stay one parameter", judge_model("tied")),
+        (
+            "frozen",
+            2,
+            "frozen weights are gathered as long as they are needed, and get no gradient",
+            judge_model("frozen"),
+        ),
+        ("twice", 1, "a layer may run twice", judge_model("twice")),
+        ("unused", 1, "a layer may be left out", judge_model("unused")),
+        ("recomputed", 2, "a layer may be recomputed in the backward", judge_model("recomputed")),
+        ("nested", 1, "a unit may hold another, and return several tensors", judge_model("nested")),
+        ("memory", 1, "nothing stays whole after a step of any of them", judge_freed),
+    ),
+    _station(
+        *("05", "groups"),
+        ("one", 3, "a unit travels in one collective", judge_one),
+        (
+            "closed_forms",
+            3,
+            "the bytes of DDP, ZeRO-1, 2, 3 and hybrid sharding, in closed form",
+            parts.judge_traffic,
+        ),
+        ("bytes", 2, "measured bytes are those of your own closed form", judge_bytes),
+        ("numbers", 1, "models that broke still train", judge_grouped),
+    ),
+    _station(
+        *("06", "mixed_precision"),
+        ("wire", 2, "parameters and gradients travel in the dtypes of the policy", judge_wire),
+        ("numbers", 2, "losses and gradients are FSDP2's, bit for bit", judge_precise),
+        ("casts", 1, "inputs and outputs are cast as the policy says", judge_casts),
+        ("shards", 1, "rows, gradients and the optimizer stay in fp32", judge_masters),
+        ("overflow", 1, "what overflows in fp16 is reduced in fp32", judge_overflow),
+    ),
+    _station(
+        *("07", "accumulation"),
+        ("sync", 2, "only the last micro-batch reduces", judge_sync),
+        ("gradients", 2, "gradients are the sums over all micro-batches", judge_summed),
+        ("whole", 1, "without resharding after forward, a backward gathers nothing", judge_whole),
+        ("keep", 1, "parameters can stay whole from one micro-batch to the next", judge_kept),
+    ),
+    _station(
+        *("08", "streams"),
+        ("races", 4, "whoever reads or writes memory waits for those before", machines.judge_races),
+        ("overlap", 3, "on a GPU, gathers of a forward travel while it computes", machines.judge_overlap),
+        ("memory", 2, "one unit is gathered ahead, no more", machines.judge_ahead),
+    ),
+    _station(
+        *("09", "forward_prefetch"),
+        (
+            "exposed",
+            4,
+            "on a host, the next gather starts before this unit computes",
+            machines.judge_forward_prefetch,
+        ),
+        ("order", 1, "each unit is gathered once in a forward", machines.judge_forward_order),
+        ("peak", 2, "one unit is gathered ahead, no more", machines.judge_forward_peak),
+    ),
+    _station(
+        *("10", "backward_prefetch"),
+        (
+            "gathers",
+            3,
+            "in a backward, the next gather starts before this unit's backward",
+            machines.judge_backward_prefetch,
+        ),
+        ("reductions", 3, "gradients travel while the next unit computes its own", machines.judge_reductions),
+        ("bound", 2, "one reduction is in flight at a time", machines.judge_bound),
+        ("peak", 1, "bytes alive in a step are bounded", machines.judge_peak),
+    ),
+)
+
+
+def station(number: int | str) -> Station:
+    """The station of a number, 1 to 10."""
+    return STATIONS[int(number) - 1]

@@ -1,0 +1,229 @@
+"""What ranks do with a learner's file, and report. Everything is seen from outside: what is registered, computed, sent, kept.
+
+A fact is data: numbers, names, bytes. `laws` holds them against oracles.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp import events
+from hwfsdp.learn.capstone.runs import attempt_together
+from hwfsdp.learn.capstone.witness import Witness, witnessed
+from hwfsdp.learn.checks.lifetimes import ready
+from hwfsdp.learn.run import Report
+from hwfsdp.learn.stations import scenarios
+from hwfsdp.learn.stations.scenarios import Built, Scenario
+from hwfsdp.recording import record
+
+FILE = "my_fsdp"
+LR = 0.3
+Shard = Callable[..., Any]
+
+
+def learners() -> Any:
+    """The learner's file, which this rank has run."""
+    return sys.modules[f"submitted_{FILE}"]
+
+
+def torchs() -> Shard:
+    """torch's `fully_shard`: an oracle."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return partial(fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Train each model with the learner's file."""
+    ready()
+    for scenario in scenarios_:
+        attempt_together(report, scenario.name, partial(trained, scenario, seed, learners().fully_shard))
+
+
+def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Train each model with torch's FSDP2."""
+    for scenario in scenarios_:
+        report[scenario.name] = trained(scenario, seed, torchs())
+
+
+def sharded(built: Built, scenario: Scenario, shard: Shard) -> nn.Module:
+    """The model, its units sharded from the inside out."""
+    for _, module in built.units:
+        shard(module, **scenario.options(module is built.model))
+    return built.model
+
+
+# --- Training ----------------------------------------------------------------------------------------------
+
+
+def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
+    """Train, and record the second step.
+
+    Returns:
+        rows: by name, what this rank has of each parameter after `fully_shard` (`described`). places: names of each parameter.
+        losses: [step][micro-batch]. grads: [step], by name, this rank's rows; None without a gradient.
+        moves: collectives of the second step, by phase ("forward 0", "backward 0", …): [op, owner, bytes, dtype].
+        output: dtype of the model's output. after: `described` after the last step.
+    """
+    model = sharded(scenarios.build(scenario, seed), scenario, shard)
+    params = dict(model.named_parameters())
+    rows, places = described(model), places_of(model)
+    optimizer = torch.optim.SGD([p for p in params.values() if p.requires_grad], lr=LR, foreach=False)
+    losses, grads = list[Any](), list[Any]()
+    moves: dict[str, list[Any]] = {}
+    for step in range(scenario.steps):
+        spans: dict[str, tuple[int, int]] = {}
+        with record() as log:
+            losses.append(_step(model, scenario, seed, step, spans))
+        if step == min(1, scenario.steps - 1):
+            seqs = log.collectives()
+            moves = {
+                phase: [[e.op, e.owner, e.bytes, e.dtype] for e in seqs if start <= e.seq < end]
+                for phase, (start, end) in spans.items()
+            }
+        grads.append({name: local(param.grad) for name, param in params.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        output = str(model(scenarios.batch_of(model, seed, 0, 0)).dtype)
+    found = {"rows": rows, "places": places, "losses": losses, "grads": grads}
+    return found | {"moves": moves, "output": output, "after": described(model)}
+
+
+def _step(
+    model: Any, scenario: Scenario, seed: int, step: int, spans: dict[str, tuple[int, int]]
+) -> list[Tensor]:
+    losses = []
+    for micro in range(scenario.micros):
+        last = micro == scenario.micros - 1
+        if scenario.sync_last:
+            model.set_requires_gradient_sync(last)
+        if scenario.keep:
+            model.set_reshard_after_backward(last)
+        batch = scenarios.batch_of(model, seed, dist.get_rank(), step * scenario.micros + micro)
+        begin = _now()
+        loss = scenarios.loss_of(model, batch)
+        losses.append(loss.detach().clone())
+        spans[f"forward {micro}"] = begin, _now()
+        loss.backward()
+        spans[f"backward {micro}"] = spans[f"forward {micro}"][1], _now()
+    return losses
+
+
+def _now() -> int:
+    """How many events the recording has."""
+    recorder = events.active()
+    return len(recorder.drafts) if recorder else 0
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """What is registered, by name: this rank's rows as data, and whether it is a trainable nn.Parameter."""
+    return {
+        name: {
+            "rows": local(param),
+            "is_parameter": isinstance(param, nn.Parameter),
+            "requires_grad": param.requires_grad,
+        }
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def places_of(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, sorted; a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return sorted(sorted(of_one) for of_one in names.values())
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    """What this rank has of a tensor, in memory of its own."""
+    if tensor is None:
+        return None
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach().clone()
+
+
+def probe_replicate(report: Report, seed: int, scenario: Scenario) -> None:
+    """One step of a model that the learner's file replicates: its gradients, by name."""
+    ready()
+    attempt_together(report, "replicate", partial(replicated, scenario, seed))
+
+
+def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
+    model = scenarios.build(scenario, seed).model
+    learners().replicate(model)
+    scenarios.loss_of(model, scenarios.batch_of(model, seed, dist.get_rank(), 0)).backward()
+    return {name: local(param.grad) for name, param in model.named_parameters()}
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+def probe_memory(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Bytes that are alive in steps of a model, with the learner's file and without sharding."""
+    ready()
+    for scenario in scenarios_:
+        attempt_together(report, f"{scenario.name}, memory", partial(remembered, scenario, seed))
+
+
+def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
+    """Bytes alive besides shards and their gradients, less those that the same model has without sharding.
+
+    Returns:
+        forward, backward: at the peak of each, in a second step. between: from the one to the other. after: the step. unit: of
+        the largest unit, whole and padded.
+    """
+    units = scenarios.build(scenario, seed).units
+    unit = max(_whole_bytes(module, units) for _, module in units)
+    with witnessed() as witness:
+        plain = _moments(scenario, seed, None, witness)
+        found = _moments(scenario, seed, learners().fully_shard, witness)
+    return {moment: found[moment] - plain[moment] for moment in found} | {"unit": unit}
+
+
+def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
+    """Of the parameters that a unit owns: those of units inside are theirs."""
+    inner = {
+        p
+        for _, other in units
+        if other is not module and other in set(module.modules())
+        for p in other.parameters()
+    }
+    size = dist.get_world_size()
+    return sum(size * -(-len(p) // size) * p.shape[1:].numel() * 4 for p in set(module.parameters()) - inner)
+
+
+def _moments(scenario: Scenario, seed: int, shard: Shard | None, witness: Witness) -> dict[str, int]:
+    built = scenarios.build(scenario, seed)
+    model = sharded(built, scenario, shard) if shard is not None else built.model
+    batch, found = scenarios.batch_of(model, seed, dist.get_rank(), 0)[:1, :4], {}
+    for _ in range(2):
+        model.zero_grad()
+        gc.collect()
+        before = witness.mark()
+        loss = scenarios.loss_of(model, batch)
+        found["forward"], found["between"] = witness.peak - before, witness.alive() - before
+        witness.mark()
+        loss.backward()
+        own = sum(_bytes(param.grad) for param in model.parameters())
+        found["backward"] = witness.peak - before - own
+        del loss
+        gc.collect()
+        found["after"] = witness.alive() - before - own
+    return found
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return 0 if part is None else part.numel() * part.element_size()

@@ -1,0 +1,166 @@
+"""Stations 08 to 10, judged on the virtual machines of `clocked`: waits first, then times, then bytes.
+
+Targets are what the reference needs, and a tenth more. A test holds both together.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from hwfsdp.learn.capstone.clock import exposed_of
+from hwfsdp.learn.capstone.overlap import _misconception, _names_of_memory, _part
+from hwfsdp.learn.run import Ranks, Run
+from hwfsdp.learn.stations.clocked import probe_clock, probe_order
+from hwfsdp.learn.verdict import Finding
+from hwfsdp.order import find_races
+
+GPU_FORWARD_US = 350.0  # of gathers in a forward on the GPU that nothing hides: those of the first unit
+HOST_FORWARD_US = 15_500.0  # the same on the host
+HOST_BACKWARD_US = 15_500.0  # of gathers in a backward on the host: those of the last unit
+HOST_REDUCTIONS_US = 16_000.0  # of reductions in a step on the host: those of the first unit
+AHEAD = 332_000_000  # bytes alive at once in a step with at most one unit ahead in forward
+PEAK = 390_000_000  # bytes alive at once in a step on the host, with one unit ahead and one reduction behind
+
+
+def judge_races(ranks: Ranks, seed: int, part: str = "") -> None:
+    """Whoever reads or writes memory waits for those that wrote or read it. Memory that is let go is written next by others.
+
+    Args:
+        part: "forward", "backward" or "reduction"; without one, all of them.
+    """
+    (reported,) = ranks.run(probe_order, 1, seed=seed)["order"]
+    log = Run([{"log": reported["log"]}]).log()
+    names = _names_of_memory(log.events)
+    for race in find_races(log):
+        if part in ("", _part(race, reported["ends"], names)):
+            sentence = race.sentence
+            if name := names.get(race.storage):
+                sentence = sentence.replace(f"memory {race.storage}:", f"memory {race.storage}, {name}:", 1)
+            raise Finding(_misconception(race), sentence)
+
+
+def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
+    """Of a step on "gpu" or "host": see `capstone.clock.timed`."""
+    found: dict[str, Any] = ranks.run(probe_clock, 1, seed=seed)[machine][0]
+    return found
+
+
+def _gathers(found: dict[str, Any], in_backward: bool) -> list[list[Any]]:
+    return [each for each in found["gathers"] if each[3] is in_backward]
+
+
+def _compare_exposed(
+    where: str, travels: list[list[Any]], exposed: float, target: float, misconception: str
+) -> None:
+    if exposed > target:
+        bare = [each for each in travels if each[2] > 0.5 * (each[1] - each[0])]
+        message = (
+            f"{where} travel for {exposed:,.0f} µs while nothing is computed; target {target:,.0f} µs. "
+            f"{len(bare)} of {len(travels)} are not hidden by anything."
+        )
+        raise Finding(misconception, message, target, round(exposed))
+
+
+def _compare_peak(where: str, found: dict[str, Any], limit: int, misconception: str) -> None:
+    if found["peak_bytes"] > limit:
+        message = f"{where}: {found['peak_bytes']:,} B are alive at once; bound {limit:,} B."
+        raise Finding(misconception, message, limit, found["peak_bytes"])
+
+
+def _nothing(what: str, misconception: str) -> Finding:
+    return Finding(misconception, f"{what} gathers nothing.", "an all-gather for each of 5 units", "none")
+
+
+# --- 08 Streams --------------------------------------------------------------------------------------------
+
+
+def judge_overlap(ranks: Ranks, seed: int) -> None:
+    judge_races(ranks, seed, "forward")
+    found = figures(ranks, seed, "gpu")
+    if not (gathers := _gathers(found, False)):
+        raise _nothing("A forward on the virtual GPU", "not-gathered")
+    exposed = exposed_of(found).forward
+    _compare_exposed("A forward on the virtual GPU: gathers", gathers, exposed, GPU_FORWARD_US, "no-overlap")
+
+
+def judge_ahead(ranks: Ranks, seed: int) -> None:
+    _compare_peak("A step on the virtual GPU", figures(ranks, seed, "gpu"), PEAK, "unbounded-prefetch")
+
+
+# --- 09 Forward prefetch -----------------------------------------------------------------------------------
+
+
+def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
+    judge_races(ranks, seed, "forward")
+    found = figures(ranks, seed, "host")
+    if not (gathers := _gathers(found, False)):
+        raise _nothing("A forward on the virtual host", "not-gathered")
+    exposed = exposed_of(found).forward
+    _compare_exposed(
+        "A forward on the virtual host: gathers", gathers, exposed, HOST_FORWARD_US, "not-prefetched"
+    )
+
+
+def judge_forward_order(ranks: Ranks, seed: int) -> None:
+    found = figures(ranks, seed, "host")
+    _gathered_once("A forward on the virtual host", _gathers(found, False))
+
+
+def _gathered_once(where: str, gathers: list[list[Any]]) -> None:
+    if len(gathers) != 5:
+        owners = ", ".join(name for name, _ in groupby(each[4] for each in gathers))
+        message = f"{where} has {len(gathers)} all-gathers for 5 units ({owners})."
+        raise Finding("gathered-again" if len(gathers) > 5 else "not-gathered", message, 5, len(gathers))
+
+
+def judge_forward_peak(ranks: Ranks, seed: int) -> None:
+    judge_forward_prefetch(ranks, seed)
+    _compare_peak("A step on the virtual host", figures(ranks, seed, "host"), PEAK, "unbounded-prefetch")
+
+
+# --- 10 Backward prefetch, reductions behind ---------------------------------------------------------------
+
+
+def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
+    judge_races(ranks, seed, "backward")
+    found = figures(ranks, seed, "host")
+    gathers = _gathers(found, True)
+    if not gathers:
+        raise _nothing("A backward on the virtual host", "never-resharded")
+    _gathered_once("A backward on the virtual host", gathers)
+    exposed = exposed_of(found).backward
+    _compare_exposed(
+        "A backward on the virtual host: gathers", gathers, exposed, HOST_BACKWARD_US, "not-prefetched"
+    )
+
+
+def judge_reductions(ranks: Ranks, seed: int) -> None:
+    judge_races(ranks, seed, "reduction")
+    found = figures(ranks, seed, "host")
+    if not found["reductions"]:
+        raise Finding("not-reduced", "A step on the virtual host reduces nothing.", "5 reductions", 0)
+    exposed = exposed_of(found).reductions
+    _compare_exposed(
+        "A step on the virtual host: gradients",
+        found["reductions"],
+        exposed,
+        HOST_REDUCTIONS_US,
+        "no-overlap",
+    )
+
+
+def judge_bound(ranks: Ranks, seed: int) -> None:
+    judge_reductions(ranks, seed)
+    flying = figures(ranks, seed, "host")["flying"]
+    if flying > 2:
+        message = (
+            f"A step on the virtual host: {flying} reductions are started that compute has not waited for."
+        )
+        raise Finding("unbounded-reductions", message, "at most 2", flying)
+
+
+def judge_peak(ranks: Ranks, seed: int) -> None:
+    judge_backward_prefetch(ranks, seed)
+    judge_reductions(ranks, seed)
+    _compare_peak("A step on the virtual host", figures(ranks, seed, "host"), PEAK, "unbounded-reductions")

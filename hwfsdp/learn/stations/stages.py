@@ -1,0 +1,83 @@
+"""The reference file at each station, made from one text with marks.
+
+`my_fsdp.py` beside this module is the file as it is after station 10, and it runs as it stands. Marks in it keep what it was before:
+
+    # @08                       from station 08 on
+    stream.wait(event)
+    # @03                       from 03 to 07
+    # | wait()
+    # @end                      before 03: nothing
+
+The first lines of a block are the newest. Older ones stand below, each line as it was, after `# | `. A block may hold other blocks:
+a mark with a larger number than the lines around it begins one. Station 00 is the starter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+LAST = 10
+SOURCE = Path(__file__).with_name("my_fsdp.py")
+_MARK = re.compile(r"\s*# @(\d\d|end)$")
+_OLD = re.compile(r"\s*# \|(?: (.*))?$")
+
+
+def stage(number: int, marked: str | None = None) -> str:
+    """Return the file as it is after a station, 0 to 10, without marks.
+
+    Raises:
+        ValueError: the marks do not fit together.
+    """
+    lines = (SOURCE.read_text() if marked is None else marked).splitlines()
+    return _spaced(_lines(iter(enumerate(lines, 1)), number, None))
+
+
+def _lines(
+    lines: Iterator[tuple[int, str]], number: int, since: int | None, keep: bool = True
+) -> Iterator[str]:
+    """Yield the lines that are there at a station, up to the end of the block that began at station `since`."""
+    taken = since is None or since <= number  # whether the lines that come next are wanted
+    done = taken and since is not None
+    for place, line in lines:
+        mark = _MARK.match(line)
+        if mark is None:
+            old = _OLD.match(line)
+            if keep and taken:
+                yield (old[1] or "") if old else line
+        elif mark[1] == "end":
+            if since is None:
+                raise ValueError(f"line {place}: an end without a block")
+            return
+        elif since is None or int(mark[1]) > since:
+            yield from _lines(lines, number, int(mark[1]), keep and taken)
+        elif int(mark[1]) == since:
+            raise ValueError(f"line {place}: {mark[1]} again")
+        else:
+            since = int(mark[1])
+            taken, done = not done and since <= number, done or since <= number
+    if since is not None:
+        raise ValueError(f"a block of station {since:02} does not end")
+
+
+def _spaced(lines: Iterator[str]) -> str:
+    """Put two blank lines before what begins in the first column, and one before a method; no others in a row."""
+    found: list[str] = []
+    blank = 0
+    for line in lines:
+        if not line:
+            blank += 1
+            continue
+        before = found[-1] if found else ""
+        indent = len(line) - len(line.lstrip())
+        begins = re.match(r"\s*(class |def |@|# ---)", line) is not None
+        goes_on = before.lstrip().startswith(("@", "#")) or before.endswith(":")
+        if found and begins and not goes_on:
+            blank = 2 if indent == 0 else max(blank, 1 if indent == 4 else 0)
+        elif indent == 0 and before.startswith(" ") and not line.startswith((")", "]", "}", '"')):
+            blank = 2
+        found += [""] * min(blank, 2 if indent == 0 else 1)
+        found.append(line)
+        blank = 0
+    return "\n".join(found) + "\n"
