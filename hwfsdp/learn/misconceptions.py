@@ -230,6 +230,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "freed-too-early": Misconception(
         "memory is freed before it was used", "Who still reads it, and when is that over?"
     ),
+    "read-while-freed": Misconception(
+        "a weight is read while its memory is free",
+        "Who still needs this weight at that moment, and who gave its memory back before?",
+    ),
     "replaced-not-resized": Misconception(
         "a new tensor took the place of the old one",
         "Autograd saved the old one in forward: how does it come to see the memory again?",

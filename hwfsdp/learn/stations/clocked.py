@@ -66,7 +66,8 @@ def ordered() -> dict[str, Any]:
 
 
 def probe_clock(report: Report, seed: int) -> None:
-    for name, device, backward in (("gpu", GPU, True), ("host", HOST, True)):
+    """Steps on both machines, and a forward on the host."""
+    for name, device, backward in (("gpu", GPU, True), ("host", HOST, True), ("forward", HOST, False)):
         attempt_together(report, name, partial(timed, device, backward))
 
 

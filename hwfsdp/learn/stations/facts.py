@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import events
+from hwfsdp.compat import DispatchMode
 from hwfsdp.learn.capstone.runs import attempt_together
 from hwfsdp.learn.capstone.witness import Witness, witnessed
 from hwfsdp.learn.checks.lifetimes import ready
@@ -83,8 +84,8 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
     moves: dict[str, list[Any]] = {}
     for step in range(scenario.steps):
         spans: dict[str, tuple[int, int]] = {}
-        with record() as log:
-            losses.append(_step(model, scenario, seed, step, spans))
+        with record() as log, Guarded() as guarded:  # type: ignore[no-untyped-call]
+            losses.append(_step(model, scenario, seed, step, spans, guarded))
         if step == min(1, scenario.steps - 1):
             seqs = log.collectives()
             moves = {
@@ -100,8 +101,48 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
     return found | {"moves": moves, "output": output, "after": described(model)}
 
 
+class WeightGone(Exception):
+    """A tensor was read while its memory was free."""
+
+
+class Guarded(DispatchMode):
+    """Refuses operators on tensors whose memory is free, which would read whatever is at address 0.
+
+    Attributes:
+        began: how many events the recording had when the forward, or the backward, began.
+    """
+
+    began, phase = 0, "forward"
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls operators on its local parts, which are seen
+        name = op.name().partition("::")[2].partition(".")[0]
+        looks_only = name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
+        if not looks_only and any(isinstance(value, Tensor) and not is_there(value) for value in args):
+            recorder = events.active()
+            drafts = recorder.drafts[self.began :] if recorder else []
+            gathers = sum(draft.op == "all_gather" for draft in drafts)
+            raise WeightGone(
+                f"{name} reads memory that is free; all-gathers of this {self.phase} so far: {gathers}"
+            )
+        return op(*args, **(kwargs or {}))
+
+    def begin(self, phase: str) -> int:
+        """A phase begins; how many events there are."""
+        self.phase, self.began = phase, _now()
+        return self.began
+
+
 def _step(
-    model: Any, scenario: Scenario, seed: int, step: int, spans: dict[str, tuple[int, int]]
+    model: Any,
+    scenario: Scenario,
+    seed: int,
+    step: int,
+    spans: dict[str, tuple[int, int]],
+    guarded: Guarded,
 ) -> list[Tensor]:
     losses = []
     for micro in range(scenario.micros):
@@ -111,12 +152,12 @@ def _step(
         if scenario.keep:
             model.set_reshard_after_backward(last)
         batch = scenarios.batch_of(model, seed, dist.get_rank(), step * scenario.micros + micro)
-        begin = _now()
+        begin = guarded.begin("forward")
         loss = scenarios.loss_of(model, batch)
         losses.append(loss.detach().clone())
-        spans[f"forward {micro}"] = begin, _now()
+        spans[f"forward {micro}"] = begin, guarded.begin("backward")
         loss.backward()
-        spans[f"backward {micro}"] = spans[f"forward {micro}"][1], _now()
+        spans[f"backward {micro}"] = guarded.began, _now()
     return losses
 
 
@@ -130,7 +171,7 @@ def described(model: nn.Module) -> dict[str, Any]:
     """What is registered, by name: this rank's rows as data, and whether it is a trainable nn.Parameter."""
     return {
         name: {
-            "rows": local(param),
+            "rows": local(param) if is_there(param) else None,
             "is_parameter": isinstance(param, nn.Parameter),
             "requires_grad": param.requires_grad,
         }
@@ -144,6 +185,12 @@ def places_of(model: nn.Module) -> list[list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     return sorted(sorted(of_one) for of_one in names.values())
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor has memory, or needs none."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not part.numel() or part.untyped_storage().nbytes() > 0
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
@@ -181,8 +228,8 @@ def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
     """Bytes alive besides shards and their gradients, less those that the same model has without sharding.
 
     Returns:
-        forward, backward: at the peak of each, in a second step. between: from the one to the other. after: the step. unit: of
-        the largest unit, whole and padded.
+        rest: before a second step. forward, backward: at the peak of each. between: from the one to the other. after: the step.
+        unit: of the largest unit, whole and padded.
     """
     units = scenarios.build(scenario, seed).units
     unit = max(_whole_bytes(module, units) for _, module in units)
@@ -205,6 +252,8 @@ def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
 
 
 def _moments(scenario: Scenario, seed: int, shard: Shard | None, witness: Witness) -> dict[str, int]:
+    gc.collect()
+    without = witness.alive()
     built = scenarios.build(scenario, seed)
     model = sharded(built, scenario, shard) if shard is not None else built.model
     batch, found = scenarios.batch_of(model, seed, dist.get_rank(), 0)[:1, :4], {}
@@ -212,6 +261,7 @@ def _moments(scenario: Scenario, seed: int, shard: Shard | None, witness: Witnes
         model.zero_grad()
         gc.collect()
         before = witness.mark()
+        found["rest"] = before - without - sum(_bytes(param) for param in model.parameters())
         loss = scenarios.loss_of(model, batch)
         found["forward"], found["between"] = witness.peak - before, witness.alive() - before
         witness.mark()

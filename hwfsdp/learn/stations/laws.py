@@ -64,6 +64,9 @@ def same_rows(found: Facts, scenario: Scenario, seed: int) -> None:
 
 def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, world_size: int) -> None:
     rows, expected = got["rows"], rows_of(param, world_size, rank)
+    if rows is None:
+        message = f"{where}: the parameter that is registered has no memory."
+        raise Finding("not-registered", message, "this rank's rows", "a tensor whose memory was freed")
     if rows.shape == param.shape != expected.shape:
         message = f"{where} is the whole parameter, {tuple(rows.shape)}."
         raise Finding("replicated", message, tuple(expected.shape), tuple(rows.shape))
@@ -88,26 +91,38 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
 
 
 def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
-    """The same training without sharding: losses [step][micro-batch][rank], and gradients [step] by name, the means over ranks."""
+    """The same training without sharding.
+
+    Returns:
+        losses: [step][micro-batch][rank]. grads: [step], by name, means over ranks. last: those of the last micro-batch alone.
+        own: of rank 0's loss alone, in the first step.
+    """
     model = scenarios.build(scenario, seed).model
     params = dict(model.named_parameters())
     optimizer = torch.optim.SGD([p for p in params.values() if p.requires_grad], lr=LR, foreach=False)
-    losses, grads = [], []
+    losses, grads, lasts = [], [], []
+    own: dict[str, Tensor] = {}
     for step in range(scenario.steps):
         of_step = []
         for micro in range(scenario.micros):
             of_micro = []
+            earlier = {name: 0 if p.grad is None else p.grad.clone() for name, p in params.items()}
             for rank in range(world_size):
                 batch = scenarios.batch_of(model, seed, rank, step * scenario.micros + micro)
                 loss = scenarios.loss_of(model, batch)
                 (loss / world_size).backward()
                 of_micro.append(loss.detach())
+                if not own and micro == scenario.micros - 1:
+                    own = {
+                        n: (p.grad - earlier[n]) * world_size for n, p in params.items() if p.grad is not None
+                    }
             of_step.append(of_micro)
         losses.append(of_step)
         grads.append({name: None if p.grad is None else p.grad.clone() for name, p in params.items()})
+        lasts.append({name: None if p.grad is None else p.grad - earlier[name] for name, p in params.items()})
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "grads": grads}
+    return {"losses": losses, "grads": grads, "last": lasts, "own": own}
 
 
 def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float = TIGHT) -> None:
@@ -121,9 +136,11 @@ def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float =
                     raise _loss_finding(f"{scenario.name}, rank {rank}", step, micro, scenario, got, expected)
         for name, expected in oracle["grads"][step].items():
             rows = [facts["grads"][step].get(name) for facts in found]
-            _compare_gradient(
-                f"{name} ({scenario.name}, step {step + 1})", rows, expected, scenario, tolerance
-            )
+            where = f"{name} ({scenario.name}, step {step + 1})"
+            try:
+                _compare_gradient(where, rows, expected, scenario, tolerance)
+            except Finding as finding:
+                raise _theory(finding, where, rows, oracle, step, name) from None
 
 
 def _loss_finding(
@@ -160,6 +177,35 @@ def _compare_gradient(
     )
     if not torch.allclose(whole, expected, rtol=0, atol=tolerance * float(expected.abs().max()) + 1e-7):
         raise _gradient_finding(where, rows, whole, expected, scenario)
+
+
+def _theory(
+    finding: Finding,
+    where: str,
+    rows: Sequence[Tensor | None],
+    oracle: Mapping[str, Any],
+    step: int,
+    name: str,
+) -> Finding:
+    """Why a gradient is wrong, if it is what one of the usual mistakes gives; else the finding as it is."""
+    if finding.misconception != "wrong-value" or any(grad is None for grad in rows):
+        return finding
+    whole, grads = torch.cat([grad for grad in rows if grad is not None]), oracle["grads"]
+    theories = [("grad-replaced", oracle["last"][step][name], "is that of the last micro-batch alone")]
+    if step:
+        theories.append(
+            ("grad-kept", grads[step][name] + grads[step - 1][name], "has that of the step before in it")
+        )
+    for misconception, expected, words in theories:
+        if torch.allclose(whole, expected, rtol=0, atol=TIGHT * float(expected.abs().max()) + 1e-7):
+            return Finding(misconception, f"The gradient of {where} {words}.")
+    own = rows_of(oracle["own"].get(name, whole), len(rows), 0) if step == 0 else None
+    if own is not None and len(rows) > 1 and rows[0] is not None and own.numel():
+        if torch.allclose(rows[0], own, rtol=0, atol=TIGHT * float(own.abs().max()) + 1e-7):
+            return Finding(
+                "not-reduced", f"The gradient of {where} on rank 0 is that of rank 0's batch alone."
+            )
+    return finding
 
 
 def _gradient_finding(
@@ -316,16 +362,17 @@ def bounded(
     """At each moment no more than so many units' bytes are alive besides shards, gradients and activations.
 
     Args:
-        limits: by moment ("forward", "between", "backward", "after"), in units. wrong: by moment, the misconception.
+        limits: by moment ("rest", "forward", "between", "backward", "after"), in units. wrong: by moment, the misconception.
     """
     words = {
+        "rest": "between two steps",
         "forward": "at the peak of a forward",
         "between": "between forward and backward",
         "backward": "at the peak of a backward",
         "after": "after a step",
     }
     for rank, facts in enumerate(found):
-        for moment in ("after", "between", "forward", "backward"):
+        for moment in ("rest", "after", "between", "forward", "backward"):
             units = facts[moment] / facts["unit"]
             if moment in limits and units > limits[moment]:
                 message = (

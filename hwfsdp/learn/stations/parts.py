@@ -23,7 +23,7 @@ from hwfsdp.learn.stations.facts import learners
 from hwfsdp.learn.verdict import Finding
 
 MOST = 64
-SIZES = (1, 2, 3, 4)  # ranks of a ring
+SIZES = (3, 2, 4, 1)  # ranks of a ring
 N = 5  # elements of a piece
 STRATEGIES = {"ddp": Strategy.DDP, "zero1": Strategy.ZERO1, "zero2": Strategy.ZERO2, "zero3": Strategy.ZERO3}
 STRATEGIES["hybrid"] = Strategy.HSDP

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hwfsdp.models.gpt import GPT, GPTConfig, next_byte_loss
 
@@ -118,7 +118,8 @@ class Recomputed(Stack):
     """Blocks keep nothing for their backward; it computes them again."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
-        return checkpoint(block, x, use_reentrant=False)
+        with set_checkpoint_early_stop(False):  # to the end of the block, and its hooks
+            return checkpoint(block, x, use_reentrant=False)
 
 
 class Unused(Stack):
