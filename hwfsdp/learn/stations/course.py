@@ -294,6 +294,10 @@ class Station(NamedTuple):
     checks: tuple[Check, ...]
 
     @property
+    def directory(self) -> str:
+        return f"{self.number}_{self.topic}"
+
+    @property
     def points(self) -> int:
         return sum(check.points for check in self.checks)
 
