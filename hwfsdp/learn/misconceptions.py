@@ -339,6 +339,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "a gradient that was there is gone", "Which line assigns where it should add?"
     ),
     "grad-kept": Misconception("a gradient counts twice", "Who cleared the gradient that was already taken?"),
+    "object-replaced": Misconception(
+        "the parameter is another object than before",
+        "Which object did the optimizer get when it was made, and does it ever hear of another one?",
+    ),
     "grad-replaced": Misconception(
         "the gradient lies in other memory than it should",
         "How many tensors of its size are alive at that moment, and which of them is needed?",

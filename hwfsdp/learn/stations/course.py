@@ -14,7 +14,13 @@ import torch
 
 from hwfsdp.learn.run import Ranks, Unreported
 from hwfsdp.learn.stations import laws, machines, parts, scenarios
-from hwfsdp.learn.stations.facts import probe_fsdp2, probe_memory, probe_replicate, probe_training
+from hwfsdp.learn.stations.facts import (
+    probe_fsdp2,
+    probe_memory,
+    probe_replicate,
+    probe_shards,
+    probe_training,
+)
 from hwfsdp.learn.stations.scenarios import Scenario
 from hwfsdp.learn.verdict import Check, Finding, Judge
 
@@ -42,8 +48,9 @@ MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduc
 CASTS = Scenario(
     "bf16, output in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32), ("output_dtype", FP32))
 )
+NUMBERS = Scenario("bf16, numbers as inputs", "stack", policy=MIXED.policy)
 REDUCED_LOW = Scenario("fp32, reduced in bf16", policy=(("reduce_dtype", BF16),))
-PRECISIONS = (MIXED, CASTS, REDUCED_LOW)
+PRECISIONS = (MIXED, CASTS, NUMBERS, REDUCED_LOW)
 ADDED = Scenario("micro-batches, reduced each time", micros=3, steps=2)
 SUMMED = Scenario("micro-batches, reduced at last", micros=3, steps=2, sync_last=True)
 KEPT = Scenario("micro-batches, whole until the last", micros=3, steps=2, sync_last=True, keep=True)
@@ -62,6 +69,13 @@ NOT_YET = {  # what a rank raises → what the file does not have yet
 }
 
 
+OF_DTYPES = {  # what torch raises → what that means
+    "same dtype": "a unit computes with inputs of another dtype",
+    "mixed dtype": "a unit computes with inputs of another dtype",
+    "assign a gradient with dtype": "a gradient has another dtype than its rows",
+}
+
+
 @contextmanager
 def plainly() -> Iterator[None]:
     """Say in the course's words what ranks raise: what is not written yet, and weights that are not there.
@@ -76,6 +90,11 @@ def plainly() -> Iterator[None]:
             for words, message in NOT_YET.items():
                 if words in raised.message:
                     raise Finding("not-written", f"{message} yet.") from None
+            for words, what in OF_DTYPES.items():
+                if words in raised.message:
+                    said = raised.message.splitlines()[0][:120]
+                    message = f"{unreported.key}, rank {raised.rank}: {what}: {said}"
+                    raise Finding("wrong-dtype", message) from None
             if raised.kind == "WeightGone":
                 never = raised.message.endswith(": 0")
                 kind = "not-gathered" if never else "read-while-freed"
@@ -118,7 +137,7 @@ def judge_replicate(ranks: Ranks, seed: int) -> None:
 
 
 def judge_rows(ranks: Ranks, seed: int) -> None:
-    laws.same_rows(NAIVE.found(ranks, seed, PLAIN), PLAIN, seed)
+    laws.same_rows(ranks.run(probe_shards, THREE, seed=seed, scenario=PLAIN)["shards"], PLAIN, seed)
 
 
 def judge_forward(ranks: Ranks, seed: int) -> None:
@@ -129,6 +148,7 @@ def judge_forward(ranks: Ranks, seed: int) -> None:
 
 def judge_trains(ranks: Ranks, seed: int) -> None:
     for scenario in NAIVE.scenarios:
+        laws.same_objects(NAIVE.found(ranks, seed, scenario), scenario)
         laws.same_numbers(NAIVE.found(ranks, seed, scenario), scenario, seed)
     for size in (1, 2):
         laws.same_numbers(NAIVE.found(ranks, seed, PLAIN, size), PLAIN, seed)

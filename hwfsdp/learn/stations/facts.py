@@ -51,6 +51,17 @@ def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) ->
         attempt_together(report, scenario.name, partial(trained, scenario, seed, learners().fully_shard))
 
 
+def probe_shards(report: Report, seed: int, scenario: Scenario) -> None:
+    """Shard a model with the learner's file, and do nothing with it."""
+    ready()
+    attempt_together(report, "shards", partial(shards_of, scenario, seed))
+
+
+def shards_of(scenario: Scenario, seed: int) -> dict[str, Any]:
+    model = sharded(scenarios.build(scenario, seed), scenario, learners().fully_shard)
+    return {"rows": described(model), "places": places_of(model)}
+
+
 def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
     """Train each model with torch's FSDP2."""
     for scenario in scenarios_:
@@ -74,7 +85,8 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
         rows: by name, what this rank has of each parameter after `fully_shard` (`described`). places: names of each parameter.
         losses: [step][micro-batch]. grads: [step], by name, this rank's rows; None without a gradient.
         moves: collectives of the second step, by phase ("forward 0", "backward 0", …): [op, owner, bytes, dtype].
-        output: dtype of the model's output. after: `described` after the last step.
+        output: dtype of the model's output. after: `described` after the last step. kept: by name, whether what is registered
+        then is the object that was registered in the beginning.
     """
     model = sharded(scenarios.build(scenario, seed), scenario, shard)
     params = dict(model.named_parameters())
@@ -98,7 +110,8 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
     with torch.no_grad():
         output = str(model(scenarios.batch_of(model, seed, 0, 0)).dtype)
     found = {"rows": rows, "places": places, "losses": losses, "grads": grads}
-    return found | {"moves": moves, "output": output, "after": described(model)}
+    kept = {name: param is params.get(name) for name, param in model.named_parameters()}
+    return found | {"moves": moves, "output": output, "after": described(model), "kept": kept}
 
 
 class WeightGone(Exception):

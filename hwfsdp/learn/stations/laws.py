@@ -87,6 +87,15 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
         raise Finding("flag-not-followed", message, param.requires_grad, got["requires_grad"])
 
 
+def same_objects(found: Facts, scenario: Scenario) -> None:
+    """Parameters are the same objects after steps, so the optimizer has them."""
+    for rank, facts in enumerate(found):
+        for name, kept in facts["kept"].items():
+            if not kept:
+                message = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name} is another object than before."
+                raise Finding("object-replaced", message, "the same nn.Parameter", "a new one")
+
+
 # --- What is computed --------------------------------------------------------------------------------------
 
 

@@ -98,6 +98,8 @@ def judge_rows(ranks: Ranks, seed: int) -> None:
             more = " This rank has no rows; its place is the end."
         elif got[1] > n:
             misconception = "past-the-end"
+        elif all(b == stop - start for (_, b), (start, stop) in zip(given, expected, strict=True)):
+            more = " The second number is how many rows there are; asked for is the row after the last."
         elif [b - a for a, b in given] == sorted((n // w + (r < n % w) for r in range(w)), reverse=True):
             misconception = "spread-evenly"
         raise Finding(
@@ -166,26 +168,37 @@ def _reduce(whole: Tensor) -> dict[str, Any]:
 def judge_gather(ranks: Ranks, seed: int) -> None:
     for size in SIZES:
         found, whole = ranks.run(probe_rings, size, seed=seed)["gather"], given(seed, size)
+        mirrored = all(
+            _owners(result["output"], whole[:, :N]) == [(2 * rank - block) % size for block in range(size)]
+            for rank, result in enumerate(found)
+        )
         for rank, result in enumerate(found):
             where = f"ring_all_gather, rank {rank} of {size}"
             _refuse_others(where, result)
             expected = whole[:, :N].flatten()
             if not torch.equal(result["output"], expected):
-                raise _wrong_blocks(where, result["output"].view(size, N), whole[:, :N], rank)
+                raise _wrong_blocks(where, result["output"].view(size, N), whole[:, :N], mirrored)
             _compare_wire(where, result, whole[rank, :N], (size - 1) * N * 4, rank, size)
 
 
-def _wrong_blocks(where: str, got: Tensor, expected: Tensor, rank: int) -> Finding:
-    owners = [
-        next((r for r, theirs in enumerate(expected) if torch.equal(block, theirs)), None) for block in got
+def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
+    """Whose piece each one is; None: nobody's."""
+    return [
+        next((rank for rank, piece in enumerate(pieces) if torch.equal(block, piece)), None)
+        for block in got.view(len(pieces), N)
     ]
+
+
+def _wrong_blocks(where: str, got: Tensor, expected: Tensor, mirrored: bool) -> Finding:
+    """`mirrored`: on every rank, pieces lie as if they had come from the other side."""
+    owners = _owners(got, expected)
     size = len(expected)
     told = ", ".join("nobody's" if owner is None else f"rank {owner}'s" for owner in owners)
     message = f"{where}: the pieces are {told}; expected rank 0's to rank {size - 1}'s."
     misconception = "wrong-block"
     if any(owner is None for owner in owners):
         misconception = "block-missing" if (got == -1).any() else "wrong-value"
-    elif owners == [(2 * rank - block) % size for block in range(size)]:
+    elif mirrored:
         misconception = "wrong-neighbour"
     return Finding(misconception, message)
 
@@ -308,7 +321,8 @@ def _wrong_traffic(setup: Setup, op: str, got: Any, expected: int) -> str:
     if not isinstance(got, int):
         return "bytes-for-numbers"
     plain = 4 * sum(torch.Size(shape).numel() for shape in setup.shapes)
-    if got and got in (plain, 2 * plain) and expected % plain:
+    shards = {"ddp": 1, "hybrid": setup.shards}.get(setup.strategy, setup.world_size)
+    if got in (plain, 2 * plain) and any(shape[0] % shards for shape in setup.shapes):
         return "evenness-assumed"
     if expected and got * 4 == expected:
         return "elements-for-bytes"

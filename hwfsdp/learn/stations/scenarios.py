@@ -220,6 +220,7 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "deep": _deep,
     "tied": lambda draw: _gpt(draw, tied=True),
     "frozen": _frozen,
+    "stack": _stack(Stack, Perceptron),
     "twice": _stack(Twice, Perceptron),
     "unused": _stack(Unused, Perceptron),
     "recomputed": _stack(Recomputed, Perceptron),
