@@ -260,6 +260,12 @@ def ignored_parameters_stay_as_they_were() -> tuple[bool, bool]:
     return left == ignored, model.stem.weight.grad.sum().item() != 0
 
 
+@one.finds([True, True])
+def what_moves_or_casts_a_module_returns_it() -> list[bool]:
+    model = fully_shard(fresh(models.stem), mesh=cpu_mesh())
+    return [model.to("cpu") is model, model.double() is model]
+
+
 test_on_one_rank = one.test()
 test_on_two_ranks = two.test()
 test_on_three_ranks = three.test()

@@ -182,8 +182,7 @@ def check_fewer(name: str, case: Case) -> dict[str, list[str]]:
 
 
 FAST = (
-    *("even, over 2", "uneven, over 2", "uneven, accumulated, stay whole", "uneven, resharded by hand"),
-    *("uneven, changed between forward and backward", "embedding without unshard in backward"),
+    *("even, over 2", "uneven, accumulated, stay whole", "uneven, changed between forward and backward"),
     "cut by columns",
 )
 PROMISES = Promises()
@@ -192,7 +191,7 @@ for _ranks, _cases in FEWER.items():
         "parameters resharded over fewer ranks train as under FSDP2 and as without sharding",
         {name: functools.partial(check_fewer, name, case) for name, case in _cases.items()},
         _ranks,
-        {4: FAST, 2: None}.get(_ranks, ()),
+        FAST if _ranks == 4 else (),
     )
 
 

@@ -197,7 +197,7 @@ def named(check: PlaceCheck, place: str, *args: Any) -> dict[str, list[str]]:
 # --- A state dict holds the shards -------------------------------------------------------------------------
 
 
-@over(PLACES)
+@over(PLACES, fast=FEW)
 def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place) -> list[str]:
     """Against the model without sharding: names, order, kinds, shapes, values."""
     plain, training = fresh(place.build), PlacedTraining(place, HERE)
@@ -215,7 +215,7 @@ def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place)
     return wrong
 
 
-@over(PLACES)
+@over(PLACES, fast=FEW)
 def one_that_keeps_variables_has_the_sharded_parameters_themselves(place: Place) -> list[str]:
     """With `keep_vars`, also while whole parameters are registered."""
     training = PlacedTraining(place, HERE)
@@ -253,7 +253,7 @@ def storages(state: State) -> dict[str, int]:
     return found
 
 
-@over(PLACES)
+@over(PLACES, fast=FEW)
 def taken_early_it_shares_memory_with_the_parameters_and_sees_later_steps(place: Place) -> list[str]:
     """A state dict taken first sees every later step, and what is loaded later."""
     training = PlacedTraining(place, HERE)
@@ -313,7 +313,7 @@ LOADED = [
 ]
 
 
-@over(LOADED)
+@over(LOADED, fast=[", ".join(map(str, run)) for run in LOADED[::3]])
 def a_model_takes_over_a_state(place: Place, assign: bool, on_meta: bool, ran: bool) -> list[str]:
     """One model's state goes into another, fresh or used, which trains on; with both libraries the same way."""
     traces, wrong = [], []
@@ -385,7 +385,7 @@ def collectives_of(action: Callable[[], Any]) -> tuple[list[str], Any]:
     return logged + [f"{number} × {op}" for op, number in counted.get_comm_counts().items()], result
 
 
-@over(itertools.product(PLACES, (True, False)), fast=[f"{place}, True" for place in PLACES])
+@over(itertools.product(PLACES, (True, False)), fast=[f"{place}, True" for place in FEW])
 def taking_and_loading_communicate_nothing(place: Place, reshard_after_forward: bool) -> list[str]:
     """At every turn of a training."""
     training = PlacedTraining(place, HERE, reshard_after_forward=reshard_after_forward)

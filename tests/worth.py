@@ -56,7 +56,8 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
     "streams": (
         "streams.py clocks.py events.py recording.py order.py eventlog.py",
         "test_streams.py test_streams_on_a_device.py test_clocks.py test_events.py test_recording.py test_order.py"
-        " test_eventlog.py test_overlap.py test_schedule.py test_trace.py test_virtual_clock.py",
+        " test_eventlog.py test_overlap.py test_schedule.py test_trace.py test_virtual_clock.py test_history.py"
+        " test_divergence.py",
     ),
     "store": ("checkpoint/*.py", "checkpoint/test_*.py"),
     "layout": (

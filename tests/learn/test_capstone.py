@@ -58,7 +58,7 @@ def test_the_starter_is_not_started_and_is_our_file_with_holes() -> None:
     exec(compile(text, "hw_fsdp.py", "exec"), {"__name__": "hw_fsdp"})
 
 
-FIRST = {wrong.check: wrong for wrong in reversed(WRONG)}
+FIRST = {wrong.check: wrong for wrong in reversed(WRONG) if wrong.check.startswith("capstone.")}  # no bonuses
 
 
 @pytest.mark.parametrize("wrong", fast_are(FIRST.values(), WRONG), ids=named)

@@ -21,7 +21,7 @@ from hwfsdp.learn.confinement import limits_in_force
 from hwfsdp.learn.doors import Doors
 from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import find_course
-from hwfsdp.learn.processes import descendants, server_pid
+from hwfsdp.learn.processes import FILES, _is_full, descendants, server_pid
 from hwfsdp.learn.rules import find_digging
 from hwfsdp.learn.submission import solution, starter
 from hwfsdp.learn.verdict import Grade
@@ -572,6 +572,16 @@ def test_a_submission_that_fills_the_disk_is_ended(what: str) -> None:
     result = graded(MATH, COURSE, text, Options(seed=2))
     assert result.score == 0 and leaves_nothing()
     assert not Path("/var/tmp/hwfsdp-was-here").exists()
+
+
+def test_a_link_to_a_large_file_is_small(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    with other.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    for number in range(1 + (FILES[0] >> 20)):
+        (own / str(number)).symlink_to(other)
+    assert not _is_full(own)
 
 
 @pytest.mark.skipif(not landlock.version(), reason="needs Landlock")
