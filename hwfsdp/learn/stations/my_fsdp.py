@@ -307,8 +307,12 @@ class Context:
         self.reductions = streams.reduce_scatter
         # @04
         # @end
-        sharded: list[Any] = [module for module in root.modules() if hasattr(module, "fsdp_group")]
-        self.groups: list[ParamGroup] = [module.fsdp_group for module in sharded]
+        self.groups: list[ParamGroup] = []
+        for name, module in root.named_modules():
+            group: ParamGroup | None = getattr(module, "fsdp_group", None)
+            if group is not None:
+                group.name, group.context = name or group.name, self
+                self.groups.append(group)
         self.in_backward = False
         # @08
         self.root = self.groups[0]  # its forward contains all the others
@@ -324,8 +328,6 @@ class Context:
         self.reducing: InFlight | None = None
         # @04
         # @end
-        for group in self.groups:
-            group.context = self
 
     # @08
     def begin_iteration(self) -> None:
