@@ -652,7 +652,7 @@ for _ranks in (2, 4):
         "axes given by name train as under FSDP2 and as on a mesh without them",
         named_checks(_ranks),
         _ranks,
-        {2: ("train, replicate", "train, shard"), 4: ("accumulate nsa, both",)}[_ranks],
+        {2: ("train, replicate", "train, shard"), 4: ("accumulate nsa, both", "train, shard both")}[_ranks],
     )
 
 

@@ -208,7 +208,7 @@ def outcomes(tree: Path, usual: dict[str, float] | None, *arguments: str) -> Out
 
 
 def try_out(record: Record, tree: Path, usual: dict[str, float]) -> Record:
-    """The record with who noticed, and whether that took the long suite."""
+    """The record with who noticed."""
     begun = time.monotonic()
     target = tree / record["module"]
     target.write_text(mutated(record))
@@ -216,7 +216,8 @@ def try_out(record: Record, tree: Path, usual: dict[str, float]) -> Record:
     noticed: list[str] = []
     try:
         for suite, failures in (("not long", FAILURES), ("long", 1)):
-            chosen = [file for file in files if suite != "long" or Path(file).stem not in ABOUT_CHECKS]
+            about = ABOUT_CHECKS - {f"test_{target.stem}"} if suite == "long" else set()
+            chosen = [file for file in files if Path(file).stem not in about]
             found = outcomes(tree, usual, "-m", suite, f"--maxfail={failures}", *chosen)
             noticed = [test for test, (outcome, _) in found.items() if outcome in ("failed", "begun")]
             if noticed:
@@ -224,7 +225,7 @@ def try_out(record: Record, tree: Path, usual: dict[str, float]) -> Record:
     finally:
         shutil.copy(ROOT / record["module"], target)
     seconds = round(time.monotonic() - begun)
-    return {**record, "noticed": noticed, "suite": suite if noticed else "", "seconds": seconds}
+    return {**record, "noticed": noticed, "seconds": seconds}
 
 
 def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
@@ -303,6 +304,14 @@ def save(data: Record) -> None:
     FOUND.write_text(",\n".join(f"{json.dumps(key)}: {text}" for key, text in rows.items()).join("{}") + "\n")
 
 
+def fast_tests() -> set[str]:
+    """Names of the tests, and files, that `make test` runs."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not long", "tests"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    names = {line for line in said.splitlines() if "::" in line}
+    return names | {name.partition("::")[0] for name in names}
+
+
 # --- What was found ----------------------------------------------------------------------------------------------
 
 
@@ -311,15 +320,23 @@ def show(test: str | None) -> None:
     data = kept()
     tried = [record for record in data["mistakes"] if "noticed" in record]
     if test is None:
+        fast = fast_tests()
         for area in AREAS:
             records = [record for record in tried if record["area"] == area]
-            noticed = sum(bool(record["noticed"]) for record in records)
-            print(f"{area:12} {noticed:3} of {len(records):3} mistakes noticed")
+            noticed = [record for record in records if record["noticed"]]
+            missed = [record for record in noticed if not fast & set(record["noticed"])]
+            reasons = [r for r in data["mistakes"] if r["area"] == area and "why" in r]
+            print(
+                f"{area:12} {len(records):3} mistakes, noticed {len(noticed):3}, by make test {len(noticed) - len(missed):3};"
+                f" {len(reasons)} that change nothing"
+            )
             for record in records:
                 if not record["noticed"]:
-                    print(
-                        f"    not noticed: {described(record)}{' (' + record['why'] + ')' if 'why' in record else ''}"
-                    )
+                    print(f"    not noticed: {described(record)}")
+            for record in missed:
+                print(f"    by long tests alone: {described(record)}")
+            for record in reasons:
+                print(f"    changes nothing ({record['why']}): {described(record)}")
         return
     for record in tried:
         mine = [each for each in record["noticed"] if test in each]

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from hwfsdp import cli
-from hwfsdp.learn.lab import evidence, grade_lab, workshop
+from hwfsdp.learn.lab import evidence, grade_lab, report, workshop
 from hwfsdp.learn.lab.answers import Unreadable, agrees
 from hwfsdp.learn.lab.bugs import CHOSEN, LETTERS, Bug, read_bugs
-from hwfsdp.learn.lab.grading import LabGrade, refute
+from hwfsdp.learn.lab.grading import LabCheck, LabGrade, refute
 from hwfsdp.learn.lab.running import Run
 from hwfsdp.learn.lab.seals import read_key, read_seals
 from hwfsdp.learn.manifest import Course, find_course
+from hwfsdp.learn.report import Style
 
 COURSE = find_course(Path(__file__))
 BUGS = read_bugs(COURSE)
@@ -219,6 +220,15 @@ def test_right_choices_do_not_count_without_right_evidence(
             str(found[f"{bug.number}.evidence"].message).replace(bug.evidence.question, "").replace(wrong, "")
         )
         assert measured[bug.directory] not in said
+
+
+def test_each_bug_has_its_own_verdicts() -> None:
+    wrong = LabCheck("02.cause", False, message="Not this one.")
+    grade = LabGrade([LabCheck("01.cause", True), wrong, LabCheck("03.cause", None)], "failed")
+    lines = report.judged(grade, {"01": "one", "02": "two", "03": "three"}, Style()).splitlines()
+    assert [line.strip() for line in (lines[0], lines[2], lines[4], lines[5])] == [
+        *("01 one", "02 two", "Not this one.", "03 three  not answered"),
+    ]
 
 
 def test_nothing_handed_in_and_the_file_as_given_are_not_started(course: Course, tmp_path: Path) -> None:
@@ -428,6 +438,7 @@ def test_arguments_that_cannot_be_used_end_with_status_2(
 
 
 def test_a_run_writes_its_trace_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["lab", "10", "--run", "--out", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} >= {"trace.json", "timeline.png"}
+    out = tmp_path / "a new folder" / "in another"
+    assert cli.main(["lab", "10", "--run", "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} >= {"trace.json", "timeline.png"}
     assert "got mixed torch.Tensor and DTensor" in capsys.readouterr().out

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_leaves, tree_map
 
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
@@ -209,7 +208,7 @@ class FSDPParam:
     def register(self, tensor: nn.Parameter) -> None:
         """Make `tensor` the parameter of the modules."""
         for module, name in self.places:
-            module._parameters[name] = tensor
+            module.register_parameter(name, tensor)
 
     # @05
     def fill(self, rows: Tensor) -> None:
@@ -755,14 +754,14 @@ def fully_shard(
     # @04
     places: dict[nn.Parameter, Places] = {}
     for submodule in module.modules():
-        for name, param in submodule._parameters.items():
-            if param is not None and not hasattr(param, "is_shard"):
+        for name, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            if not hasattr(param, "is_shard"):
                 places.setdefault(param, []).append((submodule, name))
     # @03
     # |     params = []
     # |     for submodule in module.modules():
-    # |         for name, param in submodule._parameters.items():
-    # |             if param is not None and not hasattr(param, "is_shard"):
+    # |         for name, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
+    # |             if not hasattr(param, "is_shard"):
     # |                 params.append(FSDPParam(param, [(submodule, name)]))
     # @00
     # |     raise NotImplementedError("TODO(03): fully_shard")
@@ -807,3 +806,23 @@ def cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 # @00
 # @end
+
+
+# --- Given --------------------------------------------------------------------------------------------------
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return nested lists, tuples and dicts with what `function` makes of everything in them."""
+    if isinstance(tree, dict):
+        return {key: tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        made = [tree_map(function, value) for value in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return function(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return everything in nested lists, tuples and dicts, from left to right."""
+    leaves: list[Any] = []
+    tree_map(leaves.append, tree)
+    return leaves
