@@ -90,7 +90,7 @@ def test_the_file_of_a_station_gets_full_marks_there(number: int) -> None:
 @pytest.mark.parametrize("number", fast_are([10], NUMBERS))
 def test_the_file_of_the_station_before_does_not(number: int) -> None:
     grade = grade_of_stage(number, number - 1)
-    assert grade.score < STATIONS[number - 1].points and grade.status == "failed", shown(grade)
+    assert grade.score < STATIONS[number - 1].points and grade.status in ("failed", "not_started"), shown(grade)
 
 
 @pytest.mark.long

@@ -246,7 +246,7 @@ def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
     """
     units = scenarios.build(scenario, seed).units
     unit = max(_whole_bytes(module, units) for _, module in units)
-    with witnessed() as witness:
+    with Guarded(), witnessed() as witness:  # type: ignore[no-untyped-call]
         plain = _moments(scenario, seed, None, witness)
         found = _moments(scenario, seed, learners().fully_shard, witness)
     return {moment: found[moment] - plain[moment] for moment in found} | {"unit": unit}

@@ -23,6 +23,7 @@ from hwfsdp.learn.verdict import CheckResult, Finding, Grade, OnCheck
 
 FILE_NAME = f"{FILE}.py"
 TEXTS = Path(__file__).parent / "texts"  # READMEs and hints
+RUN_SECONDS = 20.0  # of one run, which trains several models
 ALL_SECONDS = 60.0  # of all runs of a station
 
 
@@ -82,7 +83,7 @@ def grade_station(
     submitted = Submitted(FILE, str(source.path), source.text, ())
     try:
         check_rules(source)
-        times = Times(options.run_seconds, ALL_SECONDS, options.repeat)
+        times = Times(max(options.run_seconds, RUN_SECONDS), ALL_SECONDS, options.repeat)
         off_limits = [*grading.off_limits(course, folder), SOURCE]
         ranks = Ranks(Overlay({}, (submitted,)), printed.append, times, options.world_size, off_limits)
         grading.run_checks(result, ranks, [submitted.path], [], on_check, options)
