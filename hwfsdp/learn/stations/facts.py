@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -273,18 +274,31 @@ def _moments(scenario: Scenario, seed: int, shard: Shard | None, witness: Witnes
     for _ in range(2):
         model.zero_grad()
         gc.collect()
+        params = sum(_bytes(param) for param in model.parameters())
+        _wait_for_threads(witness, without + params)
         before = witness.mark()
-        found["rest"] = before - without - sum(_bytes(param) for param in model.parameters())
+        found["rest"] = before - without - params
         loss = scenarios.loss_of(model, batch)
-        found["forward"], found["between"] = witness.peak - before, witness.alive() - before
+        found["forward"] = witness.peak - before
+        _wait_for_threads(witness, before)
+        found["between"] = witness.alive() - before
         witness.mark()
         loss.backward()
         own = sum(_bytes(param.grad) for param in model.parameters())
         found["backward"] = witness.peak - before - own
         del loss
         gc.collect()
+        _wait_for_threads(witness, before + own)
         found["after"] = witness.alive() - before - own
     return found
+
+
+def _wait_for_threads(witness: Witness, enough: int) -> None:
+    """Return when no more bytes are alive, or after 0.3 s: threads of gloo let go of buffers late (`checks.lifetimes`)."""
+    for _ in range(100):
+        if witness.alive() <= enough:
+            return
+        time.sleep(0.003)
 
 
 def _bytes(tensor: Tensor | None) -> int:
