@@ -162,7 +162,7 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
     laws.bounded(
         memory_of(ranks, seed, DEEP),
         DEEP,
-        {"rest": 0.6, "after": 0.6, "between": 0.6, "forward": 3.6, "backward": 4.6},
+        {"rest": 0.6, "after": 0.6, "between": 0.6, "forward": 4.6, "backward": 6.2},
         FREED,
     )
 
