@@ -438,9 +438,7 @@ def on_meshes(ranks: int, check: Callable[..., Any], cases: Iterable[tuple[Any, 
 
 
 FAST: dict[int, tuple[str, ...]] = {
-    2: (
-        *("uneven, (2, 1)", "nested, (1, 2)", "bf16, sequence parallel, (1, 2)", "clip, p=2, (1, 2)"),
-    ),
+    2: (*("uneven, (2, 1)", "nested, (1, 2)", "bf16, sequence parallel, (1, 2)", "clip, p=2, (1, 2)"),),
     3: (),
     4: (
         *("uneven, (2, 2)", "sequence parallel, (2, 2)", "tied embedding, (2, 2)", "load a state, (2, 2)"),
