@@ -64,7 +64,8 @@ def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
         missing = "" if path.exists() else " There is no such file: hwfsdp reset brings it back."
         yield f"  Not started, 0 of {grade.max_score} points.{missing}"
         names = exercise.hole_names
-        yield from style.wrapped(f"{len(names)} TODOs: {', '.join(names)}.", "  ")
+        if names:
+            yield from style.wrapped(f"{len(names)} TODOs: {', '.join(names)}.", "  ")
         return
     if grade.status == "error" and grade.finding:
         yield from _finding_lines(grade.finding, style, with_question=True)

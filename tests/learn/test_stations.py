@@ -1,4 +1,4 @@
-"""The stations of the course: the reference at each of them, wrong answers, right answers of another make.
+"""The stations of the course: the reference at each of them, wrong answers, commands.
 
 The reference is one file that grows; a wrong answer is an edit of it. The difference is the mistake.
 """
@@ -14,6 +14,7 @@ import pytest
 
 from hwfsdp.learn.grade import Options
 from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.stations.__main__ import main
 from hwfsdp.learn.stations.course import STATIONS
 from hwfsdp.learn.stations.grading import graded
 from hwfsdp.learn.stations.stages import LAST, stage
@@ -21,7 +22,7 @@ from hwfsdp.learn.verdict import Grade
 from suites import fast_are, long
 
 sys.path.insert(0, str(Path(__file__).parent))
-from answers.stations import RIGHT, WRONG, Wrong  # noqa: E402
+from answers.stations import WRONG, Wrong  # noqa: E402
 
 COURSE = find_course(Path(__file__))
 OPTIONS = Options(seed=7)
@@ -90,7 +91,9 @@ def test_the_file_of_a_station_gets_full_marks_there(number: int) -> None:
 @pytest.mark.parametrize("number", fast_are([10], NUMBERS))
 def test_the_file_of_the_station_before_does_not(number: int) -> None:
     grade = grade_of_stage(number, number - 1)
-    assert grade.score < STATIONS[number - 1].points and grade.status in ("failed", "not_started"), shown(grade)
+    assert grade.score < STATIONS[number - 1].points and grade.status in ("failed", "not_started"), shown(
+        grade
+    )
 
 
 @pytest.mark.long
@@ -106,17 +109,42 @@ def one_for_each_station(found: list[Wrong]) -> list[object]:
     return [wrong if first[wrong.station] is wrong else long(wrong) for wrong in found]
 
 
-@pytest.mark.parametrize("wrong", one_for_each_station(WRONG), ids=lambda wrong: f"{wrong.check} {wrong.name}")
+@pytest.mark.parametrize(
+    "wrong", one_for_each_station(WRONG), ids=lambda wrong: f"{wrong.check} {wrong.name}"
+)
 def test_a_wrong_answer_is_told_what_is_wrong(wrong: Wrong) -> None:
     grade = graded(wrong.station, wrong.text, COURSE, Options(seed=7, only=wrong.check))
     verdicts = {r.check.id: r.finding.misconception for r in grade.results if r.finding}
     assert verdicts.get(wrong.check) == wrong.misconception, shown(grade)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("right", RIGHT, ids=lambda right: right.name)
-def test_a_right_answer_of_another_make_gets_full_marks(right: object, seed: int) -> None:
-    for number in right.stations:  # type: ignore[attr-defined]
-        grade = graded(number, right.text, COURSE, Options(seed=seed))  # type: ignore[attr-defined]
-        assert grade.status == "passed", shown(grade)
+# --- From a terminal ---------------------------------------------------------------------------------------
+
+
+def test_what_is_there_stays_and_a_file_that_was_not_begun_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    assert main(["start", str(tmp_path)]) == 0
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert (tmp_path / "my_fsdp.py").read_text() == stage(0)
+    assert all((tmp_path / each.directory / "README.md").exists() for each in STATIONS)
+    assert main(["check", "1", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.rstrip().endswith("Not started, 0 of 5 points.")
+
+
+def test_catching_up_twice_loses_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "my_fsdp.py"
+    for text in ("one", "two"):
+        file.write_text(text)
+        assert main(["catchup", "3", str(tmp_path)]) == 0
+        assert file.read_text() == stage(2)
+    assert [(tmp_path / f"my_fsdp.before_{n}.py").read_text() for n in (1, 2)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["start"], ["check"], ["check", "11"], ["check", "x"], ["hint", "0"], ["hint", "3", "x"]],
+)
+def test_arguments_that_cannot_be_used_end_with_status_2(arguments: list[str]) -> None:
+    assert main(arguments) == 2

@@ -116,7 +116,15 @@ def judge_order(ranks: Ranks, seed: int, part: str = "") -> None:
     Args:
         part: "forward", "backward" or "reduction"; without one, all of them.
     """
-    (reported,) = ranks.run(probe_clock, 1, seed=seed)["order"]
+    refuse_races(ranks.run(probe_clock, 1, seed=seed)["order"][0], part)
+
+
+def refuse_races(reported: dict[str, Any], part: str = "") -> None:
+    """Raise a Finding for the first race of what `clock.ordered` reported.
+
+    Args:
+        part: as for `judge_order`.
+    """
     log = Run([{"log": reported["log"]}]).log()
     names = _names_of_memory(log.events)
     for race in find_races(log):

@@ -8,7 +8,7 @@ torch's FSDP.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hwfsdp.learn import holes, rules
@@ -44,8 +44,11 @@ class Use(NamedTuple):
     line: int
 
 
-def check_rules(source: Source) -> None:
-    """Reads the file as Python would.
+def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) -> None:
+    """Read the file as Python would.
+
+    Args:
+        needed: functions that it has to define, with the arguments that they need.
 
     Raises:
         Finding: it is not Python, does not define what it has to, or uses what it may not.
@@ -61,7 +64,7 @@ def check_rules(source: Source) -> None:
         where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
         what = getattr(error, "msg", None) or str(error) or "nested too deeply"
         raise Finding("not-python", f"{name}, {where}{what}.") from None
-    for function, arguments in NEEDED.items():
+    for function, arguments in needed.items():
         if function not in defined:
             raise Finding("missing", f"{name} does not define {function}.", function, "nothing")
         given = _arguments(defined[function])

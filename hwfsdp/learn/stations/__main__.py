@@ -1,17 +1,17 @@
-"""The stations of `my_fsdp.py`, from a terminal.
+"""The stations of `my_fsdp.py`, from a terminal: what `hwfsdp check`, `hint` and `catchup` will do when the course is this file.
 
-python -m hwfsdp.learn.stations start [DIR]     write the starter, and what to read, to a folder (default: here)
-python -m hwfsdp.learn.stations check NN [DIR]  check a station, and all before it
-python -m hwfsdp.learn.stations hint NN         show the hints of a station, one more each time
-python -m hwfsdp.learn.stations catchup NN [DIR]  write the file as it is before station NN; yours becomes my_fsdp.before.py
+python -m hwfsdp.learn.stations start DIR         write the starter and the pages to a folder; files that are there stay
+python -m hwfsdp.learn.stations check NN [DIR]    check a station, and those before it (DIR: the current folder)
+python -m hwfsdp.learn.stations hint NN           show the hints of a station
+python -m hwfsdp.learn.stations catchup NN [DIR]  write the file as it is before a station; yours is kept beside it
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from hwfsdp.errors import UsageError
@@ -27,12 +27,12 @@ def main(arguments: Sequence[str]) -> int:
     """Do what the first argument says; return the exit status."""
     verb, *rest = arguments or ("",)
     try:
-        if verb == "start":
-            return start(Path(*rest[:1]))
-        if verb in ("check", "catchup") and rest:
-            return (check if verb == "check" else catchup)(wanted(rest[0]), Path(*rest[1:2]).resolve())
-        if verb == "hint" and rest:
-            print("\n\n".join(exercise_of(wanted(rest[0]), Path()).hints[: int(*rest[1:2] or ["1"])]))
+        if verb == "start" and len(rest) == 1:
+            return start(Path(rest[0]))
+        if verb in ("check", "catchup") and len(rest) in (1, 2):
+            return (check if verb == "check" else catchup)(wanted(rest[0]), Path(*rest[1:]).resolve())
+        if verb == "hint" and len(rest) == 1:
+            print("\n\n".join(exercise_of(wanted(rest[0]), Path()).hints))
             return 0
     except UsageError as error:
         print(f"hwfsdp: {error}", file=sys.stderr)
@@ -54,13 +54,16 @@ def wanted(number: str) -> Station:
 
 
 def start(folder: Path) -> int:
-    """Write the starter and the stations' pages; a file that is there stays."""
-    shutil.copytree(TEXTS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.toml"))
-    if (folder / FILE_NAME).exists():
-        print(f"{folder / FILE_NAME} is there already, and stays as it is.")
-    else:
-        (folder / FILE_NAME).write_text(stage(0))
-        print(f"Wrote {folder / FILE_NAME}. Read {folder / 'README.md'} first.")
+    """Write the starter and the stations' pages; files that are there stay as they are."""
+    texts = {path.relative_to(TEXTS): path.read_text() for path in sorted(TEXTS.rglob("*.md"))}
+    for name, text in {**texts, Path(FILE_NAME): stage(0)}.items():
+        target = folder / name
+        if target.exists():
+            print(f"{target} is there already, and stays as it is.")
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+    print(f"Your file is {folder / FILE_NAME}. Begin with {folder / STATIONS[0].directory / 'README.md'}.")
     return 0
 
 
@@ -72,14 +75,14 @@ def check(station: Station, folder: Path) -> int:
 
 
 def catchup(station: Station, folder: Path) -> int:
-    """Write the file as it is before a station; the learner's own is kept beside it."""
+    """Write the file as it is before a station; the learner's own is kept beside it, and so are earlier ones."""
     file = folder / FILE_NAME
     if file.exists():
-        file.replace(file.with_suffix(".before.py"))
+        kept = next(path for n in count(1) if not (path := file.with_name(f"my_fsdp.before_{n}.py")).exists())
+        file.rename(kept)
+        print(f"Your file is {kept} now.")
     file.write_text(stage(int(station.number) - 1))
-    print(
-        f"Wrote {file} as it is before station {station.number}. Yours is {file.with_suffix('.before.py')}."
-    )
+    print(f"{file} is the file as it is before station {station.number}.")
     return 0
 
 

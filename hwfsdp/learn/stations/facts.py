@@ -239,11 +239,11 @@ def probe_memory(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> N
 
 
 def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
-    """Bytes alive besides shards and their gradients, less those that the same model has without sharding.
+    """Count the bytes alive besides shards and their gradients. Subtract what the same model needs without sharding.
 
     Returns:
-        rest: before a second step. forward, backward: at the peak of each. between: from the one to the other. after: the step.
-        unit: of the largest unit, whole and padded.
+        rest: before the second step. between: between its forward and its backward. after: after it. unit: bytes of the
+        largest unit, whole and padded.
     """
     units = scenarios.build(scenario, seed).units
     unit = max(_whole_bytes(module, units) for _, module in units)
@@ -254,7 +254,7 @@ def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
 
 
 def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
-    """Of the parameters that a unit owns: those of units inside are theirs."""
+    """Count the bytes of a unit's own parameters when they are whole. Units inside it own theirs."""
     inner = {
         p
         for _, other in units
@@ -276,16 +276,13 @@ def _moments(scenario: Scenario, seed: int, shard: Shard | None, witness: Witnes
         gc.collect()
         params = sum(_bytes(param) for param in model.parameters())
         _wait_for_threads(witness, without + params)
-        before = witness.mark()
+        before = witness.alive()
         found["rest"] = before - without - params
         loss = scenarios.loss_of(model, batch)
-        found["forward"] = witness.peak - before
         _wait_for_threads(witness, before)
         found["between"] = witness.alive() - before
-        witness.mark()
         loss.backward()
         own = sum(_bytes(param.grad) for param in model.parameters())
-        found["backward"] = witness.peak - before - own
         del loss
         gc.collect()
         _wait_for_threads(witness, before + own)

@@ -1,16 +1,14 @@
-"""The grade of a station, and of the whole file."""
+"""The grade of a station."""
 
 from __future__ import annotations
 
-import ast
 import tempfile
 import time
 import tomllib
 from pathlib import Path
 
 from hwfsdp.learn import grade as grading
-from hwfsdp.learn import rules
-from hwfsdp.learn.capstone.rules import ALLOWED, forbidden_uses
+from hwfsdp.learn.capstone.rules import check_rules
 from hwfsdp.learn.grade import Options
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.overlay import Overlay, Submitted
@@ -18,7 +16,7 @@ from hwfsdp.learn.run import Ranks, Times
 from hwfsdp.learn.stations.course import STATIONS, Station
 from hwfsdp.learn.stations.facts import FILE
 from hwfsdp.learn.stations.stages import SOURCE, stage
-from hwfsdp.learn.submission import NOT_PYTHON, Source, find_source
+from hwfsdp.learn.submission import find_source
 from hwfsdp.learn.verdict import CheckResult, Finding, Grade, OnCheck
 
 FILE_NAME = f"{FILE}.py"
@@ -27,29 +25,8 @@ RUN_SECONDS = 20.0  # of one run, which trains several models
 ALL_SECONDS = 60.0  # of all runs of a station
 
 
-def check_rules(source: Source) -> None:
-    """Read the file as Python would.
-
-    Raises:
-        Finding: it is not Python, or uses what it may not: of `hwfsdp` only streams and collectives, of torch's FSDP nothing.
-    """
-    assert source.text is not None, "a file that is there"
-    name = source.path.name
-    try:
-        tree = ast.parse(source.text)
-        compile(source.text, name, "exec", dont_inherit=True)
-    except NOT_PYTHON as error:
-        line = getattr(error, "lineno", None)
-        where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
-        what = getattr(error, "msg", None) or str(error) or "nested too deeply"
-        raise Finding("not-python", f"{name}, {where}{what}.") from None
-    if use := next(forbidden_uses(tree), None):
-        raise Finding("not-alone", f"{name}, line {use.line}: {use.what}.", " and ".join(ALLOWED), use.what)
-    rules.check_rules(name, source.text)
-
-
 def exercise_of(station: Station, folder: Path) -> Exercise:
-    """A station as the report shows it; `folder`: of the file."""
+    """Return a station as reports show it; `folder`: of the file."""
     found = tomllib.loads((TEXTS / station.directory / "station.toml").read_text())
     hints = tuple(" ".join(hint.split()) for hint in found["hints"])
     return Exercise(station.number, FILE, found["title"], station.points, (), hints, folder)
@@ -62,10 +39,11 @@ def grade_station(
     options: Options = Options(),
     on_check: OnCheck = lambda result: None,
 ) -> Grade:
-    """Grade one station of a submission. Earlier stations are checked again first: what worked must go on working.
+    """Grade one station of a submission.
 
     Args:
         folder: of the submission: it holds `my_fsdp.py`.
+        options: `mine`: earlier stations are checked first, without points, since what worked must go on working.
         on_check: called with each check's result as soon as there is one.
 
     Raises:
@@ -82,7 +60,7 @@ def grade_station(
     printed: list[str] = []
     submitted = Submitted(FILE, str(source.path), source.text, ())
     try:
-        check_rules(source)
+        check_rules(source, needed={})
         times = Times(max(options.run_seconds, RUN_SECONDS), ALL_SECONDS, options.repeat)
         off_limits = [*grading.off_limits(course, folder), SOURCE]
         ranks = Ranks(Overlay({}, (submitted,)), printed.append, times, options.world_size, off_limits)

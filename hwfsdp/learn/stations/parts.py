@@ -6,8 +6,7 @@ Rings work on whole numbers, so sums are exact in any order. The wire is watched
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp.accounting import GroupSizes, Strategy, strategy_traffic
+from hwfsdp.learn.checks.ring_collectives import watch_wire
 from hwfsdp.learn.diagnose import first_difference
-from hwfsdp.learn.guard import collectives_of
 from hwfsdp.learn.run import Ranks, Report, attempt
 from hwfsdp.learn.stations.facts import learners
 from hwfsdp.learn.verdict import Finding
@@ -110,33 +109,6 @@ def judge_rows(ranks: Ranks, seed: int) -> None:
 # --- 02 Rings ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def watched_wire() -> Iterator[tuple[list[list[Any]], list[str]]]:
-    """What this rank sends and receives, ["send" or "recv", peer, bytes], and the names of other collectives that it calls."""
-    moves, others = list[list[Any]](), list[str]()
-    originals = {name: getattr(dist.ProcessGroup, name) for name in collectives_of(dist.ProcessGroup)}
-
-    def move(name: str, group: Any, tensors: Sequence[Tensor], peer: int, *rest: Any) -> Any:
-        moves.append([name, int(peer), sum(t.numel() * t.element_size() for t in tensors)])
-        return originals[name](group, tensors, peer, *rest)
-
-    def other(name: str, *args: Any, **kwargs: Any) -> Any:
-        others.append(name.lstrip("_"))
-        return originals[name](*args, **kwargs)
-
-    def bound(name: str) -> Any:
-        call = partial(move if name in ("send", "recv") else other, name)
-        return lambda *args, **kwargs: call(*args, **kwargs)  # a function, which becomes a method
-
-    try:
-        for name in originals:
-            setattr(dist.ProcessGroup, name, bound(name))
-        yield moves, others
-    finally:
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, original)
-
-
 def given(seed: int, world_size: int) -> Tensor:
     """[W, W * N]: what each rank gives; whole numbers."""
     generator = torch.Generator().manual_seed(seed)
@@ -152,7 +124,7 @@ def _gather(whole: Tensor) -> dict[str, Any]:
     mine = whole[dist.get_rank(), :N].clone()
     output = torch.full((dist.get_world_size() * N,), -1.0)
     dist.barrier()
-    with watched_wire() as (moves, others):
+    with watch_wire() as (moves, others):
         learners().ring_all_gather(output, mine)
     return {"output": output, "input": mine, "moves": moves, "others": others}
 
@@ -160,7 +132,7 @@ def _gather(whole: Tensor) -> dict[str, Any]:
 def _reduce(whole: Tensor) -> dict[str, Any]:
     mine, output = whole[dist.get_rank()].clone(), torch.full((N,), -1.0)
     dist.barrier()
-    with watched_wire() as (moves, others):
+    with watch_wire() as (moves, others):
         learners().ring_reduce_scatter(output, mine)
     return {"output": output, "input": mine, "moves": moves, "others": others}
 

@@ -228,6 +228,7 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "loud": _loud,
     "wide and frozen": partial(_frozen, widths=WIDE),
     "wide and unused": _stack(Unused, Perceptron, WIDE),
+    "wide and twice": _stack(Twice, Perceptron, WIDE),
     "wide and recomputed": _stack(Recomputed, Perceptron, WIDE),
     "wide and nested": partial(_nested, widths=WIDE),
 }

@@ -1,4 +1,4 @@
-"""Wrong answers to the stations, read from `stations.txt`, and right ones of another make, from the folder `stations`.
+"""Wrong answers to the stations, read from `stations.txt`.
 
 A wrong answer is an edit of the reference as it is at the station. The difference is the mistake:
 
@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.learn.stations.stages import LAST, stage
+from hwfsdp.learn.stations.stages import stage
 
-HERE = Path(__file__).parent
 Edit = tuple[str, str]
 
 
@@ -41,14 +40,6 @@ class Wrong(NamedTuple):
         return text
 
 
-class Right(NamedTuple):
-    """A file of another make, and the stations that it has come through."""
-
-    name: str
-    stations: range
-    text: str
-
-
 def read_wrong(text: str) -> Iterator[Wrong]:
     """The mistakes of a text."""
     for block in re.split(r"\n(?=\d\d\.)", text.strip()):
@@ -66,8 +57,4 @@ def read_wrong(text: str) -> Iterator[Wrong]:
         yield Wrong(found[1], found[2], found[3], edits)
 
 
-WRONG = list(read_wrong((HERE / "stations.txt").read_text()))
-RIGHT = [
-    Right(path.stem, range(1, LAST + 1), path.read_text())
-    for path in sorted((HERE / "stations").glob("*.py"))
-]
+WRONG = list(read_wrong(Path(__file__).with_suffix(".txt").read_text()))
