@@ -1,6 +1,6 @@
 """How long grading takes, and how much memory: classes of one, two and four full submissions, two workers.
 
-A submission is the course's own solutions: all sixteen exercises, the homework and the lab. A class of four is graded once, after
+A submission is the course's own solutions: all stations and electives, the homework and the lab. A class of four is graded once, after
 one of two and one of one, so that each ratio is within a run. Memory is the largest resident set of any process of the
 grader; it must not grow with the class.
 """
@@ -33,7 +33,7 @@ print(json.dumps(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024))
 
 
 def run(rounds: int | None, classes: Sequence[int] = CLASSES, exercises: str = "*") -> list[Record]:
-    """A record per size of a class. `exercises` is a pattern of folder names, for who wants a few only."""
+    """A record per size of a class. `exercises` is a pattern of names in `solutions/`, to grade a few only."""
     seconds: dict[int, list[float]] = {size: [] for size in classes}
     memory: dict[int, list[float]] = {size: [] for size in classes}
     for _ in range(rounds or 1):
@@ -65,9 +65,10 @@ def _grade(size: int, exercises: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number in range(size):
+            student = folder / "class" / f"student-{number}"
+            student.mkdir(parents=True)
             for path in solutions.glob(exercises):
-                if path.is_dir():
-                    shutil.copytree(path, folder / "class" / f"student-{number}" / path.name)
+                (shutil.copytree if path.is_dir() else shutil.copy)(path, student / path.name)
         out = folder / "grades.json"
         command = [sys.executable, "-c", _GRADE, str(folder / "class"), "--jobs", "2", "--format", "json"]
         start = stopwatch()

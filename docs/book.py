@@ -126,8 +126,9 @@ def copy_notebooks(app: Any = None) -> None:
 
 
 def point_to_copies(app: Any, name: str, source: list[str]) -> None:
-    """Pages link to notebooks where these lie in the repository; the site has copies."""
-    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+    """Pages link to notebooks and exercises in the repository. The site has copies of notebooks; it names the folders of exercises."""
+    text = source[0].replace("](../notebooks/", "](notebooks/")
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(exercises\b[^)]*?)/README\.md[^)]*\)", r"\1 (`\2`)", text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,6 +1,6 @@
 """The terminal recording of the README, made again from the tree: `.venv/bin/python docs/recording.py`.
 
-A shell runs in a pseudo-terminal, in a copy of the course, and is typed to: the demo, then exercise 01 unfilled, wrong and right.
+A shell runs in a pseudo-terminal, in a copy of the course, and is typed to: the demo, then station 01 not begun, wrong and right.
 What it answers, and when, is kept as an asciicast (https://docs.asciinema.org/manual/asciicast/v2/), and drawn as an SVG that
 stylesheets animate. `--draw` draws the recording that is there.
 
@@ -36,8 +36,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from hwfsdp.learn import holes
-from hwfsdp.learn.manifest import find_course
-from hwfsdp.learn.submission import solution
+from hwfsdp.learn.stations.stages import stage
 
 ROOT = Path(__file__).parent.parent
 CAST = ROOT / "docs" / "_static" / "demo.cast"
@@ -45,7 +44,7 @@ PICTURE = CAST.with_suffix(".svg")
 COLUMNS, ROWS = 100, 30
 LONGEST_WAIT = 600.0  # seconds for one command
 
-FILE = "exercises/01_shard_math/shard_math.py"
+FILE = "exercises/my_fsdp.py"
 PROMPT, PROMPTED = r"\[\e[34m\]$\[\e[0m\] ", "$\x1b[0m "  # as bash is told, and as it ends
 TYPED = (
     "# The first time, this sets up .venv, too. That takes minutes.",
@@ -57,9 +56,10 @@ TYPED = (
     "# Second try: full chunks, until there are no rows left.",
     f"cp second_try.py {FILE} && hwfsdp check 1",
 )
-FIRST_TRY = """def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
+FIRST_TRY = """def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
     fewer, more = divmod(n, world_size)
-    return Extent(rank * fewer + min(rank, more), fewer + (rank < more))
+    start = rank * fewer + min(rank, more)
+    return start, start + fewer + (rank < more)
 """
 
 
@@ -124,9 +124,9 @@ def copy_course(folder: Path) -> None:
         raise SystemExit(
             f"recording: expected make demo to do nothing else, got:\n{planned}Run make setup first."
         )
-    right = solution(find_course(ROOT).exercise(1))
+    right = stage(1)
     (folder / "second_try.py").write_text(right)
-    (folder / "first_try.py").write_text(holes.splice(right, "chunk_extent", FIRST_TRY))
+    (folder / "first_try.py").write_text(holes.splice(right, "rows_of", FIRST_TRY))
 
 
 def write_cast(events: list[Event]) -> None:
@@ -135,7 +135,7 @@ def write_cast(events: list[Event]) -> None:
         "version": 2,
         "width": COLUMNS,
         "height": ROWS,
-        "title": "hwfsdp: the demo, and exercise 01",
+        "title": "hwfsdp: the demo, and station 01",
         "env": {"TERM": "xterm-256color", "SHELL": "bash"},
     }
     lines = [header, *([round(event.at, 3), "o", event.text] for event in events)]
@@ -273,7 +273,7 @@ def draw(seen: list[Seen], heights: list[tuple[float, int]], duration: float) ->
         for times, texts in groups.items()
     ]
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
-<title>A terminal: make demo, then hwfsdp check 1 on an unfilled, a wrong and a right answer</title>
+<title>A terminal: make demo, then hwfsdp check 1 on a file not begun, a wrong and a right answer</title>
 <style>
 text{{font:{SIZE}px {FONT};white-space:pre}}
 {"".join(f".c{color}{{fill:{value}}}" for color, value in COLORS.items())}.c1{{font-weight:bold}}

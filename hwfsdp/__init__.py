@@ -74,7 +74,7 @@ a book, in this order; each imports only from those before it.
          demo          three times the same run: hwfsdp, FSDP2, unsharded
          lesson        what notebooks need
     X    Classroom
-         learn         exercises cut out of this package
+         learn         the course, and what grades it
          verbs         those of the command that have a room of their own
          cli           the command `hwfsdp`
 """

@@ -226,7 +226,8 @@ def _add_course_verbs(verbs: Any) -> None:
     add("status", _status, "show how far you are")
     watch = add("watch", _watch, "check again whenever a file is saved")
     reset = add("reset", _reset, "put the starter of an exercise back; your file is kept beside it")
-    for parser in (check, hint, reset):
+    catchup = add("catchup", _catchup, "write my_fsdp.py as it is before a station; yours is kept beside it")
+    for parser in (check, hint, reset, catchup):
         parser.add_argument("number", metavar="N", help="number of the exercise, or capstone")
     watch.add_argument("number", metavar="N", nargs="?", help="number of the exercise (default: all)")
     check.add_argument(
@@ -534,3 +535,9 @@ def _reset(args: argparse.Namespace) -> int:
     from hwfsdp.learn import commands
 
     return commands.reset_exercise(args.number, args.json)
+
+
+def _catchup(args: argparse.Namespace) -> int:
+    from hwfsdp.learn import commands
+
+    return commands.catch_up(args.number, args.json)

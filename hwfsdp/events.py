@@ -314,7 +314,10 @@ class Recorder:
         """The next event on `stream` waits for these of other streams; -1 stands for none."""
         for seq in seqs:
             if seq >= 0:
-                self.waits.setdefault(stream, {})[self.drafts[seq].stream] = seq
+                waits, other = self.waits.setdefault(stream, {}), self.drafts[seq].stream
+                waits[other] = max(
+                    seq, waits.get(other, -1)
+                )  # who waits for an older event waits for the newer one still
 
     def over_on(self, stream: str) -> tuple[int, ...]:
         """What is over for whoever waits for `stream` now: the last event there, and what it has waited for since."""

@@ -112,7 +112,7 @@ class Onlooker:
         if recorder := events.active():
             recorder.groups = [unit.about for unit in self.units]
             recorder.phase = "forward"
-            recorder.visit(self.model)
+            self._visit(recorder)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if recorder := events.active():
@@ -154,8 +154,24 @@ class Onlooker:
             self._backward.popitem()[1].close()
         if recorder := events.active():
             recorder.phase = ""
-            recorder.visit(self.model)
+            self._visit(recorder)
             recorder.sample()
+
+    def _visit(self, recorder: Recorder) -> None:
+        """What is registered are shards, unless it has the shape of the whole; a DTensor always is one."""
+        for unit in self.units if recorder.watch else ():
+            for (module, name), about in zip(unit.slots, unit.about.params, strict=True):
+                param = getattr(module, name, None)
+                if not isinstance(param, nn.Parameter):
+                    continue
+                kind = (
+                    "unsharded"
+                    if tuple(param.shape) == about.shape and not isinstance(param, DTensor)
+                    else "sharded"
+                )
+                for tensor, what in ((param, "param"), (param.grad, "grad")):
+                    if tensor is not None:
+                        recorder.watch(tensor, f"{kind}_{what}")  # type: ignore[misc]
 
     def _begin(self, op: str, unit: Unit, recorder: Recorder) -> Draft:
         """A span of the unit's computation; a forward reads its whole parameters.

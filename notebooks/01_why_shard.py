@@ -114,4 +114,5 @@ lesson.explore(lambda ranks: plot_memory(logs[ranks]), ranks=(2, 4))
 # are. What FSDP needs on a GPU is the model divided by the number of ranks, **plus a block or two**, plus activations. The rest of
 # this course is about those teeth: when they come, when they go, and how their coming is hidden behind computing.
 #
-# **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself:** `exercises/03_accounting`.
+# **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself:** station 01
+# (`exercises/01_rows`), and the closed forms of station 05 (`exercises/05_groups`).

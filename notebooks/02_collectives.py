@@ -99,9 +99,9 @@ draw("all_reduce", [(shares, whole) for shares, whole, _ in ran])
 # time. The picture is of four real ranks: a row for what they hold after each step.
 
 # %%
-from hwfsdp.plot.lessons import ring_collectives
+from hwfsdp.plot.lessons import ring as walks
 
-ring_collectives.draw()
+walks.draw()
 
 # %% [markdown]
 # Left: follow a color down. What has just arrived is what is passed on next. Right: follow a letter. The sum that is to end at
@@ -222,4 +222,4 @@ for event in launch(step_over_the_ring, 3)[0].select("send"):
 # Without being told, `hwfsdp` does not use this ring: the ranks of one machine's CPU read each other's memory, GPUs have NCCL.
 # What goes in and what comes out is the same.
 #
-# **Next:** [03, the life of one parameter](03_one_parameter.ipynb). **Write it yourself:** `exercises/02_ring_collectives`.
+# **Next:** [03, the life of one parameter](03_one_parameter.ipynb). **Write it yourself:** station 02 (`exercises/02_ring`).

@@ -240,5 +240,4 @@ for event in log.select(rank=0, owner="1"):
 # Without `wait`: numbers that are right or wrong as it happens. Without the padding: a gather to which ranks bring different
 # sizes, and no collective takes that.
 #
-# **Next:** [04, forward](04_forward.ipynb). **Write it yourself:** `exercises/01_shard_math` and
-# `exercises/04_sharded_parameter`.
+# **Next:** [04, forward](04_forward.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its parameter.

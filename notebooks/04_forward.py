@@ -261,4 +261,4 @@ print(launch(part_before_whole, 2)[0])
 # A question to end with. In later forwards, gather 1 comes *before* `copy out 0`. In backward the layers run the other way
 # round. Which gather would you start before `copy out 5` there, and who knows the order?
 #
-# **Next:** [05, backward](05_backward.ipynb). **Write it yourself:** `exercises/05_forward`.
+# **Next:** [05, backward](05_backward.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its forward.

@@ -269,4 +269,5 @@ for rank, (own, whole) in enumerate(launch(norms, 2)):
 # backward. What would it cost, and gain, to keep them? (`set_reshard_after_forward(False)` on that layer; try it in the cell
 # that prints the order.)
 #
-# **Next:** [06, the schedule](06_schedule.ipynb). **Write it yourself:** `exercises/06_backward`.
+# **Next:** [06, the schedule](06_schedule.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its backward, and
+# station 04 (`exercises/04_it_breaks`).

@@ -269,5 +269,5 @@ report(
 # **Try:** layer 3 is freed after its forward, and gathered again at once for its backward. Which argument of `fully_shard` saves
 # that gather, and how many ms of the 6.0? Which other layers would profit from it?
 #
-# **Next:** [07, mixed precision](07_mixed_precision.ipynb). **Write it yourself:** `exercises/09_forward_prefetch` and
-# `exercises/10_backward_prefetch`.
+# **Next:** [07, mixed precision](07_mixed_precision.ipynb). **Write it yourself:** stations 08 to 10 (`exercises/08_streams`,
+# `exercises/09_forward_prefetch`, `exercises/10_backward_prefetch`).

@@ -273,4 +273,4 @@ print("257 in bf16:", torch.tensor(257).to(BF16).item())
 #
 # **Try:** cast the model to bf16 and train with a learning rate ten times as high. Does it learn now? Why is that no way out?
 #
-# **Next:** [08, switches](08_switches.ipynb). **Write it yourself:** `exercises/07_mixed_precision`.
+# **Next:** [08, switches](08_switches.ipynb). **Write it yourself:** station 06 (`exercises/06_mixed_precision`).

@@ -290,5 +290,5 @@ for gpus in (16, 512, 4096):
 # **Try:** change `build` so that only the last two layers have `reshard_after_forward=False`. Where in the picture will that lie?
 # Why is the last layer the best one to begin with?
 #
-# **Next:** [09, strided shards](09_strided_shards.ipynb). **Write it yourself:** `exercises/08_accumulation` and
-# `exercises/12_hybrid_sharding`.
+# **Next:** [09, strided shards](09_strided_shards.ipynb). **Write it yourself:** station 07 (`exercises/07_accumulation`), and
+# elective 11 (`exercises/11_hybrid_sharding`).

@@ -200,4 +200,4 @@ lesson.explore(draw, rows=(12, 11, 10, 9, 8, 7))
 # **Try:** each rank computes the sum of squares of what it holds, and all ranks add these up. Of which parameter above does that
 # count something twice, and what in its placements tells you?
 #
-# **Next:** [10, checkpoints](10_checkpoints.ipynb). **Write it yourself:** `exercises/13_strided_shards`.
+# **Next:** [10, checkpoints](10_checkpoints.ipynb). **Write it yourself:** elective 12 (`exercises/12_strided_shards`).

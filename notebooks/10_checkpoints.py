@@ -223,5 +223,5 @@ temporary.cleanup()
 # Two things to try: let rank 1 be the one that dies (what does rank 0 do about the third folder?), and look at what
 # `resume` does with three ranks.
 #
-# **Next:** [11, virtual GPUs](11_virtual_gpus.ipynb). **Write it yourself:** `exercises/15_checkpoints` and
-# `exercises/16_async_staging`.
+# **Next:** [11, virtual GPUs](11_virtual_gpus.ipynb). **Write it yourself:** electives 13 to 15 (`exercises/13_meta_start`,
+# `exercises/14_checkpoints`, `exercises/15_async_staging`).

@@ -210,4 +210,4 @@ for name, run in long.items():
 #
 # The same from a terminal, for a model of yours: `hwfsdp simulate --model module:function --gpus 512`.
 #
-# **Next:** [12, traces](12_traces.ipynb). **Write it yourself:** `exercises/12_hybrid_sharding`.
+# **Next:** [12, traces](12_traces.ipynb). **Write it yourself:** elective 11 (`exercises/11_hybrid_sharding`).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 13 · Yours
 #
-# This notebook is about your code. It takes one of the exercises, has it graded, and puts what your functions did beside what
-# those of the package do. Set the number, and run all cells.
+# This notebook is about your code. It takes one station or elective, has it graded, and puts what your code did beside what the
+# reference does. Set the number, and run all cells.
 #
 # **Write down two numbers before you do:** how many points will your file get? And in how many of the answers that it gives to
 # the checks will it differ from the reference?
@@ -18,7 +18,7 @@ except (ImportError, SyntaxError) as missing:
 lesson.begin()
 
 # %%
-EXERCISE = 1  # to 16
+EXERCISE = 1  # stations are 1 to 10 and 16, electives 11 to 15
 SEED = 7  # of the inputs that checks draw
 
 # %% [markdown]
@@ -33,9 +33,9 @@ print(yours.introduction)
 # %% [markdown]
 # ## The verdict
 #
-# It is that of `hwfsdp check`, with a fixed seed. Your code did not run in this notebook. It ran where the grader runs it: on
-# ranks of its own, which may take some seconds and not more, and may not touch your files. If it hangs, that is a finding, and
-# the notebook goes on.
+# It is the verdict of `hwfsdp check`, with a fixed seed and without the checks of earlier stations. Your code did not run in this
+# notebook. It ran where the grader runs it: on ranks of its own, with a limit of time, and without access to your files. If it
+# hangs, that is a finding, and the notebook goes on.
 
 # %%
 print(yours.verdict_text)
@@ -43,10 +43,10 @@ print(yours.verdict_text)
 # %% [markdown]
 # ## What it was made of
 #
-# A check asks ranks for a report: it calls your functions there, by way of the package, and writes down what came of it. The
-# same questions were put to the package as it is. A difference is not yet a mistake: there may be several right answers, and
-# a few, such as the numbers of files in exercise 15, are never the same twice. But where a check has failed, this is where to
-# look.
+# A check asks ranks for a report: it runs your code there, and writes down what came of it. The same questions were put to the
+# reference: for a station the solution's `my_fsdp.py`, for an elective the package as it is. A difference is not yet a mistake.
+# There may be several right answers, and a few answers, such as the numbers of files in elective 14, are never the same twice. But
+# if a check has failed, look here.
 
 # %%
 for run in yours.runs:
@@ -55,45 +55,40 @@ if not yours.runs:
     print("No code of this file was run.")
 
 # %% [markdown]
-# There is your second number, if you add up what differs. Now what is behind it, as a table or a picture.
+# There is your second number, if you add up what differs. Now a picture.
 #
-# For exercise 1 that is a table: the rows of each of four ranks, for several numbers of rows in all. For exercises whose checks
-# record what happens, it is the timeline of rank 0, yours above the reference's. Look at the order of things and at what is
-# missing; widths are times of tiny models and mean nothing. For the others, it is the picture of the exercise.
-
-# %%
-if EXERCISE == 1:
-    print(yours.extents())
+# Stations 08 to 10 and some electives record what happens. For them it is the timeline of rank 0, yours above the reference's. A
+# station's timeline shows gathers, reductions and waits. Look at their order and at what is missing; widths are times of tiny models
+# and mean nothing. For the others, it is the picture of the exercise, if it has one.
 
 # %%
 from IPython.display import Image
-from torch.distributed.tensor import Shard
 
 from hwfsdp.plot.comparison import plot_comparison
-from hwfsdp.plot.grid import LaidOut, plot_sharding
 
 logs = yours.logs()
-
-
-def picture():
-    if EXERCISE == 1:
-        return plot_sharding([LaidOut(f"{n} rows", (n,), (Shard(0),)) for n in (8, 7, 6, 5, 2)], {"shard": 4})
-    return plot_comparison(logs) if logs else Image(filename=yours.exercise.folder / "picture.png")
-
-
-picture()
+drawn = yours.exercise.folder / "picture.png"
+if logs:
+    picture = plot_comparison(logs)
+elif drawn.exists():
+    picture = Image(filename=drawn)
+else:
+    picture = f"There is no picture for {EXERCISE}."
+picture
 
 # %% [markdown]
-# If there are logs, they also say what became of each parameter group: when it was gathered, and when it was freed.
+# The log of an elective also says what became of each parameter group: when it was gathered, and when it was freed.
 
 # %%
 from hwfsdp.lifetimes import find_lifetimes
 from hwfsdp.plot.lifetimes import plot_lifetimes
 
-if logs and all(find_lifetimes(log.select(rank=0)) for log in logs.values()):
+if logs and not yours.exercise.is_station and all(
+    find_lifetimes(log.select(rank=0)) for log in logs.values()
+):
     lifetimes = lesson.explore(lambda whose: plot_lifetimes(logs[whose]), whose=list(logs))
 else:
-    lifetimes = f"No gathers were recorded in exercise {EXERCISE}."
+    lifetimes = f"No lifetimes were recorded for {EXERCISE}."
 lifetimes
 
 # %% [markdown]

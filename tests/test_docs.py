@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 TEXTS = [*DOCS.glob("*.md"), ROOT / "README.md", *(ROOT / "exercises").glob("[0-9]*/README.md")]
 # without the capstone's, which takes the learner's own file
 PAGES = [str(path.relative_to(ROOT)) for path in TEXTS if "```python" in path.read_text()]
-FAST = ["README.md", "docs/checkpoints.md", "docs/virtual.md", "exercises/01_shard_math/README.md"]
+FAST = ["README.md", "docs/checkpoints.md", "docs/virtual.md"]
 READER = Sybil(parsers=[PythonCodeBlockParser()])
 
 

@@ -90,6 +90,15 @@ def test_what_was_waited_for_is_noted_at_the_next_event_of_that_stream_only(reco
     assert [set(e.after) for e in finished(recorder)] == [set(), set(), set(), {0, 1}, set()]
 
 
+def test_who_waits_for_an_older_event_still_waits_for_the_newer_one(recorder: Recorder) -> None:
+    recorder.instant("copy_in", "compute")
+    recorder.instant("copy_out", "compute")
+    recorder.ordered_after("all_gather", 1)
+    recorder.ordered_after("all_gather", 0)
+    recorder.instant("all_gather", "all_gather")
+    assert finished(recorder)[-1].after == (1,)
+
+
 # --- Scopes ------------------------------------------------------------------------------------------------
 
 

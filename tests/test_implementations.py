@@ -24,6 +24,7 @@ from hwfsdp.train import TrainConfig, TrainResult, build_model, train, train_ste
 
 ROOT = Path(__file__).parent.parent
 HOMEWORK = ROOT / "solutions" / "capstone" / "hw_fsdp.py"
+STATIONS = HOMEWORK.parents[1] / "my_fsdp.py"
 STARTER = ROOT / "exercises" / "capstone" / "hw_fsdp.py"
 TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
 CONFIG = TrainConfig(GPTConfig(dim=32, layers=2, heads=1, seq_len=16), batch=2, steps=4)
@@ -66,7 +67,7 @@ def test_every_implementation_has_the_losses_and_norms_of_unsharded_training(
 ) -> None:
     written(tmp_path, "helper_of_mine", HELPER)
     files = [written(tmp_path, name, text) for name, text in FILES.items()]
-    names = ["hwfsdp", "fsdp2", "none", *map(str, (HOMEWORK, *files))]
+    names = ["hwfsdp", "fsdp2", "none", *map(str, (HOMEWORK, STATIONS, *files))]
     configs = [replace(CONFIG, implementation=name) for name in names]
     losses, norms = unsharded(CONFIG, world_size)
     for results in launch(trained, world_size, configs, timeout=480):
@@ -89,7 +90,7 @@ def test_in_bfloat16_the_losses_are_close_and_half_the_bytes_are_gathered() -> N
     assert half["reduce_scatter"] == whole["reduce_scatter"]
 
 
-@pytest.mark.parametrize("file", [None, suites.long(HOMEWORK)])
+@pytest.mark.parametrize("file", [None, suites.long(HOMEWORK), suites.long(STATIONS)])
 def test_the_demo_compares_measures_and_draws(
     file: Path | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,7 +53,8 @@ PRIVATE = re.compile(r"torch\._|\._(?:local_tensor|spec|cdata|base|parameters|ex
 
 def test_private_torch_api_is_used_in_one_module() -> None:
     used = {path.relative_to(PACKAGE): PRIVATE.findall(code_of(path)) for path in SOURCES}
-    assert {str(path) for path, names in used.items() if names} == {"compat.py"}
+    closing = "learn/rules.py"  # names what a learner's file may not use
+    assert {str(path) for path, names in used.items() if names} == {"compat.py", closing}
 
 
 def code_of(path: Path) -> str:

@@ -35,10 +35,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with both distributions; a learner has worked in the tree, which must not show."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
-    first = folder / "tree" / "exercises" / "01_shard_math"
-    (first / "shard_math.py.1").touch()
-    (first / "__pycache__").mkdir()
-    (first / "__pycache__" / "shard_math.cpython-311.pyc").touch()
+    exercises = folder / "tree" / "exercises"
+    (exercises / "my_fsdp.py.1").touch()
+    (exercises / "__pycache__").mkdir()
+    (exercises / "__pycache__" / "my_fsdp.cpython-311.pyc").touch()
     trace = folder / "tree" / "exercises" / "lab" / "01_flat_loss" / "runs" / "lab" / "trace.json"
     trace.parent.mkdir(parents=True)
     trace.touch()
@@ -124,7 +124,7 @@ def test_the_installed_package_greets_and_lists_the_course_that_it_carries(
     text = run(command, tmp_path)
     assert "\n  hwfsdp demo\n" in text and "hwfsdp course" in text
     text = run(command, tmp_path, "list")
-    assert "01  Shard math" in text and "hwfsdp course" in text
+    assert "01  Rows" in text and "hwfsdp course" in text
 
 
 @pytest.mark.long
@@ -149,8 +149,7 @@ def test_without_a_folder_of_the_course_the_remedy_is_to_write_one(command: str,
 @pytest.mark.long
 def test_a_right_answer_passes_where_the_course_was_written(command: str, tmp_path: Path) -> None:
     run(command, tmp_path, "course", "here")
-    answer = Path("01_shard_math", "shard_math.py")
-    shutil.copy(ROOT / "solutions" / answer, tmp_path / "here" / "exercises" / answer)
+    shutil.copy(ROOT / "solutions" / "my_fsdp.py", tmp_path / "here" / "exercises")
     assert "5 of 5 points" in run(command, tmp_path / "here", "check", "1")
     assert "hwfsdp check 2\n" in run(command, tmp_path / "here")
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import pytest
 import suites
 
+from hwfsdp.learn.stations.stages import stage
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -48,10 +50,11 @@ CLUSTER = (
 )
 GROUPS: dict[str, list[Row]] = {
     "course": [
-        Row("hwfsdp list", "01  Shard math"),
+        Row("hwfsdp list", "01  Rows"),
         Row("hwfsdp check 1", "Not started, 0 of 5 points.", 1),
         Row("hwfsdp hint 1", "Hint 1 of 3"),
         Row("hwfsdp status", "0 of 100 points"),
+        Row("hwfsdp train --implementation exercises/my_fsdp.py", "TODO(03): fully_shard", 1),
     ],
     "homework": [
         Row("hwfsdp check capstone", "Not started, 0 of 10 points.", 1),
@@ -236,9 +239,8 @@ def run(row: Row, folder: Path) -> str:
 def test_commands_do_what_their_page_says(group: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises", ignore=ignored)
-    shutil.copytree(
-        ROOT / "solutions" / "01_shard_math", tmp_path / "answers" / "01_shard_math", ignore=ignored
-    )
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "my_fsdp.py").write_text(stage(1))
     shutil.copy(ROOT / "solutions" / "capstone" / "hw_fsdp.py", tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     assert "\n".join(filter(None, (run(row, tmp_path) for row in GROUPS[group]))) == ""

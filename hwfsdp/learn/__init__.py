@@ -1,1 +1,1 @@
-"""The classroom: exercises cut out of this package, and what grades them."""
+"""The classroom: stations, electives, homework and lab, and what grades them."""

@@ -2,13 +2,13 @@
 
 python -m hwfsdp.learn write            writes starters and solutions
 python -m hwfsdp.learn check [NN …]     says what does not hold, of these exercises or of all
-python -m hwfsdp.learn pictures [NN …]  draws the pictures
+python -m hwfsdp.learn pictures [NN …]  draws the pictures of those that have one
 python -m hwfsdp.learn mutants [NN …]   grades machine-made mistakes, and right answers on 1 to 4 ranks; all of them: docs/grading.md
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -31,8 +31,9 @@ def main(arguments: Sequence[str]) -> int:
         return _check(course, chosen)
     if verb == "pictures":
         for exercise in chosen:
-            figure = importlib.import_module(f"hwfsdp.plot.lessons.{exercise.topic}").draw()
-            figure.savefig(exercise.folder / "picture.png")
+            name = f"hwfsdp.plot.lessons.{exercise.topic}"
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name).draw().savefig(exercise.folder / "picture.png")
         return 0
     if verb == "mutants":
         return _mutants(course, chosen if numbers else grader_report.everything(course))

@@ -14,6 +14,7 @@ from pathlib import Path
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.capstone.grading import grade_capstone
 from hwfsdp.learn.capstone.homework import Homework
+from hwfsdp.learn.certificate import LAST, write_certificate
 from hwfsdp.learn.commands import shown_path, wanted_exercise
 from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import Course, Exercise, find_course
@@ -34,8 +35,9 @@ def check(
     course = find_course()
     exercise = wanted_exercise(course, number)
     folder = _folder(course, submission, exercise)
-    options = Options(mine=mine, seed=seed)
+    options = Options(mine=mine or exercise.is_station, seed=seed)
     warm_up()
+    before = Progress.load(course).measured
     result: Grade
     if isinstance(exercise, Homework):
         result = grade_capstone(folder, course, options)
@@ -47,7 +49,13 @@ def check(
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
-        print(shown(result, shown_path(find_source(exercise, folder).path), Style()))
+        print(shown(result, shown_path(find_source(exercise, folder).path), Style(), before))
+        if (
+            submission is None
+            and exercise.number == LAST
+            and (path := write_certificate(course, Progress.load(course)))
+        ):
+            print(f"  You wrote FSDP. To keep, or to show: {shown_path(path)}")
     return 0 if result.status == "passed" else 1
 
 
@@ -65,19 +73,27 @@ def _remember(course: Course, result: Grade) -> None:
 
 
 def watch(number: str | None, mine: bool) -> int:
-    """Checks an exercise, then again whenever its file is saved, until interrupted."""
+    """Checks an exercise, then again whenever its file is saved, until interrupted. Without a number: whichever is saved."""
     course = find_course()
     progress = Progress.load(course)
     unfinished = (e for e in course.exercises if progress.standing(e).status != "passed")
-    first = course.exercise(number) if number else next(unfinished, course.exercises[-1])
-    chosen = (first,) if number else course.exercises
+    first = course.exercise(number) if number else current(course, next(unfinished, course.exercises[-1]))
+    chosen = [first] if number else list({e.path: e for e in course.exercises}.values())
     saves = saved(chosen, time.sleep)
     warm_up()
     print(f"Watching {'exercise ' + first.number if number else 'all exercises'}; Ctrl-C ends.\n", flush=True)
     _check_again(course, first, mine)
     for exercise in saves:
-        _check_again(course, exercise, mine)
+        _check_again(course, exercise if number else current(course, exercise), mine)
     return 0
+
+
+def current(course: Course, exercise: Exercise) -> Exercise:
+    """The exercise to check when this one's file is saved: of `my_fsdp.py` the station after the last one that has passed."""
+    passed = Progress.load(course).passed
+    same = [each for each in course.exercises if each.path == exercise.path]
+    done = [place for place, each in enumerate(same, 1) if each.number in passed]
+    return same[min(max(done, default=0), len(same) - 1)]
 
 
 def saved(exercises: Sequence[Exercise], sleep: Callable[[float], None]) -> Iterator[Exercise]:
@@ -98,7 +114,7 @@ def _changed(known: dict[Exercise, _Stamp | None], sleep: Callable[[float], None
 
 def _stamp(exercise: Exercise) -> _Stamp | None:
     try:
-        found = (exercise.folder / exercise.file_name).stat()
+        found = exercise.path.stat()
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
@@ -106,9 +122,11 @@ def _stamp(exercise: Exercise) -> _Stamp | None:
 
 def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
     try:
-        result = grade(exercise, course.root / "exercises", course, Options(mine=mine))
+        options = Options(mine=mine or exercise.is_station)
+        result = grade(exercise, course.root / "exercises", course, options)
     except UsageError as unreadable:  # as it is now; the next save may mend it
         print(f"hwfsdp: {unreadable}\n", flush=True)
         return
+    before = Progress.load(course).measured
     _remember(course, result)
-    print(shown(result, shown_path(exercise.folder / exercise.file_name), Style()), end="\n\n", flush=True)
+    print(shown(result, shown_path(exercise.path), Style(), before), end="\n\n", flush=True)

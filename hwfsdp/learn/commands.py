@@ -1,4 +1,4 @@
-"""What the student commands do that need no ranks, and answer at once: list, hint, status, reset. Others: `checking`.
+"""What the student commands do that need no ranks, and answer at once: list, hint, status, reset, catchup. Others: `checking`.
 
 Each returns the exit status: 0 when what was asked for holds, 1 when it does not.
 """
@@ -10,9 +10,11 @@ from pathlib import Path
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.capstone.homework import FOLDER, read_homework
-from hwfsdp.learn.manifest import Course, Exercise, carried_course, find_course
-from hwfsdp.learn.progress import Progress, reset
+from hwfsdp.learn.filemap import file_map
+from hwfsdp.learn.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
+from hwfsdp.learn.progress import Progress, replace_file, reset
 from hwfsdp.learn.report import Style, listed
+from hwfsdp.learn.stations.stages import LAST, SOURCE, caught_up, given
 
 
 def list_exercises(as_json: bool) -> int:
@@ -30,7 +32,7 @@ def list_exercises(as_json: bool) -> int:
                 "exercise": e.number,
                 "title": e.title,
                 "points": e.points,
-                "file": f"exercises/{e.directory}/{e.file_name}",
+                "file": f"exercises/{e.target}",
                 "holes": [f"{place.module}:{place.name}" for place in e.places],
             }
             for e in exercises
@@ -81,9 +83,17 @@ def status(as_json: bool) -> int:
         rows = [standing.as_dict() for standing in standings]
         print(json.dumps({"score": score, "max_score": most, "exercises": rows}, indent=2))
         return 0
-    style, words = Style(), {"not_started": "not started", "unchecked": "not checked yet"}
+    style, words = Style(), {
+        "not_started": "not started",
+        "unchecked": "not checked yet",
+        "forgone": "written by hwfsdp catchup",
+    }
     colors = {"passed": "green", "failed": "red", "error": "red"}
     width = max(len(exercise.title) for exercise in course.exercises)
+    own = next((exercise.path for exercise in course.exercises if exercise.is_station), None)
+    contents = file_map(own.read_text(errors="replace")) if own and own.is_file() else {}
+    if contents and own:
+        print(f"{shown_path(own)}: what it defines, and in how many lines, is below each station.\n")
     for s in standings:
         stale = " (the file has changed since)" if s.stale else ""
         word = words.get(s.status, s.status)
@@ -91,11 +101,49 @@ def status(as_json: bool) -> int:
         print(
             f"{s.exercise.number}  {s.exercise.title:<{width}} {s.score:>2} of {s.exercise.points:>2}  {painted}"
         )
+        for line in style.wrapped(", ".join(map(str, contents.get(s.exercise.number, []))), "      "):
+            print(style.paint(line, "grey"))
     done = round(30 * score / most) if most else 0
     print(f"\n{'█' * done}{'░' * (30 - done)}  {score} of {most} points")
-    next_one = next((s for s in standings if s.status != "passed"), None)
+    next_one = next((s for s in standings if s.status not in ("passed", "forgone")), None)
     if next_one:
         print(f"Next: {shown_path(next_one.exercise.folder / 'README.md')}")
+    return 0
+
+
+def catch_up(number: str, as_json: bool) -> int:
+    """Writes `my_fsdp.py` as it is before a station."""
+    course = find_course()
+    station = course.exercise(number)
+    if not station.is_station or station.number == "01" or int(station.number) > LAST:
+        raise UsageError(
+            f"catchup {number}",
+            expected=f"a station from 2 to {LAST}",
+            got=station.title.lower(),
+            remedy="Others need no earlier ones: begin right away.",
+        )
+    if not SOURCE.exists():
+        raise UsageError(
+            f"catchup {number}",
+            expected="the instructor's edition",
+            got="a student's",
+            remedy=f"Ask your instructor for {OWN_FILE} as it is before station {station.number}.",
+        )
+    old = station.path.read_text() if station.path.exists() else ""
+    theirs = {n for n in Progress.load(course).passed if given(n) not in old.splitlines()}
+    text = caught_up(station.number, theirs)
+    forgone = [n for n in (f"{n:02}" for n in range(1, int(station.number))) if n not in theirs]
+    kept = replace_file(station, text)
+    if as_json:
+        print(
+            json.dumps({"exercise": station.number, "forgone": forgone, "kept": str(kept) if kept else None})
+        )
+        return 0
+    print(f"{shown_path(station.path)} is as it is before station {station.number}.")
+    if kept:
+        print(f"Your file is kept as {shown_path(kept)}.")
+    if forgone:
+        print(f"It says in its first lines which points you forgo: those of {', '.join(forgone)}.")
     return 0
 
 
@@ -107,5 +155,5 @@ def reset_exercise(number: str, as_json: bool) -> int:
         print(json.dumps({"exercise": exercise.number, "kept": str(kept) if kept else None}))
     else:
         where = f" Your file is kept as {shown_path(kept)}." if kept else ""
-        print(f"{shown_path(exercise.folder / exercise.file_name)} is as it was given.{where}")
+        print(f"{shown_path(exercise.path)} is as it was given.{where}")
     return 0

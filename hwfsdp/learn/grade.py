@@ -14,15 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from hwfsdp.errors import UsageError
+from hwfsdp.learn.capstone.rules import check_rules as check_file
 from hwfsdp.learn.diagnose import explain_broken, explain_failure
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.misconceptions import FATAL
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
 from hwfsdp.learn.rules import check_rules
-from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Times, Unreported
-from hwfsdp.learn.submission import find_source, inspect, is_started
+from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Runs, Times, Unreported
+from hwfsdp.learn.stations.stages import SOURCE, given
+from hwfsdp.learn.submission import Source, find_source, inspect, is_started
 from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
+
+STATION_SECONDS = 20.0  # of one run of a station, which trains several models
+STATION_ALL_SECONDS = 60.0  # of all runs of a station
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,10 @@ class Options:
     """How to grade.
 
     Attributes:
-        mine: earlier exercises come from the same submission, not from the package.
+        mine: of an elective: earlier ones come from the same submission, not from the package. Of a station: the checks of
+            earlier ones are run first.
         seed: of the inputs; None draws one.
-        run_seconds: that one run of ranks may take before it is repeated.
+        run_seconds: that one run of ranks may take before it is repeated; None: as the exercise has it.
         repeat: runs that were late are repeated at once; off where others are graded at the same time (`run`, Note [Slow
             or stuck]).
         world_size: of runs whose number of ranks does not matter, 1 to 4.
@@ -42,7 +50,7 @@ class Options:
 
     mine: bool = False
     seed: int | None = None
-    run_seconds: float = RUN_SECONDS
+    run_seconds: float | None = None
     repeat: bool = True
     world_size: int = WORLD_SIZE
     thorough: bool = True
@@ -53,13 +61,14 @@ class Options:
 
 
 def checks_of(exercise: Exercise) -> tuple[Check, ...]:
-    """The checks of an exercise, in order. They are in a module of its name.
+    """The checks of an exercise, in order. Those of an elective are in a module of its name.
 
     Raises:
         UsageError: they do not fit its manifest.
     """
-    module = importlib.import_module(f"hwfsdp.learn.checks.{exercise.topic}")
-    checks: tuple[Check, ...] = module.CHECKS
+    name = "stations.course" if exercise.is_station else f"checks.{exercise.topic}"
+    module = importlib.import_module(f"hwfsdp.learn.{name}")
+    checks: tuple[Check, ...] = module.CHECKS[exercise.number] if exercise.is_station else module.CHECKS
     if sum(check.points for check in checks) != exercise.points:
         raise UsageError(
             f"checks of exercise {exercise.number}",
@@ -77,6 +86,7 @@ def grade(
     options: Options = Options(),
     on_check: OnCheck = lambda result: None,
     new_ranks: type[Ranks] = Ranks,
+    runs: Runs | None = None,
 ) -> Grade:
     """Grades one exercise of a submission.
 
@@ -84,6 +94,7 @@ def grade(
         folder: of the submission: it holds `NN_topic/` folders, or the files themselves.
         on_check: called with each check's result as soon as there is one.
         new_ranks: what runs the probes; a subclass may look on.
+        runs: of the same submission and options, as an earlier call has left them. Stations share a file, and so runs.
 
     Raises:
         UsageError: the learner's file cannot be read.
@@ -95,16 +106,17 @@ def grade(
     if source.text is None or not is_started(exercise, source.text):
         return result
     try:
-        submitted = [inspect(exercise, source)]
-        if options.mine:
-            submitted = [*_earlier(exercise, folder, course), *submitted]
-        for each in submitted:
-            check_rules(each.path, each.text)
-        exercises = [course.exercise(s.number) for s in submitted]
-        overlay = Overlay(blanked(exercises), tuple(submitted))
-        times = Times(options.run_seconds, repeat=options.repeat)
+        if exercise.is_station:
+            overlay, times = own_file(exercise, source, options)
+            result.before = _before(exercise, course) if options.mine else []
+        else:
+            overlay, times = _cut_out(exercise, source, folder, course, options)
         ranks = new_ranks(overlay, printed.append, times, options.world_size, off_limits(course, folder))
+        if exercise.is_station and runs is not None:
+            ranks.runs = runs
+        submitted = overlay.submitted
         paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
+        result.measured = ranks.measured
         run_checks(result, ranks, paths, holes, on_check, options)
     except Finding as finding:
         reject(result, finding)
@@ -112,16 +124,55 @@ def grade(
     return result
 
 
+def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Overlay, Times]:
+    """What ranks load of a station, and how long they may take: a file that stands by itself.
+
+    Raises:
+        Finding: it is not Python, uses what it may not, or says that the station is not the learner's work.
+    """
+    assert source.text is not None, "a file that is there"
+    if given(exercise.number) in source.text.splitlines():
+        message = (
+            f"{source.path.name} says that it was written by hwfsdp catchup {int(exercise.number) + 1:02}."
+        )
+        raise Finding("caught-up", message)
+    check_file(source, needed={})
+    all_seconds = STATION_ALL_SECONDS * (2 if options.mine else 1)  # with the checks of earlier stations
+    times = Times(options.run_seconds or STATION_SECONDS, all_seconds, options.repeat)
+    return Overlay({}, (Submitted(source.path.stem, str(source.path), source.text, ()),)), times
+
+
+def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
+    """The checks of earlier stations, without points. Nothing needs 02, a side quest."""
+    earlier = [each for each in course.exercises if each.is_station and "02" != each.number < exercise.number]
+    return [CheckResult(check._replace(points=0)) for each in earlier for check in checks_of(each)]
+
+
+def _cut_out(
+    exercise: Exercise, source: Source, folder: Path, course: Course, options: Options
+) -> tuple[Overlay, Times]:
+    """What ranks load of an elective, and how long they may take: the package, with the learner's functions in its holes."""
+    submitted = [inspect(exercise, source)]
+    if options.mine:
+        submitted = [*_earlier(exercise, folder, course), *submitted]
+    for each in submitted:
+        check_rules(each.path, each.text)
+    exercises = [course.exercise(each.number) for each in submitted]
+    return Overlay(blanked(exercises), tuple(submitted)), Times(
+        options.run_seconds or RUN_SECONDS, repeat=options.repeat
+    )
+
+
 def off_limits(course: Course, folder: Path) -> list[Path]:
     """What a submission's code has no business with: the course's answers, and what was handed in, by whomever."""
     names = ("solutions", "tests", "exercises", ".git", ".hwfsdp")
-    return [*(course.root / name for name in names), folder]
+    return [*(course.root / name for name in names), folder, SOURCE]
 
 
 def reject(result: Grade, finding: Finding) -> None:
     """Nothing of it counts; the check that found out says why, or else the first."""
     result.status, result.finding = "error", finding
-    if all(checked.finding is not finding for checked in result.results):
+    if all(checked.finding is not finding for checked in result.shown_results):
         first = result.results[0]
         first.passed, first.finding, first.dependency = False, finding, None
 
@@ -130,7 +181,7 @@ def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted
     """The learner's own prerequisites; exercises that were not begun come from the package."""
     found = []
     for earlier in course.exercises:
-        if earlier.number < exercise.number:
+        if earlier.number < exercise.number and not earlier.is_station:
             source = find_source(earlier, folder)
             if source.text is not None and is_started(earlier, source.text):
                 found.append(inspect(earlier, source))
@@ -151,8 +202,9 @@ def run_checks(
         Finding: nothing counts.
     """
     passed: dict[str, bool] = {}
-    asked = _with_needed(options.only, [checked.check for checked in result.results])
-    for checked in result.results:
+    every = [*result.before, *result.results]
+    asked = _with_needed(options.only, [checked.check for checked in every])
+    for checked in every:
         check = checked.check
         if check.id not in asked:
             continue
@@ -161,6 +213,8 @@ def run_checks(
             checked.finding = _finding(check, ranks, result.seed, paths, holes)
             checked.passed = checked.finding is None
         passed[check.id] = bool(checked.passed)
+        if checked in result.before:
+            ranks.measured.clear()
         on_check(checked)
         if checked.finding and checked.finding.misconception in FATAL:
             raise checked.finding
@@ -192,6 +246,8 @@ def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
 def _finding(
     check: Check, ranks: Ranks, seed: int, paths: Sequence[str], holes: Sequence[str]
 ) -> Finding | None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # oracles train tiny models, for which threads only wait for each other
     try:
         check.judge(ranks, seed)
     except Finding as finding:
@@ -202,4 +258,6 @@ def _finding(
         return explain_broken(broken, paths)
     except Exception as error:  # data of a kind that no right answer gives
         return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}.")
+    finally:
+        torch.set_num_threads(threads)
     return None

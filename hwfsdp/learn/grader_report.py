@@ -22,6 +22,8 @@ from hwfsdp.learn.grade import Options
 from hwfsdp.learn.killrate import KillRate, hole_mutants, kill, solved
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.pool import grading_pool
+from hwfsdp.learn.run import WORLD_SIZE
+from hwfsdp.learn.stations.stages import LAST, stage
 from hwfsdp.learn.verdict import Grade
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
@@ -38,7 +40,10 @@ _FOOT = """
 - *Mutants* are mistakes made by a machine, in every hole: an operator swapped, a statement dropped, a condition negated. One is
   *noticed* if it gets less than everything. Those that do the *same as the reference* are listed, with the reason, in
   `tests/learn/survivors/`.
-- *Right answers graded*: the reference and the right answers in turn, with {sizes} ranks and {seeds} seeds for each number of ranks.
+- Mistakes in `my_fsdp.py` are made in the file as it is after the last station, and counted where the function begins. The checks of
+  all stations are run until one notices. Right answers to a station are the file as it is after later ones.
+- *Right answers graded*: the reference and the right answers in turn, with {sizes} ranks and {seeds} seeds for each number of ranks;
+  of a station, whose checks say themselves on how many ranks they run, with {seeds} seeds.
 - The lab has letters to choose and numbers to measure, no code to change. For each of its scripts the tests
   (`tests/learn/test_lab.py`) try the key, every wrong letter, right letters without evidence, and the mended script's numbers.
 """
@@ -90,9 +95,10 @@ def _find_false_failures(course: Course, report: ExerciseReport) -> None:
     texts = {"the reference": solved(course, report.exercise)}
     texts |= {f"right answer {number}": text for number, text in enumerate(report.answers.right)}
     in_turn = cycle(texts.items())
+    sizes = [WORLD_SIZE] if report.exercise.is_station else WORLD_SIZES
     with grading_pool(course) as pool:
         grades: list[tuple[str, Future[Grade]]] = []
-        for world_size, seed in product(WORLD_SIZES, SEEDS):
+        for world_size, seed in product(sizes, SEEDS):
             name, text = next(in_turn)
             options = Options(seed=seed, world_size=world_size, thorough=False)
             where = f"{name}, {world_size} ranks, seed {seed}"
@@ -102,10 +108,14 @@ def _find_false_failures(course: Course, report: ExerciseReport) -> None:
 
 
 def answers_to(course: Course, exercise: Exercise) -> Answers:
-    """Those in `tests/learn/answers`."""
+    """Those in `tests/learn/answers`; right ones to a station are the file as it is after later ones, too."""
     folder = str(course.root / "tests" / "learn")
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    if exercise.is_station:
+        number = int(exercise.number)
+        wrong = [each for each in importlib.import_module("answers.stations").WRONG if each.station == number]
+        return Answers(len(wrong), [stage(each) for each in range(number, LAST)])
     name = exercise.directory if isinstance(exercise, Homework) else exercise.topic
     module: Any = importlib.import_module(f"answers.{name}")
     text = solved(course, exercise)

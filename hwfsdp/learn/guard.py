@@ -19,7 +19,8 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import distributed_c10d
@@ -244,6 +245,36 @@ def collectives_of(kind: type) -> list[str]:
     """Names of the methods of a process group that communicate."""
     names = [name for name in dir(kind) if name.lstrip("_").startswith(_COLLECTIVES)]
     return [name for name in names if not name.startswith("__") and callable(getattr(kind, name))]
+
+
+@contextmanager
+def watch_wire() -> Iterator[tuple[list[list[Any]], list[str]]]:
+    """What this rank sends and receives, by whatever function: ["send" or "recv", peer in the group, bytes] of each.
+
+    Also names of what it does with process groups besides, whether or not a recording sees that.
+    """
+    moves, others = list[list[Any]](), list[str]()
+    kind = distributed_c10d.ProcessGroup
+    originals = {name: getattr(kind, name) for name in collectives_of(kind)}
+
+    def watched(name: str) -> Any:
+        def move(group: Any, tensors: Sequence[Any], peer: int, *rest: Any) -> Any:
+            moves.append([name, int(peer), sum(t.numel() * t.element_size() for t in tensors)])
+            return originals[name](group, tensors, peer, *rest)
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            others.append(name.lstrip("_"))
+            return originals[name](*args, **kwargs)
+
+        return move if name in ("send", "recv") else other
+
+    try:
+        for name in originals:
+            setattr(kind, name, watched(name))
+        yield moves, others
+    finally:
+        for name, original in originals.items():
+            setattr(kind, name, original)
 
 
 def _for_the_package(

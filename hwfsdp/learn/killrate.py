@@ -10,6 +10,9 @@ mutant does the same as the reference. The latter are listed, with the reason, i
     before = "…"
     after = "…"
     reason = "…"
+
+Stations share one file, so mistakes are made in the file as it is after the last one. A station has the mistakes in the functions that
+begin there; the checks of all stations are run until one of them notices.
 """
 
 from __future__ import annotations
@@ -29,11 +32,12 @@ from hwfsdp.learn.grade import Options
 from hwfsdp.learn.manifest import Course, Exercise
 from hwfsdp.learn.mutants import Mutant, mutants, sample
 from hwfsdp.learn.pool import grading_pool
+from hwfsdp.learn.stations.stages import LAST, stage
 from hwfsdp.learn.submission import solution
 from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import SEED
 
-SECONDS = 6.0  # of one run; a mutant that takes longer is killed
+SECONDS = 6.0  # of one run; a mutant that takes longer is killed. Stations train, and take as long as they do
 
 
 class HoleMutant(NamedTuple):
@@ -73,11 +77,29 @@ def solved(course: Course, exercise: Exercise) -> str:
 RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^()]*\):.*")
 
 
+def function_names(exercise: Exercise) -> list[str]:
+    """Where mistakes are made: in the holes; of a station in the functions of the last file that begin there."""
+    if not exercise.is_station:
+        return exercise.hole_names
+    if int(exercise.number) > LAST:
+        return []  # nothing is written there that has not been written before
+    stages = [_functions_at(number) for number in range(LAST + 1)]
+    begun = [name for name in stages[LAST] if stages[int(exercise.number)].get(name) != stages[0].get(name)]
+    before = stages[int(exercise.number) - 1]
+    return [name for name in begun if before.get(name) == stages[0].get(name)]
+
+
+def _functions_at(station: int) -> dict[str, str]:
+    """The text of each function and method, by name, as it is after a station; 0 is the starter."""
+    text = stage(station)
+    return {name: holes.extract(text, name) for name in holes.functions(text)}
+
+
 def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
-    """List all mutants of an exercise's holes, in order. Mutants that only drop a profiler's range are left out."""
+    """List all mutants of these functions, in order. Mutants that only drop a profiler's range are left out."""
     text = solved(course, exercise)
     found = []
-    for name in exercise.hole_names:
+    for name in function_names(exercise):
         hole = holes.extract(text, name)
         lines = hole.splitlines()
         for mutant in mutants(hole):
@@ -118,7 +140,11 @@ def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str,
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
     """Grades mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
     rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solved(course, exercise)
-    options = Options(seed=SEED, run_seconds=SECONDS, repeat=False, thorough=False)
+    judge = exercise  # whose checks are run
+    if exercise.is_station and exercise.number != "02":  # nothing needs 02
+        judge = course.exercise(LAST)
+    station = judge.is_station
+    options = Options(station, SEED, None if station else SECONDS, repeat=False, thorough=False)
     with grading_pool(course) as pool:
         grades: list[tuple[HoleMutant, Future[Grade]]] = []
         for each in chosen:
@@ -126,7 +152,7 @@ def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> Ki
             if (hole, mutant.before, mutant.after) in known:
                 rate.equivalent.append(each)
             else:
-                grades.append((each, pool.submit(exercise, holes.splice(text, hole, mutant.text), options)))
+                grades.append((each, pool.submit(judge, holes.splice(text, hole, mutant.text), options)))
         for each, grade in grades:
             (rate.survived if grade.result().has_everything else rate.killed).append(each)
     return rate

@@ -1,12 +1,21 @@
-"""What an exercise is: its manifest, and where its files are.
+"""What an exercise is: its manifest, and where its files are. There are two kinds.
 
-    exercises/04_sharded_parameter/
-        exercise.toml     written by hand: title, points, holes, hints; calls, what of the package their docstrings name
-        README.md         written by hand: the idea, a picture, what to predict
-        picture.png       drawn by the package
-        sharded_parameter.py   the starter, made from the package; learners edit it in place
+A station is a chapter of one file, which grows, and which is the learner's own:
 
-`solutions/04_sharded_parameter/` has the same file with the package's bodies, and a README.
+    exercises/my_fsdp.py      the starter; learners edit it in place
+    exercises/03_naive_fsdp/
+        exercise.toml         written by hand: title, points, hints
+        README.md             written by hand: the idea, what to predict, what is asked
+
+An elective is cut out of the package:
+
+    exercises/12_strided_shards/
+        exercise.toml         also: holes; calls, what of the package their docstrings name
+        README.md             as above
+        picture.png           drawn by the package
+        strided_shards.py     the starter, made from the package; learners edit it in place
+
+`solutions/` has the same files, filled in, and a README for each elective.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ from hwfsdp.learn.starters import Hole
 
 PACKAGE = Path(hwfsdp.__file__).parent
 CARRIED = PACKAGE / "_course"  # of a package that was built and installed (setup.py)
+OWN_FILE = "my_fsdp.py"  # of all stations
 
 
 class Place(NamedTuple):
@@ -45,9 +55,9 @@ class Exercise:
     """One exercise of the course.
 
     Attributes:
-        number: two digits. topic: the folder's name without the number; also that of the learner's file and of the
-            module with the checks.
-        holes: in the order in which they are to be filled.
+        number: two digits. topic: the folder's name without the number; of an elective also that of the learner's file
+            and of the module with the checks.
+        places: of the holes, in the order in which they are to be filled; a station has none.
         hints: from a nudge to nearly the answer.
         calls: what of the package the docstrings of the holes name; starters have the signatures.
     """
@@ -67,8 +77,23 @@ class Exercise:
         return f"{self.number}_{self.topic}"
 
     @property
+    def is_station(self) -> bool:
+        """Whether it is about `my_fsdp.py`; else it is about a file of its own."""
+        return not self.places
+
+    @property
     def file_name(self) -> str:
-        return f"{self.topic}.py"
+        return OWN_FILE if self.is_station else f"{self.topic}.py"
+
+    @property
+    def target(self) -> str:
+        """Where the learner's file is, below `exercises/`, `solutions/` or a submission."""
+        return OWN_FILE if self.is_station else f"{self.directory}/{self.file_name}"
+
+    @property
+    def path(self) -> Path:
+        """Of the learner's file in the course."""
+        return self.folder.parent / self.target
 
     @property
     def short_number(self) -> str:
@@ -172,14 +197,14 @@ def read_manifest(path: Path) -> Exercise:
     number, _, topic = path.parent.name.partition("_")
     try:
         found = tomllib.loads(path.read_text())
-        places = tuple(map(Place.parse, _texts(found["holes"])))
+        places = tuple(map(Place.parse, _texts(found["holes"]))) if "holes" in found else ()
         title, points = str(found["title"]), int(found["points"])
         hints = tuple(" ".join(hint.split()) for hint in _texts(found["hints"]))
         calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"manifest {path.parent.name}/{path.name}",
-            expected="title, points, holes (module:name) and hints, perhaps calls (module:name)",
+            expected="title, points and hints, perhaps holes and calls (module:name)",
             got=f"{type(error).__name__}: {error}",
             remedy="Compare with that of another exercise.",
         ) from None

@@ -53,7 +53,7 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     ),
     "blocked": Misconception(
         "the code reaches for what is not its own",
-        "Which tensors, groups and streams does the docstring give you to work with?",
+        "Which tensors, groups and streams are given to your code to work with?",
     ),
     "order-diverged": Misconception(
         "ranks run different collectives, or the same ones in different orders",
@@ -61,7 +61,7 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     ),
     "not-alone": Misconception(
         "the file uses what it is to supply itself",
-        "Which two modules of the package does the homework leave you, and what do they know of parameters?",
+        "Which two modules of the package may the file use, and what do they know of parameters?",
     ),
     # --- shards ---
     "wrong-rows": Misconception(
@@ -99,6 +99,10 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "padding-not-zero": Misconception(
         "padding is whatever was in memory", "Who wrote the elements that are no rows of this rank?"
     ),
+    "caught-up": Misconception(
+        "this station is the course's work, so its points are forgone",
+        "What would you write differently?",
+    ),
     "replicated": Misconception(
         "every rank keeps the whole (this is DDP)",
         "Which part of the whole does this rank need once the step is over?",
@@ -118,10 +122,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "not-registered": Misconception(
         "the modules have another parameter than they should",
         "Where does a module's forward find its weight?",
-    ),
-    "wrong-state": Misconception(
-        "the parameter is not in the state that it says it is in",
-        "What does the table of states ask of this one?",
     ),
     "untied": Misconception(
         "a tied parameter is not the same at all its places",
@@ -254,10 +254,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "resharded-anyway": Misconception(
         "parameters are freed where they are to stay", "What does None, or False, ask for here?"
     ),
-    "wrong-mesh": Misconception(
-        "parameters are resharded over other ranks than asked for",
-        "Over how many ranks is this group to be sharded between forward and backward, and who holds that mesh?",
-    ),
     "gathered-again": Misconception(
         "parameters that are there are gathered once more",
         "How does a group know that it is whole, or about to be?",
@@ -272,10 +268,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "not-prefetched": Misconception(
         "the gather of the next group is not started here", "What could travel while this group computes?"
     ),
-    "prefetched-too-early": Misconception(
-        "the gather of another group goes ahead of this group's own",
-        "Which of the two gathers does compute wait for first?",
-    ),
     "no-overlap": Misconception(
         "communication is waited for as soon as it is started",
         "What could be computed while these bytes travel?",
@@ -283,17 +275,9 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "unbounded-prefetch": Misconception(
         "more is gathered ahead than one group", "How many groups are whole, or on their way, at that moment?"
     ),
-    "prefetched-too-late": Misconception(
-        "the next gather is started later than it could be",
-        "What does this rank do between the wait and compute?",
-    ),
     "unbounded-reductions": Misconception(
         "more reductions are in flight than there may be",
         "How many buffers of gradients are alive at that moment, and which wait would free one?",
-    ),
-    "newest-first": Misconception(
-        "the newest reduction is waited for while older ones are in flight",
-        "Which reduction of a stream is over first, and what is over by then if you wait for the last one?",
     ),
     "wrong-stream": Misconception(
         "work is issued on another stream than its own",
@@ -302,13 +286,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "guessed-wrong": Misconception(
         "another group is gathered ahead than the one to be expected",
         "What did the record say at this place, and is this the group that was there?",
-    ),
-    "stale-gather": Misconception(
-        "a gather that nobody came for stays in flight",
-        "Who knows that it was a guess, and what will it hold after the next optimizer step?",
-    ),
-    "order-not-noted": Misconception(
-        "the order of forwards is not what ran", "How does backward know which group comes next?"
     ),
     # --- gradients ---
     "summed-not-averaged": Misconception(
@@ -326,10 +303,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     ),
     "reduced-too-often": Misconception(
         "gradients travel before the last micro-batch", "What does requires_gradient_sync switch off?"
-    ),
-    "not-announced": Misconception(
-        "nobody is told of gradients that are left unreduced",
-        "What would warn an optimizer that steps before the last micro-batch?",
     ),
     "update-not-seen": Misconception(
         "the optimizer's update is not in what is computed with",
@@ -351,10 +324,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "a backward returns before its gradients are there",
         "Who waits for the reductions, and what has to be asked for, or noted, so that it happens?",
     ),
-    "hook-not-called": Misconception(
-        "hooks on a parameter's gradient are not called as they should be",
-        "Who calls them, if it is not autograd that sets the gradient, and when is the gradient complete?",
-    ),
     "reduced-in-wrong-dtype": Misconception(
         "gradients are reduced in another dtype than the policy's",
         "In which dtype do errors of a sum add up?",
@@ -366,23 +335,9 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "wrong-dtype": Misconception(
         "a tensor is of another dtype than the policy asks for", "Which of the three dtypes is this tensor's?"
     ),
-    "master-not-fp32": Misconception(
-        "the shard lost its precision", "Which tensor does the optimizer update, and in which dtype?"
-    ),
-    "cast-too-much": Misconception(
-        "something was cast that is not a floating-point tensor", "What would token ids mean in bf16?"
-    ),
     "overflowed": Misconception(
         "a sum left the range of its dtype",
         "How large may 8 gradients of 60,000 become in fp16 before the division?",
-    ),
-    "factor-ignored": Misconception(
-        "the divisor is not the one that was asked for",
-        "What takes the place of the number of ranks, if it is given?",
-    ),
-    "underflowed": Misconception(
-        "numbers are divided before the sum until they vanish",
-        "How small may an fp16 gradient be, before a division by all ranks makes it zero?",
     ),
     # --- communication ---
     "too-much-traffic": Misconception(
@@ -402,13 +357,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
         "a block, or a rank's share of one, never arrives",
         "How many steps does a block take to pass every rank, and what does each rank add to it?",
     ),
-    "share-twice": Misconception(
-        "a rank's share is in the sum more than once", "Where did the partial sum pass that rank before?"
-    ),
-    "divided-every-step": Misconception(
-        "the partial sum is divided on its way",
-        "How often has the share of the first rank been divided at the end?",
-    ),
     "averaged-not-summed": Misconception(
         "a mean is taken where a sum is asked for", "What does the argument `mean` say?"
     ),
@@ -420,92 +368,26 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "input-changed": Misconception(
         "the input is written to", "Whose memory is that, and who reads it afterwards?"
     ),
-    "sharded-too-much": Misconception(
-        "a state is counted as sharded that this strategy keeps whole",
-        "Which of the three states does this stage of ZeRO leave alone?",
-    ),
-    "shards-are-ranks": Misconception(
-        "all ranks are taken for shards",
-        "Over how many of the ranks is one copy of the parameters cut, and what do the others hold?",
-    ),
     "nobody-to-send-to": Misconception(
         "bytes are counted that do not travel",
         "How many ranks are on that axis, and what would they exchange?",
     ),
-    "update-not-gathered": Misconception(
-        "updated parameters are not counted on their way back",
-        "Each rank has updated its rows only: how do the others come by them before the next forward?",
-    ),
-    "sent-not-moved": Misconception(
-        "what a rank sends is counted, not the tensor that the collective works on",
-        "Which of the two does the docstring ask for, and which function turns one into the other?",
-    ),
-    "part-not-whole": Misconception(
-        "a rank's part is counted instead of the whole tensor",
-        "How large is the output of an all-gather, the input of a reduce-scatter?",
-    ),
     "reduced-whole": Misconception(
         "replicas are thought to exchange whole gradients",
         "What has the reduce-scatter left on each rank by then?",
-    ),
-    "all-reduce-once": Misconception(
-        "an all-reduce is counted as one walk around the ring",
-        "After W - 1 steps, who has which sums, and who still wants them?",
-    ),
-    "rounded-too-early": Misconception(
-        "bytes are rounded before they are multiplied", "What is 3 * (10 // 4), and what 3 * 10 // 4?"
-    ),
-    "wrong-axis": Misconception(
-        "a collective is counted over the wrong axis of the mesh",
-        "Which ranks hold different rows, and which the same?",
     ),
     # --- groups ---
     "claimed-twice": Misconception(
         "what belongs to one call of fully_shard already is claimed once more",
         "How do you know that a module was sharded before, and to whom does what is below it belong?",
     ),
-    "left-out": Misconception(
-        "a parameter, or its module, belongs to no group",
-        "Who will gather it before the forward that needs it?",
-    ),
-    "not-ignored": Misconception(
-        "a parameter that is to be ignored is claimed", "What did the user say about this parameter?"
-    ),
-    "wrong-order": Misconception(
-        "things come in another order than they should",
-        "Each rank makes this order for itself: what makes them agree?",
-    ),
-    "wrong-name": Misconception(
-        "a parameter goes by another name than it should",
-        "What comes before the name of a parameter, seen from the module that the call was given?",
-    ),
     "one-by-one": Misconception(
         "parameters of a group travel one by one",
         "What does a collective cost that moves a single element, and how many of these are there now?",
     ),
-    "not-transposed": Misconception(
-        "the buffer is read as if each parameter lay in it in one piece",
-        "Whose elements follow those of the first parameter in the first row?",
-    ),
     "bytes-for-numbers": Misconception(
         "bytes are taken for numbers",
         "What does the byte 64 say, if it is one of the four of an fp32 number?",
-    ),
-    "left-unwritten": Misconception(
-        "memory that was to be written to is as it was before",
-        "Which tensor did you write to, and who else knows it?",
-    ),
-    "copied": Misconception(
-        "something is copied that could be looked at where it lies",
-        "Which operations on a tensor give a view, and which one gives new memory?",
-    ),
-    "frozen-reduced": Misconception(
-        "a frozen parameter takes part in the reduction",
-        "Which gradient does autograd leave on a parameter that needs none, and who waits for it?",
-    ),
-    "zeros-for-nothing": Misconception(
-        "zeros travel for a gradient that nobody has",
-        "Which other rank, or which earlier micro-batch, could have something to add to these zeros?",
     ),
     # --- hybrid sharding ---
     "axes-swapped": Misconception(
@@ -519,10 +401,6 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     "partial-forgotten": Misconception(
         "gradients that were reduced in part are lost before they are reduced over the replicas",
         "Which parameters got a gradient in the last micro-batch, and which in the ones before?",
-    ),
-    "wrong-formula": Misconception(
-        "the formula counts something else",
-        "Count it by hand for one parameter and two ranks: what is left out?",
     ),
     # --- checkpoints ---
     "wrong-origin": Misconception(

@@ -1,4 +1,4 @@
-"""How far a learner is: hints seen and the last verdict of each exercise, in `.hwfsdp/progress.json` of the course.
+"""How far a learner is: hints seen, the last verdict of each exercise, and the last figures, in `.hwfsdp/progress.json` of the course.
 
 A verdict belongs to the text that it was made for: when the file changes, it is still shown, but as an old one.
 """
@@ -10,18 +10,19 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.manifest import Course, Exercise
+from hwfsdp.learn.stations.stages import given
 from hwfsdp.learn.submission import find_source, is_started, starter
 from hwfsdp.learn.verdict import Grade
 
 
 class Standing(NamedTuple):
-    """Of one exercise: "passed", "failed", "error", "not_started", or "unchecked"; stale if the file has changed since."""
+    """Of one exercise: "passed", "failed", "error", "not_started", "unchecked" or "forgone"; stale if the file has changed since."""
 
     exercise: Exercise
     status: str
@@ -46,6 +47,7 @@ class Progress:
     course: Course
     hints: dict[str, int] = field(default_factory=dict)
     grades: dict[str, dict[str, Any]] = field(default_factory=dict)
+    measured: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, course: Course) -> Progress:
@@ -54,9 +56,10 @@ class Progress:
             found = json.loads(_file(course).read_text())
             hints = {str(number): int(count) for number, count in found["hints"].items()}
             grades = {str(number): dict(grade) for number, grade in found["grades"].items()}
+            measured = {str(of): str(figures) for of, figures in found.get("measured", {}).items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(course)
-        return cls(course, hints, grades)
+        return cls(course, hints, grades, measured)
 
     def save(self) -> None:
         """Replaces the file as a whole, so that an interrupted command leaves the old one.
@@ -67,19 +70,27 @@ class Progress:
         draft = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(exist_ok=True)
-            draft.write_text(json.dumps({"hints": self.hints, "grades": self.grades}, indent=1))
+            kept = {"hints": self.hints, "grades": self.grades, "measured": self.measured}
+            draft.write_text(json.dumps(kept, indent=1))
             draft.replace(path)
         except OSError as error:
             print(f"hwfsdp: progress is not kept in {path.parent}: {error.strerror}", file=sys.stderr)
 
     def note(self, grade: Grade, text: str) -> None:
         """Remembers a verdict."""
-        self.grades[grade.exercise.number] = {
-            "status": grade.status,
-            "score": grade.score,
-            "digest": _digest(text),
-        }
+        digest = _digest(text)
+        self.grades[grade.exercise.number] = {"status": grade.status, "score": grade.score, "digest": digest}
+        for number, results in groupby(grade.before, key=lambda result: result.check.id[:2]):
+            earlier = self.course.exercise(number)  # checked again, on this text
+            if all(result.passed for result in results) and given(number) not in text.splitlines():
+                self.grades[number] = {"status": "passed", "score": earlier.points, "digest": digest}
+        self.measured |= grade.measured
         self.save()
+
+    @property
+    def passed(self) -> set[str]:
+        """Numbers of the exercises whose last verdict was full marks."""
+        return {number for number, known in self.grades.items() if known.get("status") == "passed"}
 
     def next_hint(self, exercise: Exercise) -> list[str]:
         """The hints that may be seen from now on: one more than before."""
@@ -97,6 +108,8 @@ class Progress:
             return Standing(exercise, "error", 0, False)
         if text is None or not is_started(exercise, text):
             return Standing(exercise, "not_started", 0, False)
+        if exercise.is_station and given(exercise.number) in text.splitlines():
+            return Standing(exercise, "forgone", 0, False)
         if known is None:
             return Standing(exercise, "unchecked", 0, False)
         stale = known.get("digest") != _digest(text)
@@ -113,9 +126,12 @@ def _digest(text: str) -> str:
 
 def reset(exercise: Exercise) -> Path | None:
     """Puts the starter back. Returns where the learner's file was kept, if there was one that differs."""
-    path = exercise.folder / exercise.file_name
-    fresh = starter(exercise)
-    kept = None
+    return replace_file(exercise, starter(exercise))
+
+
+def replace_file(exercise: Exercise, fresh: str) -> Path | None:
+    """Writes the learner's file. Returns where the one that was there was kept, if it differs."""
+    path, kept = exercise.path, None
     if path.exists() and path.read_bytes() != fresh.encode():
         names = (path.with_name(f"{path.name}.{number}") for number in count(1))
         kept = path.replace(next(name for name in names if not name.exists()))

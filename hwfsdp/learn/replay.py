@@ -1,14 +1,14 @@
 """A learner's exercise beside the reference: what its checks asked of ranks, and what both answered.
 
-    found = replay(5, seed=7)
+    found = replay(12, seed=7)
     print(found.verdict_text)
     for run in found.runs:
         print(run)                   # how many answers differ, and which
     plot_comparison(found.logs())    # yours above the reference's, where the checks record what happens
 
-A check asks ranks for a report: it calls the learner's functions there, by way of the package, and writes down what came of it. Here
-the same questions are put to the package as it is. A difference is not yet a mistake, since there may be several right answers;
-but where a check has failed, it is where to look.
+A check asks ranks for a report: it calls the learner's functions there, and writes down what came of it. Here the same questions are
+put to the reference: of an elective the package as it is, of a station the file as it is in the solution, if it is there. A
+difference is not yet a mistake, since there may be several right answers; but where a check has failed, it is where to look.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,11 @@ import torch
 
 from hwfsdp.errors import UsageError
 from hwfsdp.eventlog import EventLog
-from hwfsdp.learn.checks import shard_math
-from hwfsdp.learn.grade import Options, grade
+from hwfsdp.learn.grade import STATION_ALL_SECONDS, STATION_SECONDS, Options, grade
 from hwfsdp.learn.manifest import Course, Exercise, find_course
-from hwfsdp.learn.overlay import Overlay
+from hwfsdp.learn.overlay import Overlay, Submitted
 from hwfsdp.learn.report import Style, printable, shown
-from hwfsdp.learn.run import FAILED, Broken, Probe, Ranks, Run, warm_up
+from hwfsdp.learn.run import FAILED, Broken, Probe, Ranks, Run, Times, warm_up
 from hwfsdp.learn.submission import find_source, is_started, solution
 from hwfsdp.learn.verdict import Grade
 
@@ -44,19 +43,19 @@ class Replayed:
     """One run that a check asked for.
 
     Attributes:
-        name: of the probe, and on how many ranks. mine, theirs: what the learner's code and the package reported.
+        name: of the probe, and on how many ranks. mine, theirs: what the learner's code and the reference reported.
         broken: why there is no report of the learner's.
     """
 
     name: str
     mine: Run | None
-    theirs: Run
+    theirs: Run | None
     broken: Broken | None = None
 
     @property
     def answers(self) -> dict[str, bool | None]:
         """By name, whether the answer is the reference's on every rank; None if a rank did not come to give it."""
-        if self.mine is None:
+        if self.mine is None or self.theirs is None:
             return {}
         reports = list(zip(self.mine.reports, self.theirs.reports, strict=True))
         names = dict.fromkeys(name for _, report in reports for name in report if name != FAILED)
@@ -72,6 +71,8 @@ class Replayed:
     def __str__(self) -> str:
         if self.broken is not None:
             return f"{self.name}: had to be ended ({self.broken.reason}), rank {self.broken.rank}: {self.broken.got}"
+        if self.theirs is None:
+            return f"{self.name}: there is no reference here to compare with"
         answers = self.answers
         differ = sum(not same for same in answers.values())
         return "\n".join(
@@ -117,7 +118,7 @@ class Replay:
         """Whose code this is, in a sentence or two."""
         if self.begun:
             return f"Yours: {self.path}."
-        again = f"Fill the first TODO, {self.exercise.hole_names[0]}, and run all cells again."
+        again = "Fill the first TODO, and run all cells again."
         if self.verdict.status == "not_started":
             return f"{self.path} is not begun, and there is no solution here to take its place. {again}"
         return f"{self.path} is not begun, so what follows is the solution in its place. {again}"
@@ -129,7 +130,7 @@ class Replay:
     def logs(self) -> dict[str, EventLog]:
         """By whose they are, the logs of one answer: of those with a gather the first that differs, else the first; or none."""
         for replayed in self.runs:
-            if replayed.mine is None:
+            if replayed.mine is None or replayed.theirs is None:
                 continue
             pair = (replayed.mine, replayed.theirs)
             found = [[dict(_logs_in(report, "answer")) for report in run.reports] for run in pair]
@@ -142,14 +143,6 @@ class Replay:
                 ):
                     return {self.whose: mine, _REFERENCE: theirs}
         return {}
-
-    def extents(self) -> str:
-        """Of exercise 1: a table of the rows of four ranks, for several numbers of rows, with a mark where they are wrong."""
-        pairs = [(_extents(r.mine, self.seed), _extents(r.theirs, self.seed)) for r in self.runs if r.mine]
-        tables = [
-            _table(self.whose, mine, right) + _table(_REFERENCE, right, right) for mine, right in pairs[:1]
-        ]
-        return "\n".join(line for table in tables for line in table)
 
 
 def replay(number: int, seed: int, course: Course | None = None) -> Replay:
@@ -166,6 +159,7 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
     own = find_source(exercise, course.root / "exercises")
     begun = own.text is not None and is_started(exercise, own.text)
     asked: list[_Asked] = []
+    reference = _reference(exercise)
 
     class NotedRanks(Ranks):
         """Ranks as the grader has them; notes every run that a check asks for."""
@@ -173,7 +167,7 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
         def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
             question = (probe, world_size, arguments)
             if question not in [each.question for each in asked]:
-                asked.append(_Asked(self, question))
+                asked.append(_Asked(self, question, reference))
             return super().run(probe, world_size, **arguments)
 
     warm_up()
@@ -189,20 +183,33 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question of a check, and whom it asked, who remembers the answer."""
+    """A question of a check, whom it asked, who remembers the answer, and who else is to be asked."""
 
     ranks: Ranks
     question: tuple[Probe, int, dict[str, Any]]
+    reference: Callable[..., Run] | None
 
     def replay(self) -> Replayed:
         probe, world_size, arguments = self.question
         plural = "s" if world_size > 1 else ""
         name = f"{probe.__module__.rpartition('.')[2]}.{probe.__name__} on {world_size} rank{plural}"
-        theirs = Ranks(Overlay({}, ())).reference(probe, world_size, **arguments)
+        theirs = self.reference(probe, world_size, **arguments) if self.reference else None
         try:
             return Replayed(name, Ranks.run(self.ranks, probe, world_size, **arguments), theirs)
         except Broken as broken:
             return Replayed(name, None, theirs, broken)
+
+
+def _reference(exercise: Exercise) -> Callable[..., Run] | None:
+    """Runs a probe with the package as it is, or with the file of stations that is known to be right; None: it is not here."""
+    if not exercise.is_station:
+        return Ranks(Overlay({}, ())).reference
+    text = _solution_of(exercise)
+    if text is None:
+        return None
+    stem = Path(exercise.file_name).stem
+    times = Times(STATION_SECONDS, STATION_ALL_SECONDS)
+    return Ranks(Overlay({}, (Submitted(stem, f"<{_REFERENCE}>", text, ()),)), times=times).run
 
 
 def _solution_of(exercise: Exercise) -> str | None:
@@ -241,40 +248,3 @@ def _logs_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _logs_in(inner, f"{name} {key}")
-
-
-# --- Exercise 1, as a table -------------------------------------------------------------------------------
-
-_ROWS = (8, 7, 6, 5, 2)  # in all, over four ranks
-
-
-def _extents(run: Run, seed: int) -> dict[int, list[tuple[int, int]]] | Any:
-    """By number of rows, for four ranks, (start, length) of each; what else came back in place of that."""
-    numbers = run.reports[0].get("extents")
-    if not isinstance(numbers, torch.Tensor):
-        return numbers
-    found: dict[int, list[tuple[int, int]]] = {}
-    start = 0
-    for rows, ranks in shard_math.cases(seed):
-        if ranks == 4:
-            found[rows] = [(a, b) for a, b in numbers[start : start + 8].view(-1, 2).tolist()]
-        start += 2 * ranks
-    return found
-
-
-def _table(whose: str, found: Any, expected: Any) -> list[str]:
-    """Lines of extents, with a mark where they are not as expected."""
-    if not isinstance(found, dict) or not found.keys() >= set(_ROWS):
-        return [f"{whose}: no extents, but {'nothing' if found is None else found}"]
-    lines = ["".join(f"{cell:<16}" for cell in (whose, *(f"rank {rank}" for rank in range(4)))).rstrip()]
-    for rows in _ROWS:
-        pairs = zip(found[rows], expected[rows], strict=True)
-        cells = [f"{rows} rows", *(_in_words(*pair) + " ✗" * (pair != right) for pair, right in pairs)]
-        lines.append("".join(f"{cell:<16}" for cell in cells).rstrip())
-    return lines
-
-
-def _in_words(start: int, length: int) -> str:
-    if length == 0:
-        return f"none, at {start}"
-    return f"{start}" if length == 1 else f"{start}…{start + length - 1}"

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -51,12 +51,16 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line.expandtabs())
 
 
-def shown(grade: Grade, path: Path, style: Style) -> str:
-    """One exercise's verdict, with a line for each check and the evidence for those that fail."""
-    return "\n".join(_lines(grade, path, style))
+def shown(grade: Grade, path: Path, style: Style, before: Mapping[str, str] = {}) -> str:
+    """One exercise's verdict, with a line for each check and the evidence for those that fail.
+
+    Args:
+        before: what an earlier verdict measured.
+    """
+    return "\n".join(_lines(grade, path, style, before))
 
 
-def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
+def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) -> Iterator[str]:
     exercise = grade.exercise
     yield style.paint(f"{exercise.number} {exercise.title}", "bold") + style.paint(f"  {path}", "grey")
     yield ""
@@ -74,13 +78,26 @@ def _lines(grade: Grade, path: Path, style: Style) -> Iterator[str]:
         yield f"  0 of {grade.max_score} points in {grade.seconds:.1f} s: nothing counts before this is gone."
         return
     asked = False
-    widths = [max(len(text) for text in texts) for texts in zip(*map(_texts, grade.results), strict=True)]
-    for result in grade.results:
+    results = grade.shown_results
+    widths = [max(len(text) for text in texts) for texts in zip(*map(_texts, results), strict=True)]
+    for result in results:
         yield _check_line(result, widths, style)
         if result.finding:
             yield from _finding_lines(result.finding, style, with_question=not asked)
             asked = True
+    numbers = dict.fromkeys(result.check.id[:2] for result in grade.before)
+    if numbers and all(result.passed for result in grade.before):
+        yield style.paint(f"  Checked again, and still right: {', '.join(numbers)}.", "grey")
     yield ""
+    if grade.measured:
+        yield style.paint("  Measured:", "grey")
+        for of, figures in grade.measured.items():
+            yield from style.wrapped(f"{of}: {figures}", "    ")
+            if before.get(of, figures) != figures:
+                yield from (
+                    style.paint(line, "grey") for line in style.wrapped(f"before: {before[of]}", "      ")
+                )
+        yield ""
     yield from _printed(grade, style)
     score = f"{grade.points} in {grade.seconds:.1f} s."
     if grade.status == "passed":
@@ -103,8 +120,12 @@ def _texts(result: CheckResult) -> tuple[str, str]:
 def _check_line(result: CheckResult, widths: Sequence[int], style: Style) -> str:
     mark, color = _MARKS[result.passed]
     cells = [text.ljust(width) for text, width in zip(_texts(result), widths, strict=True)]
-    points = f"{result.check.points if result.passed else 0}/{result.check.points}"
-    line = f"  {style.paint(mark, color)} {'  '.join(cells)}  {points}"
+    points = (
+        f"  {result.check.points if result.passed else 0}/{result.check.points}"
+        if result.check.points
+        else ""
+    )
+    line = f"  {style.paint(mark, color)} {'  '.join(cells)}{points}"
     if result.dependency:
         return line + style.paint(f"  skipped: needs {result.dependency}", "grey")
     return line
@@ -124,9 +145,10 @@ def _finding_lines(finding: Finding, style: Style, with_question: bool) -> Itera
 
 def listed(exercises: Sequence[Exercise]) -> str:
     """The course as a table of contents."""
-    lines, width = [], max(len(exercise.title) for exercise in exercises)
-    for exercise in exercises:
-        lines.append(f"{exercise.number}  {exercise.title:<{width}} {exercise.points:>2} points")
-        lines.append(f"    {exercise.directory}/{exercise.file_name}: {len(exercise.places)} TODOs")
-    lines.append(f"    {sum(exercise.points for exercise in exercises)} points in all")
+    width = max(len(exercise.title) for exercise in exercises)
+    lines = [
+        f"{exercise.number}  {exercise.title:<{width}} {exercise.points:>2} points   {exercise.target}"
+        for exercise in exercises
+    ]
+    lines.append(f"{'':<{width + 4}}{sum(exercise.points for exercise in exercises):>3} points in all")
     return "\n".join(lines)

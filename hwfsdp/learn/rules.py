@@ -17,7 +17,7 @@ MODULES = frozenset(  # doors to frames, memory and code of others, and to what 
     """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
     pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
     cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
-    torch.utils._python_dispatch torch.testing torch.package""".split()
+    torch.utils._python_dispatch torch.testing torch.package torch._C""".split()
 )
 FRAMES = frozenset(
     """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
@@ -112,6 +112,8 @@ def _use_of(node: ast.AST) -> Use | None:
         return Use(f"uses {bad}", line) if bad else None
     if isinstance(node, ast.Attribute) and node.attr in FRAMES | ATTRIBUTES:
         return Use(f"uses {node.attr}", line)
+    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch._C":
+        return Use("uses torch._C", line)
     return Use(f"uses {node.id}", line) if isinstance(node, ast.Name) and node.id in BOUND else None
 
 

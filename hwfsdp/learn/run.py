@@ -169,6 +169,9 @@ class Broken(Exception):
         self.reason, self.rank, self.got, self.stacks = reason, rank, got, stacks
 
 
+Runs = dict[str, Run | Broken]  # by probe, number of ranks and arguments
+
+
 @dataclass(frozen=True)
 class _Order:
     """What a rank is told.
@@ -231,6 +234,9 @@ class Ranks:
         times: that runs may take.
         world_size: of runs whose number of ranks does not matter: 1 to 4, since an answer has to hold for all of them.
         off_limits: paths that a learner's code has no business with: solutions, tests, other submissions.
+
+    Attributes:
+        measured: by what they are of, figures for the learner, whether checks pass or not; judges add them.
     """
 
     def __init__(
@@ -245,9 +251,10 @@ class Ranks:
         answers = [compiled_body(place) for submitted in overlay.submitted for place in submitted.places]
         self.off_limits = (*off_limits, *answers)
         self.run_seconds, self.all_seconds = times.run_seconds * patience(), times.all_seconds * patience()
+        self.measured: dict[str, str] = {}
         self._write, self._left = write, PRINTED
         self._deadline, self._extended = times.clock() + self.all_seconds, False
-        self._runs: dict[str, Run | Broken] = {}
+        self.runs: Runs = {}
 
     def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
         """Calls `probe(report, **arguments)` on `world_size` ranks that have the learner's functions.
@@ -256,9 +263,9 @@ class Ranks:
             Broken: a rank died, hung or exited.
         """
         key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
-        if key not in self._runs:
-            self._runs[key] = self._attempt(probe, world_size, arguments)
-        found = self._runs[key]
+        if key not in self.runs:
+            self.runs[key] = self._attempt(probe, world_size, arguments)
+        found = self.runs[key]
         if isinstance(found, Broken):
             raise found
         return found

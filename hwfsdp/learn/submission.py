@@ -10,9 +10,10 @@ from hwfsdp.errors import UsageError
 from hwfsdp.learn import holes, starters
 from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.overlay import Submitted
+from hwfsdp.learn.stations.stages import LAST, stage
 from hwfsdp.learn.verdict import Finding
 
-KEPT_STARTER = ".starter.py"  # in the folder of an exercise, in a student's edition
+KEPT_STARTER = ".starter.py"  # beside a learner's file, in a student's edition
 LARGEST = 1 << 20  # bytes of a file that anyone wrote
 NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
 
@@ -26,12 +27,12 @@ class Source:
 
 
 def find_source(exercise: Exercise, folder: Path) -> Source:
-    """The file of one exercise, in `NN_topic/` below the folder or in the folder itself.
+    """The file of one exercise: in the folder itself, or, of an elective, in `NN_topic/` below it.
 
     Raises:
         UsageError: it cannot be read as text.
     """
-    nested, flat = folder / exercise.directory / exercise.file_name, folder / exercise.file_name
+    nested, flat = folder / exercise.target, folder / exercise.file_name
     path = nested if nested.exists() or not flat.exists() else flat
     if not path.exists():
         return Source(path, None)
@@ -58,13 +59,10 @@ def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
         raise UsageError(
             f"submission {folder}", expected="a folder", got="none of this name", remedy="Check the path."
         )
-    if not any(
-        (folder / e.directory / e.file_name).exists() or (folder / e.file_name).exists() for e in exercises
-    ):
-        first = exercises[0]
+    if not any((folder / e.target).exists() or (folder / e.file_name).exists() for e in exercises):
         raise UsageError(
             f"submission {folder}",
-            expected=f"files such as {first.directory}/{first.file_name}",
+            expected=f"files such as {exercises[0].target}",
             got="none",
             remedy="Give the folder that holds the exercises.",
         )
@@ -73,11 +71,11 @@ def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
 def is_started(exercise: Exercise, text: str) -> bool:
     """Whether any hole has been filled, or something is there that may fill one when the file is loaded.
 
-    A file that is not Python has been worked on.
+    A file that is not Python has been worked on, and so has a file of stations that is not as it was given.
     """
     given = starter(exercise)
-    if text.splitlines() == given.splitlines():
-        return False
+    if text.splitlines() == given.splitlines() or exercise.is_station:
+        return text.splitlines() != given.splitlines()
     try:
         if any(not _is_blank(node) for node in _defined(exercise, text).values()):
             return True
@@ -88,26 +86,30 @@ def is_started(exercise: Exercise, text: str) -> bool:
 
 def starter(exercise: Exercise) -> str:
     """What the learner was given."""
-    kept = exercise.folder / KEPT_STARTER
-    if kept.exists():  # in a student's edition the package has no bodies to make it from
+    kept = exercise.path.parent / KEPT_STARTER
+    if kept.exists():  # in a student's edition the package has nothing to make it from
         return kept.read_text()
+    if exercise.is_station:
+        return stage(0)
     title = f"Exercise {exercise.number}: {exercise.title}"
     return starters.render(exercise.holes, exercise.number, title, solved=False, calls=exercise.provided)
 
 
 def solution(exercise: Exercise) -> str:
-    """The starter with the package's bodies.
+    """The starter, filled in: with the package's bodies, or as it is after the last station.
 
     Raises:
         UsageError: this is a student's edition.
     """
-    if (exercise.folder / KEPT_STARTER).exists():
+    if (exercise.path.parent / KEPT_STARTER).exists():
         raise UsageError(
             f"solution of {exercise.number}",
             expected="the instructor's edition",
             got="a student's",
             remedy="Ask your instructor.",
         )
+    if exercise.is_station:
+        return stage(LAST)
     title = f"Exercise {exercise.number}: {exercise.title}"
     return starters.render(exercise.holes, exercise.number, title, solved=True, calls=exercise.provided)
 

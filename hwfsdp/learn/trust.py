@@ -18,10 +18,16 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hwfsdp.learn.manifest import PACKAGE
 from hwfsdp.learn.rules import CLOSED, NAMES, is_below
 
-ROOTS = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(PACKAGE), "<hwfsdp.", "<frozen ")
+_BESIDE_TORCH = os.path.dirname(
+    os.path.dirname(torch.__file__)
+)  # libraries may lie outside of Python's own folders
+FOLDERS = (sys.prefix, sys.base_prefix, sys.exec_prefix, _BESIDE_TORCH, str(PACKAGE))
+ROOTS = (*FOLDERS, "<hwfsdp.", "<frozen ")
 FILLER = str(PACKAGE / "bodies.py")  # of a student's edition
 _FRAMES = {
     "sys._getframe",
@@ -44,7 +50,7 @@ def is_trusted(code: types.CodeType) -> bool:
 
 def is_package(code: types.CodeType) -> bool:
     """Whether it was written in a file of the package."""
-    return code.co_filename.startswith(ROOTS[3:5])
+    return code.co_filename.startswith((str(PACKAGE), "<hwfsdp."))
 
 
 def digging(
@@ -131,5 +137,5 @@ def _is_known_import(caller: types.FrameType) -> bool:
     elif code.co_filename == FILLER and code.co_name == "_unpack":
         path = caller.f_locals.get("path")
     return type(path) in (str, type(PACKAGE)) and os.path.realpath(path).startswith(
-        tuple(map(os.path.realpath, ROOTS[:4]))
+        tuple(map(os.path.realpath, FOLDERS))
     )

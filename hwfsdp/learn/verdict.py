@@ -6,7 +6,7 @@ Reading these must be quick, so nothing here loads torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hwfsdp.learn.manifest import Exercise
@@ -107,6 +107,8 @@ class Grade:
         status: "passed", "failed", "not_started" or "error".
         finding: why nothing counts, if the status is "error".
         seconds: that grading took. printed: by the learner's code. seed: of the inputs.
+        before: of checks of earlier stations, without points: what worked must go on working.
+        measured: by what they are of, figures, whether checks pass or not.
     """
 
     exercise: Exercise
@@ -116,6 +118,13 @@ class Grade:
     seconds: float = 0.0
     printed: str = ""
     seed: int = 0
+    before: list[CheckResult] = field(default_factory=list)
+    measured: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shown_results(self) -> list[CheckResult]:
+        """Its own checks, and those of earlier stations that do not hold."""
+        return [*(result for result in self.before if result.finding), *self.results]
 
     @property
     def score(self) -> int:
@@ -130,7 +139,7 @@ class Grade:
     @property
     def provisional(self) -> bool:
         """Whether it is to be graded again, alone (`Finding`)."""
-        return any(result.finding is not None and result.finding.provisional for result in self.results)
+        return any(result.finding is not None and result.finding.provisional for result in self.shown_results)
 
     @property
     def has_everything(self) -> bool:
@@ -143,7 +152,7 @@ class Grade:
         return f"{self.score} of {self.max_score} points"
 
     def as_dict(self) -> dict[str, Any]:
-        checks = [result.as_dict() for result in self.results]
+        checks = [result.as_dict() for result in self.shown_results]
         if self.status == "error":
             for check in checks:
                 check["points"] = 0
@@ -154,4 +163,5 @@ class Grade:
             "status": self.status,
             "checks": checks,
             "seconds": round(self.seconds, 3),
+            **({"measured": self.measured} if self.measured else {}),
         }

@@ -1,6 +1,6 @@
-"""Starters and solutions: written from the package, and checked against it.
+"""Starters and solutions: written from the package, or from the reference of all stations, and checked against these.
 
-    python -m hwfsdp.learn write     writes exercises/*/*.py and solutions/*/*.py
+    python -m hwfsdp.learn write     writes my_fsdp.py and */*.py of exercises/ and solutions/
     python -m hwfsdp.learn check     says what does not hold; part of `make check`
 
 What has to hold:
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hwfsdp.errors import UsageError
-from hwfsdp.learn import holes, starters
+from hwfsdp.learn import holes
 from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import Course, Exercise, module_source
 from hwfsdp.learn.submission import solution, starter
@@ -33,8 +33,8 @@ def files(course: Course) -> dict[Path, str]:
     """What both folders should hold: every starter and solution, by path."""
     texts = {}
     for exercise in course.exercises:
-        texts[course.root / "exercises" / exercise.directory / exercise.file_name] = starter(exercise)
-        texts[course.root / "solutions" / exercise.directory / exercise.file_name] = solution(exercise)
+        texts[course.root / "exercises" / exercise.target] = starter(exercise)
+        texts[course.root / "solutions" / exercise.target] = solution(exercise)
     return texts
 
 
@@ -82,7 +82,7 @@ def _restored(course: Course) -> Iterator[str]:
             text = blank.get(place.module, originals[place.module])
             blank[place.module] = holes.blank(text, place.name, exercise.number)
     for exercise in course.exercises:
-        path = course.root / "solutions" / exercise.directory / exercise.file_name
+        path = course.root / "solutions" / exercise.target
         solved = path.read_text() if path.exists() else ""
         for place in exercise.places:
             try:
@@ -127,9 +127,4 @@ def failures(result: Grade) -> str:
 
 def compiles_alone(exercise: Exercise) -> None:
     """Runs the starter as a module of its own, next to the whole package; raises whatever that raises."""
-    exec(
-        compile(
-            starters.render(exercise.holes, exercise.number, "", solved=False), exercise.file_name, "exec"
-        ),
-        {},
-    )
+    exec(compile(starter(exercise), exercise.file_name, "exec"), {"__name__": exercise.file_name})

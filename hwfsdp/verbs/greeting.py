@@ -50,7 +50,7 @@ def _proposal() -> Iterator[str]:
         return
     yield f"Next, exercise {following.short_number}, {following.title.lower()}:"
     yield f"  read   {_shown(following.folder / 'README.md')}"
-    yield f"  edit   {_shown(following.folder / following.file_name)}"
+    yield f"  edit   {_shown(following.path)}"
     yield f"  check  hwfsdp check {following.short_number}"
 
 
@@ -96,7 +96,7 @@ def _is_passed(exercise: Exercise, grades: dict[str, Any]) -> bool:
     if not isinstance(known, dict) or known.get("status") != "passed":
         return False
     try:
-        text = (exercise.folder / exercise.file_name).read_text(encoding="utf-8-sig")
+        text = exercise.path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError):
         return False
     is_same = known.get("digest") == hashlib.sha256(text.encode()).hexdigest()

@@ -47,7 +47,7 @@ def prepare(_: str, saved: str) -> tuple[()]:
     return ()
 
 
-on_ranks = RankChecks(prepare)
+on_ranks, slowly_on_ranks = RankChecks(prepare), RankChecks(prepare)
 
 
 # --- Models ------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def resume_like_the_trained_one(
     assert all(map(torch.equal, local_params(fresh), local_params(trained))), name
 
 
-@on_ranks
+@slowly_on_ranks
 def a_fresh_optimizer_gets_the_state_that_a_trained_one_has_and_trains_on_like_it() -> None:
     for name, build in optimizers(hwfsdp.optim).items():
         resume_like_the_trained_one(name, build, by_broadcast)
@@ -401,7 +401,7 @@ def shard_bytes(model: nn.Module) -> int:
     return sum(-(-p.shape[0] // dist.get_world_size()) * p[:1].numel() * 4 for p in model.parameters())
 
 
-@on_ranks
+@slowly_on_ranks
 def a_checkpoint_is_loaded_into_the_shards_of_a_model_and_an_optimizer_on_meta() -> None:
     for kind in ("store", "dcp", "parts"):
         expected = shard(gpt(tied=True))
@@ -460,6 +460,12 @@ def a_load_that_fails_leaves_the_model_on_meta_and_the_next_one_fills_it() -> No
 @pytest.mark.parametrize("check", on_ranks)
 def test_on_ranks(check: str) -> None:
     on_ranks.assert_holds(check, WORLD_SIZE, save_trained())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", slowly_on_ranks)
+def test_slowly_on_ranks(check: str) -> None:
+    slowly_on_ranks.assert_holds(check, WORLD_SIZE, save_trained())
 
 
 # --- Plain tensors -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import Course, find_course
+from hwfsdp.learn.run import Runs
 from hwfsdp.learn.submission import check_folder
 from hwfsdp.learn.verdict import Grade
 
@@ -34,11 +35,14 @@ def grader(config: pytest.Config) -> Grader:
     folder = submission(config, course)
     mine, seed = config.getoption("--mine", False), config.getoption("--input-seed", None)
     grades = config.stash[GRADES] = {}
+    runs: Runs = {}
+    drawn = Options(seed=seed).draw_seed()
 
     def grade_of(number: str) -> Grade:
         if number not in grades:
-            options = Options(mine=bool(mine), seed=seed)
-            grades[number] = grade(course.exercise(number), folder, course, options)
+            exercise = course.exercise(number)
+            options = Options(mine=bool(mine) and not exercise.is_station, seed=drawn)
+            grades[number] = grade(exercise, folder, course, options, runs=runs)
         return grades[number]
 
     return grade_of

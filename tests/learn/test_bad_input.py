@@ -25,14 +25,14 @@ from hwfsdp.learn.workbook import graded
 from suites import fast_are
 
 COURSE = find_course(Path(__file__))
-MATH = COURSE.exercise(1)
+ROWS = COURSE.exercise(1)
 RINGS = COURSE.exercise(2)
+CUTS = COURSE.exercise(12)
 SECONDS = 20.0  # that an exercise may take, whatever is in it
 
 
-def with_line(line: str, function: str = "chunk_length") -> str:
-    """The solution of 01 with a line at the beginning of one of its functions, or of the file."""
-    text = solution(MATH)
+def with_line(line: str, function: str = "padded_rows", text: str = solution(ROWS)) -> str:
+    """The reference with a line at the beginning of one of its functions, or of the file."""
     if not function:
         head, _, rest = text.partition("from hwfsdp")
         return f"{head}{line}\nfrom hwfsdp{rest}"
@@ -41,42 +41,18 @@ def with_line(line: str, function: str = "chunk_length") -> str:
     return f"{text[:at]}\n    {line}{text[at:]}"
 
 
-def with_ring(body: str) -> str:
-    """The solution of 02 with another beginning of its all-gather."""
-    text = solution(RINGS)
-    at = text.index('"""', text.index('"""', text.index("def ring_all_gather")) + 3) + 3
-    return f"{text[:at]}\n    {body}{text[at:]}"
-
-
 FORK = "import os, time; pid = os.fork(); pid or (os.setsid(), time.sleep(600))"
 DAEMON = "import os, time; os.fork() or (os.setsid(), os.fork() or time.sleep(600), os._exit(0))"
 BOMB = "import os, time\n    for _ in range(200):\n        os.fork() or time.sleep(600)"
 
 WORTHLESS = {  # name → (text, misconception, words that the message has)
-    "not python": ("def chunk_length(n, world_size:\n", "not-python", "line 1"),
+    "not python": ("def padded_rows(n, world_size:\n", "not-python", "line 1"),
     "a null byte": ("x = 0\0\n", "not-python", ""),
     "deeply nested": ("(" * 5000, "not-python", ""),
-    "missing function": (
-        solution(MATH).replace("def chunk_extent", "def chunk_ext"),
-        "missing",
-        "chunk_extent",
-    ),
-    "other parameters": (
-        solution(MATH).replace("def chunk_length(n: int, world_size: int)", "def chunk_length(n: int)"),
-        "wrong-signature",
-        "chunk_length",
-    ),
-    "parameters in another order": (
-        solution(MATH).replace(
-            "(n: int, world_size: int, rank: int)", "(n: int, rank: int, world_size: int)"
-        ),
-        "wrong-signature",
-        "chunk_extent",
-    ),
-    "endless loop": (with_line("while True: pass"), "endless", "chunk_length"),
-    "sleeps": (with_line("import time; time.sleep(600)"), "endless", "chunk_length"),
+    "endless loop": (with_line("while True: pass"), "endless", "padded_rows"),
+    "sleeps": (with_line("import time; time.sleep(600)"), "endless", "padded_rows"),
     "endless printing": (with_line("while True: print('hello ' * 1000)"), "endless", ""),
-    "endless import": (with_line("while True: pass", ""), "endless", "shard_math.py"),
+    "endless import": (with_line("while True: pass", ""), "endless", "my_fsdp.py"),
     "sys.exit": (with_line("import sys; sys.exit(0)"), "left-early", "SystemExit"),
     "sys.exit at import": (with_line("import sys; sys.exit()", ""), "left-early", "SystemExit"),
     "os._exit": (with_line("import os; os._exit(0)"), "left-early", "status 0"),
@@ -85,6 +61,18 @@ WORTHLESS = {  # name → (text, misconception, words that the message has)
     "memory": (with_line("x = bytearray(1 << 40)"), "too-much-memory", ""),
     "tensor memory": (with_line("import torch; x = torch.ones(1 << 33)"), "too-much-memory", ""),
     "too many processes": (with_line(BOMB), "too-many-processes", ""),
+}
+
+
+UNUSABLE = {  # of an elective, whose functions the package calls
+    "missing function": ("def cut_after", "def cut_aft", "missing", "cut_after"),
+    "other parameters": (", dim: int) -> Placement", ") -> Placement", "wrong-signature", "cut_after"),
+    "parameters in another order": (
+        "def cut_after(placements: Iterable[tuple[Placement, int]], dim: int)",
+        "def cut_after(dim: int, placements: Iterable[tuple[Placement, int]])",
+        "wrong-signature",
+        "cut_after",
+    ),
 }
 
 
@@ -106,13 +94,17 @@ def is_worthless(result: Grade, misconception: str, words: str) -> None:
     assert server is None or descendants(server) == []
 
 
-@pytest.mark.parametrize(
-    "name", fast_are(["other parameters", "endless loop", "sys.exit", "killed"], WORTHLESS)
-)
+@pytest.mark.parametrize("name", fast_are(["endless loop", "sys.exit", "killed"], WORTHLESS))
 def test_what_does_not_come_through_scores_nothing_and_is_told_why(name: str) -> None:
     text, misconception, words = WORTHLESS[name]
     options = QUICK if misconception == "endless" else Options(seed=1)
-    is_worthless(graded(MATH, COURSE, text, options), misconception, words)
+    is_worthless(graded(ROWS, COURSE, text, options), misconception, words)
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_functions_that_the_package_cannot_call_are_named(name: str) -> None:
+    old, new, misconception, words = UNUSABLE[name]
+    is_worthless(graded(CUTS, COURSE, solution(CUTS).replace(old, new, 1)), misconception, words)
 
 
 SAY = """import os
@@ -135,20 +127,20 @@ TOO_DEEP = {"sums": "x = " + "1+" * 20_000 + "1\n", "signs": "x = " + "-" * 50_0
 
 @pytest.mark.parametrize("name", TOO_DEEP)
 def test_what_the_parser_cannot_take_is_not_python(name: str) -> None:
-    result = graded(MATH, COURSE, TOO_DEEP[name])
-    is_worthless(result, "not-python", MATH.file_name)
+    result = graded(ROWS, COURSE, TOO_DEEP[name])
+    is_worthless(result, "not-python", ROWS.file_name)
 
 
 @pytest.mark.long
 def test_half_a_message_does_not_keep_the_grader_waiting() -> None:
-    is_worthless(graded(MATH, COURSE, with_line(PARTIAL), QUICK), "endless", "does not answer")
+    is_worthless(graded(ROWS, COURSE, with_line(PARTIAL), QUICK), "endless", "does not answer")
 
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_reports_are_worth_nothing(name: str) -> None:
     data = pickle.dumps(("return", pickle.dumps(pack(FORGERIES[name]))))
     text = with_line(FORGED.replace("SAID", repr(struct.pack("!i", len(data)) + data)))
-    result = graded(MATH, COURSE, text)
+    result = graded(ROWS, COURSE, text)
     assert (result.status, result.score) == ("error", 0), result.finding
     assert result.finding is not None and result.finding.misconception in ("left-early", "crashed")
 
@@ -156,13 +148,13 @@ def test_forged_reports_are_worth_nothing(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("value", ["2 ** 20000", "object()", "'\\ud800'", "float('inf')"])
 def test_odd_values_are_wrong_and_no_more(value: str) -> None:
-    result = graded(MATH, COURSE, with_line(f"return {value}"))
+    result = graded(ROWS, COURSE, with_line(f"return {value}"))
     assert result.status == "failed"
     assert all(r.finding.misconception != "died" for r in result.results if r.finding)
 
 
 def test_escapes_and_surrogates_that_are_printed_do_not_reach_the_terminal() -> None:
-    result = graded(MATH, COURSE, with_line(r"n or print('\ud800 \x1b[2J', end=chr(10))"))
+    result = graded(ROWS, COURSE, with_line(r"n or print('\ud800 \x1b[2J', end=chr(10))"))
     assert result.status == "passed"
     text = shown(result, Path("x.py"), Style(io.StringIO()))
     text.encode()
@@ -171,7 +163,7 @@ def test_escapes_and_surrogates_that_are_printed_do_not_reach_the_terminal() -> 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large"])
 def test_what_is_no_file_of_moderate_size_cannot_be_read(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / MATH.file_name
+    path = tmp_path / ROWS.file_name
     make: dict[str, Callable[[], object]] = {
         "fifo": lambda: os.mkfifo(path),
         "device": lambda: path.symlink_to("/dev/zero"),
@@ -180,21 +172,21 @@ def test_what_is_no_file_of_moderate_size_cannot_be_read(kind: str, tmp_path: Pa
     }
     make[kind]()
     with pytest.raises(UsageError, match="expected a file of Python"):
-        grade(MATH, tmp_path, COURSE)
+        grade(ROWS, tmp_path, COURSE)
 
 
 SKIPPED = {
-    "one rank skips": ("if dist.get_rank(group) == 1: return", ""),
-    "one rank hangs": ("import time\n    if dist.get_rank(group) == 1: time.sleep(600)", ""),
-    "one rank adds one": ("if dist.get_rank(group) == 0: dist.recv(output.clone(), 1, group)", ""),
-    "one rank dies": ("import os\n    if dist.get_rank(group) == 1: os._exit(3)", "status 3"),
+    "one rank skips": ("if dist.get_rank() == 1: return", ""),
+    "one rank hangs": ("import time\n    if dist.get_rank() == 1: time.sleep(600)", ""),
+    "one rank adds one": ("if dist.get_rank() == 0: dist.recv(whole.clone(), 1)", ""),
+    "one rank dies": ("import os\n    if dist.get_rank() == 1: os._exit(3)", "status 3"),
 }
 
 
 @pytest.mark.parametrize("name", fast_are(["one rank skips"], SKIPPED))
 def test_a_collective_that_ranks_do_not_run_together_ends_in_time_and_is_named(name: str) -> None:
     body, words = SKIPPED[name]
-    result = graded(RINGS, COURSE, with_ring(body), QUICK)
+    result = graded(RINGS, COURSE, with_line(body, "ring_all_gather"), QUICK)
     assert result.finding is not None
     assert result.finding.misconception in ("stuck-in", "endless", "left-early", "order-diverged", "died")
     is_worthless(result, result.finding.misconception, words)
@@ -204,14 +196,14 @@ def test_a_collective_that_ranks_do_not_run_together_ends_in_time_and_is_named(n
 @pytest.mark.parametrize("line", [FORK, DAEMON], ids=["child", "daemon"])
 def test_what_a_rank_leaves_behind_is_ended(line: str) -> None:
     once = f"import os\n    if 'done' not in os.environ: os.environ['done'] = '1'; {line}"
-    graded(MATH, COURSE, with_line(once))
+    graded(ROWS, COURSE, with_line(once))
     server = server_pid()
     assert server is not None and descendants(server) == []
 
 
 @pytest.mark.long
 def test_what_was_printed_is_kept_up_to_a_limit() -> None:
-    result = graded(MATH, COURSE, with_line("print('hello', n)"))
+    result = graded(ROWS, COURSE, with_line("print('hello', n)"))
     assert result.status == "passed"
     assert result.printed.startswith("hello 0\n") and len(result.printed) <= 4000
 
@@ -220,9 +212,9 @@ def test_what_was_printed_is_kept_up_to_a_limit() -> None:
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MATH.file_name).write_bytes(b"\xff\xfe\x00")
+    (tmp_path / ROWS.file_name).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not UTF-8"):
-        grade(MATH, tmp_path, COURSE, Options())
+        grade(ROWS, tmp_path, COURSE, Options())
 
 
 @pytest.mark.parametrize("folder", ["missing", "empty"])
@@ -241,53 +233,57 @@ def test_what_hangs_is_run_once_and_not_once_for_every_check(tmp_path: Path) -> 
             asked.append(world_size)
             return super().run(probe, world_size, **arguments)
 
-    (tmp_path / MATH.file_name).write_text(with_line("while True: pass"))
-    result = grade(MATH, tmp_path, COURSE, QUICK, new_ranks=CountingRanks)
+    (tmp_path / ROWS.file_name).write_text(with_line("while True: pass"))
+    result = grade(ROWS, tmp_path, COURSE, QUICK, new_ranks=CountingRanks)
     assert result.status == "error" and len(asked) == 1
 
 
 def test_a_check_that_is_not_there_is_not_a_pass(tmp_path: Path) -> None:
-    (tmp_path / MATH.file_name).write_text(solution(MATH))
+    (tmp_path / ROWS.file_name).write_text(solution(ROWS))
     with pytest.raises(UsageError, match=r"check 01\.nothing: expected one of 01\."):
-        grade(MATH, tmp_path, COURSE, Options(only="01.nothing"))
+        grade(ROWS, tmp_path, COURSE, Options(only="01.nothing"))
 
 
 # --- Not started -------------------------------------------------------------------------------------------
 
 UNTOUCHED = {
-    "the starter": starter(MATH),
-    "other line endings": starter(MATH).replace("\n", "\r\n"),
-    "comments and imports": f"# my name\nimport os\n{starter(MATH)}# the end\n",
-    "pass instead of raise": starter(MATH).replace("raise NotImplementedError", "pass"),
-    "a message": starter(MATH).replace("raise NotImplementedError", "raise NotImplementedError('later')"),
-    "nothing": "",
+    "the starter": (CUTS, starter(CUTS)),
+    "other line endings": (CUTS, starter(CUTS).replace("\n", "\r\n")),
+    "comments and imports": (CUTS, f"# my name\nimport os\n{starter(CUTS)}# the end\n"),
+    "pass instead of raise": (CUTS, starter(CUTS).replace("raise NotImplementedError", "pass")),
+    "a message": (
+        CUTS,
+        starter(CUTS).replace("raise NotImplementedError", "raise NotImplementedError('later')"),
+    ),
+    "nothing": (CUTS, ""),
+    "the stations' starter": (ROWS, starter(ROWS)),
+    "with other line endings": (ROWS, starter(ROWS).replace("\n", "\r\n")),
 }
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_a_starter_without_any_function_in_it_is_not_started(name: str) -> None:
-    result = graded(MATH, COURSE, UNTOUCHED[name])
+    result = graded(UNTOUCHED[name][0], COURSE, UNTOUCHED[name][1])
     assert (result.status, result.score) == ("not_started", 0)
     assert all(check["passed"] is None for check in result.as_dict()["checks"])
 
 
 def test_no_file_is_not_started(tmp_path: Path) -> None:
-    assert grade(MATH, tmp_path, COURSE).status == "not_started"
+    assert grade(ROWS, tmp_path, COURSE).status == "not_started"
 
 
-def test_a_hole_that_is_left_fails_its_checks_only() -> None:
-    text = starter(MATH).replace(
-        "    # TODO(01)\n    raise NotImplementedError\n", "    return -(-n // world_size)\n", 1
+def test_a_function_that_is_left_fails_its_checks_only() -> None:
+    text = starter(ROWS).replace(
+        '    raise NotImplementedError("TODO(01): padded_rows")\n', "    return -(-n // world_size)\n", 1
     )
-    result = graded(MATH, COURSE, text)
+    result = graded(ROWS, COURSE, text)
     verdicts = {r.check.id: (r.passed, r.finding and r.finding.misconception) for r in result.results}
     assert result.status == "failed"
-    assert verdicts["01.padded"] == (False, "not-written")
-    assert verdicts["01.empty"] == (None, None)
+    assert verdicts == {"01.padded": (True, None), "01.rows": (False, "not-written")}
 
 
 @pytest.mark.long
 def test_environment_of_the_grader_is_left_alone() -> None:
     before = dict(os.environ)
-    graded(MATH, COURSE, with_line("import os; os.environ['CHEAT'] = '1'"))
+    graded(ROWS, COURSE, with_line("import os; os.environ['CHEAT'] = '1'"))
     assert dict(os.environ) == before

@@ -23,18 +23,19 @@ from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import find_course
 from hwfsdp.learn.processes import FILES, _is_full, descendants, server_pid
 from hwfsdp.learn.rules import find_digging
+from hwfsdp.learn.stations.stages import SOURCE as STATIONS
 from hwfsdp.learn.submission import solution, starter
 from hwfsdp.learn.verdict import Grade
 from hwfsdp.learn.workbook import graded
 from suites import fast_are
 
 COURSE = find_course(Path(__file__))
-MATH, RINGS, FORWARD = COURSE.exercise(1), COURSE.exercise(2), COURSE.exercise(5)
-SOLVED = COURSE.root / "solutions" / MATH.directory / MATH.file_name
+ROWS, RINGS, NAIVE, CUTS = (COURSE.exercise(number) for number in (1, 2, 3, 12))
+SOLVED = COURSE.root / "solutions" / CUTS.target
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-TRIED = starter(MATH).replace("raise NotImplementedError", "return 1", 1)
+TRIED = starter(CUTS).replace("raise NotImplementedError", "return 1", 1)
 
 
 def unseen(lines: str) -> str:
@@ -50,46 +51,54 @@ def at_import(lines: str, text: str = TRIED) -> str:
 
 
 def filled(lines: str) -> str:
-    """The starter of 01; `lines`, at its end, leave the functions of its holes in `found`."""
-    return starter(MATH) + "\n" + unseen(lines) + TAKE
+    """The starter of 12; `lines`, at its end, leave the functions of its holes in `found`."""
+    return starter(CUTS) + "\n" + unseen(lines) + TAKE
 
 
 TAKE = """
 
-def chunk_length(n, world_size):
-    return found["chunk_length"](n, world_size)
+def cut_after(placements, dim):
+    return found["cut_after"](placements, dim)
 
 
-def padded_length(n, world_size):
-    return found["padded_length"](n, world_size)
+def joined_placements(own, before, sizes, dim):
+    return found["joined_placements"](own, before, sizes, dim)
 
 
-def chunk_extent(n, world_size, rank):
-    return found["chunk_extent"](n, world_size, rank)
+def orders_of_cuts(mesh_shape, placements):
+    return found["orders_of_cuts"](mesh_shape, placements)
 
 
-def local_shape(shape, world_size, rank):
-    return found["local_shape"](shape, world_size, rank)
+def nested_extent(global_shape, mesh_shape, orders, coordinate):
+    return found["nested_extent"](global_shape, mesh_shape, orders, coordinate)
+
+
+def shard_strided(tensor, mesh_shape, placements, *, pad=False):
+    return found["shard_strided"](tensor, mesh_shape, placements, pad=pad)
+
+
+def unshard_strided(shards, global_shape, mesh_shape, placements):
+    return found["unshard_strided"](shards, global_shape, mesh_shape, placements)
 """
 
-BYTES = base64.b64encode(marshal.dumps(compile(solution(MATH), "x", "exec"))).decode()
+BYTES = base64.b64encode(marshal.dumps(compile(solution(CUTS), "x", "exec"))).decode()
 
 
 def _solved() -> bytes:
     names: dict[str, object] = {}
-    exec(compile(solution(MATH), "x", "exec"), names)
-    return bytes(cloudpickle.dumps({hole: names[hole] for hole in MATH.hole_names}))
+    exec(compile(solution(CUTS), "x", "exec"), names)
+    return bytes(cloudpickle.dumps({hole: names[hole] for hole in CUTS.hole_names}))
 
 
 CHEATS = {
     "the oracles called": filled(
-        "from hwfsdp.learn.checks import shard_math as checks\nfrom hwfsdp.sharding import Extent\n"
-        "found = {'chunk_length': checks.full_chunk, 'padded_length': lambda n, w: checks.full_chunk(n, w) * w,\n"
-        "         'chunk_extent': lambda *a: Extent(*checks.far_extent(*a)), 'local_shape': lambda s, w, r: s}"
+        "from hwfsdp.learn.checks import strided_shards as checks\nfrom hwfsdp.layout import LocalExtent\n"
+        "boxes = {n: checks.oracle(n, (2, 2), (1, 0)) for n in range(9)}\n"
+        "found = {'nested_extent': lambda s, m, o, at: LocalExtent(*zip(*(boxes[n][at] for n in s)))}"
     ),
     "the oracles read": filled(
         "import hwfsdp, os\nfound = {'__name__': 'x'}\n"
-        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'learn', 'checks', 'shard_math.py')\n"
+        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'learn', 'checks', 'strided_shards.py')\n"
         "exec(open(path).read(), found)"
     ),
     "answers brought along, compiled": filled(
@@ -123,26 +132,26 @@ CHEATS = {
     ),
     "the package's text run": filled(
         "import hwfsdp, os\nfound = {'__name__': 'x'}\n"
-        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'sharding.py')\n"
+        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'layout.py')\n"
         "exec(compile(open(path).read(), path, 'exec'), found)"
     ),
     "the package's compiled code run": filled(
         "import glob, hwfsdp, marshal, os\nfound = {'__name__': 'x'}\n"
-        "[path] = glob.glob(os.path.join(os.path.dirname(hwfsdp.__file__), '__pycache__', 'sharding.*.pyc'))[:1]\n"
+        "[path] = glob.glob(os.path.join(os.path.dirname(hwfsdp.__file__), '__pycache__', 'layout.*.pyc'))[:1]\n"
         "exec(marshal.loads(open(path, 'rb').read()[16:]), found)"
     ),
     "the package's functions dug out": filled(
         "import gc, types\nfound = {}\n"
         "for f in gc.get_objects():\n"
-        "    if isinstance(f, types.FunctionType) and f.__module__ == 'hwfsdp.sharding':\n"
+        "    if isinstance(f, types.FunctionType) and f.__module__ == 'hwfsdp.layout':\n"
         "        found[f.__qualname__] = f"
     ),
     "the report exchanged": at_import(
         "import hwfsdp.learn.packing\nhwfsdp.learn.packing.pack = lambda tree: b''\n"
     ),
     "the probe exchanged": at_import(
-        "import hwfsdp.learn.checks.shard_math as checks\nchecks.probe_chunks = lambda *a, **k: None\n"
-        "import hwfsdp.sharding\nhwfsdp.sharding.padded_local_shape = lambda *a: (0,)\n"
+        "import hwfsdp.learn.checks.strided_shards_runs as checks\nchecks.probe_cuts = lambda *a, **k: None\n"
+        "import hwfsdp.layout\nhwfsdp.layout.largest_shape = lambda *a: (0,)\n"
     ),
     "code exchanged": at_import(
         "import hwfsdp.learn.packing as p\np.pack.__code__ = (lambda tree: b'').__code__\n"
@@ -156,7 +165,7 @@ CHEATS = {
     ),
     "exit at import": at_import("import os\nos._exit(0)\n"),
     "a daemon": at_import(
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n", solution(MATH)
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n", solution(CUTS)
     ),
     "the parent killed": at_import("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"),
     "its group killed": at_import("import os, signal\nos.killpg(0, signal.SIGKILL)\n"),
@@ -167,7 +176,7 @@ PASSES = {"a daemon"}  # a right answer, whose daemon is ended
 
 # What the learner is told; these score nothing because they are refused.
 NAMED = {
-    "the oracles read": "opens learn/checks/shard_math.py",
+    "the oracles read": "opens learn/checks/strided_shards.py",
     "answers brought along, compiled": "imports marshal",
     "answers brought along, compiled, in a file": "compiled elsewhere",
     "answers brought along, pickled": "uses _pickle.loads",
@@ -176,7 +185,7 @@ NAMED = {
     "the frames of others, from an exception": "looks into the frames of others",
     "the frames of others, handed on": "imports inspect",
     "native code": "imports ctypes",
-    "the package's text run": "/hwfsdp/sharding.py",
+    "the package's text run": "/hwfsdp/layout.py",
     "the package's functions dug out": "imports gc",
     "the solution imported": "opens solutions/",
     "the solution read": "opens solutions/",
@@ -200,17 +209,17 @@ def test_a_cheat_scores_nothing_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(os.listdir(COURSE.root))
-    result = graded(MATH, COURSE, CHEATS[name], Options(seed=2))
-    assert result.score == (MATH.points if name in PASSES else 0), described(result)
+    result = graded(CUTS, COURSE, CHEATS[name], Options(seed=2))
+    assert result.score == (CUTS.points if name in PASSES else 0), described(result)
     assert leaves_nothing()
     assert set(os.listdir(COURSE.root)) == before
     assert not [left for left in os.listdir(tmp_path) if left.startswith("hwfsdp")]
-    assert graded(MATH, COURSE, solution(MATH), Options(seed=2)).score == MATH.points  # the grader lives
+    assert graded(ROWS, COURSE, solution(ROWS), Options(seed=2)).score == ROWS.points  # the grader lives
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_what_reaches_for_what_is_not_its_own_is_told_so(name: str) -> None:
-    result = graded(MATH, COURSE, CHEATS[name], Options(seed=2))
+    result = graded(CUTS, COURSE, CHEATS[name], Options(seed=2))
     assert result.status == "error" and result.finding is not None
     assert result.finding.misconception == "blocked" and NAMED[name] in result.finding.message
 
@@ -236,19 +245,19 @@ def test_no_right_answer_has_any_of_it() -> None:
 
 WHOLE = """
 
-def all_ranks(input, group):
-    group = group or dist.group.WORLD
-    outputs = [torch.empty_like(input) for _ in range(dist.get_world_size(group))]
-    group.allgather([outputs], [input]).wait()
+def all_ranks(part):
+    group = dist.group.WORLD
+    outputs = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    group.allgather([outputs], [part]).wait()
     return torch.cat(outputs)
 
 
-def ring_all_gather(output, input, group):
-    output.copy_(all_ranks(input, group))
+def ring_all_gather(whole, part):
+    whole.copy_(all_ranks(part))
 
 
-def ring_reduce_scatter(output, input, group, mean):
-    output.copy_(all_ranks(input, group)[: output.numel()])
+def ring_reduce_scatter(part, whole):
+    part.copy_(all_ranks(whole)[: part.numel()])
 """
 
 
@@ -259,30 +268,28 @@ def test_a_process_groups_own_collectives_cannot_be_called_past_the_instruments(
 
 THE_LIBRARYS = """
 
-def ring_all_gather(output, input, group):
+def ring_all_gather(whole, part):
     with HIDDEN:
-        dist.all_gather_into_tensor(output, input.clone(), group=group)
-    pass_around(output.view(dist.get_world_size(group), -1)[0].clone(), group)
+        dist.all_gather_single(whole, part.clone())
+    pass_around(whole.view(dist.get_world_size(), -1)[0].clone())
 
 
-def ring_reduce_scatter(output, input, group, mean):
+def ring_reduce_scatter(part, whole):
     with HIDDEN:
-        dist.reduce_scatter_tensor(output, input.clone(), group=group)
-    if mean:
-        output.div_(dist.get_world_size(group))
-    pass_around(output.clone(), group)
+        dist.reduce_scatter_single(part, whole.clone())
+    pass_around(part.clone())
 
 
-def pass_around(block, group):
-    for _ in range(dist.get_world_size(group) - 1):
-        exchange(block, torch.empty_like(block), group)
+def pass_around(piece):
+    for _ in range(dist.get_world_size() - 1):
+        pass_on(piece, torch.empty_like(piece))
 """
 HIDING = {
     "in the open": ("from contextlib import nullcontext\n", "nullcontext()", "calls all_gather"),
     "while the recording is paused": (
-        unseen("from hwfsdp.events import paused\n"),
+        "from hwfsdp.events import paused\n",
         "paused()",
-        "imports hwfsdp.events",
+        "from hwfsdp.events import paused",
     ),
     "while the recording is paused, by a function that a library has found": (
         "from importlib.metadata import EntryPoint\npaused = EntryPoint('x', 'hwfsdp.events:paused', 'y').load()\n",
@@ -495,8 +502,8 @@ def test_a_submission_has_no_memory_that_outlives_it() -> None:
         "try:\n    bytearray(16 << 30); print('16 GiB')\nexcept MemoryError:\n    pass\n"
         "print('looked')\n"
     )
-    result = graded(MATH, COURSE, at_import(lines, solution(MATH)), Options(seed=2))
-    assert result.score == MATH.points and result.printed.split() == ["looked"], result.printed
+    result = graded(CUTS, COURSE, at_import(lines, solution(CUTS)), Options(seed=2))
+    assert result.score == CUTS.points and set(result.printed.split()) == {"looked"}, result.printed
 
 
 def test_a_rank_keeps_no_pipe_that_others_listen_to() -> None:
@@ -518,7 +525,7 @@ def test_a_message_that_never_ends_is_not_waited_for() -> None:
         "            os.write(fd, struct.pack('!iQ', -1, 1 << 30) + bytes(1000))\n"
         "    except OSError:\n        pass\n"
     )
-    result = graded(MATH, COURSE, at_import(lines, solution(MATH)), Options(seed=2))
+    result = graded(CUTS, COURSE, at_import(lines, solution(CUTS)), Options(seed=2))
     assert result.score == 0 and leaves_nothing()
 
 
@@ -528,34 +535,33 @@ def described(result: Grade) -> str:
     )
 
 
-TORCHS = """
-from torch.distributed.fsdp import fully_shard as torchs
+NOT_THEIRS = {  # what a file of stations begins with → what is told
+    "torch's own fully_shard": (
+        "from torch.distributed.fsdp import fully_shard as torchs\n",
+        "from torch.distributed.fsdp import fully_shard",
+    ),
+    "torch's own, from a table": (
+        "torchs = vars(dist)['fsdp'].fully_shard\n",
+        "uses __dict__",
+    ),
+    "the package's": ("from hwfsdp import fully_shard as theirs\n", "from hwfsdp import fully_shard"),
+    "the reference": (
+        f"import pathlib\npathlib.Path({str(STATIONS)!r}).read_text()\n",
+        "opens learn/stations/my_fsdp.py",
+    ),
+    "the solution": (
+        f"import pathlib\npathlib.Path({str(COURSE.root / 'solutions' / NAIVE.target)!r}).read_text()\n",
+        "solutions/my_fsdp.py",
+    ),
+}
 
 
-class ParamGroup:
-    def unshard(self):
-        torchs(self.params[0].slots[0].module)
-
-    def finish_unshard(self):
-        pass
-
-    def reshard(self):
-        pass
-
-
-class FSDPState:
-    def gather_for_forward(self, prefetch):
-        torchs(self.modules[0])
-
-    def complete_forward(self, output):
-        pass
-"""
-
-
-def test_torchs_own_fully_shard_is_not_there_to_be_called() -> None:
-    result = graded(FORWARD, COURSE, TORCHS, Options(seed=2))
-    assert result.score == 0
-    assert "uses torch.distributed.fsdp.fully_shard" in described(result)
+@pytest.mark.parametrize("what", NOT_THEIRS)
+def test_a_file_of_stations_stands_by_itself(what: str) -> None:
+    lines, told = NOT_THEIRS[what]
+    result = graded(NAIVE, COURSE, starter(NAIVE) + lines, Options(seed=2))
+    assert (result.status, result.score) == ("error", 0)
+    assert told in described(result)
 
 
 WRITES = {
@@ -568,8 +574,8 @@ WRITES = {
 @LINUX
 @pytest.mark.parametrize("what", WRITES)
 def test_a_submission_that_fills_the_disk_is_ended(what: str) -> None:
-    text = at_import(f"if True:\n    {WRITES[what]}\n", solution(MATH))
-    result = graded(MATH, COURSE, text, Options(seed=2))
+    text = at_import(f"if True:\n    {WRITES[what]}\n", solution(CUTS))
+    result = graded(CUTS, COURSE, text, Options(seed=2))
     assert result.score == 0 and leaves_nothing()
     assert not Path("/var/tmp/hwfsdp-was-here").exists()
 
@@ -587,20 +593,20 @@ def test_a_link_to_a_large_file_is_small(tmp_path: Path) -> None:
 @pytest.mark.skipif(not landlock.version(), reason="needs Landlock")
 def test_other_submissions_and_the_grader_cannot_be_read(tmp_path: Path) -> None:
     other, mine = tmp_path / "other", tmp_path / "mine"
-    for folder, text in ((other, solution(MATH)), (mine, "")):
+    for folder, text in ((other, solution(CUTS)), (mine, "")):
         folder.mkdir()
-        (folder / MATH.file_name).write_text(text)
+        (folder / CUTS.file_name).write_text(text)
     secret = tmp_path / "secret"
     secret.write_text("whatever")
     lines = (
         "import os\nfound = []\n"
-        f"for path in {[str(other / MATH.file_name), str(secret), str(COURSE.root / 'README.md')]!r}:\n"
+        f"for path in {[str(other / CUTS.file_name), str(secret), str(COURSE.root / 'README.md')]!r}:\n"
         "    try:\n        found.append(len(os.read(os.open(path, os.O_RDONLY), 9)))\n"
         "    except BaseException as error:\n        found.append(type(error).__name__)\n"
         "print('read', found)\n"
     )
-    (mine / MATH.file_name).write_text(at_import(lines, solution(MATH)))
-    result = grade(MATH, mine, COURSE, Options(seed=2))
+    (mine / CUTS.file_name).write_text(at_import(lines, solution(CUTS)))
+    result = grade(CUTS, mine, COURSE, Options(seed=2))
     assert "read ['PermissionError', 'PermissionError', 'PermissionError']" in result.printed
 
 
@@ -613,8 +619,8 @@ def test_a_submission_has_a_user_and_a_network_of_its_own() -> None:
         "try:\n    s.sendto(b'x', ('192.0.2.1', 9)); print('network there')\n"
         "except OSError as error:\n    print('network', error.errno)\n"
     )
-    result = graded(MATH, COURSE, at_import(lines, solution(MATH)), Options(seed=2))
-    assert result.score == MATH.points, described(result)
+    result = graded(CUTS, COURSE, at_import(lines, solution(CUTS)), Options(seed=2))
+    assert result.score == CUTS.points, described(result)
     assert "user True True" in result.printed and "network 101" in result.printed
 
 

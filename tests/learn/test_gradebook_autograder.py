@@ -77,9 +77,7 @@ def test_the_upload_has_what_grading_takes_and_no_answers_of_ours(root: Path, tm
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
         names = {info.filename: info.external_attr >> 16 for info in archive.infolist()}
     assert names["setup.sh"] & 0o111 and names["run_autograder"] & 0o111
-    assert {"requirements.txt", "hwfsdp/learn/grade.py", "exercises/01_shard_math/exercise.toml"} <= set(
-        names
-    )
+    assert {"requirements.txt", "hwfsdp/learn/grade.py", "exercises/01_rows/exercise.toml"} <= set(names)
     assert not any("solutions" in name or "__pycache__" in name or ".." in name for name in names)
     first = (tmp_path / "autograder.zip").read_bytes()
     make_autograder(tmp_path / "again.zip", small_course(tmp_path / "course"), limit=100)

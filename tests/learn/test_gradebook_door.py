@@ -18,18 +18,20 @@ from hwfsdp.learn import holes
 from hwfsdp.learn.capstone.homework import FILE, FOLDER, read_homework, solution_path
 from hwfsdp.learn.lab.bugs import CHOSEN, read_bugs
 from hwfsdp.learn.lab.seals import read_key
-from hwfsdp.learn.manifest import PACKAGE, Exercise, find_course
+from hwfsdp.learn.manifest import OWN_FILE, PACKAGE, find_course
 from hwfsdp.learn.submission import solution, starter
 from hwfsdp.verbs.grade import FORMATS
 
 COURSE = find_course(Path(__file__))
-MATH, RINGS = COURSE.exercise(1), COURSE.exercise(2)
-ALL = MATH.points + RINGS.points
+ROWS, RINGS = COURSE.exercise(1), COURSE.exercise(2)
+ALL = ROWS.points + RINGS.points
 BUG = read_bugs(COURSE)[0]
-SKIPPED = (
-    "        if rank:\n            exchange(blocks[(rank - step)"  # rank 0 leaves out what the others enter
+SOLVED, BEGIN = solution(RINGS), "    pieces[rank] = part\n"
+LEAVES_OUT = "    if not rank:\n        return\n    dist.recv(torch.empty_like(part), 0)\n"  # rank 0, what the others enter
+HANGING = SOLVED.replace(BEGIN, BEGIN + LEAVES_OUT)
+HALF = starter(ROWS).replace(
+    'raise NotImplementedError("TODO(01): padded_rows")', "return -(-n // world_size)"
 )
-HALF = holes.blank(solution(MATH), MATH.hole_names[-1], MATH.number)
 HALF_CAPSTONE = holes.blank(solution_path(COURSE).read_text(), "FSDPModule._backward_prefetch", FOLDER)
 
 
@@ -46,29 +48,26 @@ def hand_in(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def place(exercise: Exercise) -> str:
-    return f"{exercise.directory}/{exercise.file_name}"
-
-
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a course of two exercises, capstone and lab, and a class."""
+    """A folder with a course of two stations, capstone and lab, and a class."""
     root = tmp_path_factory.mktemp("door")
     given = root / "course" / "exercises"
-    for name in (MATH.directory, RINGS.directory, FOLDER, "lab"):
+    for name in (ROWS.directory, RINGS.directory, FOLDER, "lab"):
         shutil.copytree(COURSE.root / "exercises" / name, given / name)
+    hand_in(given, {OWN_FILE: starter(ROWS)})
     capstone, lab = f"{FOLDER}/{FILE}", "lab/answers.toml"
-    solved = {place(each): solution(each) for each in (MATH, RINGS)}
-    hanging = solution(RINGS).replace("        exchange(blocks[(rank - step)", SKIPPED)
-    assert SKIPPED in hanging
+    assert len({SOLVED, HANGING, HALF, starter(ROWS)}) == 4
     hand_in(
         root / "class" / "ada",
-        {**solved, capstone: solution_path(COURSE).read_text(), lab: answered("0", *CHOSEN)},
+        {OWN_FILE: SOLVED, capstone: solution_path(COURSE).read_text(), lab: answered("0", *CHOSEN)},
     )
     shutil.copytree(given, root / "class" / "bob")
-    half = {place(MATH): HALF, place(RINGS): starter(RINGS), capstone: HALF_CAPSTONE}
-    hand_in(root / "class" / "eve", {**half, lab: answered("0", CHOSEN[0])})
-    hand_in(root / "class" / "zoe", {**solved, place(RINGS): hanging})
+    hand_in(
+        root / "class" / "eve",
+        {OWN_FILE: HALF, capstone: HALF_CAPSTONE, lab: answered("0", CHOSEN[0])},
+    )
+    hand_in(root / "class" / "zoe", {OWN_FILE: HANGING})
     (root / "tmp").mkdir()
     return root
 
@@ -115,7 +114,7 @@ def test_what_is_solved_gets_its_points_and_what_is_not_begun_none_and_no_error(
     ]
     assert {name: each["max_score"] for name, each in book.items()} == dict.fromkeys(book, ALL)
     assert (book["ada"]["score"], book["bob"]["score"]) == (ALL, 0)
-    assert 0 < book["eve"]["score"] < MATH.points
+    assert 0 < book["eve"]["score"] < ROWS.points
     assert "not-written" in checks_of(book["eve"]["exercises"][0]).values()
     assert [each["status"] for each in book["bob"]["exercises"]] == ["not_started"] * 2
 
@@ -139,8 +138,8 @@ def test_capstone_and_lab_are_graded_beside_the_exercises(book: dict[str, dict[s
 def test_who_hangs_is_told_the_collective_and_loses_that_exercise_alone(
     here: Path, book: dict[str, dict[str, Any]]
 ) -> None:
-    math, rings = book["zoe"]["exercises"]
-    assert (math["score"], rings["score"], rings["status"]) == (MATH.points, 0, "error")
+    rows, rings = book["zoe"]["exercises"]
+    assert (rows["score"], rings["score"], rings["status"]) == (ROWS.points, 0, "error")
     (told,) = [check["message"] for check in rings["checks"] if check["message"] and check["passed"] is False]
     assert "waiting in recv" in told and RINGS.file_name in told and "ring_all_gather" in told
     assert "repeated" not in told  # ranks that wait for each other are sure to hang, even in a crowd
@@ -149,7 +148,7 @@ def test_who_hangs_is_told_the_collective_and_loses_that_exercise_alone(
 
 # --- From the journal --------------------------------------------------------------------------------------
 
-TOTALS = {"ada": ALL, "bob": 0, "zoe": MATH.points}  # of eve's the tests above say what they can be
+TOTALS = {"ada": ALL, "bob": 0, "zoe": ROWS.points}  # of eve's the tests above say what they can be
 
 
 def gradescope(text: str) -> float:
@@ -210,6 +209,7 @@ def test_every_format_is_written_from_the_journal_and_nothing_is_graded_again(
     assert found_totals == {**TOTALS, "eve": book["eve"]["score"]}
 
 
+@pytest.mark.long
 def test_one_submission_of_untouched_starters_is_nothing_and_no_error(here: Path) -> None:
     found = grade(here, "../class/bob")
     assert (found.returncode, found.stderr.count("Error")) == (1, 0)

@@ -315,7 +315,7 @@ def test_the_table_has_a_row_for_each_student_and_adds_up(book: Gradebook) -> No
     found = rows("".join(pieces(book, "csv")))
     assert [row["name"] for row in found] == ["ada", "'=bob <b>", "eve@example.edu"]
     for row, result in zip(found, results(), strict=True):
-        assert float(row["raw"]) == result.score == sum(float(row[number]) for number in ("01", "04"))
+        assert float(row["raw"]) == result.score == sum(float(row[number]) for number in ("01", "12"))
         assert float(row["total"]) == float(row["raw"]) - float(row["penalty"])
     assert (found[0]["lab"], found[1]["lab"], found[1]["errors"]) == ("2", "", "x.py: a link")
     assert [float(row["late_hours"]) > 0 for row in found] == [False, True, False]
@@ -336,7 +336,7 @@ def test_a_time_that_nobody_knows_is_shown_as_such(book: Gradebook) -> None:
 
 
 def test_nbgrader_reads_its_own_columns_and_scores_add_up() -> None:
-    both = tuple(exercised(number, checked(number), checked(number)) for number in ("01", "04"))
+    both = tuple(exercised(number, checked(number), checked(number)) for number in ("01", "12"))
     late = Result("ada", both, submitted=(DEADLINE + timedelta(hours=1)).isoformat())
     book = Gradebook(
         REPOSITORY, lambda: iter([late, *results()]), LatePolicy(DEADLINE, Rule(0.33, False, 3600))
@@ -344,7 +344,7 @@ def test_nbgrader_reads_its_own_columns_and_scores_add_up() -> None:
     text = "".join(pieces(book, "nbgrader"))
     assert text.splitlines()[0] == ",".join(COLUMNS)
     found = [row for row in rows(text) if row["student_id"] == "ada"][:2]
-    assert [row["assignment"] for row in found] == [REPOSITORY.exercise(n).directory for n in (1, 4)]
+    assert [row["assignment"] for row in found] == [REPOSITORY.exercise(n).directory for n in (1, 12)]
     assert sum(float(row["score"]) for row in found) == pytest.approx(book.standing(late).final) == 3.67
     for row in rows(text):
         left = float(row["raw_score"]) - float(row["late_submission_penalty"])
@@ -390,7 +390,7 @@ def told(book: Gradebook, result: Result) -> Iterator[str]:
 
 
 def test_with_hidden_inputs_students_read_what_failed_but_not_on_what(book: Gradebook) -> None:
-    evident = "chunk_length(n=5, world_size=4) is 1"
+    evident = "padded_rows(5, 4) is 1"
     bad = exercised(
         "01", checked("01", False, "floor-instead-of-ceil", message=evident, expected=7531, actual=8642)
     )
@@ -398,7 +398,7 @@ def test_with_hidden_inputs_students_read_what_failed_but_not_on_what(book: Grad
     question = MISCONCEPTIONS["floor-instead-of-ceil"].question
     for hidden in (False, True):
         for text in told(replace(book, hidden=hidden), result):
-            assert "floor-instead-of-ceil" in text and "ceil(n / W)" in text
+            assert "floor-instead-of-ceil" in text and "as many rows as the first one" in text
             assert question.partition(",")[0] in text.replace("&#x27;", "'")
             assert any(secret in text for secret in (evident, "7531", "8642")) is not hidden
     assert opaque(result).score == result.score

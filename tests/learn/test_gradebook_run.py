@@ -9,17 +9,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
-from classes import FILES, commit, fake_worker, hand_in, hand_in_tar, small_course
+from classes import FILES, FIRST, REPOSITORY, commit, fake_worker, hand_in, hand_in_tar, small_course
 
 from hwfsdp import UsageError
+from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.gradebook.grading import ClassRun, Progress, Settings, grade_class
 from hwfsdp.learn.gradebook.hidden_inputs import draw_inputs, secret_inputs
 from hwfsdp.learn.gradebook.journal import Journal, make_folder, remove_folder
 from hwfsdp.learn.gradebook.late import LatePolicy, parse_rule
 from hwfsdp.learn.gradebook.results import Result
 from hwfsdp.learn.manifest import Course
+from hwfsdp.learn.run import Ranks
+from hwfsdp.learn.submission import solution
 
 
 @pytest.fixture
@@ -72,7 +76,7 @@ def test_every_submission_has_one_result(
     assert [found[name].score for name in ("ada", "bob", "eve")] == [6, 3, 0]
     assert found["bob"].exercises[1]["status"] == "not_started"
     assert "another kind of file" in found["eve"].errors[0]
-    assert sorted(begun(log)) == ["ada 01", "ada 04", "bob 01"]
+    assert sorted(begun(log)) == ["ada 01", "ada 12", "bob 01"]
 
 
 def test_a_run_that_was_killed_goes_on_where_it_stopped(
@@ -95,7 +99,7 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(
     assert found == whole
     again = begun(log)[len(before) :]
     done = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("end")]
-    assert "ada 01" not in again and "ada 04" not in again and len(done) >= 6
+    assert "ada 01" not in again and "ada 12" not in again and len(done) >= 6
     count = len(begun(log))
     assert by_name(grade_class([handed], course, replace(settings, resume=True))) == whole
     assert len(begun(log)) == count  # nothing was left to grade
@@ -107,10 +111,10 @@ def test_a_changed_file_is_graded_again_and_no_other(
     for name in ("ada", "bob"):
         hand_in(handed, name, first=f"# {name}", second=f"# {name}")
     list(grade_class([handed], course, settings))
-    (handed / "bob" / FILES["04"]).write_text("# late twice")
+    (handed / "bob" / FILES["12"]).write_text("# late twice")
     count = len(begun(log))
     found = by_name(grade_class([handed], course, replace(settings, resume=True)))
-    assert begun(log)[count:] == ["late twice 04"]
+    assert begun(log)[count:] == ["late twice 12"]
     assert (found["ada"].score, found["bob"].score) == (6, 3)
 
 
@@ -150,6 +154,22 @@ def test_after_every_check_the_journal_has_it(handed: Path, course: Course, sett
     assert settings.journal is not None
     kinds = [json.loads(line)["kind"] for line in settings.journal.read_text().splitlines()]
     assert kinds == ["run", "check", "check", "submission"]  # twice, before its exercise had an end
+
+
+@pytest.mark.long
+def test_stations_of_one_submission_share_what_ranks_report(handed: Path) -> None:
+    asked, runs = list[str](), dict[str, Any]()
+
+    class Asking(Ranks):
+        def attempt_once(self, probe: Any, *others: Any) -> Any:
+            asked.append(probe.__name__)
+            return super().attempt_once(probe, *others)
+
+    hand_in(handed, "ada", first=solution(FIRST))
+    for _ in range(2):
+        found = grade(FIRST, handed / "ada", REPOSITORY, Options(seed=3), new_ranks=Asking, runs=runs)
+        assert found.score == FIRST.points
+    assert asked == ["probe_rows"]
 
 
 # --- Workers -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from classes import FILES, FIRST, SECOND
+from classes import FILES, FIRST, REPOSITORY, SECOND
 
 from hwfsdp import UsageError
 from hwfsdp.learn.gradebook.archives import Limits, Refused, open_source
@@ -20,22 +20,26 @@ from hwfsdp.learn.gradebook.layout import choose, is_submission
 from hwfsdp.learn.gradebook.submissions import Handed, collect, find_submissions, unique_names
 from hwfsdp.learn.submission import is_started, starter
 
-EXERCISES = (FIRST, SECOND)
-TARGET, OTHER = FILES["01"], FILES["04"]
-NAME = FIRST.file_name
+THIRD = REPOSITORY.exercise(11)
+EXERCISES = (FIRST, REPOSITORY.exercise(2), SECOND, THIRD)
+TARGET, OTHER = FILES["12"], FILES["01"]  # of an elective, and of all stations
+FOLDER, NAME = SECOND.directory, SECOND.file_name
 SMALL = Limits(archive=1 << 20, unpacked=1 << 16, file=1 << 12, files=40, ratio=50, small=1 << 12, depth=5)
 
-ONE_FILE = {  # paths that are handed in → the one that is taken for 01
+ONE_FILE = {  # paths that are handed in → the one that is taken for 12
     "in its folder": ([TARGET], TARGET),
     "in exercises": ([f"exercises/{TARGET}"], f"exercises/{TARGET}"),
     "by itself": ([NAME], NAME),
     "deep in folders": ([f"a/b/hw/exercises/{TARGET}"], f"a/b/hw/exercises/{TARGET}"),
-    "in other letters": (["EXERCISES/01_SHARD_math/Shard_Math.PY"], "EXERCISES/01_SHARD_math/Shard_Math.PY"),
-    "exact name wins": ([TARGET, "01_shard_math/SHARD_MATH.py"], TARGET),
+    "in other letters": (
+        ["EXERCISES/12_Strided_SHARDS/Strided_Shards.PY"],
+        "EXERCISES/12_Strided_SHARDS/Strided_Shards.PY",
+    ),
+    "exact name wins": ([TARGET, f"{FOLDER}/{NAME.upper()}"], TARGET),
     "its folder wins": ([TARGET, NAME], TARGET),
-    "beside what a Mac adds": ([f"__MACOSX/hw/01_shard_math/._{NAME}", f"hw/{TARGET}"], f"hw/{TARGET}"),
+    "beside what a Mac adds": ([f"__MACOSX/hw/{FOLDER}/._{NAME}", f"hw/{TARGET}"], f"hw/{TARGET}"),
     "not the deeper ones": ([TARGET, f"hwfsdp/learn/checks/{NAME}", f"solutions/{TARGET}"], TARGET),
-    "not from another exercise": ([f"04_sharded_parameter/{NAME}"], None),
+    "not from another exercise": ([f"{THIRD.directory}/{NAME}"], None),
     "none in the package's copy": ([OTHER, f"hwfsdp/learn/checks/{NAME}", f"solutions/{TARGET}"], None),
 }
 
@@ -44,6 +48,21 @@ ONE_FILE = {  # paths that are handed in → the one that is taken for 01
 def test_the_file_of_an_exercise_is_found_where_students_put_it(name: str) -> None:
     paths, expected = ONE_FILE[name]
     assert choose(paths, EXERCISES).taken.get(TARGET) == expected
+
+
+OWN = {  # paths that are handed in → the one that is taken for all stations
+    "by itself": ([OTHER], OTHER),
+    "in exercises": ([f"hw/exercises/{OTHER}", f"hw/exercises/{TARGET}"], f"hw/exercises/{OTHER}"),
+    "in other letters": (["HW/My_FSDP.py"], "HW/My_FSDP.py"),
+    "not from an elective's folder": ([f"{FOLDER}/{OTHER}", TARGET], None),
+    "none in the package's copy": ([TARGET, f"hwfsdp/learn/stations/{OTHER}", f"solutions/{OTHER}"], None),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_file_of_all_stations_is_found_where_students_put_it(name: str) -> None:
+    paths, expected = OWN[name]
+    assert choose(paths, EXERCISES).taken.get(OTHER) == expected
 
 
 @pytest.mark.parametrize("paths", [[TARGET, f"exercises/{TARGET}"], [f"a/{TARGET}", f"b/{TARGET}"]])
@@ -67,7 +86,7 @@ def test_extras_may_lie_at_the_top_as_well(name: str, target: str) -> None:
     assert choose([f"hw/{name}", f"hw/{TARGET}"], EXERCISES).taken[f"{target}/{name}"] == f"hw/{name}"
     both = [name, f"{target}/{name}", TARGET]
     assert choose(both, EXERCISES).taken[f"{target}/{name}"] == f"{target}/{name}"
-    assert f"{target}/{name}" not in choose([TARGET, f"04_sharded_parameter/{name}"], EXERCISES).taken
+    assert f"{target}/{name}" not in choose([TARGET, f"{THIRD.directory}/{name}"], EXERCISES).taken
 
 
 def test_a_folder_is_a_submission_only_if_exercises_are_at_its_top() -> None:
@@ -93,7 +112,7 @@ def test_each_entry_of_a_class_is_a_submission_with_a_name_of_its_own(tmp_path: 
     assert [handed.name for handed in found] == ["Bob.tar.gz", "alice", "alice.zip", "bob"]
 
 
-@pytest.mark.parametrize("inside", [TARGET, f"exercises/{TARGET}", NAME, "01_shard_math/README.md"])
+@pytest.mark.parametrize("inside", [TARGET, f"exercises/{TARGET}", NAME, OTHER, f"{FOLDER}/README.md"])
 def test_a_folder_that_holds_exercises_is_one_submission(inside: str, tmp_path: Path) -> None:
     (tmp_path / "alice" / inside).parent.mkdir(parents=True)
     (tmp_path / "alice" / inside).write_text("")
@@ -191,7 +210,7 @@ def test_only_files_that_are_graded_are_written_and_as_they_were(kind: str, tmp_
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES, limits=SMALL)
     written = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert written == [Path(TARGET)] and (tmp_path / "out" / TARGET).read_bytes() == b"x = 1\n"
-    assert (collected.errors, list(collected.digests)) == ([], ["01"])
+    assert (collected.errors, list(collected.digests)) == ([], [TARGET])
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -239,7 +258,7 @@ def linked_folder(path: Path) -> None:
 
 def linked_directory(path: Path) -> None:
     make_folder(path, {OTHER: b"y = 1"})
-    (path / "01_shard_math").symlink_to("/etc")
+    (path / FOLDER).symlink_to("/etc")
 
 
 def twice(path: Path) -> None:
@@ -250,7 +269,7 @@ def twice(path: Path) -> None:
 
 
 def pipe(path: Path) -> None:
-    make_folder(path, {OTHER: b"y = 1", "01_shard_math/x": b""})
+    make_folder(path, {OTHER: b"y = 1", f"{FOLDER}/x": b""})
     os.mkfifo(path / TARGET)
 
 
@@ -311,8 +330,8 @@ ONE_BAD = {  # how → words about the one file that is not read; the other one 
     not_text: "not UTF-8",
     traversing_zip: "leads out of the submission",
     traversing_tar: "leads out of the submission",
-    negative_tar: f"exercise 01: {TARGET}: a size below zero",
-    backward_tar: f"exercise 01: {TARGET}: a size below zero",
+    negative_tar: f"exercise 12: {TARGET}: a size below zero",
+    backward_tar: f"exercise 12: {TARGET}: a size below zero",
     damaged_tar: f"the archive is damaged after '{OTHER}'",
 }
 
@@ -324,7 +343,7 @@ def test_a_file_that_is_not_read_is_told_and_the_others_are_graded(
     make(tmp_path / "in")
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES, limits=SMALL)
     assert any(ONE_BAD[make] in error for error in collected.errors), collected.errors
-    assert list(collected.digests) == ["04"] and (tmp_path / "out" / OTHER).read_bytes() == b"y = 1"
+    assert list(collected.digests) == [OTHER] and (tmp_path / "out" / OTHER).read_bytes() == b"y = 1"
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [tmp_path / "out" / OTHER]
     assert not (tmp_path / TARGET).exists()
 
@@ -423,13 +442,13 @@ def test_a_list_of_millions_of_files_is_not_even_read(tmp_path: Path) -> None:
 def test_a_submission_without_exercises_says_what_was_expected(tmp_path: Path) -> None:
     make_zip(tmp_path / "in", {"essay.txt": b"x"})
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
-    assert collected.errors == [f"no file of any exercise; expected files such as {TARGET}"]
+    assert collected.errors == [f"no file of any exercise; expected files such as {OTHER}"]
 
 
 def test_names_in_other_letters_are_noted(tmp_path: Path) -> None:
-    make_zip(tmp_path / "in", {"HW/01_Shard_Math/Shard_math.py": b"x = 1"})
+    make_zip(tmp_path / "in", {"HW/12_Strided_Shards/Strided_shards.py": b"x = 1"})
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
-    assert collected.notes == [f"HW/01_Shard_Math/Shard_math.py was taken for {TARGET}"]
+    assert collected.notes == [f"HW/12_Strided_Shards/Strided_shards.py was taken for {TARGET}"]
     assert (tmp_path / "out" / TARGET).exists() and not collected.errors
 
 
@@ -460,16 +479,16 @@ def test_files_that_are_not_graded_do_not_tell_the_time(tmp_path: Path) -> None:
 # --- Started or not ----------------------------------------------------------------------------------------
 
 BOUND = {  # what stands below the stubs and may fill them
-    "assigned": "import numpy as m\nchunk_length = m.chunk_length\n",
-    "imported": "from mine import chunk_length\n",
-    "imported as": "from mine import f as chunk_length\n",
+    "assigned": "import numpy as m\ncut_after = m.cut_after\n",
+    "imported": "from mine import cut_after\n",
+    "imported as": "from mine import f as cut_after\n",
     "all imported": "from mine import *\n",
-    "in a branch": "if True:\n    chunk_length = max\n",
-    "by a call": "globals().update(chunk_length=max)\n",
-    "a lambda": "chunk_length = lambda n, world_size: -(-n // world_size)\n",
-    "a coroutine": "async def chunk_length(n, world_size):\n    raise NotImplementedError\n",
-    "a decorator": "@filled\ndef chunk_length(n, world_size):\n    raise NotImplementedError\n",
-    "in a class": "class C:\n    x = setattr(sys.modules[__name__], 'chunk_length', max)\n",
+    "in a branch": "if True:\n    cut_after = max\n",
+    "by a call": "globals().update(cut_after=max)\n",
+    "a lambda": "cut_after = lambda n, world_size: -(-n // world_size)\n",
+    "a coroutine": "async def cut_after(n, world_size):\n    raise NotImplementedError\n",
+    "a decorator": "@filled\ndef cut_after(n, world_size):\n    raise NotImplementedError\n",
+    "in a class": "class C:\n    x = setattr(sys.modules[__name__], 'cut_after', max)\n",
 }
 UNBOUND = {
     "comments": "# the end\n",
@@ -482,19 +501,24 @@ UNBOUND = {
 
 @pytest.mark.parametrize("name", BOUND)
 def test_a_file_that_may_fill_a_hole_otherwise_than_by_writing_it_is_started(name: str) -> None:
-    assert is_started(FIRST, starter(FIRST) + BOUND[name])
+    assert is_started(SECOND, starter(SECOND) + BOUND[name])
 
 
 @pytest.mark.parametrize("name", UNBOUND)
 def test_a_file_that_cannot_fill_a_hole_is_not_started(name: str) -> None:
-    assert not is_started(FIRST, starter(FIRST) + UNBOUND[name])
+    assert not is_started(SECOND, starter(SECOND) + UNBOUND[name])
 
 
 def test_a_base_class_may_fill_a_hole() -> None:
-    class_line = next(line for line in starter(SECOND).splitlines() if line.startswith("class "))
-    derived = class_line.replace(":", "(mine.FSDPParam):")
-    assert not is_started(SECOND, starter(SECOND).replace("\n", "\r\n") + "# x\n")
-    assert is_started(SECOND, starter(SECOND).replace(class_line, derived))
+    class_line = next(line for line in starter(THIRD).splitlines() if line.startswith("class "))
+    derived = class_line.replace(":", "(mine.ParamGroup):")
+    assert not is_started(THIRD, starter(THIRD).replace("\n", "\r\n") + "# x\n")
+    assert is_started(THIRD, starter(THIRD).replace(class_line, derived))
+
+
+def test_the_file_of_stations_is_started_as_soon_as_it_differs_from_what_was_given() -> None:
+    assert not is_started(FIRST, starter(FIRST).replace("\n", "\r\n"))
+    assert is_started(FIRST, starter(FIRST) + "# x\n")
 
 
 # --- Checkouts ---------------------------------------------------------------------------------------------

@@ -15,19 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from suites import fast_are
 
 from hwfsdp import UsageError
 from hwfsdp.learn import holes
 from hwfsdp.learn.capstone.homework import FOLDER, solution_path
-from hwfsdp.learn.manifest import PACKAGE, Exercise, compiled_body, find_course, module_source
+from hwfsdp.learn.manifest import OWN_FILE, PACKAGE, Exercise, compiled_body, find_course, module_source
 from hwfsdp.learn.release import bodies
 from hwfsdp.learn.release.edition import body_of, write_edition
 from hwfsdp.learn.release.leaks import find_leaks, secrets_of, statements
+from hwfsdp.learn.stations.stages import stage
 from hwfsdp.learn.submission import solution, starter
 
 COURSE = find_course(Path(__file__))
 SECRETS = secrets_of(COURSE)
-FORWARD = COURSE.exercise(5)
+ROWS, RINGS, STRIDED = COURSE.exercise(1), COURSE.exercise(2), COURSE.exercise(12)
 PLACES = [place for exercise in COURSE.exercises for place in exercise.places]
 
 
@@ -78,7 +80,7 @@ def test_what_is_for_instructors_is_cut_out_of_its_pages_and_leaves_no_gap(editi
 
 
 def test_its_pages_link_to_what_is_there(edition: Path) -> None:
-    pages = [*edition.glob("*.md"), *edition.glob("docs/*.md"), *edition.glob("exercises/*/*.md")]
+    pages = [*edition.glob("*.md"), *edition.glob("docs/*.md"), *edition.glob("exercises/**/*.md")]
     links = [
         (page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", page.read_text())
     ]
@@ -91,9 +93,9 @@ def test_what_must_not_travel_does_not(edition: Path) -> None:
     assert not [
         name for name in names if name.startswith(("solutions", "tests/learn/", ".git/", "benchmarks"))
     ]
-    assert {"exercises/capstone/hw_fsdp.py", "exercises/lab/answers.toml"} <= names
+    assert {"exercises/capstone/hw_fsdp.py", "exercises/lab/answers.toml", "exercises/.starter.py"} <= names
+    assert {name for name in names if name.endswith(OWN_FILE)} == {f"exercises/{OWN_FILE}"}
     assert {"README.md", "LICENSE", "Makefile", "hwfsdp/bodies.py", "tests/test_edition.py"} <= names
-    assert not list(find_leaks(edition, SECRETS))
 
 
 @pytest.mark.long
@@ -102,26 +104,27 @@ def test_its_own_tests_pass(edition: Path) -> None:
     assert found.returncode == 0, found.stdout[-2000:]
 
 
+@pytest.mark.long
 def test_its_tests_grade_the_students_own_files(edition: Path) -> None:
-    math, rings = COURSE.exercise(1), COURSE.exercise(2)
-    half = holes.blank(solution(rings), rings.hole_names[-1], rings.number)
-    with written(edition, math, solution(math)), written(edition, rings, half):
-        found = run(edition, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/exercises")
+    half = holes.blank(solution(RINGS), "ring_reduce_scatter", "02")
+    some = "01.padded or 02.gather or 02.reduce or 12.order"
+    with written(edition, RINGS, half):
+        found = run(edition, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/exercises", "-k", some)
     assert found.returncode == 1, found.stderr
     lines = found.stdout.splitlines()
     summary = re.findall(r"^(\d\d) .*?  +(passed|failed|not started) +(.+)$", found.stdout, re.MULTILINE)
     told = {number: (status, points) for number, status, points in summary}
     assert told["01"] == ("passed", "5 of 5 points") and told["02"][0] == "failed"
-    assert told["03"] == ("not started", "0 of 5 points") and len(told) == len(COURSE.exercises)
+    assert told["12"] == ("not started", "0 of 4 points") and len(told) == 3
     failed = [line for line in lines if line.startswith("FAILED")]
-    assert failed and all("[02." in line for line in failed)
-    assert f"{rings.hole_names[-1]} is called, and still a TODO." in lines
+    assert failed and not any("[01." in line for line in failed)
+    assert "ring_reduce_scatter is called, and still a TODO." in lines
     assert any("not started" in line for line in lines if line.startswith("SKIPPED"))
 
 
-# 05 and one that loads modules with holes while it is checked
+# a station, and an elective that loads modules with holes while it is checked
 @pytest.mark.long
-@pytest.mark.parametrize("number, blanked", [(5, "ParamGroup.reshard"), (12, "ParamGroup.finish_reduction")])
+@pytest.mark.parametrize("number, blanked", [(1, "rows_of"), (11, "ParamGroup.finish_reduction")])
 def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_does_not(
     edition: Path, number: int, blanked: str
 ) -> None:
@@ -138,7 +141,7 @@ def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_
 @contextmanager
 def written(edition: Path, exercise: Exercise, text: str) -> Iterator[None]:
     """In the block, this is the student's file."""
-    file = edition / "exercises" / exercise.directory / exercise.file_name
+    file = edition / "exercises" / exercise.target
     file.write_text(text)
     try:
         yield
@@ -147,21 +150,21 @@ def written(edition: Path, exercise: Exercise, text: str) -> Iterator[None]:
 
 
 DIG = """
-import hwfsdp.group
+import hwfsdp.layout
 try:
     from hwfsdp import bodies
     bodies.left_blank.clear()
-    bodies.fill("hwfsdp.group")
+    bodies.fill("hwfsdp.layout")
 except BaseException as error:
     print("refused", error)
-print("names", getattr(hwfsdp.group.ParamGroup.unshard.__wrapped__, "__co" + "de__").co_names)
+print("names", getattr(hwfsdp.layout.nested_extent.__wrapped__, "__co" + "de__").co_names)
 from hwfsdp"""
 
 
 @pytest.mark.long
 def test_the_compiled_bodies_of_an_exercise_cannot_be_had_while_it_is_checked(edition: Path) -> None:
-    with written(edition, FORWARD, solution(FORWARD).replace("\nfrom hwfsdp", DIG, 1)):
-        found = run(edition, "-m", "hwfsdp", "check", "5")
+    with written(edition, STRIDED, solution(STRIDED).replace("\nfrom hwfsdp", DIG, 1)):
+        found = run(edition, "-m", "hwfsdp", "check", "12")
     assert "blocked" in found.stdout and "uses __wrapped__" in found.stdout
 
 
@@ -182,30 +185,36 @@ from hwfsdp"""
 
 @pytest.mark.long
 def test_what_reads_compiled_bodies_reads_nothing_else(edition: Path) -> None:
-    brought = bodies.pack(compile("'brought'", "<hwfsdp.group>", "exec")).hex()
-    text = solution(FORWARD).replace("\nfrom hwfsdp", BRING.replace("COMPILED", brought), 1)
-    with written(edition, FORWARD, text):
-        found = run(edition, "-m", "hwfsdp", "check", "5").stdout
+    brought = bodies.pack(compile("'brought'", "<hwfsdp.layout>", "exec")).hex()
+    text = solution(STRIDED).replace("\nfrom hwfsdp", BRING.replace("COMPILED", brought), 1)
+    with written(edition, STRIDED, text):
+        found = run(edition, "-m", "hwfsdp", "check", "12").stdout
     assert "runs code that was compiled elsewhere" in found
     assert "refused" in found and "ran" not in found.split()
 
 
-def test_of_the_checks_no_text_travels_that_says_how_a_hole_is_judged(edition: Path) -> None:
-    travelling = {path.name for path in (edition / "hwfsdp" / "learn" / "checks").iterdir()}
-    for path in (PACKAGE / "learn" / "checks").glob("*.py"):
-        if path.name != "__init__.py":
-            tree = ast.parse((edition / "hwfsdp" / "learn" / "checks" / path.name).read_text())
+@pytest.mark.parametrize("folder", ["checks", "stations"])
+def test_of_the_checks_no_text_travels_that_says_how_an_answer_is_judged(folder: str, edition: Path) -> None:
+    travelling = {path.name for path in (edition / "hwfsdp" / "learn" / folder).iterdir()}
+    for path in (PACKAGE / "learn" / folder).glob("*.py"):
+        if path.name not in ("__init__.py", "stages.py", OWN_FILE):
+            tree = ast.parse((edition / "hwfsdp" / "learn" / folder / path.name).read_text())
             kinds = [type(statement).__name__ for statement in tree.body]
             assert kinds == ["Expr", "ImportFrom", "Expr"], path.name
             assert f"{path.stem}{bodies.SUFFIX}" in travelling
 
 
 def test_the_student_can_put_a_starter_back(edition: Path) -> None:
-    file = edition / "exercises" / FORWARD.directory / FORWARD.file_name
+    file = edition / "exercises" / OWN_FILE
     file.write_text("x = 1\n")
-    assert run(edition, "-m", "hwfsdp", "reset", "5").returncode == 0
-    assert file.read_text() == starter(FORWARD)
+    assert run(edition, "-m", "hwfsdp", "reset", "3").returncode == 0
+    assert file.read_text() == starter(ROWS)
     Path(f"{file}.1").unlink()
+
+
+def test_catching_up_needs_the_instructor(edition: Path) -> None:
+    found = run(edition, "-m", "hwfsdp", "catchup", "3")
+    assert found.returncode == 2 and f"Ask your instructor for {OWN_FILE}" in found.stderr
 
 
 def test_solutions_cannot_be_made_in_it(edition: Path) -> None:
@@ -235,21 +244,36 @@ def test_both_sides_agree_on_where_bodies_are() -> None:
 
 @pytest.mark.long
 def test_a_course_that_is_handed_out_in_parts_has_the_later_holes_blank_all_the_same(tmp_path: Path) -> None:
-    write_edition(COURSE, tmp_path / "out", upto=3)
-    handed_out = sorted(path.name[:2] for path in (tmp_path / "out" / "exercises").glob("[0-9]*"))
+    out = tmp_path / "out"
+    write_edition(COURSE, out, upto=3)
+    handed_out = sorted(path.name[:2] for path in (out / "exercises").glob("[0-9]*"))
     assert handed_out == ["01", "02", "03"]
-    text = module_source("hwfsdp.group", tmp_path / "out" / "hwfsdp")
-    assert "raise NotImplementedError" in holes.extract(text, "ParamGroup.unshard")
+    text = module_source("hwfsdp.layout", out / "hwfsdp")
+    assert "raise NotImplementedError" in holes.extract(text, "nested_extent")
+    for page in ("exercises/README.md", "docs/tutorial.md"):
+        rows = [line for line in (out / page).read_text().splitlines() if line.startswith("|")]
+        assert not [row for row in rows if re.search(r"\((\.\./exercises/)?(0[4-9]|1\d)_", row)], page
+    listed = json.loads(run(out, "-m", "hwfsdp", "list", "--json").stdout)
+    assert [row["exercise"] for row in listed] == handed_out
+    assert "Station" not in run(out, "-m", "hwfsdp", "hint", "4").stdout
+    assert "1 to 3" in run(out, "-m", "hwfsdp", "check", "4").stderr
 
 
 # --- Proof -------------------------------------------------------------------------------------------------
 
 
 def solved_of(number: str) -> str:
-    return solution_path(COURSE).read_text() if number == FOLDER else solution(COURSE.exercise(number))
+    if number == FOLDER:
+        return solution_path(COURSE).read_text()
+    exercise = COURSE.exercise(number)
+    return stage(int(number)) if exercise.is_station else solution(exercise)
 
 
-@pytest.mark.parametrize("secret", SECRETS, ids=lambda secret: f"{secret.number} {secret.hole}")
+SOME = [SECRETS[i] for i in range(0, len(SECRETS), 9)]  # `make test-all` looks for all of them
+EACH = fast_are(SOME, SECRETS)
+
+
+@pytest.mark.parametrize("secret", EACH, ids=lambda secret: f"{secret.number} {secret.hole}")
 def test_an_answer_is_found_wherever_it_is(secret, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     solved = solved_of(secret.number)
     body = holes.extract(solved, secret.hole)
@@ -264,7 +288,7 @@ def test_an_answer_is_found_wherever_it_is(secret, tmp_path: Path) -> None:  # t
         assert "notes.md" in found or "#" in body or "(\n" in body
 
 
-@pytest.mark.parametrize("secret", SECRETS, ids=lambda secret: f"{secret.number} {secret.hole}")
+@pytest.mark.parametrize("secret", EACH, ids=lambda secret: f"{secret.number} {secret.hole}")
 def test_an_answer_that_is_told_in_a_hint_is_found(secret, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     told = "; ".join(f"`{statement}`" for statement in secret.statements).replace("'", '"')
     hint = textwrap.fill(f"Do this: {told}. That is all.", 60)  # which breaks lines within statements
@@ -277,6 +301,7 @@ def test_an_answer_that_is_told_in_a_hint_is_found(secret, tmp_path: Path) -> No
 def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:
     for exercise in COURSE.exercises:
         (tmp_path / exercise.file_name).write_text(starter(exercise))
+    (tmp_path / "hw_fsdp.py").write_text((COURSE.root / "exercises" / FOLDER / "hw_fsdp.py").read_text())
     (tmp_path / "text.txt").write_text("return output\nreturn None\npass\n")
     (tmp_path / "noise").write_bytes(os.urandom(4096))
     assert not list(find_leaks(tmp_path, SECRETS))
@@ -286,7 +311,7 @@ def test_starters_and_unrelated_files_are_no_leaks(tmp_path: Path) -> None:
 def test_an_edition_with_an_answer_left_is_refused(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(COURSE.root), str(clone)], check=True)
-    (clone / "docs" / "hint.md").write_text(solution(FORWARD))
+    (clone / "docs" / "hint.md").write_text(solution(STRIDED))
     with pytest.raises(UsageError, match="docs/hint.md"):
         write_edition(find_course(clone), tmp_path / "out")
 

@@ -42,7 +42,7 @@ def test_a_failure_has_evidence_question_and_time() -> None:
     text = shown(graded("failed", FINDING), Path("x.py"), Style(io.StringIO()))
     for words in (
         *("past-the-end: a chunk reaches past the last row", "expected  [1, 2]", "got       x"),
-        *("  a  table", "→ With 5 rows", "skipped: needs 01.chunk", "in 1.2 s", "--seed 7"),
+        *("  a  table", "→ With 5 rows", "skipped: needs 01.padded", "in 1.2 s", "--seed 7"),
         *("What your code printed:", "    printed", "hwfsdp hint 1"),
     ):
         assert words in text, text
@@ -51,4 +51,4 @@ def test_a_failure_has_evidence_question_and_time() -> None:
 def test_an_error_says_that_nothing_counts_and_lists_no_checks() -> None:
     text = shown(graded("error", Finding("endless", "It is in f.")), Path("x.py"), Style(io.StringIO()))
     assert "endless: the code does not come to an end" in text and "nothing counts" in text
-    assert "01.chunk" not in text
+    assert "01.padded" not in text

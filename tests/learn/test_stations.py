@@ -1,37 +1,42 @@
-"""The stations of the course: the reference at each of them, wrong answers, commands.
+"""The stations of the course: one file that grows, what it may use, and how one catches up.
 
-The reference is one file that grows; a wrong answer is an edit of it. The difference is the mistake.
+Wrong and right answers are graded in test_answers.py, the last file at every station in tests/exercises.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
-import sys
+import io
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hwfsdp.learn.grade import Options
-from hwfsdp.learn.manifest import find_course
-from hwfsdp.learn.stations.__main__ import main
-from hwfsdp.learn.stations.course import STATIONS
-from hwfsdp.learn.stations.grading import graded
-from hwfsdp.learn.stations.stages import LAST, stage
-from hwfsdp.learn.verdict import Grade
-from suites import fast_are, long
-
-sys.path.insert(0, str(Path(__file__).parent))
-from answers.stations import WRONG, Wrong  # noqa: E402
+from hwfsdp.cli import main
+from hwfsdp.learn import commands
+from hwfsdp.learn.capstone.rules import check_rules
+from hwfsdp.learn.grade import Options, checks_of
+from hwfsdp.learn.manifest import Course, find_course
+from hwfsdp.learn.progress import Progress
+from hwfsdp.learn.report import Style, shown
+from hwfsdp.learn.stations.stages import LAST, caught_up, given, stage
+from hwfsdp.learn.submission import Source
+from hwfsdp.learn.verdict import CheckResult, Finding, Grade
+from hwfsdp.learn.workbook import SEED, graded
 
 COURSE = find_course(Path(__file__))
-OPTIONS = Options(seed=7)
-NUMBERS = range(1, LAST + 1)
 
 
-def shown(grade: Grade) -> str:
-    findings = [(r.check.id, r.finding.misconception, r.finding.message) for r in grade.results if r.finding]
-    return "\n".join([f"{grade.status} {grade.score} of {grade.max_score}", *map(str, findings)])
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
+    """A learner's copy of the stations, the current folder; nothing is written yet."""
+    for station in (each for each in COURSE.exercises if each.is_station):
+        shutil.copytree(station.folder, tmp_path / "exercises" / station.directory)
+    (tmp_path / "exercises" / "my_fsdp.py").write_text(stage(0))
+    monkeypatch.chdir(tmp_path)
+    return find_course(tmp_path)
 
 
 # --- One file that grows -----------------------------------------------------------------------------------
@@ -74,77 +79,147 @@ def test_the_newest_lines_that_are_old_enough_are_taken() -> None:
     assert {number: stage(number, marked) for number in kept} == kept
 
 
-# --- What it is worth --------------------------------------------------------------------------------------
-
-
-@functools.cache
-def grade_of_stage(station: int, file: int) -> Grade:
-    return graded(station, stage(file), COURSE, OPTIONS)
-
-
-@pytest.mark.parametrize("number", fast_are([1, 3, 10], NUMBERS))
-def test_the_file_of_a_station_gets_full_marks_there(number: int) -> None:
-    grade = grade_of_stage(number, number)
-    assert (grade.status, grade.score) == ("passed", STATIONS[number - 1].points), shown(grade)
-
-
-@pytest.mark.parametrize("number", fast_are([10], NUMBERS))
-def test_the_file_of_the_station_before_does_not(number: int) -> None:
-    grade = grade_of_stage(number, number - 1)
-    assert grade.score < STATIONS[number - 1].points and grade.status in ("failed", "not_started"), shown(
-        grade
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", NUMBERS)
-def test_what_worked_at_a_station_works_in_the_last_file(number: int) -> None:
-    grade = grade_of_stage(number, LAST)
-    assert (grade.status, grade.score) == ("passed", STATIONS[number - 1].points), shown(grade)
-
-
-def one_for_each_station(found: list[Wrong]) -> list[object]:
-    """The wrong answers; all but the first one for a station are long."""
-    first = {wrong.station: wrong for wrong in reversed(found)}
-    return [wrong if first[wrong.station] is wrong else long(wrong) for wrong in found]
+# --- What a file may use -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "wrong", one_for_each_station(WRONG), ids=lambda wrong: f"{wrong.check} {wrong.name}"
+    "text",
+    [
+        "def run(file):\n    open = file.open\n    return open\n",
+        "def run(open):\n    return [open for _ in range(2)], lambda: open\n",
+        "class Group:\n    def run(self):\n        self.open, self.eval = True, False\n",
+    ],
 )
-def test_a_wrong_answer_is_told_what_is_wrong(wrong: Wrong) -> None:
-    grade = graded(wrong.station, wrong.text, COURSE, Options(seed=7, only=wrong.check))
-    verdicts = {r.check.id: r.finding.misconception for r in grade.results if r.finding}
-    assert verdicts.get(wrong.check) == wrong.misconception, shown(grade)
+def test_a_variable_or_an_attribute_may_be_called_open(text: str) -> None:
+    check_rules(Source(Path("my_fsdp.py"), stage(LAST) + text), needed={})
 
 
-# --- From a terminal ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def run():\n    return open('x')\n",
+        "open = open\n",
+        "def run(open=open):\n    pass\n",
+        "def run():\n    open = 1\n    return open\n\n\nfile = [open(name) for name in 'x']\n",
+        "def run():\n    global open\n    open = 1\n    open('x')\n",
+        "class Group:\n    open = open\n",
+    ],
+)
+def test_pythons_own_open_is_refused(text: str) -> None:
+    with pytest.raises(Finding, match="my_fsdp.py, line .*: open, which gets at anything") as caught:
+        check_rules(Source(Path("my_fsdp.py"), text), needed={})
+    assert caught.value.misconception == "not-alone"
 
 
-def test_what_is_there_stays_and_a_file_that_was_not_begun_is_said_to_be_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+# --- Earlier stations --------------------------------------------------------------------------------------
+
+
+def noted(course: Course, number: int, wrong: str = "", text: str = "x = 1\n") -> set[str]:
+    """Which stations count as passed after a check of one; all checks passed but one of an earlier station."""
+    station = course.exercise(number)
+    earlier = [each for each in course.exercises if each.number < station.number and each.number != "02"]
+    before = [CheckResult(c, passed=c.id != wrong) for each in earlier for c in checks_of(each)]
+    own = [CheckResult(check, passed=True) for check in checks_of(station)]
+    Progress.load(course).note(Grade(station, own, "passed", before=before), text)
+    return Progress.load(course).passed
+
+
+def test_earlier_stations_that_are_checked_again_are_noted_as_passed(course: Course) -> None:
+    assert noted(course, 5) == {"01", "03", "04", "05"}
+    first = course.exercise(1)
+    (course.root / "exercises" / "my_fsdp.py").write_text("x = 1\n")
+    assert Progress.load(course).standing(first)[1:] == ("passed", first.points, False)
+
+
+def test_a_station_that_is_not_right_or_not_the_learners_is_not_noted(course: Course) -> None:
+    assert noted(course, 5, wrong="04.tied") == {"01", "03", "05"}
+
+
+def test_points_that_are_forgone_are_not_noted(course: Course) -> None:
+    assert noted(course, 5, text=given("03")) == {"01", "04", "05"}
+
+
+def test_a_report_names_the_stations_that_are_still_right(course: Course) -> None:
+    station = course.exercise(2)
+    before = [CheckResult(check, passed=True) for check in checks_of(course.exercise(1))]
+    own = [CheckResult(check, passed=True) for check in checks_of(station)]
+    grade = Grade(station, own, "passed", before=before)
+    line = "  Checked again, and still right: 01."
+    assert line in shown(grade, station.path, Style(io.StringIO())).splitlines()
+    before[0].passed, before[0].finding = False, Finding("wrong-value", "It is another one.")
+    text = shown(grade, station.path, Style(io.StringIO()))
+    assert line not in text and "✗ 01.padded" in text and "0/0" not in text
+
+
+def test_what_no_longer_works_is_told_without_points(course: Course) -> None:
+    text = stage(2).replace("return -(-n // world_size)", "return n // world_size")
+    grade = graded(course.exercise(2), course, text, Options(mine=True, seed=SEED))
+    assert (grade.status, grade.score) == ("failed", 6)
+    first = grade.as_dict()["checks"][0]
+    assert (first["id"], first["misconception"]) == ("01.padded", "floor-instead-of-ceil")
+    assert (first["points"], first["max_points"]) == (0, 0)
+
+
+# --- Catching up -------------------------------------------------------------------------------------------
+
+
+def caught(capsys: pytest.CaptureFixture[str], number: str) -> Any:
+    assert main(["catchup", number, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_who_catches_up_gets_the_file_and_keeps_their_own(
+    course: Course, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "README.md").write_text("mine")
-    assert main(["start", str(tmp_path)]) == 0
-    assert (tmp_path / "README.md").read_text() == "mine"
-    assert (tmp_path / "my_fsdp.py").read_text() == stage(0)
-    assert all((tmp_path / each.directory / "README.md").exists() for each in STATIONS)
-    assert main(["check", "1", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.rstrip().endswith("Not started, 0 of 5 points.")
-
-
-def test_catching_up_twice_loses_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "my_fsdp.py"
+    file = course.root / "exercises" / "my_fsdp.py"
     for text in ("one", "two"):
         file.write_text(text)
-        assert main(["catchup", "3", str(tmp_path)]) == 0
-        assert file.read_text() == stage(2)
-    assert [(tmp_path / f"my_fsdp.before_{n}.py").read_text() for n in (1, 2)] == ["one", "two"]
+        found = caught(capsys, "3")
+        assert found["forgone"] == ["01", "02"] and Path(found["kept"]).read_text() == text
+        assert file.read_text() == f"{given('01')}\n{given('02')}\n{stage(2)}"
+    assert caught(capsys, "3")["kept"] is None
+    assert main(["catchup", "4"]) == 0
+    assert "which points you forgo: those of 01, 02, 03." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["start"], ["check"], ["check", "11"], ["check", "x"], ["hint", "0"], ["hint", "3", "x"]],
-)
-def test_arguments_that_cannot_be_used_end_with_status_2(arguments: list[str]) -> None:
-    assert main(arguments) == 2
+def test_who_passed_earlier_stations_keeps_their_points(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted(course, 1)
+    assert caught(capsys, "3")["forgone"] == ["02"]
+    text = (course.root / "exercises" / "my_fsdp.py").read_text()
+    assert text == caught_up("3", {"01"}) and given("01") not in text and given("02") in text
+
+
+def test_points_of_a_station_that_is_not_the_learners_are_forgone(course: Course) -> None:
+    grade = graded(course.exercise(2), course, caught_up("3", {"01"}))
+    assert (grade.status, grade.score) == ("error", 0) and grade.finding is not None
+    assert grade.finding.misconception == "caught-up" and "hwfsdp catchup 03" in grade.finding.message
+
+
+def test_points_that_were_forgone_once_are_forgone_again(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted(course, 1)
+    (course.root / "exercises" / "my_fsdp.py").write_text(f"{given('01')}\n")
+    assert caught(capsys, "2")["forgone"] == ["01"]
+
+
+@pytest.mark.parametrize("number", ["1", "12", "99"])
+def test_there_is_nothing_to_catch_up_with_before_the_first_station_and_electives(
+    number: str, course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for exercise in COURSE.exercises:
+        if exercise.number == "12":
+            shutil.copytree(exercise.folder, course.root / "exercises" / exercise.directory)
+    assert main(["catchup", number]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_students_edition_has_nothing_to_catch_up_with(
+    course: Course, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "SOURCE", course.root / "not_there.py")
+    assert main(["catchup", "3"]) == 2
+    assert "Ask your instructor for my_fsdp.py as it is before station 03" in capsys.readouterr().err
+    assert (course.root / "exercises" / "my_fsdp.py").read_text() == stage(0)

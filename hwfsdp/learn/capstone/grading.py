@@ -16,7 +16,7 @@ from hwfsdp.learn.capstone.rules import check_rules
 from hwfsdp.learn.grade import Options
 from hwfsdp.learn.manifest import Course
 from hwfsdp.learn.overlay import Overlay, Submitted
-from hwfsdp.learn.run import Ranks, Times
+from hwfsdp.learn.run import RUN_SECONDS, Ranks, Times
 from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
 
 ALL_SECONDS = 40.0  # of all runs: there are more of them than in an exercise
@@ -95,7 +95,7 @@ def grade_capstone(
         check_rules(source)
         off_limits = grading.off_limits(course, folder)
         overlay = Overlay({}, (submitted,))
-        times = Times(options.run_seconds, ALL_SECONDS, options.repeat)
+        times = Times(options.run_seconds or RUN_SECONDS, ALL_SECONDS, options.repeat)
         ranks = Ranks(overlay, printed.append, times, options.world_size, off_limits)
         grading.run_checks(result, ranks, [submitted.path], homework.hole_names, on_check, options)
     except Finding as finding:

@@ -4,7 +4,7 @@
     exercises/capstone/hw_fsdp.py       the starter: our solution with those functions blank
     solutions/capstone/hw_fsdp.py       ours, one file that is read from top to bottom
 
-Unlike the other exercises it is not cut out of the package: the file stands by itself.
+Like the file of the stations it is not cut out of the package: it stands by itself.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Homework(Exercise):
     @property
     def directory(self) -> str:
         return FOLDER
+
+    @property
+    def is_station(self) -> bool:
+        return False
 
     @property
     def file_name(self) -> str:

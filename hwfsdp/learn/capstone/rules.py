@@ -8,6 +8,7 @@ torch's FSDP.
 from __future__ import annotations
 
 import ast
+import symtable
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) ->
         if lacking := [a for a in arguments if a not in given and "*" not in given]:
             message = f"{name}: {function} has no argument {lacking[0]!r}."
             raise Finding("wrong-signature", message, ", ".join(arguments), ", ".join(given))
-    if use := next(forbidden_uses(tree), None):
+    if use := next(forbidden_uses(tree, source.text), None):
         message = f"{name}, line {use.line}: {use.what}."
         raise Finding("not-alone", message, " and ".join(ALLOWED), use.what)
     rules.check_rules(name, source.text)
@@ -83,7 +84,7 @@ def _arguments(node: holes.Function) -> list[str]:
     return [*names, *("*" for star in (given.vararg, given.kwarg) if star)]
 
 
-def forbidden_uses(tree: ast.Module) -> Iterator[Use]:
+def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
     """What the file uses and may not, in no particular order."""
     aliases: dict[str, str] = {}  # names under which the two modules, or hwfsdp itself, are known
     for node in ast.walk(tree):
@@ -97,14 +98,27 @@ def forbidden_uses(tree: ast.Module) -> Iterator[Use]:
                 yield from _imported_name(node.module or "", node.level, alias.name, node.lineno)
                 if node.module == "hwfsdp":
                     aliases[alias.asname or alias.name] = f"hwfsdp.{alias.name}"
+    yield from _built_in(symtable.symtable(text, "the file", "exec"), tree)
     plain = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _names_plainly(node)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in ROUND_ABOUT:
-            yield Use(f"{node.id}, which gets at anything", node.lineno)
-        elif isinstance(node, ast.Name) and node.id == "getattr" and id(node) not in plain:
+        if isinstance(node, ast.Name) and node.id == "getattr" and id(node) not in plain:
             yield Use("getattr of a name that is put together", node.lineno)
         elif isinstance(node, ast.Attribute):
             yield from _attribute(ast.unparse(node), aliases, node.lineno)
+
+
+def _built_in(scope: symtable.SymbolTable, tree: ast.Module) -> Iterator[Use]:
+    """What is Python's own under such a name; a variable of a function may be called `open`."""
+    for symbol in scope.get_symbols():
+        own = scope.get_type() == "function" and not symbol.is_global()
+        if symbol.get_name() in ROUND_ABOUT and symbol.is_referenced() and not own:
+            names = (
+                node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == symbol.get_name()
+            )
+            line = min((node.lineno for node in names if node.lineno >= scope.get_lineno()), default=0)
+            yield Use(f"{symbol.get_name()}, which gets at anything", line)
+    for inner in scope.get_children():
+        yield from _built_in(inner, tree)
 
 
 def _names_plainly(call: ast.Call) -> bool:

@@ -1,4 +1,4 @@
-"""What each rank of 16 does alone: stagings of all kinds of tensors, over and over."""
+"""What each rank of 15 does alone: stagings of all kinds of tensors, over and over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of 16 do together: saves whose background stands still where it matters.
+"""What ranks of 15 do together: saves whose background stands still where it matters.
 
 Note [Races without a clock]
     A race shows when one side is held back. Threads of saves begin only when the gate is open, and the gate opens when the

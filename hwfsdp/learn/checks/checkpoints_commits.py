@@ -1,4 +1,4 @@
-"""15: every crash of a commit against the two checkpoints that may be found after it, and every failure."""
+"""14: every crash of a commit against the two checkpoints that may be found after it, and every failure."""
 
 from __future__ import annotations
 

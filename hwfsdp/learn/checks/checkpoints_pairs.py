@@ -1,4 +1,4 @@
-"""What ranks of 15 do together: parts on every mesh, and saves that are loaded on other meshes.
+"""What ranks of 14 do together: parts on every mesh, and saves that are loaded on other meshes.
 
 Four ranks save and load every state on meshes of the first 1, 2, 3 and 4 of them, so that one run has all sixteen pairs.
 """

@@ -1,4 +1,4 @@
-"""What a rank of 15 does alone: boxes and parts as integers, and commits that are watched."""
+"""What a rank of 14 does alone: boxes and parts as integers, and commits that are watched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""12, numbers: gradients of a mesh against those of the model without sharding, and what a wrong one is made of."""
+"""11, numbers: gradients of a mesh against those of the model without sharding, and what a wrong one is made of."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hwfsdp.learn.checks.accumulation_runs import Model
-from hwfsdp.learn.checks.gradients import fit_weights
+from hwfsdp.learn.checks.hybrid_sharding_models import Model
 from hwfsdp.learn.checks.hybrid_sharding_runs import Setting, micro_batches, parts_of
 from hwfsdp.learn.diagnose import first_difference
 from hwfsdp.learn.run import Run
 from hwfsdp.learn.verdict import Finding
 from hwfsdp.sharding import chunk_extent
+
+ROUGH = 0.02  # of a gradient that is taken for a sum of parts: how much rounding may explain
 
 
 @dataclass(frozen=True)
@@ -176,3 +177,37 @@ def _told(weights: Tensor, mesh: Mesh, rank: int, setting: Setting) -> tuple[str
 
 def _near(weights: Tensor, value: float) -> bool:
     return bool((weights - value).abs().max() < 0.1 * max(value, 0.5))
+
+
+def fit_weights(shards: Sequence[Tensor | None], parts: Sequence[Sequence[Tensor | None]]) -> Tensor | None:
+    """By how much of each part a gradient consists: [ranks, micro-batches], 1 being what it should be.
+
+    Args:
+        shards: by rank, the rows of one gradient. parts: by rank and micro-batch, that parameter's whole gradient, if
+            it has one.
+
+    Returns:
+        None if the gradient is no such sum, or has too few elements to tell.
+    """
+    found = [shard for shard in shards if shard is not None]
+    used = {
+        (r, m): part.double().flatten()
+        for r, of_rank in enumerate(parts)
+        for m, part in enumerate(of_rank)
+        if part is not None and part.any()
+    }
+    if len(found) < len(shards) or not used:
+        return None
+    whole = torch.cat([shard.double() for shard in found]).flatten()
+    columns = torch.stack([*used.values()], dim=1)
+    if len(columns) != len(whole) or len(whole) <= len(used) or not whole.isfinite().all():
+        return None
+    if torch.linalg.matrix_rank(columns, rtol=1e-3) < len(used):
+        return None
+    solution = torch.linalg.lstsq(columns, whole).solution
+    if (columns @ solution - whole).norm() > ROUGH * max(float(whole.norm()), float(columns.norm()) / 8):
+        return None
+    weights = torch.ones(len(parts), len(parts[0]), dtype=torch.double)
+    for (rank, micro), weight in zip(used, solution, strict=True):
+        weights[rank, micro] = weight * len(parts)
+    return weights

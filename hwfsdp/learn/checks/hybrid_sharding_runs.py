@@ -1,4 +1,4 @@
-"""12, on the ranks: meshes of replicas and shards, parts of a group by themselves, and training steps.
+"""11, on the ranks: meshes of replicas and shards, parts of a group by themselves, and training steps.
 
 Weights and inputs are integers and halves, and each loss is multiplied by the number of ranks, so that in fp32 no sum and no
 mean has to round, over whichever axis it is made first.
@@ -23,7 +23,7 @@ from hwfsdp.collectives import Reducing
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import COLLECTIVES
 from hwfsdp.group import FSDPCommContext, ParamGroup
-from hwfsdp.learn.checks.accumulation_runs import ALL, batch, build
+from hwfsdp.learn.checks.hybrid_sharding_models import ALL, batch, build
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
 from hwfsdp.learn.run import Report, attempt, log_data
 from hwfsdp.mesh import Axis, ShardMesh, data_parallel_axes

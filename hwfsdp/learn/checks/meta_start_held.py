@@ -1,4 +1,4 @@
-"""14, on the ranks: parameters whose shard is exchanged for other rows, in all the ways in which that happens."""
+"""13, on the ranks: parameters whose shard is exchanged for other rows, in all the ways in which that happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""14, on the ranks: a model from the meta device to weights, whose every new storage is seen; generators; exchanged shards.
+"""13, on the ranks: a model from the meta device to weights, whose every new storage is seen; generators; exchanged shards.
 
 The same probe runs on one rank and on four. Four ranks start the model on meshes of two, three and four of them. What rows should hold is drawn once more, row after row of whole parameters, from
 `row_generator` itself, which has a check of its own.

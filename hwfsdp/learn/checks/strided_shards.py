@@ -1,4 +1,4 @@
-"""Checks of 13: placements, orders of cuts and boxes against nested chunking; then a tensor-parallel model under FSDP.
+"""Checks of 12: placements, orders of cuts and boxes against nested chunking; then a tensor-parallel model under FSDP.
 
 The oracle is told who cuts first, and cuts with `torch.chunk`; what the learner's functions have to find out, it knows.
 """
@@ -362,13 +362,13 @@ def _check_layout(
             raise Finding("wrong-rows", f"Rank {rank} has other rows of {name}.", right, local[name])
 
 
-CUT, ORDER, BOX, WHOLE = "13.placement", "13.order", "13.box", "13.whole"
+CUT, ORDER, BOX, WHOLE = "12.placement", "12.order", "12.box", "12.whole"
 CHECKS = (
     Check(CUT, "FSDP's placement says what was cut before it, and nothing else", 1, judge_placement),
-    Check(ORDER, "the order of cuts is read off the placements", 1, judge_order),
-    Check(BOX, "each rank has the box that nested chunking leaves it", 1, judge_box),
+    Check(ORDER, "the order of cuts is read off the placements", 0, judge_order),
+    Check(BOX, "each rank has the box that nested chunking leaves it", 0, judge_box),
     Check(
-        "13.shards", "shards are those boxes, padded at the end if asked for", 1, judge_shards, (ORDER, BOX)
+        "12.shards", "shards are those boxes, padded at the end if asked for", 1, judge_shards, (ORDER, BOX)
     ),
     Check(
         WHOLE,
@@ -378,7 +378,7 @@ CHECKS = (
         (ORDER, BOX),
     ),
     Check(
-        "13.training",
+        "12.training",
         "FSDP over tensor parallelism trains as the model in one piece, and its shards make up the whole",
         1,
         judge_training,

@@ -1,4 +1,4 @@
-"""13, on the ranks: cuts on meshes of all kinds, and a tensor-parallel model under FSDP.
+"""12, on the ranks: cuts on meshes of all kinds, and a tensor-parallel model under FSDP.
 
 `Cuts` says who cuts what and in which order; placements that say the same are derived from it in closed form, so that the
 learner's functions are asked what the answer is known to.

@@ -1,4 +1,4 @@
-"""13: what explains wrong orders of cuts, and wrong boxes. A theory is named only if it accounts for what came back."""
+"""12: what explains wrong orders of cuts, and wrong boxes. A theory is named only if it accounts for what came back."""
 
 from __future__ import annotations
 

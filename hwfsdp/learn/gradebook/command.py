@@ -210,7 +210,7 @@ def _refuse_nothing(book: Gradebook, path: Path) -> None:
         first = book.course.exercises[0]
         raise UsageError(
             f"submission {path}",
-            expected=f"files such as {first.directory}/{first.file_name}",
+            expected=f"files such as {first.target}",
             got=result.errors[0].partition("; expected")[0],
             remedy="Give the folder or archive that holds the exercises.",
         )

@@ -192,9 +192,9 @@ class ClassRun:
     def _order(self, pending: _Pending, exercise: Exercise) -> Order | None:
         """What a worker has to do for an exercise; None if there is nothing to do."""
         collected, number = pending.collected, exercise.number
-        if number in collected.problems:
-            pending.graded[number] = unreadable(exercise, collected.problems[number])
-        elif number not in collected.digests:
+        if exercise.target in collected.problems:
+            pending.graded[number] = unreadable(exercise, collected.problems[exercise.target])
+        elif exercise.target not in collected.digests:
             pending.graded[number] = Grade(exercise, _unrun(exercise)).as_dict()
         elif (known := self.journal.known(self._key(pending, number))) is not None:
             pending.graded[number] = known
@@ -211,13 +211,15 @@ class ClassRun:
         return self._ordered(pending, name)
 
     def _ordered(self, pending: _Pending, what: str) -> Order:
-        seed, world_size = self.inputs.options(what)
+        is_station = what not in self.extras and self.course.exercise(what).is_station
+        # one seed for all stations: what ranks report for one, they need not report again for another
+        seed, world_size = self.inputs.options("stations" if is_station else what)
         message = {
             "what": what,
             "folder": str(pending.collected.folder),
             "seed": seed,
             "world_size": world_size,
-            "mine": self.settings.mine,
+            "mine": self.settings.mine and not is_station,
             "run_seconds": self.settings.run_seconds,
             "repeat": self.settings.jobs == 1,
         }
@@ -226,9 +228,13 @@ class ClassRun:
     def _key(self, pending: _Pending, what: str) -> Key:
         """Of what is graded: the files, the course, the inputs."""
         digests = pending.collected.digests
-        files = [digests[what]]
-        if self.settings.mine:
-            files += [digest for number, digest in sorted(digests.items()) if number < what]
+        if what in self.extras:
+            files = [digests[what]]
+        else:
+            numbers = [
+                e for e in self.course.exercises if e.number == what or e.number < what and self.settings.mine
+            ]
+            files = [digests[target] for e in reversed(numbers) if (target := e.target) in digests]
         how = [self.version, self.inputs.fingerprint, self.settings.run_seconds]
         content = hashlib.sha256(json.dumps([files, how]).encode()).hexdigest()
         return Key(pending.handed.name, what, content)

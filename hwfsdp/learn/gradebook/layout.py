@@ -1,6 +1,6 @@
 """Which of the files that were handed in answers which exercise. Names only: nothing is opened here.
 
-A submission has a root: the folder in which `NN_topic/topic.py`, `exercises/NN_topic/topic.py` or `topic.py` is. It may
+A submission has a root: the folder in which `my_fsdp.py`, `NN_topic/topic.py` or `topic.py` is, or `exercises/` with these. It may
 lie deeper than what was handed in (a zip of a folder has that folder inside), so the root is the shallowest folder that
 holds an exercise; what looks like one deeper down, in a copy of the package say, is not looked at. Letters' case does not
 matter, but an exact name wins. Two files for one exercise are told, and neither is graded.
@@ -87,7 +87,8 @@ def is_submission(paths: Iterable[str], exercises: Sequence[Exercise]) -> bool:
 def _matches(parts: Sequence[str], exercises: Sequence[Exercise]) -> list[Match]:
     if any(is_junk(part) for part in parts):
         return []
-    found = [match for exercise in exercises if (match := _exercise_match(parts, exercise, exercises))]
+    one_each = {exercise.target: exercise for exercise in exercises}.values()  # stations share theirs
+    found = [match for exercise in one_each if (match := _exercise_match(parts, exercise, exercises))]
     return found or [match for name in EXTRAS if (match := _extra_match(parts, name))]
 
 
@@ -95,14 +96,14 @@ def _exercise_match(parts: Sequence[str], exercise: Exercise, exercises: Sequenc
     *folders, name = parts
     if name.casefold() != exercise.file_name.casefold():
         return None
-    nested = bool(folders) and folders[-1].casefold() == exercise.directory.casefold()
+    own = exercise.target.split("/")
+    nested = len(own) > 1 and bool(folders) and folders[-1].casefold() == exercise.directory.casefold()
     if not nested and folders and folders[-1].casefold() in {e.directory.casefold() for e in exercises}:
         return None  # in the folder of another exercise
-    own = [exercise.directory, exercise.file_name] if nested else [exercise.file_name]
+    own = own if nested else own[-1:]
     root, exact = _root(folders[:-1] if nested else folders)
     exact = exact and list(parts[-len(own) :]) == own
-    target = f"{exercise.directory}/{exercise.file_name}"
-    return Match("/".join(parts), root, target, (not nested, not exact))
+    return Match("/".join(parts), root, exercise.target, (not nested, not exact))
 
 
 def _extra_match(parts: Sequence[str], name: str) -> Match | None:

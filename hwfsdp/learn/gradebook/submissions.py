@@ -17,8 +17,8 @@ from typing import NamedTuple
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.gradebook.archives import SUFFIXES, Limits, Refused, Source, open_source
 from hwfsdp.learn.gradebook.commits import commit_time
-from hwfsdp.learn.gradebook.layout import EXTRA_FILES, EXTRAS, choose, is_junk, is_submission
-from hwfsdp.learn.manifest import Exercise
+from hwfsdp.learn.gradebook.layout import EXTRA_FILES, choose, is_junk, is_submission
+from hwfsdp.learn.manifest import OWN_FILE, Exercise
 
 
 class Handed(NamedTuple):
@@ -34,8 +34,8 @@ class Collected:
 
     Attributes:
         folder: holds `NN_topic/topic.py` for each file that could be read.
-        digests: exercise number, or name of an extra → SHA-256 of what is there; only of what is.
-        problems: exercise number, or name of an extra → why its file is not graded.
+        digests: an exercise's target, or name of an extra → SHA-256 of what is there; only of what is.
+        problems: an exercise's target, or name of an extra → why its file is not graded.
         errors, notes: for the gradebook, one line each.
         submitted: when it was handed in, as far as files tell; submitted_by: which, "commit", "archive" or "file".
     """
@@ -85,7 +85,7 @@ def find_submissions(
         if not entries:
             raise UsageError(
                 f"submission {path}",
-                expected=f"files such as {exercises[0].directory}/{exercises[0].file_name}, or submissions",
+                expected=f"files such as {exercises[0].target}, or submissions",
                 got="none",
                 remedy="Give the folder that holds the exercises, or the submissions.",
             )
@@ -187,14 +187,14 @@ def collect(
 def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -> list[str]:
     """Writes what is to be graded, and says what is not; the paths in the submission that were chosen."""
     choice = choose(source.paths, exercises)
-    numbers = {f"{e.directory}/{e.file_name}": e.number for e in exercises}
+    called = {e.target: OWN_FILE if e.is_station else f"exercise {e.number}" for e in exercises}
     for target, paths in choice.ambiguous.items():
-        collected.problems[numbers.get(target, target.split("/")[0])] = (
+        collected.problems[target if target in called else target.split("/")[0]] = (
             f"there are {len(paths)} files for it, {' and '.join(paths[:3])}; expected one"
         )
     counts: dict[str, int] = {}
     for target, path in choice.taken.items():
-        key = numbers.get(target, target.split("/")[0])
+        key = target if target in called else target.split("/")[0]
         counts[key] = counts.get(key, 0) + 1
         if counts[key] > EXTRA_FILES:
             collected.problems[key] = f"more than {EXTRA_FILES} files"
@@ -208,17 +208,13 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
             collected.notes.append(f"{path} was taken for {target}")
         if not text.strip():
             collected.notes.append(f"{path} is empty")
-    collected.errors += [f"{_called(key)}: {reason}" for key, reason in sorted(collected.problems.items())]
+    collected.errors += [
+        f"{called.get(key, key)}: {reason}" for key, reason in sorted(collected.problems.items())
+    ]
     if not choice.taken and not choice.ambiguous and not source.problems:
         first = exercises[0]
-        collected.errors.append(
-            f"no file of any exercise; expected files such as {first.directory}/{first.file_name}"
-        )
+        collected.errors.append(f"no file of any exercise; expected files such as {first.target}")
     return list(choice.taken.values())
-
-
-def _called(key: str) -> str:
-    return key if key in EXTRAS else f"exercise {key}"
 
 
 def _write(collected: Collected, target: str, content: bytes, key: str) -> str:

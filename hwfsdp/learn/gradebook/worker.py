@@ -7,6 +7,8 @@ so that none outlives the process that started it.
 
     {"what": "01", "folder": …, "seed": …, "world_size": …, "mine": …, "run_seconds": …, "repeat": …}
     → {"check": {…}} for each check, then {"done": {…}, "provisional": …}, or {"failed": "…"} if it is the grader that could not
+
+Stations of one submission that follow each other share what ranks report.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from hwfsdp.server import start_server
 
 if TYPE_CHECKING:
-    from hwfsdp.learn.verdict import CheckResult
     from hwfsdp.learn.manifest import Course
+    from hwfsdp.learn.run import Runs
+    from hwfsdp.learn.verdict import CheckResult
 
 
 def main(root: str) -> None:
@@ -36,15 +39,19 @@ def main(root: str) -> None:
     def say(**message: Any) -> None:
         channel.write(json.dumps(message).encode() + b"\n")
 
+    runs: Runs = {}
+    same: Any = None
     for line in sys.stdin.buffer:
         order = json.loads(line)
+        if same != (same := {**order, "what": None}):
+            runs = {}
         try:
-            say(**_grade(order, course, say))
+            say(**_grade(order, course, say, runs))
         except Exception as error:
             say(failed=f"{type(error).__name__}: {error}")
 
 
-def _grade(order: dict[str, Any], course: Course, say: Any) -> dict[str, Any]:
+def _grade(order: dict[str, Any], course: Course, say: Any, runs: Runs) -> dict[str, Any]:
     from hwfsdp.errors import UsageError
     from hwfsdp.learn.grade import Options, grade
     from hwfsdp.learn.gradebook.extras import EXTRAS, grade_extra
@@ -62,7 +69,7 @@ def _grade(order: dict[str, Any], course: Course, say: Any) -> dict[str, Any]:
         return {"done": extra.as_dict(), "provisional": extra.provisional}
     exercise = course.exercise(order["what"])
     try:
-        result = grade(exercise, folder, course, options, on_check)
+        result = grade(exercise, folder, course, options, on_check, runs=runs)
     except UsageError as error:
         return {"done": unreadable(exercise, str(error))}
     return {"done": result.as_dict(), "provisional": result.provisional}

@@ -1,7 +1,7 @@
 """Writing the student's edition into a folder of its own.
 
     the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites;
-                    checks compiled altogether
+                    checks compiled altogether; no reference of the stations
     exercises/      the starters, and a copy of each to compare with
     tests/          what a student can pass
     gone            solutions, the tests of the package, answers, benchmarks, what grades a class, the site, and the FAQ, which
@@ -35,10 +35,15 @@ from hwfsdp.learn.submission import KEPT_STARTER, starter
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
     docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/testing.md
     docs/index.md docs/reference.md docs/conf.py docs/book.py
-    hwfsdp/learn/release/ hwfsdp/learn/stations/ hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
+    hwfsdp/learn/release/ hwfsdp/learn/stations/my_fsdp.py hwfsdp/learn/gradebook/ hwfsdp/learn/__main__.py
     hwfsdp/learn/killrate.py hwfsdp/learn/mutants.py hwfsdp/learn/grader_report.py hwfsdp/learn/pool.py
     hwfsdp/verbs/release.py hwfsdp/verbs/grade.py""".split())
 _KEPT_TESTS = "tests/exercises/"
+_COMPILED = (
+    "checks",
+    "stations",
+)  # folders of learn; of the second, the marks are no secret, and `SOURCE` is not there
+_AS_TEXT = ("__init__.py", "stages.py")
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
 _LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
 _FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one
@@ -86,7 +91,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     _compile_checks(out / "hwfsdp")
     for exercise in course.exercises:
         if exercise not in later:
-            _put_starter(exercise, out / "exercises" / exercise.directory)
+            _put_starter(exercise, out / "exercises" / exercise.target)
     _change_files(out)
     leaks = list(find_leaks(out, secrets_of(course)))
     if leaks:
@@ -123,7 +128,7 @@ def _blank_package(course: Course, out: Path) -> None:
     """All holes blank in the text, their bodies compiled beside it."""
     texts: dict[str, str] = {}
     package = out / "hwfsdp"
-    compiled_body(course.exercises[0].places[0], package).parent.mkdir()
+    (package / bodies.FOLDER.name).mkdir()
     for exercise in course.exercises:
         for place in exercise.places:
             module, name = place
@@ -137,9 +142,9 @@ def _blank_package(course: Course, out: Path) -> None:
 
 def _compile_checks(package: Path) -> None:
     """Of the text of every module of the checks, the first paragraph stays."""
-    for path in package.joinpath("learn", "checks").glob("*.py"):
-        if path.name != "__init__.py":
-            module, source = f"hwfsdp.learn.checks.{path.stem}", path.read_text()
+    for path in (path for name in _COMPILED for path in package.joinpath("learn", name).glob("*.py")):
+        if path.name not in _AS_TEXT:
+            module, source = f"hwfsdp.learn.{path.parent.name}.{path.stem}", path.read_text()
             path.with_suffix(bodies.SUFFIX).write_bytes(bodies.pack(_compiled(module, source)))
             said = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
             path.write_text(f'"""{said}"""\n{_LOAD}')
@@ -166,10 +171,10 @@ def body_of(module: str, source: str, name: str) -> types.CodeType:
     raise LookupError(f"no function {name} in {module}")
 
 
-def _put_starter(exercise: Exercise, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (exercise.file_name, KEPT_STARTER):
-        (folder / name).write_text(starter(exercise))
+def _put_starter(exercise: Exercise, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for each in (path, path.with_name(KEPT_STARTER)):
+        each.write_text(starter(exercise))
 
 
 def _change_files(out: Path) -> None:
@@ -183,7 +188,7 @@ def _change_files(out: Path) -> None:
         path = out / name
         if path.exists():
             path.write_text(change(path.read_text()))
-    for page in [*out.glob("*.md"), *out.glob("docs/*.md")]:
+    for page in [*out.glob("*.md"), *out.glob("docs/*.md"), *out.glob("exercises/**/*.md")]:
         _change_page(page)
     cli = out / "hwfsdp" / "cli.py"
     cli.write_text(re.sub(r"^.*\badd_(?:grade|release)\b.*\n", "", cli.read_text(), flags=re.MULTILINE))
@@ -200,17 +205,21 @@ def _student_readme(text: str) -> str:
 
 
 def _change_page(page: Path) -> None:
-    """What is marked as for instructors goes, and so do rows of tables that begin with a missing page; other links become words."""
+    """What is marked as for instructors goes, and so do rows of tables with a cell that links to missing pages only.
+
+    Other links to missing pages become words.
+    """
 
     def there(link: re.Match[str]) -> bool:
         return (page.parent / link[2]).exists()
 
+    def kept(line: str) -> bool:
+        cells = [list(_LINK.finditer(cell)) for cell in line.split("|")] if line.startswith("|") else []
+        return all(any(map(there, links)) for links in cells if links)
+
     text = _FOR_INSTRUCTORS.sub("", page.read_text()).rstrip("\n") + "\n"
-    rows = text.splitlines(keepends=True)
-    kept = [
-        row for row in rows if not row.startswith("|") or (link := _LINK.search(row)) is None or there(link)
-    ]
-    page.write_text(_LINK.sub(lambda link: link[0] if there(link) else link[1], "".join(kept)))
+    lines = "".join(filter(kept, text.splitlines(keepends=True)))
+    page.write_text(_LINK.sub(lambda link: link[0] if there(link) else link[1], lines))
 
 
 def _student_makefile(text: str) -> str:
@@ -231,8 +240,13 @@ def _student_setup(text: str) -> str:
     text = re.sub(r"^.*Python :: 3\.(?!%d$)\d+\n" % sys.version_info.minor, "", text, flags=re.MULTILINE)
     return text.replace(
         "hwfsdp = py.typed",
-        f"hwfsdp = py.typed, {bodies.FOLDER.name}/*{bodies.SUFFIX}, learn/checks/*{bodies.SUFFIX}",
+        ", ".join(["hwfsdp = py.typed", *(f"{folder}/*{bodies.SUFFIX}" for folder in _with_bodies())]),
     )
+
+
+def _with_bodies() -> list[str]:
+    """Folders of the package with compiled code."""
+    return [bodies.FOLDER.name, *(f"learn/{name}" for name in _COMPILED)]
 
 
 def _student_ignored(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Proof that no answer is left: the text of every hole's body is looked for in every file of an edition.
+"""Proof that no answer is left: the text of every hole's body, and of every function of the stations' reference, is looked for in
+every file of an edition.
 
 A body is known by its statements: lines without indentation and comments, long ones joined, as they would survive being copied
 elsewhere and formatted anew. A file leaks if it has all of a short body's statements in a row, or a run of a long one's. In prose,
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.learn import holes
-from hwfsdp.learn.capstone.homework import read_homework, solution_path
-from hwfsdp.learn.manifest import Course
+from hwfsdp.learn.capstone.homework import read_homework, solution_path, starter_of
+from hwfsdp.learn.manifest import PACKAGE, Course
+from hwfsdp.learn.overlay import blanked
+from hwfsdp.learn.stations.stages import LAST, stage
 
 _RUN = 3  # statements in a row that are no coincidence
 _SHORT = 12  # characters of a body that says nothing by itself
@@ -46,24 +49,59 @@ class Leak(NamedTuple):
 
 
 class Secret(NamedTuple):
-    """What must not be found: the statements of a body, in order."""
+    """What must not be found: the statements of a body, in order, and those runs of them that are no coincidence."""
 
     number: str
     hole: str
     statements: tuple[str, ...]
+    runs: frozenset[tuple[str, ...]]
 
 
 def secrets_of(course: Course) -> list[Secret]:
-    """One for each hole, of the exercises and of the homework. What is a hole's docstring or signature is no secret."""
+    """One for each hole, of electives and of the homework, and one for each function of the stations' reference.
+
+    What is given is no secret: docstrings and signatures; of stations and homework, whose answers are FSDPs as the package is one,
+    also what stands in the package between its holes, and in the homework's starter.
+    """
     homework = read_homework(course)
     solved = solution_path(course).read_text()
-    sources = [(e.number, hole.name, hole.source) for e in course.exercises for hole in e.holes]
-    sources += [(homework.number, name, solved) for name in homework.hole_names]
-    found = []
-    for number, name, source in sources:
-        body = statements(textwrap.dedent(holes.extract(source, name)))
-        if body and sum(map(len, body)) >= _SHORT:
-            found.append(Secret(number, name, tuple(body)))
+    given = _given(course, starter_of(homework, solved))
+    bodies = [(homework.number, name, _statements_of(solved, name)) for name in homework.hole_names]
+    secrets = [Secret(*each, frozenset(_runs_of(each[2]) - given)) for each in (*_of_stations(), *bodies)]
+    for exercise in course.exercises:
+        for hole in exercise.holes:
+            body = _statements_of(hole.source, hole.name)
+            secrets.append(Secret(exercise.number, hole.name, body, frozenset(_runs_of(body))))
+    return [secret for secret in secrets if secret.runs]
+
+
+def _statements_of(source: str, name: str) -> tuple[str, ...]:
+    return tuple(statements(textwrap.dedent(holes.extract(source, name))))
+
+
+def _of_stations() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """(number, name, body) of each function of the reference, as it is after each station; those of the starter are given."""
+    known = {tuple(_body(node)) for _, node in holes.definitions(stage(0))}
+    for number in range(1, LAST + 1):
+        for name, node in holes.definitions(stage(number)):
+            body = tuple(_body(node))
+            if body not in known:
+                yield f"{number:02}", name, body
+            known.add(body)
+
+
+def _given(course: Course, starter: str) -> set[tuple[str, ...]]:
+    """All runs of statements of the package, without what teaches and with its holes blank, and of the homework's starter."""
+    blank = blanked(course.exercises)
+    texts = [starter]
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts))
+        if not module.startswith("hwfsdp.learn."):
+            texts.append(blank.get(module) or path.read_text())
+    found = set()
+    for lines in map(_normalized, texts):
+        for size in range(1, _RUN + 1):
+            found |= {tuple(lines[i : i + size]) for i in range(len(lines) - size + 1)}
     return found
 
 
@@ -71,6 +109,10 @@ def statements(function: str) -> list[str]:
     """The simple statements, and heads of the compound ones, of a function's body as Python writes them; no docstring."""
     node = ast.parse(function).body[0]
     assert isinstance(node, ast.FunctionDef)
+    return _body(node)
+
+
+def _body(node: holes.Function) -> list[str]:
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     return [line.strip() for statement in body for line in ast.unparse(statement).splitlines()]
 
@@ -81,7 +123,7 @@ def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
         for text in _texts(path):
             lines, prose = _normalized(text), "" if path.suffix in _CODE else _squeezed(text)
             for secret in secrets:
-                statement = _found(secret.statements, lines) or _said(secret.statements, prose)
+                statement = _found(secret, lines) or _said(secret, prose)
                 if statement is not None:
                     yield Leak(path.relative_to(root), secret.number, secret.hole, statement)
 
@@ -135,23 +177,24 @@ def _squeezed(text: str) -> str:
     return "".join(text.replace("`", "").replace("'", '"').split())
 
 
-def _said(body: Sequence[str], prose: str) -> str | None:
+def _said(secret: Secret, prose: str) -> str | None:
     """The first statement of a run of the body that is told in prose, or a long statement that is."""
     if not prose:
         return None
-    for run in _runs_of(body):
+    for run in secret.runs:
         between = f".{{0,{_GAP}}}"
         if re.search(between.join(re.escape(_squeezed(each)) for each in run), prose, re.DOTALL):
             return run[0]
-    return next(
-        (each for each in body if len(_squeezed(each)) >= _TELLING and _squeezed(each) in prose), None
+    told = (
+        each for each in secret.statements if len(_squeezed(each)) >= _TELLING and _squeezed(each) in prose
     )
+    return next(told, None)
 
 
-def _found(body: Sequence[str], lines: Sequence[str]) -> str | None:
+def _found(secret: Secret, lines: Sequence[str]) -> str | None:
     """The first statement of a run of the body that is there, in one piece."""
-    size, runs = min(len(body), _RUN), _runs_of(body)
+    size = min(len(secret.statements), _RUN)
     for i in range(len(lines) - size + 1):
-        if (run := tuple(lines[i : i + size])) in runs:
-            return run[0]
+        if tuple(lines[i : i + size]) in secret.runs:
+            return lines[i]
     return None

@@ -1,4 +1,4 @@
-"""Stations 01 to 10: what is checked, on which scenarios, by which laws.
+"""The stations: what is checked, on which scenarios, by which laws.
 
 A check is about behavior alone: numbers at several world sizes, bytes, collectives, waits. A file passes if its `fully_shard` keeps its
 promises, however it is written.
@@ -6,14 +6,15 @@ promises, however it is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from hwfsdp.learn.run import Ranks, Unreported
-from hwfsdp.learn.stations import laws, machines, parts, scenarios
+from hwfsdp.learn.stations import laws, machines, parts, race, scenarios
 from hwfsdp.learn.stations.facts import (
     probe_fsdp2,
     probe_memory,
@@ -42,6 +43,7 @@ BREAKING = tuple(
 )
 WIDE = tuple(Scenario(each.name, f"wide and {each.model}") for each in BREAKING if each.model != "tied")
 BY_MODEL = {scenario.model: scenario for scenario in BREAKING}
+CHANGING = Scenario("a layer that an evaluation leaves out", "changing", evaluated=True)
 MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32)))
 CASTS = Scenario(
     "bf16, output in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32), ("output_dtype", FP32))
@@ -113,7 +115,7 @@ class Together(NamedTuple):
         return ranks.reference(probe_fsdp2, size, seed=seed, scenarios_=self.scenarios)[scenario.name]
 
 
-NAIVE, BROKEN = Together((PLAIN, ADDED)), Together(BREAKING)
+NAIVE, BROKEN, CHANGED = Together((PLAIN, ADDED)), Together(BREAKING), Together((CHANGING,))
 PRECISE, GRADUAL = Together(PRECISIONS), Together(ACCUMULATED)
 
 
@@ -161,14 +163,11 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
 # --- 04 It breaks ------------------------------------------------------------------------------------------
 
 
-def judge_model(model: str) -> Judge:
-    def judge(ranks: Ranks, seed: int) -> None:
-        scenario = BY_MODEL[model]
-        found = BROKEN.found(ranks, seed, scenario)
-        laws.same_rows(found, scenario, seed)
-        laws.same_numbers(found, scenario, seed)
-
-    return judge
+def judge_model(model: str, ranks: Ranks, seed: int) -> None:
+    scenario = BY_MODEL[model]
+    found = BROKEN.found(ranks, seed, scenario)
+    laws.same_rows(found, scenario, seed)
+    laws.same_numbers(found, scenario, seed)
 
 
 def judge_freed(ranks: Ranks, seed: int) -> None:
@@ -199,6 +198,7 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
     said = ranks.run(parts.probe_own_traffic, 1, seed=seed, shapes=shapes, size=THREE)["own"][0]
     for op in ("reduce_scatter", "all_gather"):
         measured = sum(each[2] for each in laws.moved(found[0], "", op))
+        ranks.measured[f"{laws.NAMES[op]} of a step"] = f"{measured:,} B; traffic() says {said[op]:,} B"
         if measured != said[op]:
             message = f"{PLAIN.name}, {THREE} ranks: traffic() says {said[op]:,} B of {laws.NAMES[op]}; measured are {measured:,} B."
             raise Finding(
@@ -297,141 +297,159 @@ def judge_kept(ranks: Ranks, seed: int) -> None:
 # --- The stations ------------------------------------------------------------------------------------------
 
 
-class Station(NamedTuple):
-    """A station: its number, the folder's topic, and its checks."""
-
-    number: str
-    topic: str
-    checks: tuple[Check, ...]
-
-    @property
-    def directory(self) -> str:
-        return f"{self.number}_{self.topic}"
-
-    @property
-    def points(self) -> int:
-        return sum(check.points for check in self.checks)
-
-
 NEEDS = {  # what says nothing without another check: a file that never overlaps has no races either
     "05.numbers": ("05.one",),
     "08.races": ("08.overlap",),
     "08.memory": ("08.overlap",),
+    "09.fresh": ("09.exposed",),
     "09.order": ("09.exposed",),
     "09.peak": ("09.exposed",),
+    "16.peak": ("16.step",),
 }
 
 
-def _station(number: str, topic: str, *checks: tuple[str, int, str, Judge]) -> Station:
+def _station(number: str, *checks: tuple[str, int, str, Judge]) -> tuple[str, tuple[Check, ...]]:
     made = []
     for name, points, sentence, judge in checks:
         made.append(Check(f"{number}.{name}", sentence, points, judge, NEEDS.get(f"{number}.{name}", ())))
-    return Station(number, topic, tuple(made))
+    return number, tuple(made)
 
 
-STATIONS: Sequence[Station] = (
-    _station(
-        *("01", "rows"),
-        ("padded", 2, "every rank sends as many rows as the first one has", parts.judge_padded),
-        (
-            "rows",
-            3,
-            "each rank keeps the rows that torch.chunk gives it, for all sizes up to 64",
-            parts.judge_rows,
+# --- 09 Forward prefetch -----------------------------------------------------------------------------------
+
+
+def judge_fresh(ranks: Ranks, seed: int) -> None:
+    """A wrong guess of what is needed next does no harm."""
+    found = CHANGED.found(ranks, seed, CHANGING)
+    laws.same_numbers(found, CHANGING, seed)
+
+
+CHECKS: dict[str, tuple[Check, ...]] = dict(
+    (
+        _station(
+            "01",
+            ("padded", 2, "every rank sends as many rows as the first one has", parts.judge_padded),
+            (
+                "rows",
+                3,
+                "each rank keeps the rows that torch.chunk gives it, for all sizes up to 64",
+                parts.judge_rows,
+            ),
         ),
-    ),
-    _station(
-        *("02", "ring"),
-        (
-            "gather",
-            3,
-            "a ring brings every rank's piece to every rank, and sends no byte too many",
-            parts.judge_gather,
+        _station(
+            "02",
+            (
+                "gather",
+                3,
+                "a ring brings every rank's piece to every rank, and sends no byte too many",
+                parts.judge_gather,
+            ),
+            ("reduce", 3, "a ring brings each rank its sum, and sends no byte too many", parts.judge_reduce),
         ),
-        ("reduce", 3, "a ring brings each rank its sum, and sends no byte too many", parts.judge_reduce),
-    ),
-    _station(
-        *("03", "naive_fsdp"),
-        ("replicate", 2, "replicas get the mean gradient", judge_replicate),
-        ("rows", 2, "parameters are this rank's rows", judge_rows),
-        (
-            "forward",
-            2,
-            "a forward gathers what it needs, and gives the unsharded model's loss",
-            judge_forward,
+        _station(
+            "03",
+            ("replicate", 2, "replicas get the mean gradient", judge_replicate),
+            ("rows", 2, "parameters are this rank's rows", judge_rows),
+            (
+                "forward",
+                2,
+                "a forward gathers what it needs, and gives the unsharded model's loss",
+                judge_forward,
+            ),
+            ("trains", 4, "three steps of training give the unsharded model's numbers", judge_trains),
+            ("memory", 2, "few units are whole at once, and none after a step", judge_memory),
         ),
-        ("trains", 4, "three steps of training give the unsharded model's numbers", judge_trains),
-        ("memory", 2, "few units are whole at once, and none after a step", judge_memory),
-    ),
-    _station(
-        *("04", "it_breaks"),
-        ("tied", 2, "tied weights stay one parameter", judge_model("tied")),
-        (
-            "frozen",
-            2,
-            "frozen weights are gathered as long as they are needed, and get no gradient",
-            judge_model("frozen"),
+        _station(
+            "04",
+            ("tied", 2, "tied weights stay one parameter", partial(judge_model, "tied")),
+            (
+                "frozen",
+                2,
+                "frozen weights are gathered as long as they are needed, and get no gradient",
+                partial(judge_model, "frozen"),
+            ),
+            ("twice", 1, "a layer may run twice", partial(judge_model, "twice")),
+            ("unused", 1, "a layer may be left out", partial(judge_model, "unused")),
+            (
+                "recomputed",
+                2,
+                "a layer may be recomputed in the backward",
+                partial(judge_model, "recomputed"),
+            ),
+            (
+                "nested",
+                1,
+                "a unit may hold another, and return several tensors",
+                partial(judge_model, "nested"),
+            ),
+            ("memory", 1, "nothing stays whole after a step", judge_freed),
         ),
-        ("twice", 1, "a layer may run twice", judge_model("twice")),
-        ("unused", 1, "a layer may be left out", judge_model("unused")),
-        ("recomputed", 2, "a layer may be recomputed in the backward", judge_model("recomputed")),
-        ("nested", 1, "a unit may hold another, and return several tensors", judge_model("nested")),
-        ("memory", 1, "nothing stays whole after a step", judge_freed),
-    ),
-    _station(
-        *("05", "groups"),
-        ("one", 3, "a unit travels in one collective", judge_one),
-        (
-            "closed_forms",
-            3,
-            "the bytes of DDP, ZeRO-1, 2, 3 and hybrid sharding, in closed form",
-            parts.judge_traffic,
+        _station(
+            "05",
+            ("one", 3, "a unit travels in one collective", judge_one),
+            (
+                "closed_forms",
+                3,
+                "the bytes of DDP, ZeRO-1, 2, 3 and hybrid sharding, in closed form",
+                parts.judge_traffic,
+            ),
+            ("bytes", 2, "your own closed form gives the measured bytes", judge_bytes),
+            ("numbers", 1, "models that broke still train", judge_grouped),
         ),
-        ("bytes", 2, "your own closed form gives the measured bytes", judge_bytes),
-        ("numbers", 1, "models that broke still train", judge_grouped),
-    ),
-    _station(
-        *("06", "mixed_precision"),
-        ("wire", 2, "parameters and gradients travel in the dtypes of the policy", judge_wire),
-        ("numbers", 2, "losses and gradients are FSDP2's, bit for bit", judge_precise),
-        ("casts", 1, "inputs and outputs are cast as the policy says", judge_casts),
-        ("shards", 1, "rows, gradients and the optimizer stay in fp32", judge_masters),
-        ("overflow", 1, "what overflows in fp16 is reduced in fp32", judge_overflow),
-    ),
-    _station(
-        *("07", "accumulation"),
-        ("sync", 2, "only the last micro-batch reduces", judge_sync),
-        ("gradients", 2, "gradients are the sums over all micro-batches", judge_summed),
-        ("whole", 1, "without resharding after forward, a backward gathers nothing", judge_whole),
-        ("keep", 1, "parameters can stay whole from one micro-batch to the next", judge_kept),
-    ),
-    _station(
-        *("08", "streams"),
-        ("overlap", 3, "on a GPU, gathers of a forward travel while it computes", machines.judge_overlap),
-        ("races", 4, "every read and write of memory waits for the ones before it", machines.judge_races),
-        ("memory", 2, "one unit is gathered ahead, no more", machines.judge_forward_peak),
-    ),
-    _station(
-        *("09", "forward_prefetch"),
-        (
-            "exposed",
-            4,
-            "on a host, the next gather starts before this unit computes",
-            machines.judge_forward_prefetch,
+        _station(
+            "06",
+            ("wire", 2, "parameters and gradients travel in the dtypes of the policy", judge_wire),
+            ("numbers", 2, "losses and gradients are FSDP2's, bit for bit", judge_precise),
+            ("casts", 1, "inputs and outputs are cast as the policy says", judge_casts),
+            ("shards", 1, "rows, gradients and the optimizer stay in fp32", judge_masters),
+            ("overflow", 1, "what overflows in fp16 is reduced in fp32", judge_overflow),
         ),
-        ("order", 1, "each unit is gathered once in a forward", machines.judge_forward_order),
-        ("peak", 2, "one unit is gathered ahead, no more", machines.judge_forward_peak),
-    ),
-    _station(
-        *("10", "backward_prefetch"),
-        (
-            "gathers",
-            3,
-            "in a backward, the next gather starts before this unit's backward",
-            machines.judge_backward_prefetch,
+        _station(
+            "07",
+            ("sync", 2, "only the last micro-batch reduces", judge_sync),
+            ("gradients", 2, "gradients are the sums over all micro-batches", judge_summed),
+            ("whole", 1, "without resharding after forward, a backward gathers nothing", judge_whole),
+            ("keep", 1, "parameters can stay whole from one micro-batch to the next", judge_kept),
         ),
-        ("reductions", 3, "gradients travel while the next unit computes its own", machines.judge_reductions),
-        ("bound", 2, "at most two reductions are in flight at once", machines.judge_bound),
-        ("peak", 1, "bytes alive in a step are bounded", machines.judge_peak),
-    ),
+        _station(
+            "08",
+            ("overlap", 3, "on a GPU, gathers of a forward travel while it computes", machines.judge_overlap),
+            ("races", 4, "every read and write of memory waits for the ones before it", machines.judge_races),
+            ("memory", 2, "one unit is gathered ahead, no more", machines.judge_forward_peak),
+        ),
+        _station(
+            "09",
+            (
+                "exposed",
+                3,
+                "on a host, the next gather starts before this unit computes",
+                machines.judge_forward_prefetch,
+            ),
+            ("fresh", 1, "a gather that nobody used is not used after the next update", judge_fresh),
+            ("order", 1, "each unit is gathered once in a forward", machines.judge_forward_order),
+            ("peak", 2, "one unit is gathered ahead, no more", machines.judge_forward_peak),
+        ),
+        _station(
+            "10",
+            (
+                "gathers",
+                3,
+                "in a backward, the next gather starts before this unit's backward",
+                machines.judge_backward_prefetch,
+            ),
+            (
+                "reductions",
+                3,
+                "gradients travel while the next unit computes its own",
+                machines.judge_reductions,
+            ),
+            ("bound", 2, "at most two reductions are in flight at once", machines.judge_bound),
+            ("peak", 1, "bytes alive in a step are bounded", machines.judge_peak),
+        ),
+        _station(
+            "16",
+            ("step", 1, "a step takes at most 1.15 times FSDP2's, on 64 virtual GPUs", race.judge_step),
+            ("peak", 1, "its peak is at most 1.15 times FSDP2's", race.judge_peak),
+        ),
+    )
 )

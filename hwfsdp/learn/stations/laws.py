@@ -14,6 +14,7 @@ An oracle that is not sharded runs here, in the grader's process: a batch of eve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from hwfsdp.learn.stations.facts import LR, places_of
 from hwfsdp.learn.stations.scenarios import Scenario
 from hwfsdp.learn.verdict import Finding
 
-TIGHT = 1e-4  # of the largest element
+TIGHT = 3e-4  # of the largest element; roundings of three steps stay below it (`test_station_models`)
 MOST_UNITS = 0.6  # of the largest unit, where all should be freed; small tensors come and go
 Facts = Sequence[Mapping[str, Any]]  # by rank
 NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces"}
@@ -100,8 +101,9 @@ def same_objects(found: Facts, scenario: Scenario) -> None:
 # --- What is computed --------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=32)  # more than the checks of all stations ask for
 def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
-    """The same training without sharding.
+    """The same training without sharding; not to be changed.
 
     Returns:
         losses: [step][micro-batch][rank]. grads: [step], by name, means over ranks. last: the part of `grads` that the last
@@ -258,7 +260,7 @@ def compare_whole_gradient(where: str, grad: Tensor | None, expected: Tensor | N
 
 def same_first_losses(found: Facts, scenario: Scenario, seed: int) -> None:
     """The first forward gives what the model gives without sharding."""
-    losses = unsharded(scenario._replace(steps=1), seed, len(found))["losses"][0][0]
+    losses = unsharded(scenario, seed, len(found))["losses"][0][0]
     for rank, (facts, expected) in enumerate(zip(found, losses, strict=True)):
         if not torch.allclose(facts["losses"][0][0], expected, rtol=TIGHT):
             got = facts["losses"][0][0]

@@ -29,8 +29,14 @@ def judge_races(ranks: Ranks, seed: int, part: str = "") -> None:
 
 
 def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
-    """Of a step on "gpu" or "host": see `capstone.clock.timed`."""
+    """Of a step on "gpu" or "host", or of its "forward" alone on the host: see `capstone.clock.timed`."""
     found: dict[str, Any] = ranks.run(probe_clock, 1, seed=seed)[machine][0]
+    if machine != "forward":
+        alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found)._asdict().items())
+        ranks.measured[f"virtual {'GPU' if machine == 'gpu' else machine}"] = (
+            f"step {found['step_us'] / 1e3:.1f} ms, in which bytes travel alone for ms: {alone}; "
+            f"peak {found['peak_bytes'] / 1e6:.0f} MB"
+        )
     return found
 
 

@@ -6,12 +6,18 @@ free them. The backward does the same, and averages the gradients: each rank get
     padded_rows, rows_of      station 01: which rows a rank keeps
     ring_all_gather, ring_reduce_scatter      02: what collectives are made of
     replicate                 03: data parallel training without sharding
+    # @03
     FSDPParam                 03: one parameter: the rows that stay, and the whole that comes and goes
     ParamGroup                03: the parameters that one module owns, and the hooks that move them
-    fully_shard               03: gives a module its group
+    # @end
+    fully_shard               03: shards the parameters of a module
     traffic                   05: the bytes that a training step moves, in closed form
+    # @07
     FSDPModule                07: the switches that a training loop sets
+    # @end
+    # @08
     Context                   08: streams, and the order of forwards, shared by all groups of a model
+    # @end
 
 Collectives and streams come from `hwfsdp`. Everything else is here.
 """
@@ -149,6 +155,9 @@ def traffic(shapes: Sequence[Shape], strategy: str, world_size: int, shards: int
 
 # @08
 # @00
+# | # --- 03 Collectives --------------------------------------------------------------------------------------
+# |
+# |
 # | def all_gather(whole: Tensor, part: Tensor, name: str) -> None:
 # |     """Fill `whole`, [W * n], with the `part`, [n], of every rank; return when it is there. Traces show `name`."""
 # |     streams = streams_for(whole.device.type)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp.accounting import GroupSizes, Strategy, strategy_traffic
-from hwfsdp.learn.checks.ring_collectives import watch_wire
 from hwfsdp.learn.diagnose import first_difference
+from hwfsdp.learn.guard import watch_wire
 from hwfsdp.learn.run import Ranks, Report, attempt
 from hwfsdp.learn.stations.facts import learners
 from hwfsdp.learn.verdict import Finding

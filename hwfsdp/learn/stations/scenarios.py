@@ -31,6 +31,7 @@ class Scenario(NamedTuple):
         model: a name in `MODELS`. steps: of the optimizer. micros: micro-batches in each of them.
         sync_last: gradients are reduced after the last micro-batch only. keep: parameters stay whole until then.
         reshard: `reshard_after_forward`, or None to leave it out. policy: keywords of `MixedPrecisionPolicy`.
+        evaluated: before each step of the optimizer there is a forward without gradients.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Scenario(NamedTuple):
     keep: bool = False
     reshard: bool | None = None
     policy: tuple[tuple[str, Any], ...] = ()
+    evaluated: bool = False
 
     def options(self, is_root: bool) -> dict[str, Any]:
         """Keywords of `fully_shard`; the dtype of outputs is that of the whole model's."""
@@ -108,10 +110,10 @@ class Adapted(nn.Module):
 
 
 class Twice(Stack):
-    """Every block runs twice."""
+    """Every block runs twice; tanh keeps numbers small, so that roundings stay small, too."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
-        return block(block(x))
+        return torch.tanh(block(torch.tanh(block(x))))
 
 
 class Recomputed(Stack):
@@ -132,6 +134,13 @@ class Unused(Stack):
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
         return x if block is self.blocks[1] else block(x)
+
+
+class Changing(Stack):
+    """An evaluation leaves the second block out."""
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        return block(x) if block is not self.blocks[1] or torch.is_grad_enabled() else x
 
 
 class Nested(nn.Module):
@@ -223,6 +232,7 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "stack": _stack(Stack, Perceptron),
     "twice": _stack(Twice, Perceptron),
     "unused": _stack(Unused, Perceptron),
+    "changing": _stack(Changing, Perceptron),
     "recomputed": _stack(Recomputed, Perceptron),
     "nested": _nested,
     "loud": _loud,

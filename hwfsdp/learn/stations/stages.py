@@ -15,13 +15,28 @@ a mark with a larger number than the lines around it begins one. Station 00 is t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LAST = 10
 SOURCE = Path(__file__).with_name("my_fsdp.py")
 _MARK = re.compile(r"\s*# @(\d\d|end)$")
 _OLD = re.compile(r"\s*# \|(?: (.*))?$")
+
+
+def given(number: str) -> str:
+    """Return the line of a file that says that a station is not the learner's own."""
+    return f"# Station {number} was written by hwfsdp catchup."
+
+
+def caught_up(number: str, kept: Iterable[str]) -> str:
+    """Return the file as it is before a station, with a line for each earlier one that is not the learner's own.
+
+    Args:
+        kept: numbers of stations that count as theirs.
+    """
+    lines = [given(f"{n:02}") for n in range(1, int(number)) if f"{n:02}" not in kept]
+    return "\n".join([*lines, stage(int(number) - 1)])
 
 
 def stage(number: int, marked: str | None = None) -> str:

@@ -1,1 +1,1 @@
-"""The pictures of the exercises, a module for each: `exercises/01_shard_math/picture.png` is `lessons.shard_math.draw()`."""
+"""The pictures of exercises: `exercises/01_rows/picture.png` is `lessons.rows.draw()`. Exercises without a module have none."""

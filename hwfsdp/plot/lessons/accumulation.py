@@ -1,4 +1,4 @@
-"""08: three micro-batches under three settings, recorded on two ranks; events in the order in which rank 0 issued them."""
+"""07: three micro-batches under three settings, recorded on two ranks; events in the order in which rank 0 issued them."""
 
 from __future__ import annotations
 

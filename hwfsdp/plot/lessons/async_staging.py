@@ -1,4 +1,4 @@
-"""16: what training waits for, when it saves at once and when it saves in the background; and who has which buffers."""
+"""15: what training waits for, when it saves at once and when it saves in the background; and who has which buffers."""
 
 from __future__ import annotations
 

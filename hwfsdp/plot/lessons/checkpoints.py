@@ -1,4 +1,4 @@
-"""15: rows that three ranks saved, as two ranks load them; and the operations of a commit, with what a load finds after a crash
+"""14: rows that three ranks saved, as two ranks load them; and the operations of a commit, with what a load finds after a crash
 at each of them."""
 
 from __future__ import annotations

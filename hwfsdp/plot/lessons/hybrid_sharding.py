@@ -1,4 +1,4 @@
-"""12: four ranks in a grid, what goes over each axis, and the bytes that a rank sent in a recorded step for three arrangements."""
+"""11: four ranks in a grid, what goes over each axis, and the bytes that a rank sent in a recorded step for three arrangements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Five rows, drawn on 1, 2 and 4 ranks: from one generator per rank, and from one per row as `filling` does it."""
+"""13: five rows, drawn on 1, 2 and 4 ranks: from one generator per rank, and from one per row as `filling` does it."""
 
 from __future__ import annotations
 

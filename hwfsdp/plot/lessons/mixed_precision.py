@@ -1,4 +1,4 @@
-"""07: the stations of one weight and its gradient in a step, under three policies: in what dtype, and how many bytes."""
+"""06: one weight and its gradient in a step, under three policies: in what dtype they are where, and how many bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = {
 }
 
 
-class Station(NamedTuple):
+class Stop(NamedTuple):
     """Where a weight or its gradient comes by: the dtype there, and bytes."""
 
     name: str
@@ -44,48 +44,48 @@ class Station(NamedTuple):
     nbytes: int
 
 
-def record_stations() -> list[list[Station]]:
-    """On a rank: the stations under each policy, in the order in which they come."""
-    return [_stations(policy) for policy in POLICIES.values()]
+def record_stops() -> list[list[Stop]]:
+    """On a rank: what a weight and its gradient come by under each policy, in order."""
+    return [_stops(policy) for policy in POLICIES.values()]
 
 
-def _stations(policy: MixedPrecisionPolicy) -> list[Station]:
+def _stops(policy: MixedPrecisionPolicy) -> list[Stop]:
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
-    [group] = checked_state(layer, "record_stations").groups
+    [group] = checked_state(layer, "record_stops").groups
     x, found = torch.ones(2, WIDTH), []
     layer(x)  # now there is a whole parameter to watch
     whole = group.params[0].unsharded_param
     assert whole is not None and isinstance(layer.weight, nn.Parameter)
-    handle = whole.register_hook(lambda grad: found.append(_station("gradient", grad)))
+    handle = whole.register_hook(lambda grad: found.append(_stop("gradient", grad)))
     with record() as log:
         layer(x).sum().backward()
     handle.remove()
-    moved = {e.op: Station(e.op, e.dtype, e.bytes) for e in log.select("all_gather", "reduce_scatter")}
+    moved = {e.op: Stop(e.op, e.dtype, e.bytes) for e in log.select("all_gather", "reduce_scatter")}
     grad = layer.weight.grad
     assert isinstance(grad, DTensor)
     return [
-        _station("shard", group.params[0].local),
+        _stop("shard", group.params[0].local),
         moved["all_gather"],
-        _station("whole", whole),
+        _stop("whole", whole),
         *found,
         moved["reduce_scatter"],
-        _station("sharded gradient", grad.to_local()),
+        _stop("sharded gradient", grad.to_local()),
     ]
 
 
-def _station(name: str, tensor: Tensor) -> Station:
-    return Station(name, str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size())
+def _stop(name: str, tensor: Tensor) -> Stop:
+    return Stop(name, str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size())
 
 
 def draw() -> Figure:
-    """A column for each policy, a bar for each station, as long as it has bytes."""
-    columns = launch(record_stations, RANKS)[0]
+    """A column for each policy, a bar for each stop, as long as it has bytes."""
+    columns = launch(record_stops, RANKS)[0]
     figure = Figure(figsize=(10.0, 4.6), dpi=140)
-    longest = max(station.nbytes for stations in columns for station in stations)
-    for index, (title, stations) in enumerate(zip(POLICIES, columns, strict=True)):
+    longest = max(stop.nbytes for stops in columns for stop in stops)
+    for index, (title, stops) in enumerate(zip(POLICIES, columns, strict=True)):
         axes = figure.add_axes((0.17 + 0.278 * index, 0.13, 0.262, 0.8))
-        _draw_column(axes, title, stations, longest, named=index == 0)
+        _draw_column(axes, title, stops, longest, named=index == 0)
     handles = [
         Patch(facecolor=look.color, hatch=look.hatch, edgecolor=style.WHITE, label=dtype)
         for dtype, look in LOOKS.items()
@@ -98,16 +98,14 @@ def draw() -> Figure:
     return figure
 
 
-def _draw_column(axes: Axes, title: str, stations: list[Station], longest: int, named: bool) -> None:
+def _draw_column(axes: Axes, title: str, stops: list[Stop], longest: int, named: bool) -> None:
     axes.set_title(title, loc="left", fontsize=style.TITLE_SIZE - 1.5)
-    for place, station in enumerate(stations):
-        look = LOOKS[station.dtype]
-        axes.barh(-place, station.nbytes, 0.62, color=look.color, hatch=look.hatch, edgecolor=style.WHITE)
-        text = f" {style.format_bytes(station.nbytes)}"
-        axes.text(station.nbytes, -place, text, va="center", fontsize=style.TEXT_SIZE)
-    axes.set_yticks(
-        [-place for place in range(len(stations))], [NAMES[s.name] if named else "" for s in stations]
-    )
+    for place, stop in enumerate(stops):
+        look = LOOKS[stop.dtype]
+        axes.barh(-place, stop.nbytes, 0.62, color=look.color, hatch=look.hatch, edgecolor=style.WHITE)
+        text = f" {style.format_bytes(stop.nbytes)}"
+        axes.text(stop.nbytes, -place, text, va="center", fontsize=style.TEXT_SIZE)
+    axes.set_yticks([-place for place in range(len(stops))], [NAMES[s.name] if named else "" for s in stops])
     axes.set_xticks([])
     axes.set_xlim(0, 1.32 * longest)
     axes.spines[["top", "right", "bottom"]].set_visible(False)

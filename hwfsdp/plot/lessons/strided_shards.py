@@ -1,4 +1,4 @@
-"""Seven rows on a mesh of fsdp 3 and tp 2, cut in either order: cut by cut, as `layout` says, until each rank has its box."""
+"""12: seven rows on a mesh of fsdp 3 and tp 2, cut in either order: cut by cut, as `layout` says, until each rank has its box."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pictures of 09 and 10 share: a step of five blocks on virtual GPUs, and its streams over time.
+"""What the pictures of stations 09 and 10 share: a step of five blocks on virtual GPUs, and its streams over time.
 
 The host reads a number of every block, in forward and in backward, as one does who logs norms: it cannot run ahead.
 """

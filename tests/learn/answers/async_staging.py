@@ -1,4 +1,4 @@
-"""Answers to 16."""
+"""Answers to 15."""
 
 from __future__ import annotations
 
@@ -134,29 +134,29 @@ WRONG = [
         lay_out(
             ("return staged, copies", "return {k: t.detach().cpu() for k, t in tensors.items()}, copies"),
         ),
-        "16.snapshot",
+        "15.snapshot",
         "snapshot-aliased",
     ),
     Wrong(
         "buffers over the memory of the source",
         lay_out(("_over(buffer, view.dtype, offset, view.shape, stride)", "tensors[key].detach()")),
-        "16.snapshot",
+        "15.snapshot",
         "snapshot-aliased",
     ),
-    Wrong("each tensor alone", {"StateDictStager._lay_out": EACH_ALONE}, "16.snapshot", "untied"),
+    Wrong("each tensor alone", {"StateDictStager._lay_out": EACH_ALONE}, "15.snapshot", "untied"),
     Wrong(
         "a clone of each tensor",
         lay_out(("return staged, copies", "return {k: t.detach().clone() for k, t in tensors.items()}, []")),
-        "16.snapshot",
+        "15.snapshot",
         "untied",
     ),
     Wrong(
-        "nothing to copy", lay_out(("copies.append(", "(lambda copy: None)(")), "16.snapshot", "wrong-value"
+        "nothing to copy", lay_out(("copies.append(", "(lambda copy: None)(")), "15.snapshot", "wrong-value"
     ),
     Wrong(
         "every view at the beginning of its buffer",
         lay_out(("_over(buffer, view.dtype, offset, ", "_over(buffer, view.dtype, 0, ")),
-        "16.snapshot",
+        "15.snapshot",
         "wrong-value",
     ),
     Wrong(
@@ -164,7 +164,7 @@ WRONG = [
         rebuilt(
             ("_copied(state_dict, tensors, memo)", f"map_leaves({LEAF}memo.get(id(leaf), leaf), state_dict)")
         ),
-        "16.snapshot",
+        "15.snapshot",
         "snapshot-aliased",
         also=MAP_LEAVES,
     ),
@@ -176,20 +176,20 @@ WRONG = [
                 f"map_leaves({LEAF}_copied(leaf, tensors, dict(memo)), state_dict)",
             )
         ),
-        "16.snapshot",
+        "15.snapshot",
         "untied",
         also=MAP_LEAVES,
     ),
     Wrong(
         "the local part in place of a DTensor",
         rebuilt(("_dressed(staged[id(tensor)], tensor)", "staged[id(tensor)]")),
-        "16.snapshot",
+        "15.snapshot",
         "wrong-placement",
     ),
     Wrong(
         "a new buffer every time",
         lend(("is_referred_to_elsewhere(pool, index) is False", "False")),
-        "16.buffers",
+        "15.buffers",
         "buffers-not-reused",
     ),
     Wrong(
@@ -197,25 +197,25 @@ WRONG = [
         {
             "StateDictStager._lend": "def _lend(self, source, sizes):\n    return [self._allocate(n) for n in sizes]\n"
         },
-        "16.buffers",
+        "15.buffers",
         "buffers-not-reused",
     ),
     Wrong(
         "lent, if nobody can tell who refers to it",
         lend(("is_referred_to_elsewhere(pool, index) is False", "not is_referred_to_elsewhere(pool, index)")),
-        "16.buffers",
+        "15.buffers",
         "buffer-in-use",
     ),
     Wrong(
         "lent, whoever refers to it",
         lend(("is_referred_to_elsewhere(pool, index) is False", "True")),
-        "16.buffers",
+        "15.buffers",
         "buffer-in-use",
     ),
     Wrong(
         "the same buffer twice in one call",
         lend(("pool[free[size].pop()] if free[size]", "pool[free[size][0]] if free[size]")),
-        "16.buffers",
+        "15.buffers",
         "buffer-in-use",
     ),
     Wrong(
@@ -228,27 +228,27 @@ WRONG = [
                         self._add(pool, size)
                 return [next(buffer for buffer in pool if buffer.nbytes() == size) for size in sizes]
             """},
-        "16.snapshot",
+        "15.snapshot",
         "buffer-in-use",
     ),
-    Wrong("nothing is released", lend(("del pool[index]", "pass")), "16.buffers", "kept-alive"),
+    Wrong("nothing is released", lend(("del pool[index]", "pass")), "15.buffers", "kept-alive"),
     Wrong(
         "all that is free is released",
         lend(("free[size][spares[size] :]", "free[size]")),
-        "16.buffers",
+        "15.buffers",
         "buffers-not-reused",
     ),
     Wrong(
         "buffers that outlive their source",
         lend(("return [", "KEPT.append(pool)\n        return [")) | {},
-        "16.buffers",
+        "15.buffers",
         "kept-alive",
         also="KEPT = []\n",
     ),
     Wrong(
         "the state itself is saved",
         stage(("return self.stager.stage(state_dict)", "return state_dict")),
-        "16.background",
+        "15.background",
         "snapshot-aliased",
     ),
     Wrong(
@@ -257,14 +257,14 @@ WRONG = [
         | run(
             ("try:\n", "try:\n            self._state_dict = STAGER.stage(self._state_dict)\n"),
         ),
-        "16.background",
+        "15.background",
         "staged-in-background",
         also="from hwfsdp.checkpoint import staging\n\nSTAGER = staging.StateDictStager()\n",
     ),
     Wrong(
         "waits for the end",
         start(("return self.last", "self.last.wait()\n        return self.last")),
-        "16.background",
+        "15.background",
         "waits-for-write",
     ),
     Wrong(
@@ -272,13 +272,13 @@ WRONG = [
         start(
             ("return self.last", "while not self.last.done():\n            pass\n        return self.last")
         ),
-        "16.background",
+        "15.background",
         "waits-for-write",
     ),
     Wrong(
         "does not wait for the one before",
         start(("self.end_before(agreement)", "pass")),
-        "16.background",
+        "15.background",
         "saves-overlap",
     ),
     Wrong(
@@ -290,26 +290,26 @@ WRONG = [
                 self.last = self.begin(agreement, staged, target)
                 return self.last
             """},
-        "16.background",
+        "15.background",
         "saves-overlap",
     ),
     Wrong(
         "the last save is not kept",
         start(("self.last = self.begin", "handle = self.begin"), ("return self.last", "return handle")),
-        "16.background",
+        "15.background",
         "saves-overlap",
     ),
     Wrong(
         "a stager for each save",
         stage(("self.stager.stage(", "staging.StateDictStager().stage(")),
-        "16.background",
+        "15.background",
         "buffers-not-reused",
         also="from hwfsdp.checkpoint import staging\n",
     ),
     Wrong(
         "the handle keeps the copy",
         run(("self._state_dict = None", "pass")),
-        "16.background",
+        "15.background",
         "kept-alive",
     ),
     Wrong(
@@ -320,7 +320,7 @@ WRONG = [
                 "self._error, self._state_dict = error, None",
             )
         ),
-        "16.background",
+        "15.background",
         "kept-alive",
     ),
     Wrong(
@@ -329,7 +329,7 @@ WRONG = [
             ("self._target)\n", "self._target)\n            self._state_dict = None\n"),
             ("\n        finally:\n            self._state_dict = None", ""),
         ),
-        "16.errors",
+        "15.errors",
         "kept-alive",
     ),
     Wrong(
@@ -339,52 +339,52 @@ WRONG = [
                     self._save_id = save_agreed(self.agreement, self._state_dict, self._target)
                     self._state_dict = None
                 """},
-        "16.background",
+        "15.background",
         "crashed",
     ),
     Wrong(
         "only an Exception is kept",
         run(("except BaseException", "except Exception")),
-        "16.errors",
+        "15.errors",
         "error-swallowed",
     ),
     Wrong(
-        "the error ends with the thread", run(("self._error = error", "pass")), "16.errors", "error-swallowed"
+        "the error ends with the thread", run(("self._error = error", "pass")), "15.errors", "error-swallowed"
     ),
     Wrong(
         "wait does not raise",
         wait(("        if self._error is not None:\n            raise self._error\n", "")),
-        "16.errors",
+        "15.errors",
         "error-swallowed",
     ),
     Wrong(
         "wait raises once",
         wait(("raise self._error", "error, self._error = self._error, None\n            raise error")),
-        "16.errors",
+        "15.errors",
         "error-swallowed",
     ),
     Wrong(
         "nobody notes who has heard",
         wait(("self._heard = True", "pass")),
-        "16.errors",
+        "15.errors",
         "raised-again",
     ),
     Wrong(
         "no copy, no save",
         {"SaveQueue.stage": "def stage(self, state_dict):\n    return self.stager.stage(state_dict)\n"},
-        "16.errors",
+        "15.errors",
         "raised-alone",
     ),
     Wrong(
         "what was not copied is saved as nothing",
         stage(("return Unstaged(error)", "return {}")),
-        "16.errors",
+        "15.errors",
         "error-swallowed",
     ),
     Wrong(
         "errors of the save before are ignored",
         start(("self.end_before(agreement)", "self.last is None or self.last.failed()")),
-        "16.errors",
+        "15.errors",
         "error-swallowed",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Answers to 15."""
+"""Answers to 14."""
 
 from __future__ import annotations
 
@@ -111,27 +111,27 @@ def finish(*pairs: tuple[str, str]) -> dict[str, str]:
 
 
 WRONG = [
-    Wrong("boxes that touch share", intersection(("n > 0", "n >= 0")), "15.boxes", "touching-not-shared"),
+    Wrong("boxes that touch share", intersection(("n > 0", "n >= 0")), "14.boxes", "touching-not-shared"),
     Wrong(
         "lengths may be negative",
         intersection((" if all(n > 0 for n in shape) else None", "")),
-        "15.boxes",
+        "14.boxes",
         "touching-not-shared",
     ),
     Wrong(
         "counted from the first box",
         intersection(("Box(starts, shape)", "Box(tuple(s - a for s, a in zip(starts, one.offset)), shape)")),
-        "15.boxes",
+        "14.boxes",
         "wrong-origin",
     ),
-    Wrong("all of the other box", intersection(("Box(starts, shape)", "other")), "15.boxes", "wrong-rows"),
+    Wrong("all of the other box", intersection(("Box(starts, shape)", "other")), "14.boxes", "wrong-rows"),
     Wrong(
         "along dim 0 only",
         intersection(
             ("shape = tuple(", "shape = (*other.shape[:0],) + tuple("),
             ("all(n > 0 for n in shape)", "shape[:1] != () and shape[0] > 0"),
         ),
-        "15.boxes",
+        "14.boxes",
         "touching-not-shared",
     ),
     Wrong(
@@ -139,61 +139,61 @@ WRONG = [
         {
             "within": "def within(box, outer):\n    return Box(tuple(b - a for a, b in zip(box.offset, outer.offset)), box.shape)\n"
         },
-        "15.boxes",
+        "14.boxes",
         "wrong-origin",
     ),
     Wrong(
         "within changes nothing",
         {"within": "def within(box, outer):\n    return box\n"},
-        "15.boxes",
+        "14.boxes",
         "wrong-origin",
     ),
-    Wrong("only counted", find_fault(("if find_overlap(boxes):", "if False:")), "15.whole", "parts-overlap"),
+    Wrong("only counted", find_fault(("if find_overlap(boxes):", "if False:")), "14.whole", "parts-overlap"),
     Wrong(
         "not counted",
         find_fault((' if sum(box.numel for box in boxes) == prod(shape) else "some are missing"', "")),
-        "15.whole",
+        "14.whole",
         "parts-missing",
     ),
-    Wrong("not within the shape", find_fault(("a + n <= size", "True")), "15.whole", "past-the-end"),
-    Wrong("empty parts pass", find_fault(("0 < n", "0 <= n")), "15.whole", "empty-at-zero"),
+    Wrong("not within the shape", find_fault(("a + n <= size", "True")), "14.whole", "past-the-end"),
+    Wrong("empty parts pass", find_fault(("0 < n", "0 <= n")), "14.whole", "empty-at-zero"),
     Wrong(
         "offsets may have more dims than the tensor",
         find_fault((" or len(box.offset) != len(shape)", "")),
-        "15.whole",
+        "14.whole",
         "fault-missed",
     ),
     Wrong(
         "parts have to come in order",
         find_fault(("if find_overlap(boxes):", "if list(boxes) != sorted(boxes):")),
-        "15.whole",
+        "14.whole",
         "good-parts-refused",
     ),
     Wrong(
         "copies are not compared",
         holders(("if ranks and by_rank[ranks[0]]", "if False and by_rank[ranks[0]]")),
-        "15.whole",
+        "14.whole",
         "replicas-differ",
     ),
     Wrong(
         "the last copy takes the place of the first",
         holders(("ranks = holders.setdefault((path, box), [])", "ranks = holders[path, box] = []")),
-        "15.whole",
+        "14.whole",
         "holders-lost",
     ),
     Wrong(
         "only the first holder is kept",
         holders(("ranks.append(rank)", "ranks or ranks.append(rank)")),
-        "15.whole",
+        "14.whole",
         "holders-lost",
     ),
     Wrong(
         "only rank 0 counts",
         holders(('if entry["box"] is None', 'if rank or entry["box"] is None'), ("if fault:", "if False:")),
-        "15.whole",
+        "14.whole",
         "rank-0-only",
     ),
-    Wrong("holes are not looked for", holders(("if fault:", "if False:")), "15.whole", "parts-missing"),
+    Wrong("holes are not looked for", holders(("if fault:", "if False:")), "14.whole", "parts-missing"),
     Wrong(
         "an error without names",
         holders(
@@ -202,13 +202,13 @@ WRONG = [
                 '_refuse(path, "the same values", "others")',
             )
         ),
-        "15.whole",
+        "14.whole",
         "not-named",
     ),
     Wrong(
         "a place for the empty shard",
         box_of(("return box if box.numel else None", "return box")),
-        "15.parts",
+        "14.parts",
         "empty-at-zero",
     ),
     Wrong(
@@ -219,19 +219,19 @@ WRONG = [
                 "shape = [-(-tensor.shape[0] // tensor.device_mesh.size()), *shape[1:]]; box = Box(tuple(offset), tuple(shape))",
             )
         ),
-        "15.parts",
+        "14.parts",
         "padding-leaked",
     ),
     Wrong(
         "the whole on every rank",
         box_of(("box = Box(tuple(offset), tuple(shape))", "box = whole(tensor.shape)")),
-        "15.parts",
+        "14.parts",
         "replicated",
     ),
     Wrong(
         "every part at the origin",
         box_of(("Box(tuple(offset), ", "Box((0,) * tensor.dim(), ")),
-        "15.parts",
+        "14.parts",
         "wrong-origin",
     ),
     Wrong(
@@ -239,44 +239,44 @@ WRONG = [
         box_of(
             ("tensor.device_mesh.get_coordinate() is None", "any(tensor.device_mesh.get_coordinate() or [1])")
         ),
-        "15.parts",
+        "14.parts",
         "rank-0-only",
     ),
     Wrong(
         "what is shared counts from this rank's part",
         needs(("Need(entry, chunk, box, shared)", "Need(entry, chunk, box, within(shared, box))")),
-        "15.pairs",
+        "14.pairs",
         "wrong-origin",
     ),
     Wrong(
         "what is shared counts from the chunk",
         needs(("Need(entry, chunk, box, shared)", "Need(entry, chunk, box, within(shared, chunk.box))")),
-        "15.pairs",
+        "14.pairs",
         "wrong-origin",
     ),
     Wrong(
         "this rank's part counts from itself",
         needs(("Need(entry, chunk, box, shared)", "Need(entry, chunk, whole(box.shape), shared)")),
-        "15.pairs",
+        "14.pairs",
         "wrong-origin",
         also="from hwfsdp.checkpoint.boxes import whole\n",
     ),
     Wrong(
         "the path in place of the entry",
         needs(("Need(entry, chunk, box, shared)", "Need(path, chunk, box, shared)")),
-        "15.pairs",
+        "14.pairs",
         "wrong-value",
     ),
     Wrong(
         "an entry that is looked for where there is none",
         needs(("matched.manifest.entries[path]", "matched.entries[path]")),
-        "15.pairs",
+        "14.pairs",
         "crashed",
     ),
     Wrong(
         "only the chunk that is the same",
         needs(("if shared:", "if shared and shared == chunk.box == box:")),
-        "15.pairs",
+        "14.pairs",
         "same-world-only",
     ),
     Wrong(
@@ -287,19 +287,19 @@ WRONG = [
                 "yield Need(entry, chunk, box, shared)\n                    break",
             )
         ),
-        "15.pairs",
+        "14.pairs",
         "rows-not-loaded",
     ),
     Wrong(
         "the entry's own chunks, tied or not",
         needs(("matched.manifest.chunks_of(entry)", "entry.chunks")),
-        "15.pairs",
+        "14.pairs",
         "rows-not-loaded",
     ),
     Wrong(
         "the optimizer's state is left out",
         needs(("entry, box =", "if path[0] == 'optim': continue\n            entry, box =")),
-        "15.pairs",
+        "14.pairs",
         "optimizer-forgotten",
     ),
     Wrong(
@@ -312,7 +312,7 @@ WRONG = [
             ),
             ("chunks_of(entry)", "chunks_of(other)"),
         ),
-        "15.pairs",
+        "14.pairs",
         "matched-by-place",
     ),
     Wrong(
@@ -323,7 +323,7 @@ WRONG = [
                 "yield Need(entry, chunk, box, shared)\n                    yield Need(entry, chunk, box, shared)",
             )
         ),
-        "15.pairs",
+        "14.pairs",
         "read-too-much",
     ),
     Wrong(
@@ -334,7 +334,7 @@ WRONG = [
                 "(path / CURRENT).write_bytes((path / _NEW).read_bytes())",
             )
         ),
-        "15.commit",
+        "14.commit",
         "not-atomic",
     ),
     Wrong(
@@ -345,7 +345,7 @@ WRONG = [
                 "(path / CURRENT).unlink(missing_ok=True)\n        os.rename(path / _NEW, path / CURRENT)",
             )
         ),
-        "15.commit",
+        "14.commit",
         "not-atomic",
     ),
     Wrong(
@@ -361,7 +361,7 @@ WRONG = [
             blocks.sync_directory(folder)
             blocks.sync_directory(path)
         """},
-        "15.commit",
+        "14.commit",
         "not-atomic",
     ),
     Wrong(
@@ -372,13 +372,13 @@ WRONG = [
                 "blocks.write_small_file(folder / MANIFEST, manifest)",
             )
         ),
-        "15.commit",
+        "14.commit",
         "not-atomic",
     ),
     Wrong(
         "nothing is synced",
         finish(("blocks.sync_directory(folder)", "pass"), ("blocks.sync_directory(path)", "pass")),
-        "15.commit",
+        "14.commit",
         "not-durable",
     ),
     Wrong(
@@ -389,7 +389,7 @@ WRONG = [
                 '(folder / f"{MANIFEST}.new").write_bytes(manifest)',
             )
         ),
-        "15.commit",
+        "14.commit",
         "not-durable",
     ),
     Wrong(
@@ -400,43 +400,43 @@ WRONG = [
                 "(path / _NEW).write_bytes(_current_bytes(save_id, digest))",
             )
         ),
-        "15.commit",
+        "14.commit",
         "not-durable",
     ),
     Wrong(
         "the folder's names are not synced",
         finish(("blocks.sync_directory(folder)", "pass")),
-        "15.commit",
+        "14.commit",
         "not-durable",
     ),
     Wrong(
         "the last sync is missing",
         finish(("try:\n            blocks.sync_directory(path)", "try:\n            pass")),
-        "15.commit",
+        "14.commit",
         "not-durable",
     ),
     Wrong(
         "nothing is put back",
         finish(("_put_back(path, before)\n", "pass\n")),
-        "15.commit",
+        "14.commit",
         "failed-save-counts",
     ),
     Wrong(
         "put back, and silent",
         finish(("            raise\n", "            return\n")),
-        "15.commit",
+        "14.commit",
         "error-swallowed",
     ),
     Wrong(
         "a file that a dead save left is in the way",
         finish(("(path / _NEW).unlink(missing_ok=True)", "pass")),
-        "15.commit",
+        "14.commit",
         "crashed",
     ),
     Wrong(
         "the manifest of the new save only",
         finish(("os.replace(path / _NEW, path / CURRENT)", "pass")),
-        "15.commit",
+        "14.commit",
         "not-committed",
     ),
     Wrong(
@@ -447,7 +447,7 @@ WRONG = [
                 'os.link(folder / f"{MANIFEST}.new", folder / MANIFEST)',
             )
         ),
-        "15.commit",
+        "14.commit",
         "not-committed",
     ),
 ]

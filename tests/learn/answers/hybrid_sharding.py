@@ -1,4 +1,4 @@
-"""Answers to 12."""
+"""Answers to 11."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRONG = [
                     return axis_along(mesh, 0), Axis()
                 return axis_along(mesh, 0), axis_along(mesh, 1)
             """},
-        "12.axes",
+        "11.axes",
         "axes-swapped",
     ),
     Wrong(
@@ -26,7 +26,7 @@ WRONG = [
             def data_parallel_axes(mesh):
                 return axis_along(mesh, 0), axis_along(mesh, 1) if mesh.ndim == 2 else Axis()
             """},
-        "12.axes",
+        "11.axes",
         "axes-swapped",
     ),
     Wrong(
@@ -37,7 +37,7 @@ WRONG = [
                 shard = shard._replace(group=dist.group.WORLD, size=dist.get_world_size(), rank=dist.get_rank())
                 return shard, axis_along(mesh, 0) if mesh.ndim == 2 else Axis()
             """},
-        "12.axes",
+        "11.axes",
         "wrong-group",
         "\nimport torch.distributed as dist\n",
     ),
@@ -51,7 +51,7 @@ WRONG = [
 
                 return along(mesh.ndim - 1), along(0) if mesh.ndim == 2 else Axis()
             """},
-        "12.axes",
+        "11.axes",
         "wrong-group",
     ),
     Wrong(
@@ -61,7 +61,7 @@ WRONG = [
                 replicate = (Replicate(),) if self.replicate.group else ()
                 return (Shard(dim), *replicate) if self.shard.group else replicate
             """},
-        "12.axes",
+        "11.axes",
         "axes-swapped",
     ),
     Wrong(
@@ -71,7 +71,7 @@ WRONG = [
                 replicate = (Replicate(),) if self.replicate.size > 1 else ()
                 return (*replicate, Shard(dim)) if self.shard.size > 1 else replicate
             """},
-        "12.axes",
+        "11.axes",
         "wrong-placement",
     ),
     Wrong(
@@ -81,7 +81,7 @@ WRONG = [
                 replicate = (Replicate(),) if self.replicate.group else ()
                 return (*replicate, Shard(0)) if self.shard.group else replicate
             """},
-        "12.axes",
+        "11.axes",
         "wrong-placement",
     ),
     Wrong(
@@ -90,7 +90,7 @@ WRONG = [
             def reduce_over_replicas(reducing, channel):
                 return reducing
             """},
-        "12.traffic",
+        "11.traffic",
         "drifted",
     ),
     Wrong(
@@ -99,7 +99,7 @@ WRONG = [
             def reduce_over_replicas(reducing, channel):
                 return reducing
             """},
-        "12.numbers",
+        "11.numbers",
         "drifted",
     ),
     Wrong(
@@ -115,7 +115,7 @@ WRONG = [
                     start_all_reduce(reducing.flat, operation, channel.replicate, stream, channel)
                 return reducing._replace(stream=stream)
             """},
-        "12.traffic",
+        "11.traffic",
         "reduced-whole",
     ),
     Wrong(
@@ -131,7 +131,7 @@ WRONG = [
                     start_all_reduce(result, operation, channel.shard, stream, channel)
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.traffic",
+        "11.traffic",
         "axes-swapped",
     ),
     Wrong(
@@ -147,7 +147,7 @@ WRONG = [
                     start_all_reduce(result, scaling_of(channel, result.dtype).all_reduce, world, stream, channel)
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.traffic",
+        "11.traffic",
         "wrong-group",
         "\nimport torch.distributed as dist\nfrom hwfsdp.mesh import Axis\n",
     ),
@@ -167,7 +167,7 @@ WRONG = [
                     )
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.traffic",
+        "11.traffic",
         "nobody-to-send-to",
         "\nimport torch.distributed as dist\n",
     ),
@@ -183,7 +183,7 @@ WRONG = [
                     start_all_reduce(result, dist.ReduceOp.SUM, channel.replicate, stream, channel)
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.numbers",
+        "11.numbers",
         "summed-not-averaged",
         "\nimport torch.distributed as dist\n",
     ),
@@ -199,7 +199,7 @@ WRONG = [
                     start_all_reduce(result, dist.ReduceOp.AVG, channel.replicate, stream, channel)
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.numbers",
+        "11.numbers",
         "averaged-twice",
         "\nimport torch.distributed as dist\n",
     ),
@@ -215,7 +215,7 @@ WRONG = [
                     start_all_reduce(result, scaling_of(channel, result.dtype).scatter, channel.replicate, stream, channel)
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.numbers",
+        "11.numbers",
         "averaged-twice",
     ),
     Wrong(
@@ -245,7 +245,7 @@ WRONG = [
                 return reduced
             """,
         },
-        "12.numbers",
+        "11.numbers",
         "averaged-twice",
     ),
     Wrong(
@@ -260,7 +260,7 @@ WRONG = [
                     start_all_reduce(result, operation, channel.replicate, stream, channel)
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.order",
+        "11.order",
         "used-before-wait",
     ),
     Wrong(
@@ -277,7 +277,7 @@ WRONG = [
                 channel.streams.compute.wait(stream.record())
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.order",
+        "11.order",
         "no-overlap",
     ),
     Wrong(
@@ -292,7 +292,7 @@ WRONG = [
                     start_all_reduce(result, operation, channel.replicate, stream, channel)
                 return reducing._replace(flat=result, stream=stream)
             """},
-        "12.order",
+        "11.order",
         "wrong-stream",
     ),
     Wrong(
@@ -308,7 +308,7 @@ WRONG = [
                     start_all_reduce(result, operation, channel.replicate, stream, channel)
                 return reducing._replace(stream=stream)
             """},
-        "12.order",
+        "11.order",
         "kept-alive",
     ),
     Wrong(
@@ -319,7 +319,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, reducing.divide)))
                 return reduced
             """},
-        "12.finish",
+        "11.finish",
         "reduced-too-often",
     ),
     Wrong(
@@ -335,7 +335,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, reducing.divide)))
                 return reduced
             """},
-        "12.finish",
+        "11.finish",
         "grad-kept",
     ),
     Wrong(
@@ -351,7 +351,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, by)))
                 return reduced
             """},
-        "12.finish",
+        "11.finish",
         "averaged-twice",
     ),
     Wrong(
@@ -364,7 +364,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, reducing.divide)))
                 return reduced
             """},
-        "12.finish",
+        "11.finish",
         "partial-forgotten",
     ),
     Wrong(
@@ -378,7 +378,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, reducing.divide)))
                 return reduced
             """},
-        "12.finish",
+        "11.finish",
         "grad-kept",
     ),
     Wrong(
@@ -394,7 +394,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, reducing.divide)))
                 return reduced
             """},
-        "12.partials",
+        "11.partials",
         "drifted",
     ),
     Wrong(
@@ -410,7 +410,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, result))
                 return reduced
             """},
-        "12.finish",
+        "11.finish",
         "summed-not-averaged",
     ),
     Wrong(
@@ -426,7 +426,7 @@ WRONG = [
                 self.add_sharded_grads(params, divided(reduced.result, reducing.divide))
                 return reduced
             """},
-        "12.finish",
+        "11.finish",
         "used-before-wait",
     ),
     Wrong(
@@ -442,7 +442,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, reducing.divide)))
                 return reduced
             """},
-        "12.order",
+        "11.order",
         "kept-alive",
     ),
     Wrong(
@@ -460,7 +460,7 @@ WRONG = [
                 reduced.then(lambda result: self.add_sharded_grads(params, divided(result, reducing.divide)))
                 return reduced
             """},
-        "12.order",
+        "11.order",
         "used-before-wait",
     ),
     Wrong(
@@ -473,7 +473,7 @@ WRONG = [
                 for param, grad in self.pieces(params, result):
                     param.partial_grad = grad
             """},
-        "12.finish",
+        "11.finish",
         "partial-forgotten",
     ),
     Wrong(
@@ -489,7 +489,7 @@ WRONG = [
                 for param, grad in self.pieces(params, result):
                     param.partial_grad = grad if before[param] is None else before[param] + grad
             """},
-        "12.partials",
+        "11.partials",
         "partial-forgotten",
     ),
     Wrong(
@@ -500,7 +500,7 @@ WRONG = [
                 for param, grad in self.pieces(params, result):
                     param.partial_grad = grad if param.partial_grad is None else param.partial_grad.add_(grad)
             """},
-        "12.partials",
+        "11.partials",
         "freed-too-early",
     ),
     Wrong(
@@ -512,7 +512,7 @@ WRONG = [
                     if param.partial_grad is not None:
                         grad.add_(param.partial_grad)
             """},
-        "12.finish",
+        "11.finish",
         "grad-kept",
     ),
     Wrong(
@@ -525,7 +525,7 @@ WRONG = [
                         grad = grad + param.partial_grad
                         param.partial_grad = None
             """},
-        "12.finish",
+        "11.finish",
         "partial-forgotten",
     ),
     Wrong(
@@ -539,7 +539,7 @@ WRONG = [
                 for param in self.params:
                     param.partial_grad = None
             """},
-        "12.partials",
+        "11.partials",
         "partial-forgotten",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Answers to 14."""
+"""Answers to 13."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ WRONG = [
     Wrong(
         "a seed for each rank",
         seeded_by('f"{seed}/{fqn}/{number}/{dist.get_rank()}"'),
-        "14.generator",
+        "13.generator",
         "seed-per-rank",
         DISTRIBUTED,
     ),
     Wrong(
         "a seed for each number of ranks",
         seeded_by('f"{seed}/{fqn}/{number}/{dist.get_world_size()}"'),
-        "14.generator",
+        "13.generator",
         "seed-per-rank",
         DISTRIBUTED,
     ),
@@ -97,7 +97,7 @@ WRONG = [
             "row_generator",
             ('int.from_bytes(digest, "little") >> 1', "hash((seed, fqn, number)) % 2**62"),
         ),
-        "14.generator",
+        "13.generator",
         "hash-differs",
     ),
     Wrong(
@@ -108,7 +108,7 @@ WRONG = [
                 generator.seed()
                 return generator
             """},
-        "14.generator",
+        "13.generator",
         "hash-differs",
     ),
     Wrong(
@@ -117,21 +117,21 @@ WRONG = [
             def row_generator(seed, fqn, number):
                 return torch.Generator().manual_seed((seed + sum(fqn.encode()) + number) % 2**63)
             """},
-        "14.generator",
+        "13.generator",
         "seeds-collide",
     ),
     Wrong(
         "nothing between name and number",
         seeded_by('f"{seed}/{fqn}{number}"'),
-        "14.generator",
+        "13.generator",
         "seeds-collide",
     ),
-    Wrong("without the name", seeded_by('f"{seed}/{number}"'), "14.generator", "seeds-collide"),
-    Wrong("without the seed", seeded_by('f"{fqn}/{number}"'), "14.generator", "seeds-collide"),
+    Wrong("without the name", seeded_by('f"{seed}/{number}"'), "13.generator", "seeds-collide"),
+    Wrong("without the seed", seeded_by('f"{fqn}/{number}"'), "13.generator", "seeds-collide"),
     Wrong(
         "of the seed only as many bits as fit",
         seeded_by('f"{seed % 2**63}/{fqn}/{number}"'),
-        "14.generator",
+        "13.generator",
         "seeds-collide",
     ),
     Wrong(
@@ -141,7 +141,7 @@ WRONG = [
                 digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
                 return torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             """},
-        "14.generator",
+        "13.generator",
         "global-generator",
     ),
     Wrong(
@@ -151,14 +151,14 @@ WRONG = [
                 digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
                 return ONE.manual_seed(int.from_bytes(digest, "little") >> 1)
             """},
-        "14.generator",
+        "13.generator",
         "one-sequence",
         "\nONE = torch.Generator()\n",
     ),
     Wrong(
         "one generator for all rows",
         {"row_generator": "def row_generator(seed, fqn, number):\n    return ONE\n"},
-        "14.generator",
+        "13.generator",
         "one-sequence",
         "\nONE = torch.Generator()\n",
     ),
@@ -166,13 +166,13 @@ WRONG = [
     Wrong(
         "rows counted from the rank's first",
         changed("fill_part", (", first):", "):")),
-        "14.weights",
+        "13.weights",
         "seed-per-rank",
     ),
     Wrong(
         "every part begins at row 0",
         changed("part_of", ("Part(local_of(param), offset)", "Part(local_of(param), (0,) * param.ndim)")),
-        "14.weights",
+        "13.weights",
         "seed-per-rank",
     ),
     Wrong(
@@ -185,7 +185,7 @@ WRONG = [
             ),
             ("init(fqn, row, row_generator(seed, fqn, number))", "init(fqn, row, generator)"),
         ),
-        "14.weights",
+        "13.weights",
         "one-sequence",
     ),
     Wrong(
@@ -195,13 +195,13 @@ WRONG = [
                 if part.local.numel():
                     init(fqn, part.local.detach(), row_generator(seed, fqn, part.offset[0] if part.offset else 0))
             """},
-        "14.weights",
+        "13.weights",
         "one-sequence",
     ),
     Wrong(
         "the same generator for every row",
         changed("fill_part", ("row_generator(seed, fqn, number)", "row_generator(seed, fqn, 0)")),
-        "14.weights",
+        "13.weights",
         "seeds-collide",
     ),
     Wrong(
@@ -209,7 +209,7 @@ WRONG = [
         changed(
             "fill_part", ("row_generator(seed, fqn, number)", "row_generator(seed, fqn.upper(), number)")
         ),
-        "14.weights",
+        "13.weights",
         "wrong-value",
     ),
     Wrong(
@@ -219,25 +219,25 @@ WRONG = [
             ("torch.empty(shape[1:], dtype=local.dtype)", "torch.empty(target.shape, dtype=local.dtype)"),
             ("row[kept]", "row"),
         ),
-        "14.weights",
+        "13.weights",
         "row-in-part",
     ),
     Wrong(
         "the first columns, whichever the rank's are",
         changed("fill_part", ("slice(o, o + n)", "slice(n)")),
-        "14.weights",
+        "13.weights",
         "wrong-rows",
     ),
     Wrong(
         "drawn in fp32 and rounded",
         changed("fill_part", (", dtype=local.dtype)", ")")),
-        "14.weights",
+        "13.weights",
         "drawn-in-wrong-dtype",
     ),
     Wrong(
         "drawn, and not kept",
         changed("fill_part", ("target.copy_(row[kept])", "target = row[kept]")),
-        "14.weights",
+        "13.weights",
         "not-initialized",
     ),
     Wrong(
@@ -249,7 +249,7 @@ WRONG = [
                 "            init(fqn, torch.empty(shape[1:], dtype=local.dtype), row_generator(seed, fqn, 0))\n            return\n",
             ),
         ),
-        "14.weights",
+        "13.weights",
         "rows-of-others",
     ),
     Wrong(
@@ -266,7 +266,7 @@ WRONG = [
                     elif offset[0] <= number < offset[0] + len(local):
                         local[number - offset[0]].copy_(row[kept])
             """},
-        "14.weights",
+        "13.weights",
         "rows-of-others",
     ),
     Wrong(
@@ -278,26 +278,26 @@ WRONG = [
                 "            if not isinstance(param, DTensor):\n                continue\n            require_memory(",
             ),
         ),
-        "14.weights",
+        "13.weights",
         "not-initialized",
         "\nfrom torch.distributed.tensor import DTensor\n",
     ),
     Wrong(
         "parameters without dims forgotten",
         changed("fill_part", ("if local.numel() == 0:", "if local.numel() == 0 or not local.ndim:")),
-        "14.weights",
+        "13.weights",
         "not-initialized",
     ),
     Wrong(
         "a tied parameter once more, by its other name",
         changed("init_shards", ("named_parameters()", "named_parameters(remove_duplicate=False)")),
-        "14.weights",
+        "13.weights",
         "initialized-twice",
     ),
     Wrong(
         "whole parameters are filled where a forward left them",
         changed("init_shards", ("        reshard_all(model)\n", "")),
-        "14.weights",
+        "13.weights",
         "not-initialized",
     ),
     Wrong(
@@ -310,13 +310,13 @@ WRONG = [
                     fill_part(fqn, part_of(param), tuple(param.shape), init, seed)
                 reshard_all(model)
             """},
-        "14.weights",
+        "13.weights",
         "resharded-too-late",
     ),
     Wrong(
         "memory is not asked for",
         changed("init_shards", ("            require_memory(fqn, param)\n", "")),
-        "14.weights",
+        "13.weights",
         "not-allocated",
     ),
     Wrong(
@@ -328,7 +328,7 @@ WRONG = [
                 "reshard_all(model)\n        for buffer in model.buffers(): buffer.zero_()",
             ),
         ),
-        "14.weights",
+        "13.weights",
         "input-changed",
     ),
     Wrong(
@@ -340,20 +340,20 @@ WRONG = [
                 "reshard_all(model)\n        model.scale = torch.nn.Parameter(model.scale.clone())",
             ),
         ),
-        "14.weights",
+        "13.weights",
         "not-registered",
     ),
     Wrong(
         "torch's generator is seeded, too",
         changed("init_shards", ("reshard_all(model)", "reshard_all(model)\n        torch.manual_seed(seed)")),
-        "14.weights",
+        "13.weights",
         "global-generator",
     ),
     # --- shards ---
     Wrong(
         "padding is whatever was in memory",
         changed("FSDPParam.hold_rows", ("new_zeros", "new_empty")),
-        "14.shard",
+        "13.shard",
         "padding-not-zero",
     ),
     Wrong(
@@ -367,19 +367,19 @@ WRONG = [
                     replace_local(param, rows)
                 self.padded_shard = rows.view(-1)
             """},
-        "14.shard",
+        "13.shard",
         "padding-dropped",
     ),
     Wrong(
         "the parameter keeps its own rows",
         changed("FSDPParam.hold_rows", ("        replace_local(param, front)\n", "")),
-        "14.shard",
+        "13.shard",
         "not-a-view",
     ),
     Wrong(
         "the rows are not copied",
         changed("FSDPParam.hold_rows", ("        front.copy_(rows)\n", "")),
-        "14.shard",
+        "13.shard",
         "wrong-rows",
     ),
     Wrong(
@@ -391,7 +391,7 @@ WRONG = [
                 "if False:",
             ),
         ),
-        "14.shard",
+        "13.shard",
         "copied-anyway",
     ),
     Wrong(
@@ -401,7 +401,7 @@ WRONG = [
             (" and self._on_shard_device(rows) is rows", ""),
             ("self._on_shard_device(rows.new_zeros(padded_shape))", "rows.new_zeros(padded_shape)"),
         ),
-        "14.shard",
+        "13.shard",
         "wrong-device",
     ),
     Wrong(
@@ -414,7 +414,7 @@ WRONG = [
                 "rows.is_contiguous() and rows.dtype == self.padded_shard.dtype and",
             ),
         ),
-        "14.shard",
+        "13.shard",
         "wrong-value",
     ),
     Wrong(
@@ -423,7 +423,7 @@ WRONG = [
             "FSDPParam.hold_rows",
             ("rows.new_zeros(padded_shape)", "self.padded_shard.new_zeros(padded_shape, dtype=rows.dtype)"),
         ),
-        "14.shard",
+        "13.shard",
         "not-allocated",
     ),
     Wrong(
@@ -431,19 +431,19 @@ WRONG = [
         changed(
             "FSDPParam.hold_rows", ("rows = local_of(param)", "rows = self._rows_given = local_of(param)")
         ),
-        "14.shard",
+        "13.shard",
         "kept-alive",
     ),
     Wrong(
         "an exception, on those ranks only that have padding",
         changed("FSDPParam.hold_rows", ("replace_local(param, front)", "self.replace_local(param, front)")),
-        "14.shard",
+        "13.shard",
         "crashed",
     ),
     Wrong(
         "nothing is done",
         {"FSDPParam.hold_rows": "def hold_rows(self, param):\n    return\n"},
-        "14.shard",
+        "13.shard",
         "not-a-view",
     ),
     # --- bytes ---
@@ -461,7 +461,7 @@ WRONG = [
                     init(fqn, rows[number], row_generator(seed, fqn, number))
                 local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, local.shape))])
             """},
-        "14.bytes",
+        "13.bytes",
         "replicated",
     ),
     Wrong(
@@ -478,7 +478,7 @@ WRONG = [
                 kept = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:]))
                 local.copy_((rows if shape else rows[0])[(slice(None), *kept) if shape else ()])
             """},
-        "14.bytes",
+        "13.bytes",
         "more-than-a-row",
     ),
     Wrong(
@@ -486,7 +486,7 @@ WRONG = [
         changed(
             "fill_part", ("target.copy_(row[kept])", "target.copy_(row[kept])\n            KEPT.append(row)")
         ),
-        "14.bytes",
+        "13.bytes",
         "more-than-a-row",
         "\nKEPT = []\n",
     ),
@@ -501,7 +501,7 @@ WRONG = [
                 "            dist.all_reduce(torch.zeros(1), group=mesh.get_group())\n",
             ),
         ),
-        "14.bytes",
+        "13.bytes",
         "too-much-traffic",
         DISTRIBUTED,
     ),

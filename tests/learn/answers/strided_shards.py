@@ -1,4 +1,4 @@
-"""Answers to 13."""
+"""Answers to 12."""
 
 from __future__ import annotations
 
@@ -83,25 +83,25 @@ WRONG = [
     Wrong(
         "left to right: a plain shard, whatever was cut before",
         {"cut_after": "def cut_after(placements, dim):\n    return Shard(dim)\n"},
-        "13.placement",
+        "12.placement",
         "wrong-order-of-cuts",
     ),
     Wrong(
         "axes that replicate are counted",
         changed("cut_after", (" if compat.is_shard(p) and p.dim == dim", "")),
-        "13.placement",
+        "12.placement",
         "counted-as-cut",
     ),
     Wrong(
         "cuts of another tensor dim are counted",
         changed("cut_after", (" and p.dim == dim", "")),
-        "13.placement",
+        "12.placement",
         "counted-as-cut",
     ),
     Wrong(
         "the number of cuts, not of pieces",
         changed("cut_after", ("prod(size for", "1 + sum(1 for")),
-        "13.placement",
+        "12.placement",
         "wrong-split-factor",
     ),
     Wrong(
@@ -114,13 +114,13 @@ WRONG = [
                         parts = size
                 return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
             """},
-        "13.placement",
+        "12.placement",
         "wrong-split-factor",
     ),
     Wrong(
         "strided where nothing was cut",
         changed("cut_after", (" if parts > 1 else Shard(dim)", "")),
-        "13.placement",
+        "12.placement",
         "wrong-placement",
     ),
     Wrong(
@@ -132,7 +132,7 @@ WRONG = [
                 "(*before, *(cut if compat.is_shard(p) else p for p in own))",
             ),
         ),
-        "13.placement",
+        "12.placement",
         "wrong-axis-order",
     ),
     Wrong(
@@ -140,13 +140,13 @@ WRONG = [
         {
             "joined_placements": "def joined_placements(own, before, sizes, dim):\n    return (*own, *before)\n"
         },
-        "13.placement",
+        "12.placement",
         "wrong-order-of-cuts",
     ),
     Wrong(
         "replicas are sharded as well",
         changed("joined_placements", ("cut if compat.is_shard(p) else p for p in own", "cut for p in own")),
-        "13.placement",
+        "12.placement",
         "wrong-placement",
     ),
     # --- orders ---
@@ -155,7 +155,7 @@ WRONG = [
         changed(
             "orders_of_cuts", ("order.insert(pieces.index(factor), mesh_dim)", "order.insert(0, mesh_dim)")
         ),
-        "13.order",
+        "12.order",
         "wrong-order-of-cuts",
     ),
     Wrong(
@@ -163,7 +163,7 @@ WRONG = [
         changed(
             "orders_of_cuts", ("return orders", "return {dim: order[::-1] for dim, order in orders.items()}")
         ),
-        "13.order",
+        "12.order",
         "wrong-order-of-cuts",
     ),
     Wrong(
@@ -175,7 +175,7 @@ WRONG = [
                 "order.insert(len(order) if factor > 1 else 0, mesh_dim)",
             ),
         ),
-        "13.order",
+        "12.order",
         "wrong-split-factor",
     ),
     Wrong(
@@ -185,7 +185,7 @@ WRONG = [
             ("if factor not in pieces", "if factor - 1 > len(order)"),
             ("order.insert(pieces.index(factor), mesh_dim)", "order.insert(factor - 1, mesh_dim)"),
         ),
-        "13.order",
+        "12.order",
         "wrong-split-factor",
     ),
     Wrong(
@@ -203,7 +203,7 @@ WRONG = [
                     order.insert(pieces.index(factor), mesh_dim)
                 return orders
             """},
-        "13.order",
+        "12.order",
         "counted-as-cut",
     ),
     Wrong(
@@ -223,7 +223,7 @@ WRONG = [
                 dims = {placements[m].dim for m in order}
                 return {dim: [m for m in order if placements[m].dim == dim] for dim in dims}
             """},
-        "13.order",
+        "12.order",
         "counted-as-cut",
     ),
     Wrong(
@@ -232,7 +232,7 @@ WRONG = [
             "orders_of_cuts",
             ("(mesh_shape, mesh_dim, placement, pieces)", "(mesh_shape, placements, mesh_dim)"),
         ),
-        "13.order",
+        "12.order",
         "crashed",
     ),
     Wrong(
@@ -241,14 +241,14 @@ WRONG = [
             "orders_of_cuts",
             ("raise impossible_factor(mesh_shape, mesh_dim, placement, pieces)", "factor = 1"),
         ),
-        "13.order",
+        "12.order",
         "wrong-split-factor",
     ),
     # --- boxes ---
     Wrong(
         "cuts in the order of the mesh, whatever was asked for",
         changed("nested_extent", ("for mesh_dim in order", "for mesh_dim in sorted(order)")),
-        "13.box",
+        "12.box",
         "wrong-order-of-cuts",
     ),
     Wrong(
@@ -272,7 +272,7 @@ WRONG = [
                     offset[dim] = int(rows[0]) if len(rows) else global_shape[dim]
                 return LocalExtent(tuple(shape), tuple(offset))
             """},
-        "13.box",
+        "12.box",
         "stripes-not-boxes",
         "\nimport torch\nfrom math import prod\n",
     ),
@@ -287,7 +287,7 @@ WRONG = [
                         offset[dim] += coordinate[mesh_dim] * shape[dim]
                 return LocalExtent(tuple(shape), tuple(offset))
             """},
-        "13.box",
+        "12.box",
         "floor-instead-of-ceil",
     ),
     Wrong(
@@ -303,7 +303,7 @@ WRONG = [
                     offset[dim], shape[dim] = chunk_extent(shape[dim], size, index)
                 return LocalExtent(tuple(shape), tuple(offset))
             """},
-        "13.box",
+        "12.box",
         "evenness-assumed",
     ),
     Wrong(
@@ -321,7 +321,7 @@ WRONG = [
                         offset[dim] = global_shape[dim]
                 return LocalExtent(tuple(shape), tuple(offset))
             """},
-        "13.box",
+        "12.box",
         "spread-evenly",
     ),
     Wrong(
@@ -333,19 +333,19 @@ WRONG = [
                 "offset[dim] += start",
             ),
         ),
-        "13.box",
+        "12.box",
         "empty-at-zero",
     ),
     Wrong(
         "offsets within the last piece",
         changed("nested_extent", ("offset[dim] + start if", "start if")),
-        "13.box",
+        "12.box",
         "wrong-rows",
     ),
     Wrong(
         "lists",
         changed("nested_extent", ("LocalExtent(tuple(shape), tuple(offset))", "LocalExtent(shape, offset)")),
-        "13.box",
+        "12.box",
         "wrong-value",
     ),
     Wrong(
@@ -360,7 +360,7 @@ WRONG = [
                 "                shape[dim] = min(chunk, n - start)",
             ),
         ),
-        "13.box",
+        "12.box",
         "float-for-integer",
         "\nfrom math import ceil\n",
     ),
@@ -368,7 +368,7 @@ WRONG = [
     Wrong(
         "never padded",
         changed("shard_strided", ("largest_shape(extents) if pad else extent.shape", "extent.shape")),
-        "13.shards",
+        "12.shards",
         "padding-dropped",
     ),
     Wrong(
@@ -376,13 +376,13 @@ WRONG = [
         changed(
             "shard_strided", ("largest_shape(extents) if pad else extent.shape", "largest_shape(extents)")
         ),
-        "13.shards",
+        "12.shards",
         "padding-leaked",
     ),
     Wrong(
         "padding is whatever was in memory",
         changed("shard_strided", ("new_zeros", "new_empty")),
-        "13.shards",
+        "12.shards",
         "padding-not-zero",
     ),
     Wrong(
@@ -394,7 +394,7 @@ WRONG = [
                 "shard[tuple(slice(m - n, m) for m, n in zip(shard.shape, extent.shape))] =",
             ),
         ),
-        "13.shards",
+        "12.shards",
         "padding-leaked",
     ),
     Wrong(
@@ -411,7 +411,7 @@ WRONG = [
                     shards.append(shard)
                 return shards
             """},
-        "13.shards",
+        "12.shards",
         "aliased",
         "\nimport torch.nn.functional as F\n",
     ),
@@ -429,14 +429,14 @@ WRONG = [
                     shards.append(shard.contiguous())
                 return shards
             """},
-        "13.shards",
+        "12.shards",
         "aliased",
         "\nimport torch.nn.functional as F\n",
     ),
     Wrong(
         "cut off from autograd",
         changed("shard_strided", ("tensor[slices_of(extent)]", "tensor.detach()[slices_of(extent)]")),
-        "13.shards",
+        "12.shards",
         "grad-lost",
     ),
     Wrong(
@@ -448,7 +448,7 @@ WRONG = [
                 whole = torch.cat([shard.flatten() for shard in dict(zip(extents.values(), shards)).values()])
                 return whole[: prod(global_shape)].view(tuple(global_shape))
             """},
-        "13.whole",
+        "12.whole",
         "wrong-order-of-cuts",
         "\nimport torch\nfrom math import prod\n",
     ),
@@ -468,20 +468,20 @@ WRONG = [
                     firsts.setdefault(extent.offset, shard)
                 return torch.cat([firsts[offset] for offset in sorted(firsts)])[: global_shape[0]]
             """},
-        "13.whole",
+        "12.whole",
         "padding-leaked",
         "\nimport torch\n",
     ),
     Wrong(
         "the last replica counts",
         changed("unshard_strided", ("firsts.setdefault(extent, shard)", "firsts[extent] = shard")),
-        "13.whole",
+        "12.whole",
         "wrong-replica",
     ),
     Wrong(
         "nothing is checked",
         changed("unshard_strided", ("check_shards(shards, mesh_shape, extents)", "pass")),
-        "13.whole",
+        "12.whole",
         "wrong-value",
     ),
 ]

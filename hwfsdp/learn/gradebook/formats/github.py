@@ -48,7 +48,7 @@ def _test(exercise: Data, check: Data, book: Gradebook) -> Data:
         "max_score": check["max_points"],
         "message": "\n".join(evidence(exercise, check)) or None,
         "test_code": "",
-        "filename": f"exercises/{place.directory}/{place.file_name}",
+        "filename": f"exercises/{place.target}",
         "line_no": 0,
         "duration": 0,
     }
