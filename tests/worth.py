@@ -66,7 +66,7 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
         " checkpoint/test_boxes.py checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
     ),
     "grader": (
-        "learn/*.py learn/gradebook/*.py learn/capstone/*.py learn/lab/*.py learn/release/*.py",
+        "learn/*.py learn/stations/*.py learn/gradebook/*.py learn/capstone/*.py learn/lab/*.py learn/release/*.py",
         "learn/test_*.py test_holes.py test_starters.py test_mutants.py test_first_contact.py",
     ),
 }
