@@ -408,6 +408,24 @@ def test_a_collective_of_the_users_own_takes_its_time_and_is_seen_to(host: bool)
     assert found.exposed_comm_fraction == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_beside_compute_a_collective_of_the_users_own_blocks_the_host_unless_it_is_asynchronous(
+    is_async: bool,
+) -> None:
+    us = collective_us("all_reduce", 4 * (1 << 20), Span(8, 1, 8), H100)
+
+    def step() -> None:
+        tensor, ours = torch.ones(1 << 20), streams.streams_for("cpu")
+        with ours.all_reduce.run():
+            dist.all_reduce(tensor, async_op=is_async)
+        torch.ones(1 << 28).zero_()
+
+    found = simulate(lambda: step, 8, replace(H100, host=True))
+    (event,) = found.log.collectives()
+    computes = found.step_seconds * 1e6 - event.start_us
+    assert (computes > Cost(0.0, "", 2 << 30).us(H100) + us) is not is_async
+
+
 def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and_compute_waits() -> None:
     fill_us = Cost(0.0, "", 1 << 30).us(H100)
     reduce_us = collective_us("all_reduce", 40, Span(8, 1, 8), H100)

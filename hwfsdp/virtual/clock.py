@@ -7,7 +7,8 @@ here what it overlaps there. Everything is arithmetic on floats: two runs give t
 
 Note [A host that computes]
     Where the device is the host (`Device.host`), compute and copies block it: the host's clock moves to the end of each.
-    Collectives run beside it, as gloo's threads do.
+    Collectives run beside it, as gloo's threads do. One that the user calls and that is to be over when it returns blocks the
+    host, too, on whatever stream.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Clock:
 
     Attributes:
         host: now. ends: by stream, when all that was issued there is over. current: where operators run.
+        issues: a stream issues a collective, which blocks nobody.
     """
 
     def __init__(self, device: Device) -> None:
@@ -34,6 +36,7 @@ class Clock:
         self.host = 0.0
         self.ends = dict.fromkeys(STREAMS, 0.0)
         self.current = "compute"
+        self.issues = False
 
     def now(self, stream: str) -> float:
         """The time at which an event recorded on the stream now will be over."""
@@ -96,7 +99,11 @@ class VirtualStream(Stream):
         return VirtualEvent(self.name, self._time.now(self.name))
 
     def collective(self, issue: Callable[[bool], Work | None], name: str, owner: str) -> None:
-        run_named(lambda: issue(False), name, owner)
+        self._time.issues = True
+        try:
+            run_named(lambda: issue(False), name, owner)
+        finally:
+            self._time.issues = False
 
     def then(self, function: Callable[[], None]) -> None:
         function()

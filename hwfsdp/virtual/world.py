@@ -190,6 +190,11 @@ class Meter(DispatchMode):
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
         with self._stream_of(kind):
             world.clock.run(collective_us(kind, whole, world.span(group), world.device))
+            is_blocking = not world.clock.issues and any(
+                arg is False for arg in args
+            )  # async_op is the one flag
+            if world.device.host and is_blocking:
+                world.clock.host = max(world.clock.host, world.clock.ends[world.clock.current])
 
     @contextmanager
     def _stream_of(self, kind: str) -> Iterator[None]:
