@@ -225,7 +225,11 @@ def _add_course_verbs(verbs: Any) -> None:
     hint = add("hint", _hint, "show the hints to an exercise, one more each call")
     add("status", _status, "show how far you are")
     watch = add("watch", _watch, "check again whenever a file is saved")
-    reset = add("reset", _reset, "put the starter of an exercise back; your file is kept beside it")
+    reset = add(
+        "reset",
+        _reset,
+        "put the starter of an exercise back, for a station all of my_fsdp.py; your file is kept",
+    )
     catchup = add("catchup", _catchup, "write my_fsdp.py as it is before a station; yours is kept beside it")
     for parser in (check, hint, reset, catchup):
         parser.add_argument("number", metavar="N", help="number of the exercise, or capstone")
@@ -237,7 +241,7 @@ def _add_course_verbs(verbs: Any) -> None:
         parser.add_argument(
             "--mine",
             action="store_true",
-            help="earlier exercises come from the same folder, not from the package",
+            help="earlier electives come from the same folder, not from the package",
         )
     check.add_argument("--seed", type=_natural, help="of the inputs (default: another one each time)")
 

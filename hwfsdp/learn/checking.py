@@ -14,7 +14,7 @@ from pathlib import Path
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.capstone.grading import grade_capstone
 from hwfsdp.learn.capstone.homework import Homework
-from hwfsdp.learn.certificate import LAST, write_certificate
+from hwfsdp.learn.certificate import STATION, write_certificate
 from hwfsdp.learn.commands import shown_path, wanted_exercise
 from hwfsdp.learn.grade import Options, grade
 from hwfsdp.learn.manifest import Course, Exercise, find_course
@@ -37,7 +37,7 @@ def check(
     folder = _folder(course, submission, exercise)
     options = Options(mine=mine or exercise.is_station, seed=seed)
     warm_up()
-    before = Progress.load(course).measured
+    before = Progress.load(course).measured if submission is None else {}
     result: Grade
     if isinstance(exercise, Homework):
         result = grade_capstone(folder, course, options)
@@ -52,7 +52,7 @@ def check(
         print(shown(result, shown_path(find_source(exercise, folder).path), Style(), before))
         if (
             submission is None
-            and exercise.number == LAST
+            and exercise.number == STATION
             and (path := write_certificate(course, Progress.load(course)))
         ):
             print(f"  You wrote FSDP. To keep, or to show: {shown_path(path)}")
@@ -89,10 +89,13 @@ def watch(number: str | None, mine: bool) -> int:
 
 
 def current(course: Course, exercise: Exercise) -> Exercise:
-    """The exercise to check when this one's file is saved: of `my_fsdp.py` the station after the last one that has passed."""
-    passed = Progress.load(course).passed
+    """The exercise to check when this one's file is saved: of `my_fsdp.py` the station after the last one that has passed, or was
+    written by `hwfsdp catchup`.
+    """
+    progress = Progress.load(course)
     same = [each for each in course.exercises if each.path == exercise.path]
-    done = [place for place, each in enumerate(same, 1) if each.number in passed]
+    over = {each.number for each in same if progress.standing(each).status == "forgone"} | progress.passed
+    done = [place for place, each in enumerate(same, 1) if each.number in over]
     return same[min(max(done, default=0), len(same) - 1)]
 
 

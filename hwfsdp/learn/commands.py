@@ -6,6 +6,7 @@ Each returns the exit status: 0 when what was asked for holds, 1 when it does no
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hwfsdp.errors import UsageError
@@ -14,7 +15,7 @@ from hwfsdp.learn.filemap import file_map
 from hwfsdp.learn.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
 from hwfsdp.learn.progress import Progress, replace_file, reset
 from hwfsdp.learn.report import Style, listed
-from hwfsdp.learn.stations.stages import LAST, SOURCE, caught_up, given
+from hwfsdp.learn.stations.stages import SOURCE, caught_up, earlier_than, is_given
 
 
 def list_exercises(as_json: bool) -> int:
@@ -101,8 +102,8 @@ def status(as_json: bool) -> int:
         print(
             f"{s.exercise.number}  {s.exercise.title:<{width}} {s.score:>2} of {s.exercise.points:>2}  {painted}"
         )
-        for line in style.wrapped(", ".join(map(str, contents.get(s.exercise.number, []))), "      "):
-            print(style.paint(line, "grey"))
+        for line in filled(contents.get(s.exercise.number, []), style.width - 6):
+            print(style.paint(f"      {line}", "grey"))
     done = round(30 * score / most) if most else 0
     print(f"\n{'█' * done}{'░' * (30 - done)}  {score} of {most} points")
     next_one = next((s for s in standings if s.status not in ("passed", "forgone")), None)
@@ -115,12 +116,12 @@ def catch_up(number: str, as_json: bool) -> int:
     """Writes `my_fsdp.py` as it is before a station."""
     course = find_course()
     station = course.exercise(number)
-    if not station.is_station or station.number == "01" or int(station.number) > LAST:
+    if not station.is_station or station.number == "01":
         raise UsageError(
             f"catchup {number}",
-            expected=f"a station from 2 to {LAST}",
+            expected=f"a station of {OWN_FILE} from 2 on",
             got=station.title.lower(),
-            remedy="Others need no earlier ones: begin right away.",
+            remedy="It needs no earlier ones: begin right away.",
         )
     if not SOURCE.exists():
         raise UsageError(
@@ -129,10 +130,10 @@ def catch_up(number: str, as_json: bool) -> int:
             got="a student's",
             remedy=f"Ask your instructor for {OWN_FILE} as it is before station {station.number}.",
         )
-    old = station.path.read_text() if station.path.exists() else ""
-    theirs = {n for n in Progress.load(course).passed if given(n) not in old.splitlines()}
+    old = station.path.read_text(errors="replace") if station.path.is_file() else ""
+    theirs = {n for n in Progress.load(course).passed if not is_given(n, old)}
     text = caught_up(station.number, theirs)
-    forgone = [n for n in (f"{n:02}" for n in range(1, int(station.number))) if n not in theirs]
+    forgone = [n for n in earlier_than(station.number) if n not in theirs]
     kept = replace_file(station, text)
     if as_json:
         print(
@@ -147,6 +148,18 @@ def catch_up(number: str, as_json: bool) -> int:
     return 0
 
 
+def filled(items: Sequence[object], width: int) -> Iterator[str]:
+    """Lines with items, separated by commas; an item is in one line."""
+    line = ""
+    for item in map(str, items):
+        if line and len(line) + 2 + len(item) > width:
+            yield line + ","
+            line = ""
+        line = f"{line}, {item}" if line else item
+    if line:
+        yield line
+
+
 def reset_exercise(number: str, as_json: bool) -> int:
     """Puts a starter back."""
     exercise = find_course().exercise(number)
@@ -155,5 +168,6 @@ def reset_exercise(number: str, as_json: bool) -> int:
         print(json.dumps({"exercise": exercise.number, "kept": str(kept) if kept else None}))
     else:
         where = f" Your file is kept as {shown_path(kept)}." if kept else ""
-        print(f"{shown_path(exercise.path)} is as it was given.{where}")
+        all_of_it = " All stations begin anew." if exercise.is_station else ""
+        print(f"{shown_path(exercise.path)} is as it was given.{all_of_it}{where}")
     return 0

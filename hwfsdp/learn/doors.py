@@ -6,7 +6,7 @@ where they look up names (`getattr`), import, or run text (`exec`), whose attrib
 it is spelled but what comes out:
 
     an instrument        recorder, log, clock, ledger, virtual device: they tell what a learner's code did
-    what is ready-made   torch's FSDP and DDP; for the homework, the package's own
+    what is ready-made   torch's FSDP and DDP; for the stations and the homework, the package's own
     a door               frames, code and variables of others, modules by a name that is put together, other ways around this one
 
 and whether something is set that is not the learner's: an attribute of a module, a class, a function, an instrument.
@@ -68,7 +68,7 @@ class Doors:
 
     Args:
         refuse: called with what the code did, as words that follow "it"; does not return.
-        alone: it is the homework, to which of the package only two modules are open.
+        alone: it is a station or the homework, to which of the package only two modules are open.
     """
 
     def __init__(self, refuse: Refuse, alone: bool = False) -> None:
@@ -167,13 +167,13 @@ class Doors:
             return ""  # of a probe, and wrappers of a recording
         if is_below(home, _CLOSED) and home != "builtins" and what not in LOCKS:
             return f"uses {what}"
-        return f"uses {what}, which the homework does without" if self._is_of_others(home) else ""
+        return f"uses {what}, which this file does without" if self._is_of_others(home) else ""
 
     def _closed_module(self, module: types.ModuleType) -> str:
         name = type(module).__getattribute__(module, "__name__")
         if is_below(name, _CLOSED):
             return f"uses the module {name}"
-        return f"uses {name}, which the homework does without" if self._is_of_others(name) else ""
+        return f"uses {name}, which this file does without" if self._is_of_others(name) else ""
 
     def _is_of_others(self, home: str) -> bool:
         return self._alone and is_below(home, ("hwfsdp",)) and home not in HOMEWORK_MAY

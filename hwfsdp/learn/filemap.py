@@ -19,7 +19,7 @@ class Defined(NamedTuple):
     todo: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name}\u00a0(to\u00a0do)" if self.todo else f"{self.name}\u00a0{self.lines}"
+        return f"{self.name} (to do)" if self.todo else f"{self.name} {self.lines}"
 
 
 def file_map(text: str) -> dict[str, list[Defined]]:

@@ -24,7 +24,7 @@ from hwfsdp.learn.misconceptions import FATAL
 from hwfsdp.learn.overlay import Overlay, Submitted, blanked
 from hwfsdp.learn.rules import check_rules
 from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Runs, Times, Unreported
-from hwfsdp.learn.stations.stages import SOURCE, given
+from hwfsdp.learn.stations.stages import SOURCE, is_given
 from hwfsdp.learn.submission import Source, find_source, inspect, is_started
 from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
 
@@ -131,7 +131,7 @@ def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Over
         Finding: it is not Python, uses what it may not, or says that the station is not the learner's work.
     """
     assert source.text is not None, "a file that is there"
-    if given(exercise.number) in source.text.splitlines():
+    if is_given(exercise.number, source.text):
         message = (
             f"{source.path.name} says that it was written by hwfsdp catchup {int(exercise.number) + 1:02}."
         )
@@ -143,9 +143,9 @@ def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Over
 
 
 def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
-    """The checks of earlier stations, without points. Nothing needs 02, a side quest."""
+    """The checks of earlier stations. Nothing needs 02, a side quest."""
     earlier = [each for each in course.exercises if each.is_station and "02" != each.number < exercise.number]
-    return [CheckResult(check._replace(points=0)) for each in earlier for check in checks_of(each)]
+    return [CheckResult(check) for each in earlier for check in checks_of(each)]
 
 
 def _cut_out(
@@ -213,8 +213,6 @@ def run_checks(
             checked.finding = _finding(check, ranks, result.seed, paths, holes)
             checked.passed = checked.finding is None
         passed[check.id] = bool(checked.passed)
-        if checked in result.before:
-            ranks.measured.clear()
         on_check(checked)
         if checked.finding and checked.finding.misconception in FATAL:
             raise checked.finding

@@ -4,13 +4,13 @@ A station is a chapter of one file, which grows, and which is the learner's own:
 
     exercises/my_fsdp.py      the starter; learners edit it in place
     exercises/03_naive_fsdp/
-        exercise.toml         written by hand: title, points, hints
+        exercise.toml         written by hand: title, points, file, hints
         README.md             written by hand: the idea, what to predict, what is asked
 
 An elective is cut out of the package:
 
     exercises/12_strided_shards/
-        exercise.toml         also: holes; calls, what of the package their docstrings name
+        exercise.toml         holes in place of file; calls, what of the package their docstrings name
         README.md             as above
         picture.png           drawn by the package
         strided_shards.py     the starter, made from the package; learners edit it in place
@@ -197,14 +197,15 @@ def read_manifest(path: Path) -> Exercise:
     number, _, topic = path.parent.name.partition("_")
     try:
         found = tomllib.loads(path.read_text())
-        places = tuple(map(Place.parse, _texts(found["holes"]))) if "holes" in found else ()
+        is_station = found.get("file") == OWN_FILE
+        places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))
         title, points = str(found["title"]), int(found["points"])
         hints = tuple(" ".join(hint.split()) for hint in _texts(found["hints"]))
         calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"manifest {path.parent.name}/{path.name}",
-            expected="title, points and hints, perhaps holes and calls (module:name)",
+            expected="title, points and hints; file of a station, or holes, perhaps calls (module:name)",
             got=f"{type(error).__name__}: {error}",
             remedy="Compare with that of another exercise.",
         ) from None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.manifest import Course, Exercise
-from hwfsdp.learn.stations.stages import given
+from hwfsdp.learn.stations.stages import is_given
 from hwfsdp.learn.submission import find_source, is_started, starter
 from hwfsdp.learn.verdict import Grade
 
@@ -81,10 +81,12 @@ class Progress:
         digest = _digest(text)
         self.grades[grade.exercise.number] = {"status": grade.status, "score": grade.score, "digest": digest}
         for number, results in groupby(grade.before, key=lambda result: result.check.id[:2]):
-            earlier = self.course.exercise(number)  # checked again, on this text
-            if all(result.passed for result in results) and given(number) not in text.splitlines():
-                self.grades[number] = {"status": "passed", "score": earlier.points, "digest": digest}
-        self.measured |= grade.measured
+            if not is_given(number, text):  # checked again, on this text
+                found = list(results)
+                status = "passed" if all(result.passed for result in found) else "failed"
+                score = sum(result.check.points for result in found if result.passed)
+                self.grades[number] = {"status": status, "score": score, "digest": digest}
+        self.measured = grade.measured or self.measured
         self.save()
 
     @property
@@ -108,7 +110,7 @@ class Progress:
             return Standing(exercise, "error", 0, False)
         if text is None or not is_started(exercise, text):
             return Standing(exercise, "not_started", 0, False)
-        if exercise.is_station and given(exercise.number) in text.splitlines():
+        if exercise.is_station and is_given(exercise.number, text):
             return Standing(exercise, "forgone", 0, False)
         if known is None:
             return Standing(exercise, "unchecked", 0, False)

@@ -75,13 +75,17 @@ def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) ->
         yield from _finding_lines(grade.finding, style, with_question=True)
         yield ""
         yield from _printed(grade, style)
-        yield f"  0 of {grade.max_score} points in {grade.seconds:.1f} s: nothing counts before this is gone."
+        is_forgone = grade.finding.misconception == "caught-up"
+        why = "you forgo them." if is_forgone else "nothing counts before this is gone."
+        yield f"  0 of {grade.max_score} points in {grade.seconds:.1f} s: {why}"
         return
     asked = False
     results = grade.shown_results
     widths = [max(len(text) for text in texts) for texts in zip(*map(_texts, results), strict=True)]
     for result in results:
-        yield _check_line(result, widths, style)
+        yield _check_line(
+            result, widths, style, with_points=result in grade.results and bool(result.check.points)
+        )
         if result.finding:
             yield from _finding_lines(result.finding, style, with_question=not asked)
             asked = True
@@ -117,14 +121,10 @@ def _texts(result: CheckResult) -> tuple[str, str]:
     return result.check.id, result.check.sentence
 
 
-def _check_line(result: CheckResult, widths: Sequence[int], style: Style) -> str:
+def _check_line(result: CheckResult, widths: Sequence[int], style: Style, with_points: bool) -> str:
     mark, color = _MARKS[result.passed]
     cells = [text.ljust(width) for text, width in zip(_texts(result), widths, strict=True)]
-    points = (
-        f"  {result.check.points if result.passed else 0}/{result.check.points}"
-        if result.check.points
-        else ""
-    )
+    points = f"  {result.check.points if result.passed else 0}/{result.check.points}" if with_points else ""
     line = f"  {style.paint(mark, color)} {'  '.join(cells)}{points}"
     if result.dependency:
         return line + style.paint(f"  skipped: needs {result.dependency}", "grey")

@@ -255,6 +255,7 @@ class Ranks:
         self._write, self._left = write, PRINTED
         self._deadline, self._extended = times.clock() + self.all_seconds, False
         self.runs: Runs = {}
+        self._late: Runs = {}
 
     def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
         """Calls `probe(report, **arguments)` on `world_size` ranks that have the learner's functions.
@@ -263,9 +264,11 @@ class Ranks:
             Broken: a rank died, hung or exited.
         """
         key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
-        if key not in self.runs:
-            self.runs[key] = self._attempt(probe, world_size, arguments)
-        found = self.runs[key]
+        found = self._late.get(key) or self.runs.get(key)
+        if found is None:
+            found = self._attempt(probe, world_size, arguments)
+            is_late = isinstance(found, Broken) and found.reason == "late"  # which another budget may not be
+            (self._late if is_late else self.runs)[key] = found
         if isinstance(found, Broken):
             raise found
         return found
@@ -489,7 +492,7 @@ def _probe_of(order: _Order) -> Probe:
 def _guard_for(learner: _Learner) -> Guard:
     hidden = learner.confinement.hidden if learner.confinement else ()
     texts = [path for module in learner.overlay.modules for path in files_of(module)]
-    by_itself = not learner.overlay.modules  # the homework
+    by_itself = not learner.overlay.modules  # a station, or the homework
     return Guard([str(path) for path in (*learner.off_limits, *hidden, *texts)], by_itself)
 
 

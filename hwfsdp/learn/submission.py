@@ -57,7 +57,10 @@ def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
     """Raises UsageError if a submission's folder holds no file of any exercise."""
     if not folder.is_dir():
         raise UsageError(
-            f"submission {folder}", expected="a folder", got="none of this name", remedy="Check the path."
+            f"submission {folder}",
+            expected="a folder",
+            got="a file" if folder.exists() else "none of this name",
+            remedy="Give the folder that it is in." if folder.exists() else "Check the path.",
         )
     if not any((folder / e.target).exists() or (folder / e.file_name).exists() for e in exercises):
         raise UsageError(

@@ -107,7 +107,7 @@ class Grade:
         status: "passed", "failed", "not_started" or "error".
         finding: why nothing counts, if the status is "error".
         seconds: that grading took. printed: by the learner's code. seed: of the inputs.
-        before: of checks of earlier stations, without points: what worked must go on working.
+        before: of checks of earlier stations, whose points do not count here: what worked must go on working.
         measured: by what they are of, figures, whether checks pass or not.
     """
 
@@ -153,8 +153,10 @@ class Grade:
 
     def as_dict(self) -> dict[str, Any]:
         checks = [result.as_dict() for result in self.shown_results]
-        if self.status == "error":
-            for check in checks:
+        for result, check in zip(self.shown_results, checks, strict=True):
+            if result not in self.results:
+                check["max_points"] = 0
+            if self.status == "error" or result not in self.results:
                 check["points"] = 0
         return {
             "exercise": self.exercise.number,

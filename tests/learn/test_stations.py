@@ -6,6 +6,7 @@ Wrong and right answers are graded in test_answers.py, the last file at every st
 from __future__ import annotations
 
 import ast
+import hashlib
 import io
 import json
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from hwfsdp.cli import main
 from hwfsdp.learn import commands
 from hwfsdp.learn.capstone.rules import check_rules
+from hwfsdp.learn.certificate import write_certificate
 from hwfsdp.learn.grade import Options, checks_of
 from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.progress import Progress
@@ -223,3 +225,60 @@ def test_a_students_edition_has_nothing_to_catch_up_with(
     assert main(["catchup", "3"]) == 2
     assert "Ask your instructor for my_fsdp.py as it is before station 03" in capsys.readouterr().err
     assert (course.root / "exercises" / "my_fsdp.py").read_text() == stage(0)
+
+
+# --- Empty promises ----------------------------------------------------------------------------------------
+
+EMPTY = """
+import torch.nn as nn
+
+
+def replicate(model):
+    return model
+
+
+def fully_shard(module, **options):
+    return module
+
+
+def traffic(shapes, strategy, world_size, shards=1):
+    return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [3, 5, 6, 8, 9, 10, 16])
+def test_a_file_that_shards_nothing_gets_nothing(number: int) -> None:
+    assert graded(COURSE.exercise(number), COURSE, EMPTY, Options(seed=SEED)).score == 0
+
+
+def test_nothing_stays_whole_in_a_file_that_shards_nothing_and_that_is_no_merit() -> None:
+    options = Options(seed=SEED, only="04.memory")
+    assert graded(COURSE.exercise(4), COURSE, EMPTY, options).score == 0
+
+
+# --- The map and the certificate ---------------------------------------------------------------------------
+
+
+def test_the_map_of_a_file_names_what_each_section_defines(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "# --- 03 Fully sharded ---\n\n\nclass Unit:\n    pass\n\n\ndef half():\n    # TODO(04)\n    pass\n"
+    (course.root / "exercises" / "my_fsdp.py").write_text(own)
+    assert main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("03 "))
+    assert lines[place + 1].strip() == "Unit 2, half (to do)"
+
+
+def test_a_certificate_is_written_when_all_stations_but_the_side_quest_are_passed(course: Course) -> None:
+    text = stage(LAST)
+    (course.root / "exercises" / "my_fsdp.py").write_text(text)
+    assert noted(course, 9, text=text) and write_certificate(course, Progress.load(course)) is None
+    noted(course, 10, text=text)
+    path = write_certificate(course, Progress.load(course))
+    assert path is not None
+    page = path.read_text()
+    assert hashlib.sha256(text.encode()).hexdigest() in page and f"{len(text.splitlines())} lines" in page
+    (course.root / "exercises" / "my_fsdp.py").write_text(text + "\n")
+    assert write_certificate(course, Progress.load(course)) is None

@@ -46,12 +46,14 @@ class Choice:
 
     Attributes:
         taken: target → path. ambiguous: target → the paths that it could be.
-        renamed: target → path, where case differs.
+        renamed: target → path, where case differs, or the folder. deeper: files for targets that nothing was taken for, which
+            lie deeper than what was taken.
     """
 
     taken: dict[str, str] = field(default_factory=dict)
     ambiguous: dict[str, list[str]] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
+    deeper: list[str] = field(default_factory=list)
 
 
 def is_junk(name: str) -> bool:
@@ -76,6 +78,7 @@ def choose(paths: Iterable[str], exercises: Sequence[Exercise]) -> Choice:
         choice.taken[target] = best[0].path
         if best[0].rank[1]:
             choice.renamed[target] = best[0].path
+    choice.deeper = [match.path for match in found if match.target not in by_target]
     return choice
 
 
@@ -98,11 +101,14 @@ def _exercise_match(parts: Sequence[str], exercise: Exercise, exercises: Sequenc
         return None
     own = exercise.target.split("/")
     nested = len(own) > 1 and bool(folders) and folders[-1].casefold() == exercise.directory.casefold()
-    if not nested and folders and folders[-1].casefold() in {e.directory.casefold() for e in exercises}:
+    others = {each.directory.casefold(): each for each in exercises}
+    inside = others.get(folders[-1].casefold()) if folders else None
+    is_near = nested or inside is None or exercise.is_station and inside.is_station
+    if not is_near or set(map(str.casefold, folders)) & set(EXTRAS):
         return None  # in the folder of another exercise
     own = own if nested else own[-1:]
-    root, exact = _root(folders[:-1] if nested else folders)
-    exact = exact and list(parts[-len(own) :]) == own
+    root, exact = _root(folders[:-1] if inside else folders)
+    exact = exact and list(parts[-len(own) :]) == own and not (inside and exercise.is_station)
     return Match("/".join(parts), root, exercise.target, (not nested, not exact))
 
 

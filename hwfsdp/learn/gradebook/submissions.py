@@ -211,6 +211,9 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
     collected.errors += [
         f"{called.get(key, key)}: {reason}" for key, reason in sorted(collected.problems.items())
     ]
+    collected.errors += [
+        f"{path} lies deeper than the other files, and was not graded" for path in choice.deeper
+    ]
     if not choice.taken and not choice.ambiguous and not source.problems:
         first = exercises[0]
         collected.errors.append(f"no file of any exercise; expected files such as {first.target}")

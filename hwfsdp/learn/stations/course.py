@@ -6,6 +6,7 @@ promises, however it is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -172,6 +173,9 @@ def judge_model(model: str, ranks: Ranks, seed: int) -> None:
 
 def judge_freed(ranks: Ranks, seed: int) -> None:
     """Nothing stays whole after a step, whatever the model."""
+    laws.same_rows(
+        BROKEN.found(ranks, seed, BREAKING[0]), BREAKING[0], seed
+    )  # there are no rows without sharding
     for scenario in WIDE:
         found = memory_of(ranks, seed, scenario, *WIDE)
         laws.freed(found, scenario, "rest", "after")
@@ -198,7 +202,11 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
     said = ranks.run(parts.probe_own_traffic, 1, seed=seed, shapes=shapes, size=THREE)["own"][0]
     for op in ("reduce_scatter", "all_gather"):
         measured = sum(each[2] for each in laws.moved(found[0], "", op))
-        ranks.measured[f"{laws.NAMES[op]} of a step"] = f"{measured:,} B; traffic() says {said[op]:,} B"
+        of = f"{laws.NAMES[op]} of a step, a GPT of {sum(math.prod(shape) for shape in shapes):,} parameters"
+        ranks.measured[of] = f"{measured:,} B; traffic() says {said[op]:,} B"
+        if not measured:
+            kind = "not-gathered" if op == "all_gather" else "not-reduced"
+            raise Finding(kind, f"{PLAIN.name}, {THREE} ranks: a step has no {laws.NAMES[op]}.")
         if measured != said[op]:
             message = f"{PLAIN.name}, {THREE} ranks: traffic() says {said[op]:,} B of {laws.NAMES[op]}; measured are {measured:,} B."
             raise Finding(

@@ -336,9 +336,13 @@ def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
 
 
 def dtypes(found: Facts, scenario: Scenario, op: str, expected: str, wrong: str) -> None:
-    """In which dtype something travels."""
+    """In which dtype something travels, which it has to."""
     for rank, facts in enumerate(found):
-        for _, owner, _, dtype in moved(facts, "", op):
+        travels = moved(facts, "", op)
+        if not travels:
+            kind = "not-gathered" if op == "all_gather" else "not-reduced"
+            raise Finding(kind, f"{scenario.name}, rank {rank}: there are no {NAMES[op]}.")
+        for _, owner, _, dtype in travels:
             if dtype != expected:
                 message = f"{scenario.name}, rank {rank}: {NAMES[op]} of {owner or 'a unit'} are in {dtype}."
                 raise Finding(wrong, message, expected, dtype)

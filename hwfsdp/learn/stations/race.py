@@ -66,7 +66,8 @@ def _figures(target: Callable[[], Callable[[], None]]) -> dict[str, Any]:
 
 
 def judge_step(ranks: Ranks, seed: int) -> None:
-    """Races first: a file that waits for nothing is quick."""
+    """Races first, and gathers: a file that waits for nothing is quick, and so is one that shards nothing."""
+    machines.judge_overlap(ranks, seed)
     machines.judge_races(ranks, seed)
     found = board(ranks, seed)
     for name, (mine, theirs) in found.items():

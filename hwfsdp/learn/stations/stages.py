@@ -29,13 +29,23 @@ def given(number: str) -> str:
     return f"# Station {number} was written by hwfsdp catchup."
 
 
+def is_given(number: str, text: str) -> bool:
+    """Whether a file says so."""
+    return given(number) in map(str.strip, text.splitlines())
+
+
+def earlier_than(number: str) -> list[str]:
+    """Return the numbers of the stations before a station."""
+    return [f"{n:02}" for n in range(1, min(int(number), LAST + 1))]
+
+
 def caught_up(number: str, kept: Iterable[str]) -> str:
     """Return the file as it is before a station, with a line for each earlier one that is not the learner's own.
 
     Args:
         kept: numbers of stations that count as theirs.
     """
-    lines = [given(f"{n:02}") for n in range(1, int(number)) if f"{n:02}" not in kept]
+    lines = [given(earlier) for earlier in earlier_than(number) if earlier not in kept]
     return "\n".join([*lines, stage(int(number) - 1)])
 
 
