@@ -140,11 +140,12 @@ def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
 def same_numbers(found: Facts, scenario: Scenario, seed: int, tolerance: float = TIGHT) -> None:
     """Compare all losses and gradients with the unsharded model's."""
     oracle = unsharded(scenario, seed, len(found))
+    volume = scenarios.Loud.volume if scenario.model == "loud" else 0.0  # of a sum in which terms may cancel
     for step in range(scenario.steps):
         for micro in range(scenario.micros):
             for rank, facts in enumerate(found):
                 got, expected = facts["losses"][step][micro], oracle["losses"][step][micro][rank]
-                if not torch.allclose(got, expected, rtol=tolerance):
+                if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * volume + 1e-8):
                     raise _loss_finding(f"{scenario.name}, rank {rank}", step, micro, scenario, got, expected)
         for name, expected in oracle["grads"][step].items():
             rows = [facts["grads"][step].get(name) for facts in found]
