@@ -2,7 +2,7 @@
 
 python -m hwfsdp.learn write            writes starters and solutions
 python -m hwfsdp.learn check [NN …]     says what does not hold, of these exercises or of all
-python -m hwfsdp.learn pictures [NN …]  draws the pictures of those that have one
+python -m hwfsdp.learn pictures [NN …]  draws their pictures
 python -m hwfsdp.learn mutants [NN …]   grades machine-made mistakes, and right answers on 1 to 4 ranks; all of them: docs/grading.md
 """
 

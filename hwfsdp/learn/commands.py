@@ -144,7 +144,7 @@ def catch_up(number: str, as_json: bool) -> int:
     if kept:
         print(f"Your file is kept as {shown_path(kept)}.")
     if forgone:
-        print(f"It says in its first lines which points you forgo: those of {', '.join(forgone)}.")
+        print(f"You forgo the points of {', '.join(forgone)}. The first lines of the file say so.")
     return 0
 
 

@@ -132,9 +132,7 @@ def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Over
     """
     assert source.text is not None, "a file that is there"
     if is_given(exercise.number, source.text):
-        message = (
-            f"{source.path.name} says that it was written by hwfsdp catchup {int(exercise.number) + 1:02}."
-        )
+        message = f"{source.path.name} says that hwfsdp catchup wrote station {exercise.number}."
         raise Finding("caught-up", message)
     check_file(source, needed={})
     all_seconds = STATION_ALL_SECONDS * (2 if options.mine else 1)  # with the checks of earlier stations

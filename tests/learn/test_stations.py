@@ -137,6 +137,18 @@ def test_a_station_that_is_not_right_or_not_the_learners_is_not_noted(course: Co
     assert noted(course, 5, wrong="04.tied") == {"01", "03", "05"}
 
 
+def test_a_station_that_was_not_checked_again_keeps_its_verdict(course: Course) -> None:
+    noted(course, 5)
+    last = course.exercise(6)
+    before = [
+        CheckResult(check, passed=check.id[:2] == "01" or None)
+        for n in (1, 4)
+        for check in checks_of(course.exercise(n))
+    ]
+    Progress.load(course).note(Grade(last, [], "error", before=before), "x = 1\n")  # ended in station 04
+    assert Progress.load(course).passed == {"01", "03", "04", "05"}
+
+
 def test_points_that_are_forgone_are_not_noted(course: Course) -> None:
     assert noted(course, 5, text=given("03")) == {"01", "04", "05"}
 
@@ -181,7 +193,7 @@ def test_who_catches_up_gets_the_file_and_keeps_their_own(
         assert file.read_text() == f"{given('01')}\n{given('02')}\n{stage(2)}"
     assert caught(capsys, "3")["kept"] is None
     assert main(["catchup", "4"]) == 0
-    assert "which points you forgo: those of 01, 02, 03." in capsys.readouterr().out
+    assert "You forgo the points of 01, 02, 03." in capsys.readouterr().out
 
 
 def test_who_passed_earlier_stations_keeps_their_points(
@@ -196,7 +208,7 @@ def test_who_passed_earlier_stations_keeps_their_points(
 def test_points_of_a_station_that_is_not_the_learners_are_forgone(course: Course) -> None:
     grade = graded(course.exercise(2), course, caught_up("3", {"01"}))
     assert (grade.status, grade.score) == ("error", 0) and grade.finding is not None
-    assert grade.finding.misconception == "caught-up" and "hwfsdp catchup 03" in grade.finding.message
+    assert grade.finding.misconception == "caught-up" and "wrote station 02" in grade.finding.message
 
 
 def test_points_that_were_forgone_once_are_forgone_again(

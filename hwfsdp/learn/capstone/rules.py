@@ -1,4 +1,6 @@
-"""What a file that stands by itself, a station's or the homework's, may use and has to define; found out from its text, before anything of it runs.
+"""What a file that stands by itself may use and has to define: that of the stations, and the homework's.
+
+It is found out from the text, before anything of it runs.
 
 Of hwfsdp it may use `hwfsdp.streams` and `hwfsdp.collectives`, so that the virtual clock and the instruments see what it does,
 but not what these import from the rest of it. Sharding, schedule and bookkeeping are its own: neither hwfsdp's nor those of
