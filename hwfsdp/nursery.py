@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from does before the first of them: it imports, and it adopts.
+"""What the server that ranks are forked from does before the first of them: it imports, it adopts, and it leaves memory alone.
 
 Imported by that server alone (`ranks`). Nothing here may start threads or ask a driver for GPUs: forks survive neither.
 
@@ -9,6 +9,7 @@ getting lost, so that `learn.processes` can find and end them.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import sys
 import warnings
@@ -36,5 +37,12 @@ def import_for_ranks() -> None:
         importlib.import_module(module)
 
 
+def leave_to_all() -> None:
+    """Keep what is there now out of garbage collections: one in a rank would write to, and so copy, all of this memory."""
+    gc.collect()
+    gc.freeze()
+
+
 adopt_orphans()
 import_for_ranks()
+leave_to_all()

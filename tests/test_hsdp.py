@@ -441,7 +441,7 @@ def compare_hand_made(case: Case, streams: bool = False) -> Any:
     options = {"stream": torch.cpu.Stream()} if streams else {}
     got = hand_made(hwfsdp, case, **options)
     return {
-        "native": differences(got, case.run(ours), *BITS),
+        "native": differences(got.gathered(), case.run(ours).gathered(), *BITS),  # of other meshes
         "FSDP2": differences(got, hand_made(fsdp, case, **options), *BITS),
     }
 
@@ -464,8 +464,11 @@ def hooked(library: Library, case: Case) -> Trace:
 
 def compare_hooked(case: Case) -> Any:
     got, plain = hooked(ours, case), case.run(ours)
-    name = next(n for n, tensor in got.tensors.items() if n.startswith("grad") and tensor is not None)
-    doubled = torch.equal(got.tensors[name], 2 * plain.tensors[name])
+    name, tensor = next((n, t) for n, t in got.tensors.items() if n.startswith("grad") and t is not None)
+    once = plain.tensors[name]
+    if isinstance(tensor, DTensor):
+        tensor, once = tensor.to_local(), once.to_local()
+    doubled = torch.equal(tensor, 2 * once)
     return {
         "FSDP2": differences(got, hooked(theirs, case), *BITS),
         "doubled": [] if doubled else [f"{name} is not doubled"],
@@ -580,11 +583,6 @@ def by_name(package: ModuleType, axes: Axes) -> Library:
     return functools.partial(shard_by_name, package, axes=axes)
 
 
-def without_meshes(trace: Trace) -> Trace:
-    """Whole tensors; which rank has which rows may differ between meshes."""
-    return Trace({name: tensor for name, tensor in trace.tensors.items() if "(local)" not in name})
-
-
 def compare_by_name(case: Case, axes: Axes) -> Any:
     exact = BITS if math.prod(axes.shape) == 2 or axes.same_as == (2, 2) else ROUNDING
     got = case.run(by_name(hwfsdp, axes))
@@ -593,7 +591,9 @@ def compare_by_name(case: Case, axes: Axes) -> Any:
         found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *REGROUPING)
     if axes.same_as:
         plain = dataclasses.replace(case, options=case.options | {"shape": axes.same_as}).run(ours)
-        found["unnamed"] = differences(without_meshes(got), without_meshes(plain), *exact)
+        found["unnamed"] = differences(
+            got.gathered(), plain.gathered(), *exact
+        )  # which rank has which rows may differ
     return found
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import suites
 
 from hwfsdp.learn.stations.stages import stage
 
@@ -235,7 +234,8 @@ def run(row: Row, folder: Path) -> str:
     )
 
 
-@pytest.mark.parametrize("group", suites.fast_are(["course"], GROUPS))
+@pytest.mark.long
+@pytest.mark.parametrize("group", GROUPS)
 def test_commands_do_what_their_page_says(group: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises", ignore=ignored)

@@ -46,7 +46,7 @@ def both_trained(seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, long(3)])
+@pytest.fixture(scope="module", params=[long(2), long(3)])
 def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return launch(both_trained, request.param, 7)
 

@@ -21,7 +21,7 @@ from hwfsdp.learn.lab.answers import Unreadable, agrees
 from hwfsdp.learn.lab.bugs import CHOSEN, LETTERS, Bug, read_bugs
 from hwfsdp.learn.lab.grading import LabCheck, LabGrade, refute
 from hwfsdp.learn.lab.running import Run
-from hwfsdp.learn.lab.seals import read_key, read_seals
+from hwfsdp.learn.lab.seals import FILE, read_key, read_seals, seal, written
 from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.report import Style
 
@@ -53,6 +53,19 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Course:
     """A copy of what learners get of the lab, in which nothing was measured yet; the key is not in it."""
     root = tmp_path_factory.mktemp("course")
     shutil.copytree(COURSE.root / "exercises" / "lab", root / "exercises" / "lab")
+    return Course(root, COURSE.exercises)
+
+
+MADE_UP = {bug.directory: str(1000 + number) for number, bug in enumerate(BUGS)}
+
+
+@pytest.fixture(scope="module")
+def sealed(course: Course, tmp_path_factory: pytest.TempPathFactory) -> Course:
+    """A course whose evidence is made up, so that no script has to run."""
+    root = tmp_path_factory.mktemp("sealed")
+    shutil.copytree(course.root, root, dirs_exist_ok=True)
+    sealed = [seal(bug, MADE_UP[bug.directory], KEY[bug.directory]) for bug in BUGS]
+    (root / "exercises" / "lab" / FILE).write_text(written(sealed))
     return Course(root, COURSE.exercises)
 
 
@@ -101,6 +114,7 @@ SYMPTOMS: dict[str, Callable[[Run], bool]] = {
 }
 
 
+@pytest.mark.long
 @every_bug
 def test_a_broken_script_shows_its_symptom_and_the_mended_one_does_not(
     bug: Bug, broken: dict[str, Run], mended: dict[str, Run]
@@ -111,6 +125,7 @@ def test_a_broken_script_shows_its_symptom_and_the_mended_one_does_not(
     assert not any(mended[bug.directory].raised) and mended[bug.directory].seconds is None
 
 
+@pytest.mark.long
 @every_bug
 def test_evidence_of_a_broken_script_is_sealed_and_that_of_the_mended_one_is_another(
     bug: Bug, values: dict[str, str], mended: dict[str, Run]
@@ -119,6 +134,7 @@ def test_evidence_of_a_broken_script_is_sealed_and_that_of_the_mended_one_is_ano
     assert workshop.value_in(bug, mended[bug.directory]) != values[bug.directory]
 
 
+@pytest.mark.long
 def test_bytes_in_evidence_are_those_of_closed_forms(values: dict[str, str]) -> None:
     block = 64 * 128 + 128 + 128 * 64 + 64
     head = 2 * 64 + 2  # one row of weight and bias, padded to the two ranks
@@ -129,6 +145,7 @@ def test_bytes_in_evidence_are_those_of_closed_forms(values: dict[str, str]) -> 
     assert int(values["10_mixed_tensors"]) == 4 * (64 * 16 + 16 + image + body)
 
 
+@pytest.mark.long
 def test_files_made_from_others_are_up_to_date(values: dict[str, str]) -> None:
     for path, text in workshop.written_files(COURSE, values).items():
         assert path.read_text(encoding="utf-8") == text, path
@@ -179,22 +196,22 @@ def test_the_key_gets_full_marks_from_a_course_that_does_not_have_it(
 
 
 @pytest.fixture
-def measured(course: Course, values: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The course's evidence is known, so that no script has to run."""
-    seals = read_seals(course, BUGS)
-    known = {evidence._key(bug, seals[bug.directory]): values[bug.directory] for bug in BUGS}
+def measured(sealed: Course, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The sealed course's evidence is known."""
+    seals = read_seals(sealed, BUGS)
+    known = {evidence._key(bug, seals[bug.directory]): MADE_UP[bug.directory] for bug in BUGS}
     monkeypatch.setattr(evidence, "_known", known)
-    return values
+    return MADE_UP
 
 
 @every_bug
 @pytest.mark.parametrize("question", CHOSEN)
 def test_a_wrong_choice_is_refused_and_explained(
-    bug: Bug, question: str, course: Course, measured: dict[str, str], tmp_path: Path
+    bug: Bug, question: str, sealed: Course, measured: dict[str, str], tmp_path: Path
 ) -> None:
     value = measured[bug.directory]
     for letter, choice in zip(LETTERS, bug.choices[question]):
-        result = graded(course, tmp_path, answer(bug, value, **{question: letter}))
+        result = graded(sealed, tmp_path, answer(bug, value, **{question: letter}))
         checks = {check.id: check for check in result.checks}
         found = checks[f"{bug.number}.{question}"]
         if choice.name == KEY[bug.directory][question]:
@@ -208,10 +225,10 @@ def test_a_wrong_choice_is_refused_and_explained(
 
 @every_bug
 def test_right_choices_do_not_count_without_right_evidence(
-    bug: Bug, course: Course, measured: dict[str, str], tmp_path: Path
+    bug: Bug, sealed: Course, measured: dict[str, str], tmp_path: Path
 ) -> None:
     for wrong in ("", "7.77", "12345678", "float64", "?"):
-        result = graded(course, tmp_path, answer(bug, wrong))
+        result = graded(sealed, tmp_path, answer(bug, wrong))
         found = {check.id: check for check in result.checks}
         assert result.score == 0 and found[f"{bug.number}.evidence"].passed is False
         assert found[f"{bug.number}.evidence"].message
@@ -237,8 +254,8 @@ def test_nothing_handed_in_and_the_file_as_given_are_not_started(course: Course,
     assert (result.status, result.score, result.max_score) == ("not_started", 0, 3 * len(BUGS))
 
 
-def test_json_has_what_programs_read(course: Course, measured: dict[str, str], tmp_path: Path) -> None:
-    found = graded(course, tmp_path, answer(BUGS[0], measured[BUGS[0].directory])).as_dict()
+def test_json_has_what_programs_read(sealed: Course, measured: dict[str, str], tmp_path: Path) -> None:
+    found = graded(sealed, tmp_path, answer(BUGS[0], measured[BUGS[0].directory])).as_dict()
     assert found.keys() == {"exercise", "score", "max_score", "status", "checks", "seconds"}
     assert (found["exercise"], found["score"], found["status"]) == ("lab", 3, "failed")
     keys = {"id", "passed", "points", "max_points", "misconception", "message"}
@@ -284,10 +301,10 @@ def test_a_folder_in_place_of_the_file_is_an_error(course: Course, tmp_path: Pat
     "chosen", ["Z", "AB", "1", "__import__('os')._exit(1)", "\x1b[2J".encode("unicode_escape").decode()]
 )
 def test_what_is_no_letter_is_said_to_be_none(
-    chosen: str, course: Course, measured: dict[str, str], tmp_path: Path
+    chosen: str, sealed: Course, measured: dict[str, str], tmp_path: Path
 ) -> None:
     table = answer(BUGS[0], measured[BUGS[0].directory], cause=chosen.replace("\\", "\\\\"))
-    found = graded(course, tmp_path, table).checks[1]
+    found = graded(sealed, tmp_path, table).checks[1]
     assert (found.passed, found.misconception) == (False, "unreadable-answer")
     assert found.expected == "one of A, B, C, D, E"
 
@@ -350,58 +367,58 @@ def test_right_letters_are_spread() -> None:
 
 
 def test_a_script_that_was_changed_is_not_measured_and_the_check_says_so(
-    course: Course, values: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealed: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "_known", {})
-    copy = Course(tmp_path / "course", course.exercises)
-    shutil.copytree(course.root / "exercises", copy.root / "exercises")
+    copy = Course(tmp_path / "course", sealed.exercises)
+    shutil.copytree(sealed.root / "exercises", copy.root / "exercises")
     bug = read_bugs(copy)[0]
     bug.script.write_text("raise SystemExit('a learner was here')\n")
-    found = graded(copy, tmp_path, answer(bug, values[bug.directory])).checks[0]
+    found = graded(copy, tmp_path, answer(bug, MADE_UP[bug.directory])).checks[0]
     assert found.misconception == "not-measured" and "is not the script that was given" in str(found.message)
 
 
 def test_a_machine_that_measures_something_else_blames_nobody(
-    course: Course, values: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealed: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "_known", {})
     monkeypatch.setattr(evidence, "_load", lambda course: {})
     monkeypatch.setattr(evidence, "run_script", lambda script, seconds: None)
     monkeypatch.setattr(evidence, "measure", lambda bug, run: "123")
-    result = graded(course, tmp_path, answer(BUGS[0], values[BUGS[0].directory]))
+    result = graded(sealed, tmp_path, answer(BUGS[0], MADE_UP[BUGS[0].directory]))
     assert result.checks[0].misconception == "not-measured"
     assert "123" in str(result.checks[0].message) and result.score == 0
 
 
 def test_a_forged_cache_does_not_count(
-    course: Course, values: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealed: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seals = read_seals(course, BUGS)
+    seals = read_seals(sealed, BUGS)
     forged = {evidence._key(BUGS[0], seals[BUGS[0].directory]): "42"}
     monkeypatch.setattr(evidence, "_known", {})
     monkeypatch.setattr(evidence, "_load", lambda course: forged)
     monkeypatch.setattr(evidence, "run_script", lambda script, seconds: None)
-    monkeypatch.setattr(evidence, "measure", lambda bug, run: values[bug.directory])
-    assert graded(course, tmp_path, answer(BUGS[0], "42")).score == 0
-    assert graded(course, tmp_path, answer(BUGS[0], values[BUGS[0].directory])).score == 3
+    monkeypatch.setattr(evidence, "measure", lambda bug, run: MADE_UP[bug.directory])
+    assert graded(sealed, tmp_path, answer(BUGS[0], "42")).score == 0
+    assert graded(sealed, tmp_path, answer(BUGS[0], MADE_UP[BUGS[0].directory])).score == 3
 
 
 # --- The command ---------------------------------------------------------------------------------------------
 
 
 def test_the_command_lists_shows_and_checks(
-    course: Course,
+    sealed: Course,
     measured: dict[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hwfsdp.learn.lab.commands.find_course", lambda: course)
+    monkeypatch.setattr("hwfsdp.learn.lab.commands.find_course", lambda: sealed)
     assert cli.main(["lab"]) == 0
     assert f"0 of {len(BUGS)} solved" in capsys.readouterr().out
     assert cli.main(["lab", "3"]) == 0
     assert BUGS[2].evidence.question[:40] in capsys.readouterr().out
-    own = course.root / "exercises" / "lab" / "answers.toml"
+    own = sealed.root / "exercises" / "lab" / "answers.toml"
     given = own.read_text()
     own.write_text(answer(BUGS[0], measured[BUGS[0].directory]))
     assert cli.main(["lab", "check", "1"]) == 0

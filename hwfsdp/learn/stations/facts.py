@@ -255,8 +255,8 @@ def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
     units = scenarios.build(scenario, seed).units
     unit = max(_whole_bytes(module, units) for _, module in units)
     with Guarded(), witnessed() as witness:  # type: ignore[no-untyped-call]
-        plain = _moments(scenario, seed, None, witness)
-        found = _moments(scenario, seed, learners().fully_shard, witness)
+        plain = _moments(scenario, seed, None, witness, {})
+        found = _moments(scenario, seed, learners().fully_shard, witness, plain)
     return {moment: found[moment] - plain[moment] for moment in found} | {"unit": unit}
 
 
@@ -272,7 +272,10 @@ def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
     return sum(size * -(-len(p) // size) * p.shape[1:].numel() * 4 for p in set(module.parameters()) - inner)
 
 
-def _moments(scenario: Scenario, seed: int, shard: Shard | None, witness: Witness) -> dict[str, int]:
+def _moments(
+    scenario: Scenario, seed: int, shard: Shard | None, witness: Witness, usual: dict[str, int]
+) -> dict[str, int]:
+    """Count at each moment, once no more than what is `usual` then is alive, or after a while."""
     gc.collect()
     without = witness.alive()
     built = scenarios.build(scenario, seed)
@@ -282,27 +285,30 @@ def _moments(scenario: Scenario, seed: int, shard: Shard | None, witness: Witnes
         model.zero_grad()
         gc.collect()
         params = sum(_bytes(param) for param in model.parameters())
-        _wait_for_threads(witness, without + params)
+        _wait_for_threads(witness, without + params + usual.get("rest", 0))
         before = witness.alive()
         found["rest"] = before - without - params
         loss = scenarios.loss_of(model, batch)
-        _wait_for_threads(witness, before)
+        _wait_for_threads(witness, before + usual.get("between", 0))
         found["between"] = witness.alive() - before
         loss.backward()
         own = sum(_bytes(param.grad) for param in model.parameters())
         del loss
         gc.collect()
-        _wait_for_threads(witness, before + own)
+        _wait_for_threads(witness, before + own + usual.get("after", 0))
         found["after"] = witness.alive() - before - own
     return found
 
 
+_left = 1.0  # seconds to wait in this process, all in all
+
+
 def _wait_for_threads(witness: Witness, enough: int) -> None:
-    """Return when no more bytes are alive, or after 0.3 s: threads of gloo let go of buffers late (`checks.lifetimes`)."""
-    for _ in range(100):
-        if witness.alive() <= enough:
-            return
+    """Return when no more bytes are alive, or after a while: threads of gloo let go of buffers late (`checks.lifetimes`)."""
+    global _left
+    while _left > 0 and witness.alive() > enough:
         time.sleep(0.003)
+        _left -= 0.003
 
 
 def _bytes(tensor: Tensor | None) -> int:
