@@ -494,6 +494,11 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         set_debug_level(before)
 
 
+def is_fake_work(work: dist.Work) -> bool:
+    """Whether the work is of a fake process group: done when it is issued, although its `is_completed` says no."""
+    return type(work).__name__ == "FakeWork"
+
+
 @contextmanager
 def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enters `around()` whenever DTensor works out the shape of a result, in the time of the block.

@@ -43,6 +43,7 @@ from torch.optim.optimizer import (
 
 from hwfsdp import events, history
 from hwfsdp.about import describe_run
+from hwfsdp.compat import is_fake_work
 from hwfsdp.errors import StateError
 from hwfsdp.clocks import RankClock, answer_with_time, measure_offset, pair_of, this_machine
 from hwfsdp.eventlog import EventLog, clocks_about
@@ -313,9 +314,12 @@ def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
     if isinstance(work, dist.Work):
         if not recorder.stream:  # whoever called it waits by himself
             recorder.in_flight[work] = draft
+        if is_fake_work(work):
+            draft.close()  # its stream is as late as the work takes
+            return
         try:
             work.get_future().add_done_callback(lambda _: draft.close(draft.clock("compute")))
-        except RuntimeError:  # a fake process group has works without futures
+        except RuntimeError:  # some works have no futures
             draft.close()
         return
     draft.close()

@@ -422,6 +422,7 @@ def test_beside_compute_a_collective_of_the_users_own_blocks_the_host_unless_it_
 
     found = simulate(lambda: step, 8, replace(H100, host=True))
     (event,) = found.log.collectives()
+    assert event.dur_us >= us
     computes = found.step_seconds * 1e6 - event.start_us
     assert (computes > Cost(0.0, "", 2 << 30).us(H100) + us) is not is_async
 

@@ -3,9 +3,7 @@
 A check that fails says what a learner seems to believe, with the evidence, and asks one question that leads on. It never
 gives the answer. `misconceptions` lists them; the functions below recognize the common ones:
 
-    compare_gradients   a gradient that is W, 1/W, … times the oracle's; zeros; one that differs across ranks
     compare_order       logs of ranks that part: an aligned table of the first collectives that differ
-    compare_counts      collectives that should not be there, or are missing
     explain_failure     an exception, a collective that nobody else joined, a rank that left
 """
 
@@ -32,58 +30,6 @@ def ratio(actual: Tensor, oracle: Tensor) -> float | None:
     a, b = actual.double(), oracle.double()
     found = float((a * b).sum() / (b * b).sum())
     return found if torch.allclose(a, found * b, rtol=1e-3, atol=1e-6 * float(b.abs().max())) else None
-
-
-def compare_gradients(
-    name: str, actual: Sequence[Tensor | None], oracle: Tensor, world_size: int, micro_batches: int = 1
-) -> None:
-    """Compares one parameter's whole gradient, as each rank has it, with the oracle's.
-
-    Args:
-        actual: by rank, the whole gradient; None if there is none. Equal to the oracle's bit for bit, or wrong.
-
-    Raises:
-        Finding: with the factor between them, if there is one.
-    """
-    for rank, grad in enumerate(actual):
-        if grad is None:
-            raise Finding("not-reduced", f"{name} has no gradient on rank {rank}.", "a gradient", "none")
-        if grad.shape == oracle.shape and torch.equal(grad, oracle):
-            continue
-        raise _gradient_finding(
-            name, rank, [g for g in actual if g is not None], oracle, world_size, micro_batches
-        )
-
-
-def _gradient_finding(
-    name: str, rank: int, actual: Sequence[Tensor], oracle: Tensor, world_size: int, micro_batches: int
-) -> Finding:
-    grad = actual[rank]
-    if grad.shape != oracle.shape:
-        return Finding(
-            "wrong-rows",
-            f"The gradient of {name} has another shape on rank {rank}.",
-            tuple(oracle.shape),
-            tuple(grad.shape),
-        )
-    factor = ratio(grad, oracle)
-    signatures = [
-        (float(world_size), "summed-not-averaged", f"{world_size}, the number of ranks,"),
-        (1.0 / world_size, "averaged-twice", f"1/{world_size}"),
-        (float(micro_batches), "accumulation-scaled", f"{micro_batches}, the number of micro-batches,"),
-        (1.0 / micro_batches, "accumulation-scaled", f"1/{micro_batches}"),
-    ]
-    for expected, misconception, words in signatures:
-        if factor is not None and abs(factor - expected) < 1e-3 * expected and expected != 1:
-            message = f"The gradient of {name} on rank {rank} is {words} times that of the whole batch."
-            return Finding(misconception, message, oracle, grad)
-    if not grad.any():
-        return Finding("grad-lost", f"The gradient of {name} on rank {rank} is zero.", oracle, grad)
-    if any(not torch.equal(grad, other) for other in actual if other.shape == grad.shape):
-        return Finding("not-reduced", f"The gradient of {name} differs from rank to rank.", oracle, grad)
-    return Finding(
-        "wrong-value", f"The gradient of {name} on rank {rank} is not that of the oracle.", oracle, grad
-    )
 
 
 def first_difference(actual: Tensor, oracle: Tensor) -> str:
@@ -121,17 +67,6 @@ def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
         raise Finding(
             "order-diverged", f"Collective number {at + 1} differs between ranks 0 and {rank}:\n{table}"
         )
-
-
-def compare_counts(
-    events: Sequence[Event], op: str, expected: int, *, more: str, fewer: str, when: str = "in a step"
-) -> None:
-    """Raises a Finding (`more` or `fewer`) if one rank's events have not so many of a collective."""
-    found = [event for event in events if event.op == op]
-    if len(found) != expected:
-        listed = ", ".join(event.owner or "-" for event in found) or "none"
-        message = f"{len(found)} × {op} {when}, expected {expected}: {listed}."
-        raise Finding(more if len(found) > expected else fewer, message, expected, len(found))
 
 
 # --- Failures ----------------------------------------------------------------------------------------------

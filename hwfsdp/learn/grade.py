@@ -7,7 +7,6 @@ and raises a `Finding` if they differ. All that judges get from a learner's code
 
 from __future__ import annotations
 
-import importlib
 import random
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from hwfsdp.errors import UsageError
+from hwfsdp.learn import checklist
 from hwfsdp.learn.capstone.rules import check_rules as check_file
 from hwfsdp.learn.diagnose import explain_broken, explain_failure
 from hwfsdp.learn.manifest import Course, Exercise
@@ -26,7 +26,7 @@ from hwfsdp.learn.rules import check_rules
 from hwfsdp.learn.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Runs, Times, Unreported
 from hwfsdp.learn.stations.stages import SOURCE, is_given
 from hwfsdp.learn.submission import Source, find_source, inspect, is_started
-from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck
+from hwfsdp.learn.verdict import Check, CheckResult, Finding, Grade, OnCheck, Undecided
 
 STATION_SECONDS = 20.0  # of one run of a station, which trains several models
 STATION_ALL_SECONDS = 60.0  # of all runs of a station
@@ -61,14 +61,12 @@ class Options:
 
 
 def checks_of(exercise: Exercise) -> tuple[Check, ...]:
-    """The checks of an exercise, in order. Those of an elective are in a module of its name.
+    """The checks of an exercise, in order.
 
     Raises:
         UsageError: they do not fit its manifest.
     """
-    name = "stations.course" if exercise.is_station else f"checks.{exercise.topic}"
-    module = importlib.import_module(f"hwfsdp.learn.{name}")
-    checks: tuple[Check, ...] = module.CHECKS[exercise.number] if exercise.is_station else module.CHECKS
+    checks = checklist.checks_of(exercise.number)
     if sum(check.points for check in checks) != exercise.points:
         raise UsageError(
             f"checks of exercise {exercise.number}",
@@ -194,7 +192,7 @@ def run_checks(
     on_check: OnCheck,
     options: Options = Options(),
 ) -> None:
-    """Runs the checks in order, those that the options say.
+    """Runs the checks in order, those that the options say. One that is undecided is skipped.
 
     Raises:
         Finding: nothing counts.
@@ -208,8 +206,11 @@ def run_checks(
             continue
         checked.dependency = next((needed for needed in check.needs if not passed[needed]), None)
         if checked.dependency is None:
-            checked.finding = _finding(check, ranks, result.seed, paths, holes)
-            checked.passed = checked.finding is None
+            try:
+                checked.finding = _finding(check, ranks, result.seed, paths, holes)
+                checked.passed = checked.finding is None
+            except Undecided as undecided:
+                checked.dependency = str(undecided)
         passed[check.id] = bool(checked.passed)
         on_check(checked)
         if checked.finding and checked.finding.misconception in FATAL:
@@ -246,6 +247,8 @@ def _finding(
     torch.set_num_threads(1)  # oracles train tiny models, for which threads only wait for each other
     try:
         check.judge(ranks, seed)
+    except Undecided:
+        raise
     except Finding as finding:
         return finding
     except Unreported as unreported:

@@ -4,14 +4,15 @@ A station is a chapter of one file, which grows, and which is the learner's own:
 
     exercises/my_fsdp.py      the starter; learners edit it in place
     exercises/03_naive_fsdp/
-        exercise.toml         written by hand: title, points, file, hints
+        exercise.toml         written by hand: title, points, file
+        .hints.toml           written by hand: hints; out of sight of who lists the folder or prints its files
         README.md             written by hand: the idea, what to predict, what is asked
 
 An elective is cut out of the package:
 
     exercises/12_strided_shards/
         exercise.toml         holes in place of file; calls, what of the package their docstrings name
-        README.md             as above
+        .hints.toml, README.md    as above
         picture.png           drawn by the package
         strided_shards.py     the starter, made from the package; learners edit it in place
 
@@ -35,6 +36,7 @@ from hwfsdp.learn.starters import Hole
 PACKAGE = Path(hwfsdp.__file__).parent
 CARRIED = PACKAGE / "_course"  # of a package that was built and installed (setup.py)
 OWN_FILE = "my_fsdp.py"  # of all stations
+HINTS = ".hints.toml"
 
 
 class Place(NamedTuple):
@@ -189,7 +191,7 @@ def carried_course() -> Course | None:
 
 
 def read_manifest(path: Path) -> Exercise:
-    """One `exercise.toml`.
+    """One `exercise.toml`, with the hints beside it.
 
     Raises:
         UsageError: something is missing in it, or of the wrong kind.
@@ -200,7 +202,8 @@ def read_manifest(path: Path) -> Exercise:
         is_station = found.get("file") == OWN_FILE
         places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))
         title, points = str(found["title"]), int(found["points"])
-        hints = tuple(" ".join(hint.split()) for hint in _texts(found["hints"]))
+        texts = _texts(tomllib.loads((path.parent / HINTS).read_text())["hints"])
+        hints = tuple(" ".join(hint.split()) for hint in texts)
         calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from hwfsdp.learn.checklist import question_of
 from hwfsdp.learn.manifest import Exercise
 from hwfsdp.learn.misconceptions import MISCONCEPTIONS
 from hwfsdp.learn.verdict import CheckResult, Finding, Grade
@@ -72,7 +73,7 @@ def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) ->
             yield from style.wrapped(f"{len(names)} TODOs: {', '.join(names)}.", "  ")
         return
     if grade.status == "error" and grade.finding:
-        yield from _finding_lines(grade.finding, style, with_question=True)
+        yield from _finding_lines(grade.finding, style, asks="")
         yield ""
         yield from _printed(grade, style)
         is_forgone = grade.finding.misconception == "caught-up"
@@ -87,7 +88,7 @@ def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) ->
             result, widths, style, with_points=result in grade.results and bool(result.check.points)
         )
         if result.finding:
-            yield from _finding_lines(result.finding, style, with_question=not asked)
+            yield from _finding_lines(result.finding, style, None if asked else result.check.id)
             asked = True
     numbers = dict.fromkeys(result.check.id[:2] for result in grade.before)
     if numbers and all(result.passed for result in grade.before):
@@ -104,6 +105,8 @@ def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) ->
         yield ""
     yield from _printed(grade, style)
     score = f"{grade.points} in {grade.seconds:.1f} s."
+    if lost := dict.fromkeys(r.check.id[:2] for r in grade.before if r.passed is False):
+        score += f" The station is not passed: {', '.join(lost)} no longer hold{'s' * (len(lost) == 1)}."
     if grade.status == "passed":
         yield "  " + style.paint(score, "green")
         return
@@ -131,7 +134,8 @@ def _check_line(result: CheckResult, widths: Sequence[int], style: Style, with_p
     return line
 
 
-def _finding_lines(finding: Finding, style: Style, with_question: bool) -> Iterator[str]:
+def _finding_lines(finding: Finding, style: Style, asks: str | None) -> Iterator[str]:
+    """`asks`: id of the check whose question is asked, or None."""
     misconception = MISCONCEPTIONS[finding.misconception]
     yield _INDENT + style.paint(f"{finding.misconception}: {misconception.sentence}", "red")
     yield from style.wrapped(finding.message)
@@ -139,8 +143,8 @@ def _finding_lines(finding: Finding, style: Style, with_question: bool) -> Itera
         yield from style.wrapped(f"expected  {finding.expected}")
     if finding.actual is not None:
         yield from style.wrapped(f"got       {finding.actual}")
-    if with_question:
-        yield from style.wrapped(f"→ {misconception.question}")
+    if asks is not None:
+        yield from style.wrapped(f"→ {question_of(asks, finding.misconception)}")
 
 
 def listed(exercises: Sequence[Exercise]) -> str:

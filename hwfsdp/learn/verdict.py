@@ -39,6 +39,10 @@ class Finding(Exception):
         return Finding, (self.misconception, self.message, self.expected, self.actual)
 
 
+class Undecided(Exception):
+    """A check says nothing while another one does not hold. Its argument is the id of that one."""
+
+
 def _shown(value: Any) -> str | int | float | None:
     """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
     if value is None or isinstance(value, str | int | float):
@@ -59,7 +63,7 @@ class Check(NamedTuple):
 
     Attributes:
         id: for example "01.extent". sentence: what holds, when it passes.
-        judge: raises a Finding if it does not. needs: ids of checks that have to pass first.
+        judge: raises a Finding if it does not, or Undecided. needs: ids of checks that have to pass first.
     """
 
     id: str

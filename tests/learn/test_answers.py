@@ -1,12 +1,11 @@
 """The grader, graded: wrong answers get the verdict they deserve, right ones all points however they are written.
 
-A wrong answer to a station is an edit of the reference as it is there; a right one is the reference itself, which later stations
-write differently. `make test` has one wrong answer for each check. Right answers there are the solutions, in tests/exercises.
+A wrong answer is an edit of the reference as it is at its station (`answers.shapes`). A right one is the reference itself, which later
+stations write differently, or an edit that does the same. `make test` has one wrong answer for each check. Right answers there are the solutions, in tests/exercises.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -27,35 +26,26 @@ from hwfsdp.learn.workbook import SEED, failures, graded
 from suites import long
 
 sys.path.insert(0, str(Path(__file__).parent))
-from answers import stations  # noqa: E402
-from answers.shapes import Right, Wrong, answer  # noqa: E402
+from answers.shapes import Answer, read  # noqa: E402
+from answers.shapes import RIGHT as IS_RIGHT  # noqa: E402
 
 COURSE = find_course(Path(__file__))
 STATIONS = [exercise for exercise in COURSE.exercises if exercise.is_station]
-ELECTIVES = [exercise for exercise in COURSE.exercises if not exercise.is_station]
-
-
-def answers(kind: str) -> list[tuple[Exercise, Any]]:
-    """All answers of one kind, WRONG or RIGHT, to electives."""
-    found = []
-    for exercise in ELECTIVES:
-        module = importlib.import_module(f"answers.{exercise.topic}")
-        found += [(exercise, each) for each in getattr(module, kind)]
-    return found
-
+ANSWERS = [
+    (COURSE.exercise(int(each.exercise)), each) for each in read("stations.txt") + read("electives.txt")
+]
 
 # written from the pages of the course alone, by people who had not seen the reference
 OTHER_MAKES = sorted(Path(__file__).parent.glob("answers/right/*.py"))
-AS_IT_WAS = Right("as it is at the station", {})
-WRONG = [(COURSE.exercise(wrong.station), wrong) for wrong in stations.WRONG] + answers("WRONG")
-RIGHT = [(station, AS_IT_WAS) for station in STATIONS] + answers("RIGHT")
+WRONG = [case for case in ANSWERS if case[1].misconception != IS_RIGHT]
+RIGHT = [(each, Answer(each.number, IS_RIGHT, "as it is at the station", [])) for each in STATIONS]
+RIGHT += [case for case in ANSWERS if case[1].misconception == IS_RIGHT]
 
 
-def text_of(exercise: Exercise, each: Any) -> str:
+def text_of(exercise: Exercise, each: Answer) -> str:
     """What is handed in."""
-    if exercise.is_station:
-        return stage(int(exercise.number)) if each is AS_IT_WAS else str(each.text)
-    return answer(solution(exercise), each.functions, each.also)
+    reference = stage(int(exercise.number)) if exercise.is_station else solution(exercise)
+    return each.text(reference)
 
 
 def one_for_each_check(found: list[tuple[Exercise, Any]]) -> list[Any]:
@@ -80,7 +70,7 @@ def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]
         for item in chosen:
             exercise, *answers = item.callspec.params.values()
             for each in answers:
-                options = Options(seed=SEED, only=getattr(each, "check", None))
+                options = Options(seed=SEED, only=each.check if "." in each.check else None)
                 found[item.name] = pool.submit(exercise, text_of(exercise, each), options)
         yield found
 
@@ -88,7 +78,7 @@ def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]
 @pytest.mark.parametrize(("exercise", "wrong"), one_for_each_check(WRONG), ids=named)
 def test_a_wrong_answer_is_told_what_is_wrong(
     exercise: Exercise,
-    wrong: Wrong | stations.Wrong,
+    wrong: Answer,
     grades: dict[str, Future[Grade]],
     request: pytest.FixtureRequest,
 ) -> None:
@@ -101,7 +91,7 @@ def test_a_wrong_answer_is_told_what_is_wrong(
 @pytest.mark.long
 @pytest.mark.parametrize(("exercise", "right"), RIGHT, ids=named)
 def test_a_right_answer_gets_full_marks_however_it_is_written(
-    exercise: Exercise, right: Right, grades: dict[str, Future[Grade]], request: pytest.FixtureRequest
+    exercise: Exercise, right: Answer, grades: dict[str, Future[Grade]], request: pytest.FixtureRequest
 ) -> None:
     result = grades[request.node.name].result()
     assert (result.status, result.score) == ("passed", exercise.points), failures(result)

@@ -24,11 +24,13 @@ from hwfsdp.learn.workbook import failures
 from suites import fast_are, long
 
 sys.path.insert(0, str(Path(__file__).parent))
-from answers.capstone import RIGHT, WRONG, answer  # noqa: E402
-from answers.shapes import Right, Wrong  # noqa: E402
+from answers.shapes import RIGHT as IS_RIGHT  # noqa: E402
+from answers.shapes import Answer, read  # noqa: E402
 
 COURSE = find_course(Path(__file__))
 SOLUTION = solution_path(COURSE).read_text()
+WRONG = [each for each in read("homework.txt") if each.misconception != IS_RIGHT]
+RIGHT = [each for each in read("homework.txt") if each.misconception == IS_RIGHT]
 README = (COURSE.root / "exercises" / "capstone" / "README.md").read_text()
 
 
@@ -62,8 +64,8 @@ FIRST = {wrong.check: wrong for wrong in reversed(WRONG) if wrong.check.startswi
 
 
 @pytest.mark.parametrize("wrong", fast_are(FIRST.values(), WRONG), ids=named)
-def test_a_wrong_answer_is_told_what_is_wrong(wrong: Wrong) -> None:
-    result = graded(answer(SOLUTION, wrong.functions, wrong.also), only=wrong.check)
+def test_a_wrong_answer_is_told_what_is_wrong(wrong: Answer) -> None:
+    result = graded(wrong.text(SOLUTION), only=wrong.check)
     verdicts = {r.check.id: r.finding.misconception for r in result.results if r.finding}
     assert verdicts.get(wrong.check) == wrong.misconception, failures(result)
     assert result.score + result.bonus < 19
@@ -71,8 +73,8 @@ def test_a_wrong_answer_is_told_what_is_wrong(wrong: Wrong) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("right", RIGHT, ids=named)
-def test_a_right_answer_gets_everything_however_it_is_written(right: Right) -> None:
-    result = graded(answer(SOLUTION, right.functions, right.also))
+def test_a_right_answer_gets_everything_however_it_is_written(right: Answer) -> None:
+    result = graded(right.text(SOLUTION))
     assert (result.status, result.score, result.bonus) == ("passed", 10, 9), failures(result)
 
 
@@ -80,7 +82,7 @@ def test_a_right_answer_gets_everything_however_it_is_written(right: Right) -> N
 @pytest.mark.parametrize("what", ["the gather's buffer", "the reduction's input"])
 def test_memory_that_is_let_go_too_early_is_told_by_its_name(what: str) -> None:
     (wrong,) = (each for each in WRONG if each.name.startswith(what))
-    told = [r.finding.message for r in graded(answer(SOLUTION, wrong.functions)).results if r.finding]
+    told = [r.finding.message for r in graded(wrong.text(SOLUTION)).results if r.finding]
     name = (
         "the buffer of the gather of 'blocks."
         if "gather" in what
@@ -101,44 +103,38 @@ def test_the_skeleton_filled_in_by_another_hand_gets_the_points_of_its_tasks() -
     assert uneven is not None and "AssertionError" in uneven.message
 
 
-@pytest.mark.long
-def test_the_first_functions_of_the_starter_earn_the_first_points() -> None:
-    homework = read_homework(COURSE)
-    written = {name for name in homework.hole_names if name.startswith(("FSDPParam", "FSDPModule"))}
-    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
-    without_hooks = graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
-    assert passed(without_hooks) == ["capstone.parse", "capstone.shard", "capstone.gather"]
-    written |= {"RegisterPostBackwardFunction.forward", "pre_forward", "post_forward"}
-    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
-    without_backward = graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
-    assert passed(without_backward) == [
-        *("capstone.parse", "capstone.shard", "capstone.gather", "capstone.forward")
-    ]
-    written |= {"pre_backward"}
-    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
-    without_reduction = graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
-    assert "capstone.backward" in passed(without_reduction)
-    assert (without_reduction.status, without_reduction.score) == ("failed", 4), failures(without_reduction)
-
-
 def passed(result: HomeworkGrade) -> list[str]:
     return [r.check.id for r in result.results if r.passed]
 
 
+def graded_with(written: set[str]) -> HomeworkGrade:
+    """The starter with these functions written."""
+    homework = read_homework(COURSE)
+    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
+    return graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
+
+
+@pytest.mark.long
+def test_the_first_functions_of_the_starter_earn_the_first_points() -> None:
+    holes_ = read_homework(COURSE).hole_names
+    written = {name for name in holes_ if name.startswith(("FSDPParam", "FSDPModule"))}
+    first = ["capstone.parse", "capstone.shard", "capstone.gather"]
+    assert passed(graded_with(written)) == first
+    written |= {"RegisterPostBackwardFunction.forward", "pre_forward", "post_forward"}
+    assert passed(graded_with(written)) == [*first, "capstone.forward"]
+    without_reduction = graded_with(written | {"pre_backward"})
+    assert "capstone.backward" in passed(without_reduction)
+    assert (without_reduction.status, without_reduction.score) == ("failed", 4), failures(without_reduction)
+
+
 @pytest.mark.long
 def test_task_1_alone_earns_its_points() -> None:
-    text = answer(
-        SOLUTION,
-        {
-            "FSDPModule._backward_prefetch": "def _backward_prefetch(self):\n    raise NotImplementedError\n",
-            "FSDPModule.record_post_forward": "def record_post_forward(self):\n    raise NotImplementedError\n",
-            "pre_backward": "~            module._backward_prefetch()\n ~> ",
-            "post_forward": "~            if not ctx.in_backward:\n                module.record_post_forward()\n ~> ",
-            "FSDPModule.unshard": "~with self.profiled ~> stream.wait(self.comm_ctx.compute_stream.record())\\n        with self.profiled",
-            "FSDPModule.reduce_gradients": "~InFlight(flat, stream.record())) ~> InFlight(flat, stream.record()))\\n        self.comm_ctx.wait_for_reductions()",
-        },
+    left_out = (
+        *("every gather waits for compute", "nothing is gathered ahead in backward"),
+        "reductions are waited for at once",
     )
-    result = graded(text)
+    edits = [edit for wrong in WRONG if wrong.name in left_out for edit in wrong.edits]
+    result = graded(Answer("capstone", "", "task 1 alone", edits).text(SOLUTION))
     assert (result.status, result.score) == ("failed", 7), failures(result)
     assert [r.check.id for r in result.results if r.passed is False] == [
         *("capstone.forward_prefetch", "capstone.backward_prefetch", "capstone.reduce_overlap")

@@ -118,9 +118,6 @@ CHEATS = {
         "import sys\nframe = sys._getframe()\nwhile frame.f_code.co_name != '_run_on_rank':\n    frame = frame.f_back\n"
         "frame.f_globals['pack'] = lambda tree: b''\nfound = {}"
     ),
-    "the frames of others, from an exception": filled(
-        "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    found = error.__traceback__.tb_frame.f_back.f_globals"
-    ),
     "the frames of others, handed on": filled(
         "import inspect\nfound = inspect.currentframe().f_back.f_globals"
     ),
@@ -167,9 +164,8 @@ CHEATS = {
     "a daemon": at_import(
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n", solution(CUTS)
     ),
-    "the parent killed": at_import("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"),
-    "its group killed": at_import("import os, signal\nos.killpg(0, signal.SIGKILL)\n"),
-    "all processes killed": at_import("import os, signal\nos.kill(-1, signal.SIGKILL)\n"),
+    "the parent killed": at_import("import os\nos.kill(os.getppid(), 9)\n"),
+    "its group killed": at_import("import os\nos.killpg(0, 9)\n"),
 }
 PASSES = {"a daemon"}  # a right answer, whose daemon is ended
 
@@ -182,7 +178,6 @@ NAMED = {
     "answers brought along, pickled": "uses _pickle.loads",
     "code under a name of the package": "compiles code under a name that is not its own",
     "the frames of others": "looks into the frames of others",
-    "the frames of others, from an exception": "looks into the frames of others",
     "the frames of others, handed on": "imports inspect",
     "native code": "imports ctypes",
     "the package's text run": "/hwfsdp/layout.py",
@@ -192,9 +187,8 @@ NAMED = {
     "the solution read by another program": "imports subprocess",
     "the probe exchanged": "imports hwfsdp.learn",
     "code exchanged": "imports hwfsdp.learn",
-    "the parent killed": "signal",
-    "its group killed": "signal",
-    "all processes killed": "signal",
+    "the parent killed": "sends a signal to another process",
+    "its group killed": "sends a signal to another process",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 from classes import FILES, FIRST, commit, hand_in, small_course
-from test_gradebook_formats import GRADESCOPE
+from test_gradebook_formats import SCHEMAS
 
 from hwfsdp.cli import build_parser
 from hwfsdp.learn.gradebook.autograder import make_autograder, make_workflow, requirements
@@ -43,7 +43,7 @@ def run_autograder(root: Path, python: str = sys.executable) -> dict[str, object
     results = root / "results" / "results.json"
     assert results.exists(), done.stderr
     found: dict[str, object] = json.loads(results.read_text())
-    jsonschema.validate(found, GRADESCOPE)
+    jsonschema.validate(found, SCHEMAS["gradescope"])
     assert [path.name for path in results.parent.iterdir()] == ["results.json"]
     return found
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -34,185 +33,12 @@ from hwfsdp.verbs.grade import FORMATS as OFFERED
 
 DEADLINE = datetime(2026, 12, 1, 23, 59, tzinfo=timezone(timedelta(hours=1)))
 POLICY = LatePolicy(DEADLINE, Rule(50.0, True, 86400))
-VISIBLE = {"enum": ["visible", "hidden", "after_due_date", "after_published"]}
-TEXT = {"enum": ["text", "html", "simple_format", "md", "ansi"]}
-
-GRADESCOPE = {  # https://gradescope-autograders.readthedocs.io/en/latest/specs/
-    "type": "object",
-    "additionalProperties": False,
-    "anyOf": [{"required": ["score"]}, {"required": ["tests"]}],
-    "properties": {
-        "score": {"type": "number"},
-        "execution_time": {"type": "number"},
-        "output": {"type": "string"},
-        "output_format": TEXT,
-        "test_output_format": TEXT,
-        "test_name_format": TEXT,
-        "visibility": VISIBLE,
-        "stdout_visibility": VISIBLE,
-        "extra_data": {"type": "object"},
-        "tests": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "additionalProperties": False,
-                "properties": {
-                    "score": {"type": "number"},
-                    "max_score": {"type": "number"},
-                    "status": {"enum": ["passed", "failed"]},
-                    "name": {"type": "string"},
-                    "name_format": TEXT,
-                    "number": {"type": "string"},
-                    "output": {"type": "string"},
-                    "output_format": TEXT,
-                    "tags": {"type": "array", "items": {"type": "string"}},
-                    "visibility": VISIBLE,
-                    "extra_data": {"type": "object"},
-                },
-            },
-        },
-        "leaderboard": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "additionalProperties": False,
-                "required": ["name", "value"],
-                "properties": {"name": {"type": "string"}, "value": {}, "order": {"enum": ["asc", "desc"]}},
-            },
-        },
-    },
-}
-
-GITHUB = {  # what https://github.com/classroom-resources/autograding-grading-reporter reads
-    "type": "object",
-    "required": ["version", "status", "max_score", "tests"],
-    "properties": {
-        "version": {"const": 1},
-        "status": {"enum": ["pass", "fail", "error"]},
-        "max_score": {"type": "number"},
-        "tests": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["name", "status", "score"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "status": {"enum": ["pass", "fail", "error"]},
-                    "score": {"type": "number"},
-                    "message": {"type": ["string", "null"]},
-                    "test_code": {"type": "string"},
-                    "filename": {"type": "string"},
-                    "line_no": {"type": "integer"},
-                },
-            },
-        },
-    },
-}
-
-_INSTANT = {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}T([01]\d|2[0-3]):[0-5]\d:[0-5]\dZ$"}
-_NAME = {"type": "string", "minLength": 1}
-_POINTS = {"type": "integer", "minimum": 0}
-_FIELDS: dict[str, Any] = {
-    "schema": {"const": "classroom50/result/v1"},
-    **dict.fromkeys(("classroom", "assignment", "owner", "commit", "release", "review"), _NAME),
-    "assignment_type": {"enum": ["individual", "group"]},
-    "submission": {"type": "string", "pattern": "^submit/"},
-    **dict.fromkeys(("datetime", "graded_at"), _INSTANT),
-    **dict.fromkeys(("score", "max-score"), _POINTS),
-    "tests": {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "required": ["test-name", "passed", "score", "max-score"],
-            "properties": {
-                "test-name": _NAME,
-                "passed": {"type": "boolean"},
-                "score": _POINTS,
-                "max-score": _POINTS,
-            },
-        },
-    },
-}
-_NEEDED = [name for name in _FIELDS if name != "graded_at"]
-# result-v1 and scores-v1 of https://github.com/foundation50/classroom50/tree/main/schemas
-CLASSROOM50 = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": _NEEDED,
-    "properties": {**_FIELDS, "submitted_by": {"type": "object"}},
-}
-SCORES50 = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["schema", "assignments"],
-    "properties": {
-        "schema": {"const": "classroom50/scores/v1"},
-        "assignments": {
-            "type": "object",
-            "propertyNames": {"pattern": "^[a-z0-9][a-z0-9-]{1,99}$"},
-            "additionalProperties": {
-                "type": "object",
-                "additionalProperties": False,
-                "required": ["type", "entries"],
-                "properties": {
-                    "type": {"enum": ["individual", "group"]},
-                    "entries": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["owner", "submissions"],
-                            "properties": {
-                                "owner": _NAME,
-                                "submissions": {
-                                    "type": "array",
-                                    "minItems": 1,
-                                    "items": {
-                                        "type": "object",
-                                        "required": [name for name in _NEEDED if name != "assignment"],
-                                        "properties": {
-                                            **_FIELDS,
-                                            "assignment": False,
-                                            "late": {"type": "boolean"},
-                                        },
-                                    },
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
-
-OURS = {
-    "type": "object",
-    "required": ["course", "submissions"],
-    "properties": {
-        "submissions": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["name", "score", "max_score", "exercises", "extra", "errors", "late"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "score": {"type": "integer"},
-                    "exercises": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["exercise", "score", "max_score", "status", "checks", "seconds"],
-                        },
-                    },
-                    "extra": {"type": "object"},
-                    "errors": {"type": "array", "items": {"type": "string"}},
-                },
-            },
-        },
-    },
-}
-ONE = {"gradescope": GRADESCOPE, "github": GITHUB, "classroom50": CLASSROOM50}
-ALL = {"json": OURS, "classroom50": SCORES50}
+# gradescope: https://gradescope-autograders.readthedocs.io/en/latest/specs/
+# github: what https://github.com/classroom-resources/autograding-grading-reporter reads
+# classroom50, scores50: result-v1 and scores-v1 of https://github.com/foundation50/classroom50/tree/main/schemas
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
+ONE = {name: SCHEMAS[name] for name in ("gradescope", "github", "classroom50")}
+ALL = {"json": SCHEMAS["ours"], "classroom50": SCHEMAS["scores50"]}
 
 
 @pytest.fixture
@@ -244,7 +70,7 @@ def test_the_file_of_a_class_fits_the_published_schema(name: str, book: Gradeboo
 
 
 def test_a_failure_of_the_grader_fits_the_schema_as_well() -> None:
-    jsonschema.validate(failed("no time"), GRADESCOPE)
+    jsonschema.validate(failed("no time"), SCHEMAS["gradescope"])
 
 
 def test_every_format_that_is_offered_is_there_and_no_other() -> None:
@@ -359,7 +185,7 @@ def test_a_workflow_gets_outputs_a_page_and_annotations(book: Gradebook, tmp_pat
     environ = {"GITHUB_OUTPUT": str(tmp_path / "out"), "GITHUB_STEP_SUMMARY": str(tmp_path / "page")}
     lines = list(announce(results()[1], book, environ))
     outputs = dict(line.split("=", 1) for line in (tmp_path / "out").read_text().splitlines())
-    jsonschema.validate(json.loads(base64.b64decode(outputs["result"])), GITHUB)
+    jsonschema.validate(json.loads(base64.b64decode(outputs["result"])), SCHEMAS["github"])
     assert outputs["max_points"] == str(results()[1].max_score)
     assert all(
         re.fullmatch(r"::(error file=[^,]+,title=[^,:\n]+|notice title=[^,:\n]+)::[^\n]*", row)

@@ -277,16 +277,6 @@ def test_nothing_of_a_submission_is_left_on_disk(handed: Path, course: Course, s
     assert not run.folder.exists()
 
 
-def test_times_that_are_given_go_before_those_of_files(
-    handed: Path, course: Course, settings: Settings
-) -> None:
-    at = datetime(2026, 5, 6, tzinfo=timezone.utc)
-    hand_in(handed, "ada", first="# ada")
-    hand_in(handed, "bob", first="# bob")
-    found = by_name(grade_class([handed], course, replace(settings, submitted={"ada": at})))
-    assert found["ada"].time == at and found["bob"].time != at
-
-
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "anew"])
 def test_what_a_killed_run_has_left_on_disk_goes_with_the_next_one(
     resume: bool, handed: Path, course: Course, settings: Settings

@@ -18,6 +18,7 @@ from hwfsdp import UsageError
 from hwfsdp.learn.gradebook.archives import Limits, Refused, open_source
 from hwfsdp.learn.gradebook.layout import choose, is_submission
 from hwfsdp.learn.gradebook.submissions import Handed, collect, find_submissions, unique_names
+from hwfsdp.learn.stations.stages import caught_up
 from hwfsdp.learn.submission import is_started, starter
 
 THIRD = REPOSITORY.exercise(11)
@@ -450,6 +451,14 @@ def test_names_in_other_letters_are_noted(tmp_path: Path) -> None:
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
     assert collected.notes == [f"HW/12_Strided_Shards/Strided_shards.py was taken for {TARGET}"]
     assert (tmp_path / "out" / TARGET).exists() and not collected.errors
+
+
+def test_stations_that_the_reference_wrote_are_noted_where_no_line_says_so(tmp_path: Path) -> None:
+    make_zip(tmp_path / "in", {OTHER: caught_up("4", {"01", "03"}).encode()})
+    (note,) = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES).notes
+    assert note.startswith(f"{OTHER}: functions are the reference's word for word") and note.endswith(
+        "of station 03"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,22 @@ from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.replay import Replay, is_same, replay
 from hwfsdp.learn.submission import solution
 
-sys.path.insert(0, str(Path(__file__).parent))
-from answers.shapes import answer  # noqa: E402
-
 COURSE = find_course(Path(__file__))
 SEED = 7
 
 
-def replayed(number: int, functions: dict[str, str], folder: Path) -> Replay:
-    """Of a course whose learner has handed in the solution with these functions in place of its own."""
+def replayed(number: int, folder: Path, line: str = "return -(-n // world_size)") -> Replay:
+    """Of a course whose learner has handed in the solution, but with this line in `padded_rows`."""
     exercise = COURSE.exercise(number)
     own = folder / "exercises" / exercise.target
     own.parent.mkdir(parents=True)
-    own.write_text(answer(solution(exercise), functions, ""))
+    own.write_text(solution(exercise).replace("return -(-n // world_size)", line))
     return replay(number, SEED, Course(folder, COURSE.exercises))
 
 
 @pytest.mark.long
 def test_an_answer_that_is_not_the_references_is_named(tmp_path: Path) -> None:
-    floor = "def padded_rows(n, world_size):\n    return n // world_size\n"
-    found = replayed(1, {"padded_rows": floor}, tmp_path)
+    found = replayed(1, tmp_path, "return n // world_size")
     assert found.begun and found.whose == "yours" and found.introduction.startswith("Yours: ")
     [run] = found.runs
     assert str(run).startswith("parts.probe_rows on 1 rank: 2 answers, of which 2 differ")
@@ -40,15 +35,13 @@ def test_an_answer_that_is_not_the_references_is_named(tmp_path: Path) -> None:
 
 
 def test_what_raises_is_not_given_and_says_why(tmp_path: Path) -> None:
-    raising = "def padded_rows(n, world_size):\n    raise ValueError('no idea')\n"
-    [run] = replayed(1, {"padded_rows": raising}, tmp_path).runs
+    [run] = replayed(1, tmp_path, "raise ValueError('no idea')").runs
     assert "'padded' was not given" in str(run) and "no idea" in str(run)
 
 
 @pytest.mark.long
 def test_a_rank_that_dies_is_reported_and_there_is_nothing_to_draw(tmp_path: Path) -> None:
-    dying = "def padded_rows(n, world_size):\n    import os\n    os._exit(1)\n"
-    found = replayed(1, {"padded_rows": dying}, tmp_path)
+    found = replayed(1, tmp_path, "import os\n    os._exit(1)")
     assert all(run.broken and "had to be ended" in str(run) for run in found.runs)
     assert found.logs() == {}
 
@@ -56,7 +49,7 @@ def test_a_rank_that_dies_is_reported_and_there_is_nothing_to_draw(tmp_path: Pat
 @pytest.mark.long
 @pytest.mark.parametrize("number", [8, 11])
 def test_recorded_answers_are_laid_beside_each_other(number: int, tmp_path: Path) -> None:
-    found = replayed(number, {}, tmp_path)
+    found = replayed(number, tmp_path)
     assert all(all(run.answers.values()) for run in found.runs), list(map(str, found.runs))
     logs = found.logs()
     assert list(logs) == ["yours", "the reference"]

@@ -23,7 +23,7 @@ from hwfsdp.learn.grade import Options, checks_of
 from hwfsdp.learn.manifest import Course, find_course
 from hwfsdp.learn.progress import Progress
 from hwfsdp.learn.report import Style, shown
-from hwfsdp.learn.stations.stages import LAST, caught_up, given, stage
+from hwfsdp.learn.stations.stages import LAST, caught_up, given, stage, undeclared
 from hwfsdp.learn.submission import Source
 from hwfsdp.learn.verdict import CheckResult, Finding, Grade
 from hwfsdp.learn.workbook import SEED, graded
@@ -217,6 +217,18 @@ def test_points_that_were_forgone_once_are_forgone_again(
     noted(course, 1)
     (course.root / "exercises" / "my_fsdp.py").write_text(f"{given('01')}\n")
     assert caught(capsys, "2")["forgone"] == ["01"]
+
+
+def test_a_line_that_was_deleted_does_not_hide_what_catchup_gave() -> None:
+    text = caught_up("5", set())
+    assert undeclared(text) == {}
+    without = text.replace(f"{given('03')}\n", "").replace('"""Gather', '"""Bring').replace("  # ", "  # my ")
+    assert list(undeclared(without)) == ["03"] and undeclared(without)["03"] > 1
+    lines = [line for line in text.splitlines() if "catchup" not in line]
+    assert list(undeclared("\n".join([*lines, "def own():", "    pass"]))) == ["02", "03", "04"]
+    assert undeclared(stage(0)) == undeclared("def half(") == {}
+    for path in Path(__file__).parent.glob("answers/right/*.py"):  # by people who had not seen the reference
+        assert undeclared(path.read_text()) == {}
 
 
 @pytest.mark.parametrize("number", ["1", "12", "99"])

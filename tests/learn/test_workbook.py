@@ -11,7 +11,7 @@ import pytest
 
 from hwfsdp import UsageError
 from hwfsdp.learn import manifest, workbook
-from hwfsdp.learn.manifest import Course, Exercise, find_course, read_manifest
+from hwfsdp.learn.manifest import HINTS, Course, Exercise, find_course, read_manifest
 
 COURSE = find_course(Path(__file__))
 
@@ -120,8 +120,7 @@ MANIFESTS: dict[str, Callable[[str], str]] = {
     "no title": lambda text: text.replace("title", "name"),
     "holes are no list": lambda text: text.replace("holes = [", "holes = 3\nothers = ["),
     "points are no number": lambda text: text.replace("points = ", 'points = "many" # '),
-    "calls are no list": lambda text: text.replace("hints = [", "calls = 3\nhints = [", 1),
-    "no hints": lambda text: text[: text.index("hints")] + "hints = []",
+    "calls are no list": lambda text: text.replace("calls = [", "calls = 3\nothers = [", 1),
 }
 
 
@@ -131,6 +130,14 @@ def test_a_manifest_that_is_none_is_refused(name: str, course: Course) -> None:
     path.write_text(MANIFESTS[name](path.read_text()))
     with pytest.raises(UsageError, match="manifest 12_strided_shards/exercise.toml"):
         read_manifest(path)
+
+
+@pytest.mark.parametrize("hints", [None, "hints = []", "tips = ['look again']"])
+def test_hints_that_are_none_are_refused(hints: str | None, course: Course) -> None:
+    path = course.exercise(12).folder / HINTS
+    path.unlink() if hints is None else path.write_text(hints)
+    with pytest.raises(UsageError, match="manifest 12_strided_shards/exercise.toml"):
+        read_manifest(path.with_name("exercise.toml"))
 
 
 def test_a_course_is_found_from_inside_and_missed_nowhere(

@@ -97,6 +97,7 @@ def grade_capstone(
         overlay = Overlay({}, (submitted,))
         times = Times(options.run_seconds or RUN_SECONDS, ALL_SECONDS, options.repeat)
         ranks = Ranks(overlay, printed.append, times, options.world_size, off_limits)
+        result.measured = ranks.measured
         grading.run_checks(result, ranks, [submitted.path], homework.hole_names, on_check, options)
     except Finding as finding:
         grading.reject(result, finding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from functools import partial
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -10,10 +11,10 @@ from matplotlib.figure import Figure
 
 from hwfsdp.eventlog import Interval, union
 from hwfsdp.learn import holes
-from hwfsdp.learn.capstone.cases import shard_with
-from hwfsdp.learn.capstone.clock import GPUS, HOST, Runner, watched_kernels
 from hwfsdp.learn.capstone.homework import solution_path
 from hwfsdp.learn.manifest import find_course
+from hwfsdp.learn.stations.clocked import GPUS, HOST, Runner, stack_of_blocks, watched_kernels
+from hwfsdp.learn.stations.facts import homeworks_shard
 from hwfsdp.plot import style
 from hwfsdp.ranks import launch
 from hwfsdp.virtual.run import simulate
@@ -49,7 +50,8 @@ def run(text: str) -> Step:
     """The step of the wide model with this text as the homework."""
     module = types.ModuleType("homework")
     exec(compile(text, "hw_fsdp.py", "exec"), module.__dict__)
-    runner = Runner(shard_with(module), with_backward=True)
+    stack = partial(stack_of_blocks, shard=homeworks_shard(module), with_root=False)
+    runner = Runner(stack, with_backward=True)
     with watched_kernels(runner.kernels):
         found = simulate(runner.start, GPUS, HOST)
     busy = {"compute": union(runner.kernels)}

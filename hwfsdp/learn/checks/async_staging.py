@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hwfsdp.learn.checks import piece
 from hwfsdp.learn.checks.async_staging_runs import (
     HOLDS,
     TURNS,
@@ -26,7 +27,7 @@ from hwfsdp.learn.checks.async_staging_runs import (
 from hwfsdp.learn.checks.async_staging_saves import probe_saves
 from hwfsdp.learn.diagnose import first_difference
 from hwfsdp.learn.run import Ranks
-from hwfsdp.learn.verdict import Check, Finding
+from hwfsdp.learn.verdict import Finding
 
 ITEM = 4  # bytes of an element
 SETTINGS = [0.5, [0.9, 0.99], 3, "text"]
@@ -72,8 +73,7 @@ def _compare_values(rank: int, found: dict[str, Any], seed: int) -> None:
 
 
 def _compare_sharded(rank: int, found: dict[str, Any], seed: int, world_size: int) -> None:
-    pieces = sharded_whole(seed).chunk(world_size)
-    expected = pieces[rank] if rank < len(pieces) else sharded_whole(seed)[:0]
+    expected = piece(sharded_whole(seed), world_size, rank)
     got, (kind, placements, shape) = found["sharded"], found["sharded is"]
     where = f"rank {rank}, the DTensor"
     if kind != "DTensor" or not placements or not shape:
@@ -317,17 +317,3 @@ def _expect_error(where: str, got: str | None, part: str, kind: str = "UsageErro
 def _expect_none(where: str, got: str | None) -> None:
     if got is not None:
         raise Finding("raised-again", f"{where}: it raises {got}", "no error", got)
-
-
-CHECKS = (
-    Check("15.snapshot", "a copy that later steps cannot change, tied as it was", 0, judge_snapshot),
-    Check("15.buffers", "memory is allocated once, and never lent twice", 1, judge_buffers, ("15.snapshot",)),
-    Check(
-        "15.background",
-        "training waits for the copy, and for nothing else of the save",
-        1,
-        judge_background,
-        ("15.snapshot",),
-    ),
-    Check("15.errors", "whoever waits hears of a failure, or else the next save", 1, judge_errors),
-)

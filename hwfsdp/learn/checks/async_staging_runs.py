@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwfsdp import compat
 from hwfsdp.checkpoint.staging import StateDictStager
+from hwfsdp.learn.checks import piece
 from hwfsdp.learn.checks.lifetimes import bytes_alive, ready, watch
 from hwfsdp.learn.run import Report, attempt
 
@@ -147,8 +148,7 @@ def make_dtensor(seed: int) -> DTensor:
     """Uneven rows over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = sharded_whole(seed)
-    pieces = whole.chunk(mesh.size())
-    local = pieces[mesh.get_local_rank()] if mesh.get_local_rank() < len(pieces) else whole[:0]
+    local = piece(whole, mesh.size(), mesh.get_local_rank())
     return compat.dtensor(local.clone(), mesh, (Shard(0),), whole.shape, whole.stride())
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwfsdp.learn.checks.checkpoints_commits import judge_commit
 from hwfsdp.learn.checks.checkpoints_pairs import (
     SAVED,
     TIED,
@@ -37,7 +36,7 @@ from hwfsdp.learn.checks.checkpoints_runs import (
     tilings,
 )
 from hwfsdp.learn.run import Ranks
-from hwfsdp.learn.verdict import Check, Finding
+from hwfsdp.learn.verdict import Finding
 
 
 def _text(part: Any) -> str:
@@ -398,18 +397,3 @@ def _compare_reading(rank: int, pair: str, found: dict[str, Any]) -> None:
                 f"{_pair(pair)}, rank {rank}: {read} elements of {path} are read, and this rank has {length}."
             )
             raise Finding("read-too-much" if read > length else "rows-not-loaded", message, length, read)
-
-
-CHECKS = (
-    Check("14.boxes", "what two parts have in common, and where it lies in each", 0, judge_boxes),
-    Check("14.whole", "what is missing, overlaps or differs is refused", 1, judge_whole, ("14.boxes",)),
-    Check("14.parts", "every rank knows its part, on every mesh", 0, judge_parts),
-    Check(
-        "14.pairs",
-        "what W ranks saved, W' ranks load, for every W and W' up to 4",
-        1,
-        judge_pairs,
-        ("14.boxes", "14.whole", "14.parts"),
-    ),
-    Check("14.commit", "whenever a save dies, there is one that is whole", 2, judge_commit),
-)

@@ -26,6 +26,7 @@ from hwfsdp.checkpoint.boxes import Box
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hwfsdp.checkpoint.traverse import leaves_of, show
 from hwfsdp.errors import FSDPError
+from hwfsdp.learn.checks import piece
 from hwfsdp.learn.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
 from hwfsdp.learn.run import FAILED, Report, attempt
 from hwfsdp.wrap import fully_shard
@@ -89,8 +90,7 @@ def cut(whole: Tensor, spread: Spread, coordinate: Sequence[int]) -> Tensor:
     """What the rank there has: nested chunks, none of it the package's. Dims of the mesh from left to right."""
     for placement, size, index in zip(spread.placements, spread.mesh, coordinate, strict=True):
         if isinstance(placement, Shard):
-            pieces = whole.chunk(size, placement.dim)
-            whole = pieces[index] if index < len(pieces) else whole.narrow(placement.dim, 0, 0)
+            whole = piece(whole, size, index, placement.dim)
     return whole
 
 
@@ -323,7 +323,6 @@ def _save(state: dict[str, Any], path: Path, meshes: Meshes) -> None:
 
 def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
     """The local parts after a load, one after the other, how long each is, and how much was read for it."""
-    tensors = {id(leaf) for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)}
     read: dict[str, int] = {}
     needs_of = matching.needs_of
 
@@ -352,5 +351,4 @@ def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
     found["values"] = torch.cat(parts)
     found["read"] = [read.get(name, 0) for name in found["paths"]]
     found["others"] = [state["step"], state["optim"]["param_groups"][0]["lr"]]
-    found["same objects"] = {id(t) for _, t in leaves_of(state) if isinstance(t, Tensor)} == tensors
     return found

@@ -32,7 +32,7 @@ from hwfsdp.learn.checks.hybrid_sharding_runs import (
 )
 from hwfsdp.learn.diagnose import compare_order, first_difference
 from hwfsdp.learn.run import Ranks
-from hwfsdp.learn.verdict import Check, Finding
+from hwfsdp.learn.verdict import Finding
 from hwfsdp.order import Order
 from hwfsdp.sharding import chunk_extent, padded_local_numel
 
@@ -366,37 +366,3 @@ def _compare_reductions(mesh: Mesh, setting: Setting) -> None:
                 text = f"{mesh}, {setting.name}, rank {rank}: {found} all-reduces of {group}, expected {expected}."
                 misconception = "reduced-too-often" if found > expected else "partial-forgotten"
                 raise Finding(misconception, text, expected, found)
-
-
-CHECKS = (
-    Check("11.axes", "each axis has its ranks, and placements say what it does", 0, judge_axes),
-    Check("11.finish", "a reduction goes on to the shards' gradients, or is kept in part", 0, judge_finish),
-    Check(
-        "11.traffic",
-        "gathers and scatters stay inside, shards are all-reduced across",
-        1,
-        judge_traffic,
-        ("11.axes", "11.finish"),
-    ),
-    Check(
-        "11.order",
-        "an all-reduce waits for its input, and nothing waits for it",
-        1,
-        judge_order,
-        ("11.traffic",),
-    ),
-    Check(
-        "11.numbers",
-        "gradients are the mean over all ranks, the same in every replica",
-        1,
-        judge_numbers,
-        ("11.axes", "11.finish"),
-    ),
-    Check(
-        "11.partials",
-        "partial gradients add up, and are all-reduced once",
-        1,
-        judge_partials,
-        ("11.numbers",),
-    ),
-)

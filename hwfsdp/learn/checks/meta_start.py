@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hwfsdp.learn.checks import piece
 from hwfsdp.learn.checks.meta_start_held import HELD, Data, Held
 from hwfsdp.learn.checks.meta_start_runs import (
     ALIASES,
@@ -26,7 +27,7 @@ from hwfsdp.learn.checks.meta_start_runs import (
 )
 from hwfsdp.learn.diagnose import first_difference
 from hwfsdp.learn.run import Ranks
-from hwfsdp.learn.verdict import Check, Finding
+from hwfsdp.learn.verdict import Finding
 
 ANYWHERE = ("generators", "kinds", "expected")  # what does not depend on a mesh
 BUFFERS = 4 * 4  # bytes
@@ -49,10 +50,7 @@ def _at(size: int, rank: int) -> str:
 def _piece(whole: Tensor, name: str, size: int, rank: int) -> Tensor:
     """The oracle: what torch.chunk gives the rank."""
     dim = SHARDED_DIM.get(name, 0)
-    if dim is None:
-        return whole
-    chunks = whole.chunk(size, dim)
-    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole if dim is None else piece(whole, size, rank, dim)
 
 
 # --- Generators --------------------------------------------------------------------------------------------
@@ -365,28 +363,3 @@ def _check_peak(where: str, facts: list[int], one: int, most: int, whole: int) -
     if peak > most:
         text = f"{where} {peak:,} B are alive at once; shards, buffers and what they are filled from are {most:,} B."
         raise Finding("more-than-a-row" if "init" in where else "kept-alive", text, most, peak)
-
-
-GENERATOR, SHARD = "13.generator", "13.shard"
-CHECKS = (
-    Check(
-        GENERATOR,
-        "a row's generator depends on seed, name and number, and on nothing else",
-        0,
-        judge_generator,
-    ),
-    Check(SHARD, "rows from elsewhere become the front of a shard that is padded with zeros", 1, judge_shard),
-    Check(
-        "13.weights",
-        "1, 2, 3 and 4 ranks have the same weights, each rank its own rows",
-        1,
-        judge_weights,
-        (GENERATOR, SHARD),
-    ),
-    Check(
-        "13.bytes",
-        "no rank has memory for more than its shards and a row, and nothing travels",
-        1,
-        judge_bytes,
-    ),
-)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
 from hwfsdp.compat import local_of, storage_key
+from hwfsdp.learn.checks import piece
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, watch
 from hwfsdp.mesh import ShardMesh
 from hwfsdp.param import FSDPParam, Slot
@@ -57,8 +58,7 @@ class Held(NamedTuple):
     def local(self, rank: int, size: int, seed: int) -> Tensor:
         """This rank's rows, new; none is zero."""
         whole = torch.arange(1, prod(self.shape) + 1).view(self.shape).float() + seed % 64
-        chunks = whole.chunk(size, self.dim)
-        return (chunks[rank] if rank < len(chunks) else whole.narrow(self.dim, 0, 0)).clone()
+        return piece(whole, size, rank, self.dim).clone()
 
     def given(self, rank: int, size: int, seed: int) -> Tensor:
         rows = self.local(rank, size, seed)

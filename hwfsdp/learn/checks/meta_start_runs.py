@@ -23,6 +23,7 @@ from hwfsdp import compat, filling, fully_shard
 from hwfsdp.compat import storage_key
 from hwfsdp.events import COLLECTIVES
 from hwfsdp.hooks import state_of
+from hwfsdp.learn.checks import with_nan
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
 from hwfsdp.learn.checks.meta_start_held import Data, copied, held, local_part, placed
 from hwfsdp.learn.run import Report, attempt
@@ -99,22 +100,13 @@ def probe_start(report: Report, seed: int) -> None:
 
 def _probe_mesh(report: Report, seed: int, mesh: DeviceMesh) -> None:
     parts: dict[str, Callable[[], Any]] = {
-        "emptied": lambda: _with_nan(lambda: _paddings(started(seed, mesh))),
-        "start": lambda: _with_nan(lambda: _start(seed, mesh)),
+        "emptied": lambda: with_nan(lambda: _paddings(started(seed, mesh))),
+        "start": lambda: with_nan(lambda: _start(seed, mesh)),
         "memory": lambda: _memory(seed, mesh),
-        "held": lambda: _with_nan(lambda: held(seed, shard_mesh(mesh))),
+        "held": lambda: with_nan(lambda: held(seed, shard_mesh(mesh))),
     }
     for name, part in parts.items():
         attempt(report, f"{name} {mesh.size()}", part if mesh.get_coordinate() is not None else lambda: None)
-
-
-def _with_nan(part: Callable[[], Any]) -> Any:
-    """Memory that nobody wrote is full of NaN meanwhile."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        return part()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # --- Generators --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Checks of 12: placements, orders of cuts and boxes against nested chunking; then a tensor-parallel model under FSDP.
 
-The oracle is told who cuts first, and cuts with `torch.chunk`; what the learner's functions have to find out, it knows.
+The oracle is told who cuts first, and cuts ranges, or tensors with `torch.chunk`. It knows what the learner's functions have to find out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hwfsdp.learn.checks.strided_shards_theories import Box, explain_boxes, expl
 from hwfsdp.learn.checks.strided_shards_runs import PADDING, REPLICA, Axes, Cuts, Sizes, Tensors, described
 from hwfsdp.learn.diagnose import first_difference
 from hwfsdp.learn.run import Ranks, Run
-from hwfsdp.learn.verdict import Check, Finding
+from hwfsdp.learn.verdict import Finding
 
 RANKS = prod(runs.GRID)
 
@@ -109,20 +109,6 @@ def judge_order(ranks: Ranks, seed: int) -> None:
 @cache
 def oracle(n: int, mesh: Sizes, order: Sizes) -> dict[Sizes, tuple[int, int]]:
     """(length, offset) of what is left of n rows, by the ranks' indices in the order of cuts."""
-    if n > 1000:  # too long to lay out; the sizes of chunks by integers
-        return _large(n, mesh, order)
-    pieces: dict[Sizes, Tensor] = {(): torch.arange(n)}
-    for mesh_dim in order:
-        finer: dict[Sizes, Tensor] = {}
-        for where, rows in pieces.items():
-            chunks = [*rows.chunk(mesh[mesh_dim])]
-            chunks += [rows[:0]] * (mesh[mesh_dim] - len(chunks))
-            finer |= {(*where, i): chunk for i, chunk in enumerate(chunks)}
-        pieces = finer
-    return {where: (len(rows), int(rows[0])) if len(rows) else (0, n) for where, rows in pieces.items()}
-
-
-def _large(n: int, mesh: Sizes, order: Sizes) -> dict[Sizes, tuple[int, int]]:
     pieces: dict[Sizes, range] = {(): range(n)}
     for mesh_dim in order:
         finer: dict[Sizes, range] = {}
@@ -173,7 +159,7 @@ def judge_shards(ranks: Ranks, seed: int) -> None:
 
 def _check_shards(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
     whole, cuts = case.whole(), case.cuts
-    pieces = [runs.piece(whole, cuts, c) for c in cuts.coordinates()]
+    pieces = [runs.box_of(whole, cuts, c) for c in cuts.coordinates()]
     where, shards = f"shard_strided of {case}{', pad=True' if pad else ''}", facts["shards"]
     if len(shards) != len(pieces):
         raise Finding("block-missing", f"{where} gives {len(shards)} shards.", len(pieces), len(shards))
@@ -236,7 +222,7 @@ def _check_shard(where: str, actual: Tensor, expected: Tensor, right: Tensor, wh
 def _check_grad(where: str, case: Tensors, grad: Tensor | None) -> None:
     expected = case.whole().zero_()
     for number, coordinate in enumerate(case.cuts.coordinates()):
-        runs.piece(expected, case.cuts, coordinate).add_(number + 1)
+        runs.box_of(expected, case.cuts, coordinate).add_(number + 1)
     if grad is None or not torch.equal(grad, expected):
         text = f"{where}: a gradient of the shards does not come back to the tensor that was cut."
         raise Finding("grad-lost", text, expected, grad)
@@ -357,31 +343,6 @@ def _check_layout(
             shown, wanted = (f"[{', '.join(map(_say, p))}]" for p in (placements[name], expected))
             text = f"{name} under FSDP over tensor parallelism has placements {shown}, expected {wanted}."
             raise Finding("wrong-placement", text, wanted, shown)
-        right = runs.piece(whole[name], cuts, coordinate)
+        right = runs.box_of(whole[name], cuts, coordinate)
         if local[name].shape != right.shape or not torch.equal(local[name], right):
             raise Finding("wrong-rows", f"Rank {rank} has other rows of {name}.", right, local[name])
-
-
-CUT, ORDER, BOX, WHOLE = "12.placement", "12.order", "12.box", "12.whole"
-CHECKS = (
-    Check(CUT, "FSDP's placement says what was cut before it, and nothing else", 1, judge_placement),
-    Check(ORDER, "the order of cuts is read off the placements", 0, judge_order),
-    Check(BOX, "each rank has the box that nested chunking leaves it", 0, judge_box),
-    Check(
-        "12.shards", "shards are those boxes, padded at the end if asked for", 1, judge_shards, (ORDER, BOX)
-    ),
-    Check(
-        WHOLE,
-        "the whole comes back without padding, from the first of all replicas",
-        1,
-        judge_whole,
-        (ORDER, BOX),
-    ),
-    Check(
-        "12.training",
-        "FSDP over tensor parallelism trains as the model in one piece, and its shards make up the whole",
-        1,
-        judge_training,
-        (CUT, ORDER, BOX, WHOLE),
-    ),
-)

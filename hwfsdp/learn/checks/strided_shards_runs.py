@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hwfsdp import compat, fully_shard, layout, placement
 from hwfsdp.errors import UsageError
+from hwfsdp.learn.checks import piece, with_nan
 from hwfsdp.learn.run import Report, attempt
 
 Sizes = tuple[int, ...]
@@ -165,13 +166,11 @@ def tensors(seed: int) -> list[Tensors]:
     return found
 
 
-def piece(whole: Tensor, cuts: Cuts, coordinate: Sizes) -> Tensor:
-    """The oracle: chunks of chunks, by torch.chunk."""
+def box_of(whole: Tensor, cuts: Cuts, coordinate: Sizes) -> Tensor:
+    """The oracle: chunks of chunks."""
     for dim, order in enumerate(cuts.orders):
         for mesh_dim in order:
-            chunks = whole.chunk(cuts.mesh[mesh_dim], dim)
-            index = coordinate[mesh_dim]
-            whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
+            whole = piece(whole, cuts.mesh[mesh_dim], coordinate[mesh_dim], dim)
     return whole
 
 
@@ -216,12 +215,12 @@ def probe_cuts(report: Report, seed: int) -> None:
     attempt(
         report,
         "shards",
-        lambda: _with_nan(lambda: [_sharded(case, p) for case in tensors(seed) for p in (0, 1)]),
+        lambda: with_nan(lambda: [_sharded(case, p) for case in tensors(seed) for p in (0, 1)]),
     )
     attempt(
         report,
         "whole",
-        lambda: _with_nan(lambda: [_unsharded(case, p) for case in tensors(seed) for p in (0, 1)]),
+        lambda: with_nan(lambda: [_unsharded(case, p) for case in tensors(seed) for p in (0, 1)]),
     )
     attempt(report, "misfits", lambda: [_refusal(misfit) for misfit in _misfits()])
 
@@ -283,15 +282,6 @@ def _plain(value: Any) -> Any:
     return value if type(value) is int else repr(value)
 
 
-def _with_nan(part: Callable[[], list[Any]]) -> list[Any]:
-    """Memory that nobody wrote is full of NaN meanwhile."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        return part()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def _sharded(case: Tensors, pad: int) -> dict[str, Any]:
     whole = case.whole()
     if case.dtype.is_floating_point:
@@ -317,7 +307,7 @@ def _sharded(case: Tensors, pad: int) -> dict[str, Any]:
 def _unsharded(case: Tensors, pad: int) -> dict[str, Any]:
     """From shards that the oracle cut, with padding and replicas that must not come back."""
     cuts, seen = case.cuts, set[tuple[Any, ...]]()
-    pieces = [piece(case.whole(), cuts, c) for c in cuts.coordinates()]
+    pieces = [box_of(case.whole(), cuts, c) for c in cuts.coordinates()]
     largest = [max(p.shape[d] for p in pieces) for d in range(len(case.shape))]
     shards, key = [], list(cuts.coordinates())
     for coordinate, part in zip(key, pieces, strict=True):
@@ -341,7 +331,7 @@ def _unsharded(case: Tensors, pad: int) -> dict[str, Any]:
 def _misfits() -> list[Callable[[], object]]:
     """Too few shards; one too small; one too large."""
     mesh, placements, whole = (3, 2), [compat.strided_shard(0, 2), Shard(0)], torch.arange(7)
-    shards = [piece(whole, Cuts(mesh, ((1, 0),)), c) for c in product(range(3), range(2))]
+    shards = [box_of(whole, Cuts(mesh, ((1, 0),)), c) for c in product(range(3), range(2))]
     wrong = [shards[:-1], [shards[0][:1], *shards[1:]], [torch.arange(3), *shards[1:]]]
     return [lambda each=each: layout.unshard_strided(each, (7,), mesh, placements) for each in wrong]  # type: ignore[misc]
 

@@ -15,6 +15,7 @@ from hwfsdp.learn.grade import checks_of
 from hwfsdp.learn.gradebook.late import LatePolicy, Standing
 from hwfsdp.learn.gradebook.results import Result, opaque
 from hwfsdp.learn.manifest import Course, Exercise
+from hwfsdp.learn.checklist import question_of
 from hwfsdp.learn.misconceptions import MISCONCEPTIONS
 from hwfsdp.learn.report import printable
 
@@ -90,7 +91,7 @@ def evidence(exercise: Data, check: Data) -> list[str]:
     if check["actual"] is not None:
         lines.append(f"got       {str(check['actual'])[:LONGEST]}")
     if misconception:
-        lines.append(f"→ {misconception.question}")
+        lines.append(f"→ {question_of(check['id'], check['misconception'])}")
     if not lines:
         lines = [_unrun(exercise, check)]
     return [printable(line) for text in lines for line in text.splitlines()]

@@ -350,7 +350,7 @@ def course_version(course: Course) -> str:
     """Of everything that a grade depends on but the submission: the package, and the manifests."""
     digest = hashlib.sha256()
     manifests = [exercise.folder / "exercise.toml" for exercise in course.exercises]
-    for path in [*sorted(PACKAGE.rglob("*.py")), *manifests]:
+    for path in [*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.rglob("*.toml")), *manifests]:
         if path.is_file():
             digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

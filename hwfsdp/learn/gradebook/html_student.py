@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hwfsdp.learn.gradebook.book import LONGEST, Data, Gradebook, verdict
 from hwfsdp.learn.gradebook.html_page import badge, legend, page, text
 from hwfsdp.learn.gradebook.results import Result
+from hwfsdp.learn.checklist import question_of
 from hwfsdp.learn.misconceptions import MISCONCEPTIONS
 from hwfsdp.learn.report import printable
 
@@ -96,7 +97,7 @@ def _check(exercise: Data, check: Data, book: Gradebook) -> Iterator[str]:
     elif lines:
         yield f"<pre>{text(lines)}</pre>\n"
     if misconception:
-        yield f'<p class="ask">{text(misconception.question)}</p>\n'
+        yield f'<p class="ask">{text(question_of(check["id"], check["misconception"]))}</p>\n'
     yield "</div>\n"
 
 

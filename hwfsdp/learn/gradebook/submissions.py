@@ -19,6 +19,7 @@ from hwfsdp.learn.gradebook.archives import SUFFIXES, Limits, Refused, Source, o
 from hwfsdp.learn.gradebook.commits import commit_time
 from hwfsdp.learn.gradebook.layout import EXTRA_FILES, choose, is_junk, is_submission
 from hwfsdp.learn.manifest import OWN_FILE, Exercise
+from hwfsdp.learn.stations.stages import undeclared
 
 
 class Handed(NamedTuple):
@@ -208,6 +209,11 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
             collected.notes.append(f"{path} was taken for {target}")
         if not text.strip():
             collected.notes.append(f"{path} is empty")
+        if target == OWN_FILE and (words := undeclared(text)):
+            of = ", ".join(f"{count} of station {number}" for number, count in words.items())
+            collected.notes.append(
+                f"{path}: functions are the reference's word for word, and no line says so: {of}"
+            )
     collected.errors += [
         f"{called.get(key, key)}: {reason}" for key, reason in sorted(collected.problems.items())
     ]

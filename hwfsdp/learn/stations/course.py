@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from hwfsdp.learn.run import Ranks, Unreported
-from hwfsdp.learn.stations import laws, machines, parts, race, scenarios
+from hwfsdp.learn.stations import laws, machines, parts, scenarios
 from hwfsdp.learn.stations.facts import (
     probe_fsdp2,
     probe_memory,
@@ -24,7 +23,7 @@ from hwfsdp.learn.stations.facts import (
     probe_training,
 )
 from hwfsdp.learn.stations.scenarios import Scenario
-from hwfsdp.learn.verdict import Check, Finding, Judge
+from hwfsdp.learn.verdict import Finding
 
 THREE = 3  # ranks: with two of them, a sum over the ranks looks like a gradient that counts twice
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -302,27 +301,6 @@ def judge_kept(ranks: Ranks, seed: int) -> None:
     laws.same_numbers(found, KEPT, seed)
 
 
-# --- The stations ------------------------------------------------------------------------------------------
-
-
-NEEDS = {  # what says nothing without another check: a file that never overlaps has no races either
-    "05.numbers": ("05.one",),
-    "08.races": ("08.overlap",),
-    "08.memory": ("08.overlap",),
-    "09.fresh": ("09.exposed",),
-    "09.order": ("09.exposed",),
-    "09.peak": ("09.exposed",),
-    "16.peak": ("16.step",),
-}
-
-
-def _station(number: str, *checks: tuple[str, int, str, Judge]) -> tuple[str, tuple[Check, ...]]:
-    made = []
-    for name, points, sentence, judge in checks:
-        made.append(Check(f"{number}.{name}", sentence, points, judge, NEEDS.get(f"{number}.{name}", ())))
-    return number, tuple(made)
-
-
 # --- 09 Forward prefetch -----------------------------------------------------------------------------------
 
 
@@ -330,134 +308,3 @@ def judge_fresh(ranks: Ranks, seed: int) -> None:
     """A wrong guess of what is needed next does no harm."""
     found = CHANGED.found(ranks, seed, CHANGING)
     laws.same_numbers(found, CHANGING, seed)
-
-
-CHECKS: dict[str, tuple[Check, ...]] = dict(
-    (
-        _station(
-            "01",
-            ("padded", 2, "every rank sends as many rows as the first one has", parts.judge_padded),
-            (
-                "rows",
-                3,
-                "each rank keeps the rows that torch.chunk gives it, for all sizes up to 64",
-                parts.judge_rows,
-            ),
-        ),
-        _station(
-            "02",
-            (
-                "gather",
-                3,
-                "a ring brings every rank's piece to every rank, and sends no byte too many",
-                parts.judge_gather,
-            ),
-            ("reduce", 3, "a ring brings each rank its sum, and sends no byte too many", parts.judge_reduce),
-        ),
-        _station(
-            "03",
-            ("replicate", 2, "replicas get the mean gradient", judge_replicate),
-            ("rows", 2, "parameters are this rank's rows", judge_rows),
-            (
-                "forward",
-                2,
-                "a forward gathers what it needs, and gives the unsharded model's loss",
-                judge_forward,
-            ),
-            ("trains", 4, "three steps of training give the unsharded model's numbers", judge_trains),
-            ("memory", 2, "few units are whole at once, and none after a step", judge_memory),
-        ),
-        _station(
-            "04",
-            ("tied", 2, "tied weights stay one parameter", partial(judge_model, "tied")),
-            (
-                "frozen",
-                2,
-                "frozen weights are gathered as long as they are needed, and get no gradient",
-                partial(judge_model, "frozen"),
-            ),
-            ("twice", 1, "a layer may run twice", partial(judge_model, "twice")),
-            ("unused", 1, "a layer may be left out", partial(judge_model, "unused")),
-            (
-                "recomputed",
-                2,
-                "a layer may be recomputed in the backward",
-                partial(judge_model, "recomputed"),
-            ),
-            (
-                "nested",
-                1,
-                "a unit may hold another, and return several tensors",
-                partial(judge_model, "nested"),
-            ),
-            ("memory", 1, "nothing stays whole after a step", judge_freed),
-        ),
-        _station(
-            "05",
-            ("one", 3, "a unit travels in one collective", judge_one),
-            (
-                "closed_forms",
-                3,
-                "the bytes of DDP, ZeRO-1, 2, 3 and hybrid sharding, in closed form",
-                parts.judge_traffic,
-            ),
-            ("bytes", 2, "your own closed form gives the measured bytes", judge_bytes),
-            ("numbers", 1, "models that broke still train", judge_grouped),
-        ),
-        _station(
-            "06",
-            ("wire", 2, "parameters and gradients travel in the dtypes of the policy", judge_wire),
-            ("numbers", 2, "losses and gradients are FSDP2's, bit for bit", judge_precise),
-            ("casts", 1, "inputs and outputs are cast as the policy says", judge_casts),
-            ("shards", 1, "rows, gradients and the optimizer stay in fp32", judge_masters),
-            ("overflow", 1, "what overflows in fp16 is reduced in fp32", judge_overflow),
-        ),
-        _station(
-            "07",
-            ("sync", 2, "only the last micro-batch reduces", judge_sync),
-            ("gradients", 2, "gradients are the sums over all micro-batches", judge_summed),
-            ("whole", 1, "without resharding after forward, a backward gathers nothing", judge_whole),
-            ("keep", 1, "parameters can stay whole from one micro-batch to the next", judge_kept),
-        ),
-        _station(
-            "08",
-            ("overlap", 3, "on a GPU, gathers of a forward travel while it computes", machines.judge_overlap),
-            ("races", 4, "every read and write of memory waits for the ones before it", machines.judge_races),
-            ("memory", 2, "one unit is gathered ahead, no more", machines.judge_forward_peak),
-        ),
-        _station(
-            "09",
-            (
-                "exposed",
-                3,
-                "on a host, the next gather starts before this unit computes",
-                machines.judge_forward_prefetch,
-            ),
-            ("fresh", 1, "a gather that nobody used is not used after the next update", judge_fresh),
-            ("order", 1, "each unit is gathered once in a forward", machines.judge_forward_order),
-            ("peak", 2, "one unit is gathered ahead, no more", machines.judge_forward_peak),
-        ),
-        _station(
-            "10",
-            (
-                "gathers",
-                3,
-                "in a backward, the next gather starts before this unit's backward",
-                machines.judge_backward_prefetch,
-            ),
-            (
-                "reductions",
-                3,
-                "gradients travel while the next unit computes its own",
-                machines.judge_reductions,
-            ),
-            ("bound", 2, "at most two reductions are in flight at once", machines.judge_bound),
-            ("peak", 1, "bytes alive in a step are bounded", machines.judge_peak),
-        ),
-        _station(
-            "16",
-            ("step", 1, "a step takes at most 1.15 times FSDP2's, on 64 virtual GPUs", race.judge_step),
-            ("peak", 1, "its peak is at most 1.15 times FSDP2's", race.judge_peak),
-        ),
-    )
-)

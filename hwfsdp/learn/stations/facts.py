@@ -10,47 +10,116 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import events
-from hwfsdp.compat import DispatchMode
-from hwfsdp.learn.capstone.runs import attempt_together
+from hwfsdp.compat import DispatchMode, default_store
 from hwfsdp.learn.capstone.witness import Witness, witnessed
 from hwfsdp.learn.checks.lifetimes import ready
-from hwfsdp.learn.run import Report
+from hwfsdp.learn.run import FAILED, Report, attempt
 from hwfsdp.learn.stations import scenarios
 from hwfsdp.learn.stations.scenarios import Built, Scenario
+from hwfsdp.ranks import LOST_PEER
 from hwfsdp.recording import record
 
-FILE = "my_fsdp"
+FILE, HOMEWORK = "submitted_my_fsdp", "submitted_capstone"  # the learner's files, which ranks run
 LR = 0.1
-Shard = Callable[..., Any]
+OTHERS = timedelta(seconds=2)  # until ranks that raise the same have done so
+Shard = Callable[..., Any]  # module, name, keywords of `Scenario.options`
 
 
 def learners() -> Any:
-    """The learner's file, which this rank has run."""
-    return sys.modules[f"submitted_{FILE}"]
+    """The learner's file of the stations."""
+    return sys.modules[FILE]
+
+
+def learners_shard() -> Shard:
+    """The `fully_shard` of the file that this rank has run: that of the stations, or the homework."""
+    if HOMEWORK in sys.modules:
+        return homeworks_shard(sys.modules[HOMEWORK])
+    return lambda module, name, **options: learners().fully_shard(module, **options)
+
+
+def homeworks_shard(homework: Any) -> Shard:
+    """The `fully_shard` of a homework, with one communication context for all modules it is called with."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    shared: list[Any] = []
+
+    def shard(module: nn.Module, name: str, **options: Any) -> Any:
+        if not shared:
+            shared.extend((homework.FSDPCommContext("cpu"), mesh_of_all()))
+        context, mesh = shared
+        options = {"reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy()} | options
+        made = homework.fully_shard(module, module_fqn=name, comm_ctx=context, mesh=mesh, **options)
+        _refuse_foreign(module)
+        return made
+
+    return shard
+
+
+def _refuse_foreign(model: nn.Module) -> None:
+    """The homework's modules are its own.
+
+    Raises:
+        RuntimeError: they are those of torch's FSDP, or of this package's.
+    """
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ == "FSDPModule" and cls.__module__.startswith(("torch.", "hwfsdp.")):
+                raise RuntimeError(f"{type(module).__name__} was sharded by {cls.__module__}")
 
 
 def torchs() -> Shard:
     """torch's `fully_shard`: an oracle."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    return partial(fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = mesh_of_all()
+    return lambda module, name, **options: fully_shard(module, mesh=mesh, **options)
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
+    """`run.attempt` of something with collectives; raises what `part` raised if other ranks do not raise as well."""
+    raised: list[Exception] = []
+
+    def noted() -> Any:
+        try:
+            return part()
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    attempt(report, key, noted)
+    if not raised or not dist.is_initialized():  # on a virtual machine there are no other ranks
+        return
+    if any(sign in str(raised[0]) for sign in LOST_PEER):
+        del report[FAILED][key]  # another rank has the cause
+        raise raised[0]
+    store = default_store()
+    store.set(f"{key} {dist.get_rank()}", "raised")
+    try:
+        store.wait([f"{key} {rank}" for rank in range(dist.get_world_size())], OTHERS)
+    except RuntimeError:
+        raise raised[0] from None
 
 
 def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
     """Train each model with the learner's file."""
     ready()
     for scenario in scenarios_:
-        attempt_together(report, scenario.name, partial(trained, scenario, seed, learners().fully_shard))
+        attempt_together(report, scenario.name, partial(trained, scenario, seed, learners_shard()))
 
 
 def probe_shards(report: Report, seed: int, scenario: Scenario) -> None:
@@ -60,7 +129,7 @@ def probe_shards(report: Report, seed: int, scenario: Scenario) -> None:
 
 
 def shards_of(scenario: Scenario, seed: int) -> dict[str, Any]:
-    model = sharded(scenarios.build(scenario, seed), scenario, learners().fully_shard)
+    model = sharded(scenarios.build(scenario, seed), scenario, learners_shard())
     return {"rows": described(model), "places": places_of(model)}
 
 
@@ -72,8 +141,8 @@ def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> No
 
 def sharded(built: Built, scenario: Scenario, shard: Shard) -> nn.Module:
     """The model, its units sharded from the inside out."""
-    for _, module in built.units:
-        shard(module, **scenario.options(module is built.model))
+    for name, module in built.units:
+        shard(module, name, **scenario.options(module is built.model))
     return built.model
 
 
@@ -90,7 +159,8 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
         output: dtype of the model's output. after: `described` after the last step. kept: by name, whether what is registered
         then is the object that was registered in the beginning.
     """
-    model = sharded(scenarios.build(scenario, seed), scenario, shard)
+    built = scenarios.build(scenario, seed)
+    model = sharded(built, scenario, shard)
     params = dict(model.named_parameters())
     rows, places = described(model), places_of(model)
     optimizer = torch.optim.SGD([p for p in params.values() if p.requires_grad], lr=LR, foreach=False)
@@ -98,8 +168,10 @@ def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
     moves: dict[str, list[Any]] = {}
     for step in range(scenario.steps):
         spans: dict[str, tuple[int, int]] = {}
+        if scenario.peeked and step == 1:
+            model(scenarios.batch_of(model, seed, dist.get_rank(), 0))
         with record() as log, Guarded() as guarded:  # type: ignore[no-untyped-call]
-            losses.append(_step(model, scenario, seed, step, spans, guarded))
+            losses.append(_step(built, scenario, seed, step, spans, guarded))
         if step == min(1, scenario.steps - 1):
             seqs = log.collectives()
             moves = {
@@ -158,20 +230,22 @@ class Guarded(DispatchMode):
 
 
 def _step(
-    model: Any,
+    built: Built,
     scenario: Scenario,
     seed: int,
     step: int,
     spans: dict[str, tuple[int, int]],
     guarded: Guarded,
 ) -> list[Tensor]:
-    losses = []
+    losses, model = [], built.model
+    whole: list[Any] = [model] if built.units[-1][1] is model else [module for _, module in built.units]
     for micro in range(scenario.micros):
         last = micro == scenario.micros - 1
-        if scenario.sync_last:
-            model.set_requires_gradient_sync(last)
-        if scenario.keep:
-            model.set_reshard_after_backward(last)
+        for module in whole:  # a switch of the model is one of all modules below it
+            if scenario.sync_last:
+                module.set_requires_gradient_sync(last)
+            if scenario.keep:
+                module.set_reshard_after_backward(last)
         batch = scenarios.batch_of(model, seed, dist.get_rank(), step * scenario.micros + micro)
         begin = guarded.begin("forward")
         loss = scenarios.loss_of(model, batch)
@@ -189,15 +263,23 @@ def _now() -> int:
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """What is registered, by name: this rank's rows as data, and whether it is a trainable nn.Parameter."""
+    """What is registered, by name: this rank's rows as data, whether it is a trainable nn.Parameter, and how a DTensor is placed."""
     return {
         name: {
             "rows": local(param) if is_there(param) else None,
+            "placed": placed(param),
             "is_parameter": isinstance(param, nn.Parameter),
             "requires_grad": param.requires_grad,
         }
         for name, param in model.named_parameters(remove_duplicate=False)
     }
+
+
+def placed(param: Tensor) -> list[Any] | None:
+    """Of a DTensor: its shape, placements, and the ranks of its mesh."""
+    if not isinstance(param, DTensor):
+        return None
+    return [list(param.shape), [str(p) for p in param.placements], param.device_mesh.mesh.tolist()]
 
 
 def places_of(model: nn.Module) -> list[list[str]]:
@@ -255,8 +337,8 @@ def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
     units = scenarios.build(scenario, seed).units
     unit = max(_whole_bytes(module, units) for _, module in units)
     with Guarded(), witnessed() as witness:  # type: ignore[no-untyped-call]
-        plain = _moments(scenario, seed, None, witness, {})
-        found = _moments(scenario, seed, learners().fully_shard, witness, plain)
+        plain = _moments(scenario, seed, None, witness, None)
+        found = _moments(scenario, seed, learners_shard(), witness, plain)
     return {moment: found[moment] - plain[moment] for moment in found} | {"unit": unit}
 
 
@@ -273,9 +355,14 @@ def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
 
 
 def _moments(
-    scenario: Scenario, seed: int, shard: Shard | None, witness: Witness, usual: dict[str, int]
+    scenario: Scenario, seed: int, shard: Shard | None, witness: Witness, usual: dict[str, int] | None
 ) -> dict[str, int]:
-    """Count at each moment, once no more than what is `usual` then is alive, or after a while."""
+    """Count at each moment; where bytes are `usual`, once no more are alive, or after a while."""
+
+    def wait(moment: str, expected: int) -> None:
+        if usual is not None:
+            _wait_for_threads(witness, expected + usual[moment])
+
     gc.collect()
     without = witness.alive()
     built = scenarios.build(scenario, seed)
@@ -285,17 +372,17 @@ def _moments(
         model.zero_grad()
         gc.collect()
         params = sum(_bytes(param) for param in model.parameters())
-        _wait_for_threads(witness, without + params + usual.get("rest", 0))
+        wait("rest", without + params)
         before = witness.alive()
         found["rest"] = before - without - params
         loss = scenarios.loss_of(model, batch)
-        _wait_for_threads(witness, before + usual.get("between", 0))
+        wait("between", before)
         found["between"] = witness.alive() - before
         loss.backward()
         own = sum(_bytes(param.grad) for param in model.parameters())
         del loss
         gc.collect()
-        _wait_for_threads(witness, before + own + usual.get("after", 0))
+        wait("after", before + own)
         found["after"] = witness.alive() - before - own
     return found
 

@@ -28,6 +28,7 @@ from hwfsdp.learn.stations.scenarios import Scenario
 from hwfsdp.learn.verdict import Finding
 
 TIGHT = 3e-4  # of the largest element; roundings of three steps stay below it (`test_station_models`)
+ABSURD = 1e9  # times the largest element: what memory holds by chance, not what a wrong formula gives
 MOST_UNITS = 0.6  # of the largest unit, where all should be freed; small tensors come and go
 Facts = Sequence[Mapping[str, Any]]  # by rank
 NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces"}
@@ -57,6 +58,12 @@ def same_rows(found: Facts, scenario: Scenario, seed: int) -> None:
         for name, param in expected.items():
             where = f"{scenario.name}, rank {rank}: {name}"
             _compare_rows(where, facts["rows"][name], param, rank, len(found))
+    same_places(found, scenario, seed)
+
+
+def same_places(found: Facts, scenario: Scenario, seed: int) -> None:
+    """A tied parameter is one parameter under all its names."""
+    model = scenarios.build(scenario, seed).model
     for rank, facts in enumerate(found):
         for names in places_of(model):
             if names not in facts["places"]:
@@ -69,13 +76,12 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
     if rows is None:
         message = f"{where}: the parameter that is registered has no memory."
         raise Finding("not-registered", message, "this rank's rows", "a tensor whose memory was freed")
-    if rows.shape == param.shape != expected.shape:
+    chunk = -(-len(param) // world_size)
+    padded = len(rows) == chunk > len(expected) and rows.shape[1:] == expected.shape[1:]
+    if rows.shape == param.shape != expected.shape and not padded:  # a single row would be both
         message = f"{where} is the whole parameter, {tuple(rows.shape)}."
         raise Finding("replicated", message, tuple(expected.shape), tuple(rows.shape))
     if rows.shape != expected.shape:
-        padded = (
-            len(rows) == -(-len(param) // world_size) > len(expected) and rows.shape[1:] == expected.shape[1:]
-        )
         message = f"{where} is {tuple(rows.shape)} on this rank; the parameter has {len(param)} rows for {world_size} ranks."
         raise Finding(
             "padding-leaked" if padded else "wrong-rows", message, tuple(expected.shape), tuple(rows.shape)
@@ -87,6 +93,21 @@ def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, 
     if got["requires_grad"] != param.requires_grad:
         message = f"{where} has requires_grad={got['requires_grad']}."
         raise Finding("flag-not-followed", message, param.requires_grad, got["requires_grad"])
+
+
+def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
+    """Every parameter is a DTensor that says so: its shape, Shard(0), on a mesh of all ranks."""
+    for name, param in scenarios.build(scenario, seed).model.named_parameters(remove_duplicate=False):
+        expected = [list(param.shape), ["S(0)"], list(range(len(found)))]
+        for rank, facts in enumerate(found):
+            if (got := facts["rows"][name]["placed"]) != expected:
+                shown = (
+                    "no DTensor"
+                    if got is None
+                    else f"a DTensor of shape {got[0]}, {got[1]} on ranks {got[2]}"
+                )
+                message = f"{scenario.name}, rank {rank}: {name} is {shown}."
+                raise Finding("wrong-placement", message, "Shard(0) on all ranks", shown)
 
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
@@ -247,6 +268,8 @@ def _gradient_finding(
     if not whole.any():
         return Finding("grad-lost", f"The gradient of {where} is zero.", "the mean over all ranks", "zeros")
     message = f"The gradient of {where} is wrong {first_difference(whole, expected)}."
+    if not whole.abs().max() < ABSURD * float(expected.abs().max() + 1):  # not a number, too
+        return Finding("used-before-wait", f"{message} This looks like memory that nobody had written to.")
     return Finding("wrong-value", message)
 
 
@@ -328,6 +351,19 @@ def counts_between(
             raise Finding(more if number > expected[1] else fewer, message, expected[0], number)
 
 
+def carried(
+    found: Facts, scenario: Scenario, phase: str, op: str, expected: int, kinds: tuple[str, str]
+) -> None:
+    """How many bytes a kind of collective moves in a phase; `kinds`: what is wrong with more, and with fewer."""
+    for rank, facts in enumerate(found):
+        nbytes = sum(each[2] for each in moved(facts, phase, op))
+        if nbytes != expected:
+            where = f"{scenario.name}, rank {rank}, {phase} of step 2"
+            after = ", which comes after a forward without a backward" if scenario.peeked else ""
+            message = f"{where}{after}: {NAMES[op]} move {nbytes:,} B, expected {expected:,} B, all parameters' or nothing."
+            raise Finding(kinds[0] if nbytes > expected else kinds[1], message, expected, nbytes)
+
+
 def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
     """Something is gathered in a phase of a second step, so it was freed before."""
     for rank, facts in enumerate(found):
@@ -363,7 +399,9 @@ def kept_in(found: Facts, scenario: Scenario, dtype: torch.dtype) -> None:
 # --- What is kept ------------------------------------------------------------------------------------------
 
 
-def freed(found: Sequence[Mapping[str, int]], scenario: Scenario, *moments: str) -> None:
+def freed(
+    found: Sequence[Mapping[str, int]], scenario: Scenario, *moments: str, kind: str = "not-freed"
+) -> None:
     """At these moments ("rest", "between", "after"), less than a unit is alive besides shards, gradients and activations."""
     words = {"rest": "between two steps", "between": "between forward and backward", "after": "after a step"}
     for rank, facts in enumerate(found):
@@ -374,4 +412,4 @@ def freed(found: Sequence[Mapping[str, int]], scenario: Scenario, *moments: str)
                     f"{scenario.name}, rank {rank}: {words[moment]}, {facts[moment]:,} B are alive besides shards, gradients and "
                     f"activations. This is {units:.1f} of the largest unit."
                 )
-                raise Finding("not-freed", message, f"less than {MOST_UNITS:g}", f"{units:.1f}")
+                raise Finding(kind, message, f"less than {MOST_UNITS:g}", f"{units:.1f}")

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 import hwfsdp
-from hwfsdp.learn.capstone.runs import attempt_together
 from hwfsdp.learn.checks.virtual_clock import figures_of, simulate_here
 from hwfsdp.learn.run import Ranks, Report
 from hwfsdp.learn.stations import machines
-from hwfsdp.learn.stations.facts import learners
+from hwfsdp.learn.stations.facts import attempt_together, learners
 from hwfsdp.learn.verdict import Finding
 from hwfsdp.models.gpt import GPT, GPTConfig
 
@@ -67,8 +66,8 @@ def _figures(target: Callable[[], Callable[[], None]]) -> dict[str, Any]:
 
 def judge_step(ranks: Ranks, seed: int) -> None:
     """Races first, and gathers: a file that waits for nothing is quick, and so is one that shards nothing."""
-    machines.judge_overlap(ranks, seed)
-    machines.judge_races(ranks, seed)
+    machines.refuse_races(ranks, seed)
+    machines.compare_overlap(ranks, seed)
     found = board(ranks, seed)
     for name, (mine, theirs) in found.items():
         ranks.measured[f"{name}, {GPUS} GPUs"] = (

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from hwfsdp.models.gpt import GPT, GPTConfig, next_byte_loss
 
 Units = list[tuple[str, nn.Module]]
+EVEN = 12  # a multiple of 1, 2, 3 and 4
 ROWS = 2  # of a micro-batch of one rank
 DEEP = GPTConfig(
     dim=36, layers=8, heads=2, seq_len=12, vocab=12
@@ -32,6 +33,7 @@ class Scenario(NamedTuple):
         sync_last: gradients are reduced after the last micro-batch only. keep: parameters stay whole until then.
         reshard: `reshard_after_forward`, or None to leave it out. policy: keywords of `MixedPrecisionPolicy`.
         evaluated: before each step of the optimizer there is a forward without gradients.
+        peeked: before the second step there is a forward that no backward follows, as in a look at the loss.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Scenario(NamedTuple):
     reshard: bool | None = None
     policy: tuple[tuple[str, Any], ...] = ()
     evaluated: bool = False
+    peeked: bool = False
 
     def options(self, is_root: bool) -> dict[str, Any]:
         """Keywords of `fully_shard`; the dtype of outputs is that of the whole model's."""
@@ -176,6 +179,54 @@ class Loud(nn.Module):
         return out
 
 
+class Gained(GPT):
+    """A GPT with a gain of one row, which any two ranks cannot share. A tied one has it under two names, in one module."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.ones(1, config.dim))
+        if config.tied:
+            self.scale = self.gain
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x.float())  # which a block that computes in bf16 has to cast
+        x = self.norm(x) * self.gain
+        if hasattr(self, "scale"):
+            x = x * self.scale
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Checkpointed(GPT):
+    """A GPT that keeps less for its backward: its first block is recomputed from outside, the second one's perceptron within."""
+
+    def __init__(self, config: GPTConfig, reentrant: bool) -> None:
+        super().__init__(config)
+        self.reentrant = reentrant
+        self.blocks[1].down = Checkpoint(self.blocks[1].down, reentrant)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = checkpoint(self.blocks[0], x, use_reentrant=self.reentrant)
+        for block in self.blocks[1:]:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Checkpoint(nn.Module):
+    """A module of which nothing is kept for its backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
 def _gpt(draw: random.Random, tied: bool = False) -> Built:
     model = GPT(
         GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19]), tied)
@@ -219,6 +270,44 @@ def _loud(draw: random.Random) -> Built:
     return Built(model, [("model", model)])
 
 
+def _gained(draw: random.Random, tied: bool = False) -> Built:
+    config = GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19]), tied)
+    model = Gained(config)
+    return Built(model, _units(model, model.blocks))
+
+
+def _gained_frozen(draw: random.Random) -> Built:
+    """A parameter of a block is frozen, and all of another, and the embedding."""
+    built = _gained(draw)
+    model: Any = built.model
+    for frozen in (model.blocks[0].up.weight, *model.blocks[1].parameters(), model.tokens.weight):
+        frozen.requires_grad_(False)
+    return built
+
+
+def _gained_nested(draw: random.Random) -> Built:
+    """The attention of each block is a unit inside its block. So is the head, which has one parameter."""
+    model: Any = _gained(draw).model
+    units: Units = []
+    for index, block in enumerate(model.blocks):
+        units += [(f"blocks.{index}.attention", block.attention), (f"blocks.{index}", block)]
+    return Built(model, [*units, ("head", model.head), ("model", model)])
+
+
+def _even(draw: random.Random, reentrant: bool | None = None) -> Built:
+    """Rows that 2, 3 and 4 ranks divide; `reentrant`: how parts are recomputed, if any are."""
+    config = GPTConfig(EVEN * draw.choice([1, 2]), 3, 2, EVEN, EVEN * draw.choice([1, 2]))
+    return _side_by_side(GPT(config) if reentrant is None else Checkpointed(config, reentrant))
+
+
+def _side_by_side(model: GPT) -> Built:
+    """Units side by side; the model itself is none."""
+    blocks = _units(model, model.blocks)[:-1]
+    names = ("tokens", "positions", "norm", "head")
+    first, last = ([(name, getattr(model, name)) for name in half] for half in (names[:2], names[2:]))
+    return Built(model, [*first, *blocks, *last])
+
+
 def _units(model: nn.Module, blocks: Any) -> Units:
     return [*((f"blocks.{index}", block) for index, block in enumerate(blocks)), ("model", model)]
 
@@ -236,6 +325,14 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "recomputed": _stack(Recomputed, Perceptron),
     "nested": _nested,
     "loud": _loud,
+    "gained": _gained,
+    "gained and tied": partial(_gained, tied=True),
+    "gained and frozen": _gained_frozen,
+    "gained and nested": _gained_nested,
+    "even": _even,
+    "even and recomputed": partial(_even, reentrant=False),
+    "even and recomputed, reentrant": partial(_even, reentrant=True),
+    "even and deep": lambda draw: _side_by_side(GPT(DEEP)),
     "wide and frozen": partial(_frozen, widths=WIDE),
     "wide and unused": _stack(Unused, Perceptron, WIDE),
     "wide and twice": _stack(Twice, Perceptron, WIDE),

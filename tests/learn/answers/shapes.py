@@ -1,42 +1,83 @@
-"""What answers to an exercise are written as: functions that take the place of the package's own."""
+"""Answers to exercises, read from texts. An answer is an edit of the reference: the difference is the mistake.
+
+    03.trains summed-not-averaged: the sum over the ranks        the check that must fail, what must be named, a name
+              rows = self.grad                                   a line before the change
+        -     param.grad /= dist.get_world_size()                lines of the reference
+        +     pass                                               lines in their place
+
+Edits of one answer follow each other, or stand apart by an empty line. Lines that replace nothing are added at the end of the file.
+Right answers, which are written differently, name no misconception: `11 right: partial gradients as new tensors`.
+"""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.learn import holes
+RIGHT = "right"
 
 
-class Wrong(NamedTuple):
-    """A plausible wrong answer, the check that has to fail, and the misconception that has to be named.
+class Edit(NamedTuple):
+    """Lines of the reference, and lines in their place."""
 
-    `functions`: by the hole's name, the text of the function instead. `also`: text added at the end of the file.
-    """
+    old: list[str]
+    new: list[str]
 
-    name: str
-    functions: Mapping[str, str]
+
+class Answer(NamedTuple):
+    """What is edited in the reference, and the verdict that it deserves; of a right one, `check` is the exercise's name."""
+
     check: str
     misconception: str
-    also: str = ""
-
-
-class Right(NamedTuple):
-    """A right answer, written differently from the package's."""
-
     name: str
-    functions: Mapping[str, str]
-    also: str = ""
+    edits: list[Edit]
+
+    @property
+    def exercise(self) -> str:
+        return self.check.partition(".")[0]
+
+    def text(self, reference: str) -> str:
+        """The reference, edited; all edits are of the reference as it is."""
+        found, added = [], ""
+        for old, new in self.edits:
+            before, after = "".join(f"\n{line}" for line in old), "".join(f"\n{line}" for line in new)
+            if not old:
+                added += after
+                continue
+            assert f"\n{reference}".count(f"{before}\n") == 1, f"{self.check} {self.name}:{before}"
+            found.append((f"\n{reference}".index(f"{before}\n"), len(before), after))
+        text = f"\n{reference}"
+        for place, length, after in sorted(found, reverse=True):
+            text = text[:place] + after + text[place + length :]
+        return text[1:].removesuffix("\n") + added + "\n"
 
 
-def answer(text: str, functions: Mapping[str, str], also: str = "") -> str:
-    """A solution's text with other functions in it."""
-    for name, function in functions.items():
-        text = holes.splice(text, name, indented(name, function))
-    return text + textwrap.dedent(also)
+def read(name: str) -> list[Answer]:
+    """All answers of a text in this folder."""
+    text = Path(__file__).with_name(name).read_text().rstrip("\n")
+    return [_answer(block.splitlines()) for block in re.split(r"\n\n(?=\S)", text)]
 
 
-def indented(name: str, function: str) -> str:
-    """A function's text as it has to stand in a file, by its dotted name."""
-    return textwrap.indent(textwrap.dedent(function).strip("\n") + "\n", "    " * name.count("."))
+def _answer(lines: Sequence[str]) -> Answer:
+    found = re.fullmatch(r"(\w+(?:\.\w+)?) ([\w-]+): (.+)", lines[0])
+    assert found, lines[0]
+    return Answer(found[1], found[2], found[3], list(_edits(lines[1:])))
+
+
+def _edits(lines: Sequence[str]) -> Iterator[Edit]:
+    edit, last = Edit([], []), ""
+    for line in lines:
+        sign, content = line[4:5], line[6:]
+        if last and (
+            sign == "" or last == "" or (last != " " and sign == " ") or (last == "+" and sign == "-")
+        ):
+            yield edit
+            edit = Edit([], [])
+        if sign in (" ", "-"):
+            edit.old.append(content)
+        if sign in (" ", "+"):
+            edit.new.append(content)
+        last = sign
+    yield edit
