@@ -76,12 +76,16 @@ def section(chapter: Chapter) -> Iterator[str]:
 
 
 def write_book(app: Any = None) -> None:
-    """Writes the pages into docs/book/."""
+    """Writes the pages into docs/book/, and takes away those of parts that there are no more."""
     FOLDER.mkdir(exist_ok=True)
-    for number, part in enumerate(read_contents(), 1):
+    parts = read_contents()
+    for page in FOLDER.glob("[0-9][0-9].md"):
+        if int(page.stem) > len(parts):
+            page.unlink()
+    for number, part in enumerate(parts, 1):
         lines = [f"# {part.number} · {part.title}", *(line for c in part.chapters for line in section(c))]
         _write(FOLDER / f"{number:02d}.md", "\n".join(lines) + "\n")
-    _write(FOLDER / "index.md", "\n".join(_index(read_contents())) + "\n")
+    _write(FOLDER / "index.md", "\n".join(_index(parts)) + "\n")
 
 
 def _index(parts: list[Part]) -> Iterator[str]:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hwfsdp.accounting import GroupSizes
+from hwfsdp.features.hybrid_sharding import replicas_of
 from hwfsdp.fields import MOST_RANKS, flag, many, named, text, whole
-from hwfsdp.group import ParamGroup
-from hwfsdp.hooks import state_of
-from hwfsdp.param import FSDPParam
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.state import state_of
+from hwfsdp.core.param import FSDPParam
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,18 @@ def describe_run(modules: Iterable[nn.Module], told: Iterable[GroupAbout] = ()) 
 
 
 def _about_group(group: ParamGroup) -> GroupAbout:
-    again = group.reshard_mesh.size if group.reshard_mesh is not None and group.unshard_in_backward else 0
+    smaller = getattr(group, "smaller", None) or group.mesh
+    again = smaller.size if group.reshard_after_forward and group.unshard_in_backward else 0
     params = tuple(map(_about_param, group.params))
-    return GroupAbout(group.fqn, group.mesh.size, group.mesh.replicate.size, again, params)
+    return GroupAbout(group.fqn, group.mesh.size, replicas_of(group.mesh).size, again, params)
 
 
 def _about_param(param: FSDPParam) -> ParamAbout:
-    gathered = param.dtypes.gathered
+    gathered = param.dtypes.compute
     reduced = param.dtypes.reduce or gathered
     return ParamAbout(
         param.fqn,
-        tuple(param.rows),
+        tuple(param.layout.rows),
         _name(param.dtypes.orig),
         _name(gathered),
         gathered.itemsize,

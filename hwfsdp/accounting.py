@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from hwfsdp.errors import UsageError
-from hwfsdp.sharding import local_shape, padded_local_numel
+from hwfsdp.core.sharding import local_shape, padded_local_numel
 
 
 @dataclass(frozen=True)

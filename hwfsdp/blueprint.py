@@ -29,7 +29,7 @@ from hwfsdp.divergence import place_in
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.inspection import Explanation, explain
 from hwfsdp.models import zoo
-from hwfsdp.wrap import fully_shard
+from hwfsdp.features.door import fully_shard
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

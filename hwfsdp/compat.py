@@ -1,4 +1,4 @@
-"""The corners of torch that have no public door, each opened in one place only.
+"""The corners of torch that have no public door, each opened in one place only: those of the heart, and those of all else.
 
 Supported: torch 2.11 to 2.15. Everything else in this package uses documented API.
 """
@@ -20,20 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-# torch 2.13 renamed the two collectives over single tensors, and warns at the old names. They are looked up on
-# `torch.distributed` at each call, because that is where a recording puts its wrappers (see `events`).
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
+from hwfsdp.core.compat import address_of as address_of
+from hwfsdp.core.compat import all_gather_single as all_gather_single
+from hwfsdp.core.compat import call_after_backward as call_after_backward
+from hwfsdp.core.compat import dtensor as dtensor
+from hwfsdp.core.compat import local_of as local_of
+from hwfsdp.core.compat import reduce_scatter_single as reduce_scatter_single
+from hwfsdp.core.compat import register_parameter as register_parameter
+from hwfsdp.core.compat import replace_local as replace_local
+from hwfsdp.core.compat import wrap_like as wrap_like
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,22 +44,6 @@ LATE_IMPORT = (
 )
 
 NATIVE_MODULES = ("torch._C", "torch._subclasses")  # whose parts can switch off what watches operators
-
-
-def all_gather_single(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None, async_op: bool
-) -> dist.Work | None:
-    """`output` [W * n] receives every rank's `input` [n], in rank order. Returns the work if `async_op`."""
-    work: dist.Work | None = getattr(dist, _GATHER)(output, input, group=group, async_op=async_op)
-    return work
-
-
-def reduce_scatter_single(
-    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup | None, async_op: bool
-) -> dist.Work | None:
-    """`output` [n] receives this rank's part of the reduction of all ranks' `input` [W * n]."""
-    work: dist.Work | None = getattr(dist, _SCATTER)(output, input, op=op, group=group, async_op=async_op)
-    return work
 
 
 def empty_from_group(
@@ -132,6 +115,11 @@ def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: 
 _NOTHING = nullcontext()
 
 
+def profiler_is_running() -> bool:
+    """Whether torch's profiler records now."""
+    return bool(profiler._is_profiler_enabled)
+
+
 def profiler_range(moment: str, fqn: str = "") -> AbstractContextManager[Any]:
     """A range that torch's profiler shows around the block, named as FSDP2 names it; nothing when none runs.
 
@@ -177,19 +165,6 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return timeout.total_seconds()
 
 
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Runs `callback` once, when the backward pass in progress has executed its last node.
-
-    Only callable from inside a backward pass. No public hook exists for "the whole backward is done".
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def in_backward() -> bool:
-    """Whether this thread is executing a backward pass (true during the recomputation of a checkpoint)."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def calls_in_progress(modules: Sequence[nn.Module]) -> int:
     """How many calls of the modules, or of methods that stand for one, this thread is in the middle of."""
     calls, frame = 0, sys._getframe().f_back
@@ -198,11 +173,6 @@ def calls_in_progress(modules: Sequence[nn.Module]) -> int:
             calls += any(frame.f_locals.get("self") is module for module in modules)
         frame = frame.f_back
     return calls
-
-
-def in_transforms() -> bool:
-    """Whether a `torch.func` transform, such as `grad` or `vmap`, is running."""
-    return bool(torch._C._are_functorch_transforms_active())
 
 
 def outside_transforms(method: F) -> F:
@@ -218,23 +188,6 @@ def outside_transforms(method: F) -> F:
     return cast(F, wrapped)
 
 
-def outside_autograd(method: F) -> F:
-    """As `outside_transforms`, and without recording anything for a backward.
-
-    Costs next to nothing where autograd is off already, as in a backward; `torch.no_grad` as a decorator does not.
-    """
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        transformed = torch._C._are_functorch_transforms_active()
-        if not transformed and not torch.is_grad_enabled():
-            return method(*args, **kwargs)
-        with torch._C._DisableFuncTorch() if transformed else nullcontext(), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return cast(F, wrapped)
-
-
 def read_debug_level() -> None:
     """Takes `TORCH_DISTRIBUTED_DEBUG` from the environment as it is now, not as it was when torch was imported."""
     getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported, but not declared)
@@ -243,38 +196,6 @@ def read_debug_level() -> None:
 def collectives_are_checked() -> bool:
     """Whether `TORCH_DISTRIBUTED_DEBUG` is DETAIL: every collective is compared across ranks before it runs."""
     return bool(getattr(dist, "get_debug_level")() == getattr(dist, "DebugLevel").DETAIL)  # noqa: B009
-
-
-def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """What `register_post_accumulate_grad_hook` registered; FSDP sets gradients itself, and so calls them."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-    return list(hooks.values()) if hooks else []
-
-
-def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """`output.copy_(input)` for every pair, casting where dtypes differ; one kernel for all on CUDA.
-
-    From pinned host memory the copies are asynchronous.
-    """
-    if outputs:
-        torch._foreach_copy_(list(outputs), list(inputs), non_blocking=True)
-
-
-def fill_each_with_zeros(tensors: Sequence[Tensor]) -> None:
-    """`tensor.zero_()` for each; one kernel for all on CUDA."""
-    if tensors:
-        torch._foreach_zero_(list(tensors))
-
-
-def move_in_place(tensor: Tensor, device: torch.device) -> None:
-    """Moves a parameter or buffer to `device`; it stays the same object."""
-    wraps: bool = is_traceable_wrapper_subclass(tensor)
-    if wraps:  # it has no data of its own to exchange
-        with torch.no_grad():
-            moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, moved)
-    else:
-        tensor.data = tensor.data.to(device)
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -297,37 +218,6 @@ def is_shard(placement: Placement) -> bool:
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """`Shard(dim)` of a tensor that later axes of the mesh have cut into `split_factor` parts along `dim` before."""
     return _StridedShard(dim, split_factor=split_factor)
-
-
-def dtensor(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: Sequence[int],
-) -> DTensor:
-    """`local` as this rank's part of a DTensor of this global shape.
-
-    `DTensor.from_local` would move a part that is offloaded to the CPU to the mesh's device.
-    """
-    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
-
-
-def wrap_like(local: Tensor, like: DTensor) -> DTensor:
-    """`local` as a DTensor with the global shape, stride, mesh and placements of `like`.
-
-    `DTensor.from_local` does the same for 300 µs a call, which every gradient of every step would pay.
-    """
-    made: DTensor = DTensor.__new__(
-        DTensor, local, like._spec, requires_grad=False
-    )  # its __init__ does nothing
-    return made
-
-
-def local_of(tensor: DTensor) -> Tensor:
-    """The rank's part itself, with no autograd node between it and the DTensor (`to_local` makes one)."""
-    return tensor._local_tensor
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -360,11 +250,6 @@ def sharded_tensor_like(shards: Sequence[Tensor], like: Any) -> Any:
     )
 
 
-def replace_local(tensor: DTensor, local: Tensor) -> None:
-    """Exchanges the rank's part of a DTensor that optimizers and users already hold."""
-    tensor._local_tensor = local
-
-
 IS_PARAMETER = "_is_param"  # the attribute by which torch knows parameters that are of a subclass of Tensor
 
 
@@ -392,23 +277,6 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
     """Identity of a storage, while it lives; unlike `data_ptr`, fake and freed ones have it too."""
     storage = of.untyped_storage() if isinstance(of, Tensor) else of
     return int(storage._cdata)
-
-
-def base_of_view(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, in autograd's eyes; None if it is not a view."""
-    return tensor._base
-
-
-def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """`module.name = param`, for a name that is a parameter already.
-
-    `nn.Module.__setattr__` looks the name up in five places first, which every transition of every parameter would
-    pay. A module with a `__setattr__` of its own, such as `nn.RNN`, which keeps a list, is not bypassed.
-    """
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = param
-    else:
-        setattr(module, name, param)
 
 
 USE_COUNT = "_storage_Use_Count"  # of torch, not documented

@@ -8,7 +8,11 @@ was got, and what to do. Each also derives from the built-in exception that a ca
 from __future__ import annotations
 
 import re
-from typing import Any, Self
+from typing import Self
+
+from hwfsdp.core.errors import FSDPError as FSDPError
+from hwfsdp.core.errors import StateError as StateError
+from hwfsdp.core.errors import UsageError as UsageError
 
 _PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # where in its own source a backend raised, as gloo says it
 
@@ -18,43 +22,12 @@ def in_one_line(message: str) -> str:
     return _PLACE_IN_C.sub("", " ".join(message.split()))
 
 
-class FSDPError(Exception):
-    """Base of this package's errors.
-
-    Args:
-        subject: what the sentence is about: a call, a parameter's fqn, a rank.
-        expected, got, remedy: the three answers; also kept as attributes.
-    """
-
-    def __init__(self, subject: str, *, expected: str, got: str, remedy: str) -> None:
-        self.subject, self.expected, self.got, self.remedy = subject, expected, got, remedy
-        super().__init__(f"{subject}: expected {expected}; got {got.removesuffix('.')}. {remedy}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel from ranks to their caller; constructors differ, what they made does not."""
-        return _restore, (type(self), self.args, self.__dict__)
-
-
-def _restore(cls: type[FSDPError], args: tuple[Any, ...], attributes: dict[str, Any]) -> FSDPError:
-    error = cls.__new__(cls, *args)
-    error.__dict__.update(attributes)
-    return error
-
-
-class UsageError(FSDPError, ValueError):
-    """An argument, or a model, that cannot be sharded as it is. A call that raises it has changed nothing."""
-
-
 class WrongTypeError(UsageError, TypeError):
     """An argument of a type that the call cannot use."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
     """Valid in principle, not built: the message names the alternative. Nothing was changed."""
-
-
-class StateError(FSDPError, RuntimeError):
-    """A call that comes too early, too late, or in the wrong order."""
 
 
 class CollectiveError(FSDPError, RuntimeError):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.compat import local_of
+from hwfsdp.core.compat import local_of
 from hwfsdp.errors import StateError
-from hwfsdp.hooks import state_of
+from hwfsdp.core.state import state_of
 from hwfsdp.layout import compute_local_shape_and_global_offset
 
 Init = Callable[[str, Tensor, torch.Generator], object]
@@ -81,7 +81,7 @@ def part_of(param: Tensor) -> Part:
 
     Returns:
         `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
-        Of a DTensor, `local` is its local part itself (`compat.local_of(param)`), and `offset` the second of the two that
+        Of a DTensor, `local` is its local part itself (`local_of(param)`), and `offset` the second of the two that
         `compute_local_shape_and_global_offset(shape, mesh, placements)` gives for its `shape`, `device_mesh` and `placements`.
         A parameter that is not sharded is all here: itself, at offset 0 in every dim.
     """

@@ -35,7 +35,7 @@ from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -88,12 +88,6 @@ class Call(NamedTuple):
     sees_users: bool = False
 
 
-class Waitable(Protocol):
-    """A collective in flight (`streams.Work`)."""
-
-    def wait(self) -> Any: ...
-
-
 class _Track:
     """A process group: what to call it, and how many collectives were called in it."""
 
@@ -131,43 +125,6 @@ class Note:
             with suppress(RuntimeError):  # some have no futures
                 work.get_future().add_done_callback(lambda _: self.mark(State.DONE))
         return work
-
-    def follow(self, issue: Callable[[bool], Waitable | None]) -> Callable[[bool], Waitable | None]:
-        """`issue`, which calls the collective with the `async_op` it is given; the note learns how that goes on."""
-
-        def issue_noted(async_op: bool) -> Waitable | None:
-            global _issuing
-            _issuing = True
-            try:
-                work = issue(async_op)
-            except BaseException:
-                self.mark(State.FAILED)
-                raise
-            finally:
-                _issuing = False
-            self.mark(State.OPEN if work is not None or not async_op else State.DONE)
-            return None if work is None else _Followed(work, self)
-
-        return issue_noted
-
-
-class _Followed:
-    """A work whose end is noted."""
-
-    __slots__ = ("_work", "_note")
-
-    def __init__(self, work: Waitable, note: Note) -> None:
-        self._work, self._note = work, note
-
-    def wait(self) -> Any:
-        self._note.mark(State.WAIT)
-        try:
-            result = self._work.wait()
-        except BaseException:
-            self._note.mark(State.FAILED)
-            raise
-        self._note.mark(State.DONE)
-        return result
 
 
 class _Ring:
@@ -207,6 +164,17 @@ class _Ring:
 _ring: _Ring | None = None
 _issuing = False  # a collective of FSDP is being issued, by functions that a recording watches
 _dtype_name = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def set_issuing(value: bool) -> None:
+    """From now on, or no more, what is called is a collective of FSDP, which is noted already."""
+    global _issuing
+    _issuing = value
+
+
+def is_issuing() -> bool:
+    """Whether a collective of FSDP is being issued."""
+    return _issuing
 
 
 def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dtype, nbytes: int) -> Note:

@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from hwfsdp import events, worker
 from hwfsdp.compat import default_store_below, local_of
 from hwfsdp.errors import RankError, UsageError
-from hwfsdp.precision import MixedPrecisionPolicy
-from hwfsdp.wrap import fully_shard
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.features.door import fully_shard
 
 OURS, TORCHS, NONE = NAMES = ("hwfsdp", "fsdp2", "none")
 _MODULE = "hwfsdp_implementation"  # what the user's file is called among the modules of a rank

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hwfsdp.errors import UsageError
-from hwfsdp.hooks import state_of
+from hwfsdp.core.state import state_of
 from hwfsdp.layout import compute_local_shape_and_global_offset
-from hwfsdp.param import FSDPParam
+from hwfsdp.core.param import FSDPParam
 
 _HEAD = ("parameter", "group", "shape", "dtype", "placement", "rows here", "padding")
 _FOLDED_HEAD = ("group, parameter", *_HEAD[2:])
@@ -184,14 +184,14 @@ def explain(model: nn.Module) -> Explanation:
             names[m] or type(m).__name__.removeprefix("FSDP") for m in state.modules if m in names
         )
         for param in (p for group in state.groups for p in group.params):
-            fqn = fqns.pop(param.slots[0].registered(), param.fqn)
+            fqn = fqns.pop(param.places[0].registered(), param.fqn)
             rows.append(_row(param, fqn, group))
             params.append(param)
     return Explanation(rows, list(fqns.values()), _totals(params))
 
 
 def _totals(params: Sequence[FSDPParam]) -> Totals:
-    wholes = [(prod(param.spread.shape), param.dtypes.orig.itemsize) for param in params]
+    wholes = [(prod(param.layout.global_shape), param.dtypes.orig.itemsize) for param in params]
     return Totals(
         parameters=len(params),
         elements=sum(numel for numel, _ in wholes),
@@ -202,14 +202,18 @@ def _totals(params: Sequence[FSDPParam]) -> Totals:
 
 
 def _row(param: FSDPParam, fqn: str, group: str) -> ParamRow:
-    dim, grid = param.spread.dim, param.spread.sharded
-    shape, offset = compute_local_shape_and_global_offset(param.spread.shape, grid.mesh, grid.placements)
+    dim, whole, placements = (
+        getattr(param.layout, "dim", 0),
+        param.layout.global_shape,
+        param.layout.placements,
+    )
+    shape, offset = compute_local_shape_and_global_offset(whole, param.layout.device_mesh, placements)
     return ParamRow(
         fqn,
         group,
-        param.spread.shape,
+        tuple(whole),
         str(param.dtypes.orig).removeprefix("torch."),
-        ", ".join(map(str, param.spread.sharded.placements)),
+        ", ".join(map(str, placements)),
         (offset[dim], offset[dim] + shape[dim]),
         param.padded_numel - param.local_numel,
     )

@@ -51,7 +51,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hwfsdp.compat import StridedShard
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.sharding import chunk_extent
+from hwfsdp.core.sharding import chunk_extent
 
 SHARDS = (StridedShard, Shard)  # what cuts; whether a strided shard is a `Shard` depends on torch's version
 _PLACEMENTS = (*SHARDS, Replicate, Partial)

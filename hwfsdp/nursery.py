@@ -33,7 +33,7 @@ def import_for_ranks() -> None:
     late = (
         [] if torch.cuda.is_available() else [compat.LATE_IMPORT]
     )  # a driver was asked: no more than needed
-    for module in ["torch.distributed.tensor", "hwfsdp.wrap", *late]:
+    for module in ["torch.distributed.tensor", "hwfsdp.features.door", *late]:
         importlib.import_module(module)
 
 

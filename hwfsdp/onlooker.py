@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp import events
 from hwfsdp.about import GroupAbout, ParamAbout
 from hwfsdp.events import Draft, Recorder
-from hwfsdp.hooks import state_of
+from hwfsdp.core.state import state_of
 from hwfsdp.streams import after_backward
 
 

@@ -45,11 +45,14 @@ from hwfsdp import events, history
 from hwfsdp.about import describe_run
 from hwfsdp.compat import is_fake_work
 from hwfsdp.errors import StateError
+from hwfsdp.core import observer
 from hwfsdp.clocks import RankClock, answer_with_time, measure_offset, pair_of, this_machine
 from hwfsdp.eventlog import EventLog, clocks_about
 from hwfsdp.events import Draft, Recorder
 from hwfsdp.functional import OWN_STREAM, replaced, tensors_in, watch_operators
+from hwfsdp.instrument import Instrument
 from hwfsdp.memory import Flats, Ledger
+from hwfsdp.stream_clocks import use_newest
 
 
 class _Collective(NamedTuple):
@@ -122,6 +125,7 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
         )
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
+    use_newest()
     ledger, log = ledger or Ledger(), EventLog()
     recorder = _recorder(rank, ledger)
     recorder.first_step = first_step
@@ -131,6 +135,9 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
         instruments.enter_context(_watch_works(recorder))
         instruments.enter_context(_watch_storages(recorder))
         instruments.enter_context(_watch_optimizers(recorder, ledger))
+        instrument = Instrument(observer.put(None))
+        observer.put(instrument)
+        instruments.callback(lambda: observer.put(instrument.behind))
         instruments.callback(lambda: events.activate(None))
         recorder.origin = recorder.mark("compute")
         events.activate(recorder)

@@ -51,7 +51,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat, events
-from hwfsdp.streams import is_host
 
 _REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ALL = 2**63  # more than any number of collectives
@@ -120,7 +119,7 @@ def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessG
     """
     group = group or dist.group.WORLD
     assert group is not None, "no process group"
-    return (_find(group) if is_host(device) else None) or group
+    return (_find(group) if device.type == "cpu" else None) or group
 
 
 def adds(op: object) -> bool:

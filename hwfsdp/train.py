@@ -34,10 +34,10 @@ from hwfsdp.implementations import (
     time_limit,
     uneven_rows,
 )
-from hwfsdp.mesh import default_mesh
+from hwfsdp.core.ranks import default_mesh
 from hwfsdp.models import GPT, GPTConfig, next_byte_loss
 from hwfsdp.onlooker import Layout, Onlooker, units_of
-from hwfsdp.precision import MixedPrecisionPolicy
+from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.ranks import launch, stoppable
 from hwfsdp.recording import record
 from hwfsdp.snapshots import ROWS, Progress, SnapshotConfig, Snapshots, rows_of

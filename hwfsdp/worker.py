@@ -26,7 +26,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from hwfsdp import compat, history, streams
+from hwfsdp import collectives, compat, history
 from hwfsdp.errors import CollectiveError, UsageError
 
 stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
@@ -164,7 +164,7 @@ def _listen(connection: Connection, send: Callable[[Any], None], main_thread: in
 
 
 def _pending_collective() -> str:
-    return streams.pending_collective
+    return collectives.pending_collective
 
 
 describe_wait: Callable[[], str] = _pending_collective  # what a rank says it waits in; "" for nothing

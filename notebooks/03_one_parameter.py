@@ -72,7 +72,7 @@ lesson.explore(lambda ranks: plot_sharding(parameters, {"shard": ranks}), ranks=
 # by hand, on the last of four ranks. `unshard` and `reshard` are what the hooks of FSDP call around forward and backward.
 
 # %%
-from hwfsdp.hooks import state_of
+from hwfsdp.core.state import state_of
 
 
 def live():
@@ -82,7 +82,7 @@ def live():
 
     def look(moment):
         weight, number = layer.weight, objects.setdefault(id(layer.weight), len(objects) + 1)
-        whole = param.gathered.untyped_storage().nbytes() if param.unsharded_param is not None else 0
+        whole = param.form.gathered.untyped_storage().nbytes() if param.unsharded_param is not None else 0
         kind = f"{number}, a {type(weight).__name__}"
         shape, shard = str(tuple(weight.shape)), param.padded_shard.nbytes
         moments.append((moment, param.state.name, kind, shape, shard, whole))
@@ -124,7 +124,7 @@ for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
 # bytes. No ranks are needed to see that:
 
 # %%
-from hwfsdp import storage
+from hwfsdp.core import form as storage
 
 memory = torch.arange(6.0)  # what a gather writes to
 weight = nn.Parameter(memory.data.view(2, 3))  # what the module computes with: the same storage

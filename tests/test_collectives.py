@@ -18,18 +18,12 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
 import models
-from hwfsdp import FSDPModule, UsageError, launch
-from hwfsdp.collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    Gathered,
-    RingAllGather,
-    RingReduceScatter,
-    copy_in,
-    copy_in_grads,
-    copy_out,
-    mean_scaling,
-)
+from hwfsdp import FSDPModule, launch
+from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter
+from hwfsdp.core.collectives import copy_in, copy_in_grads, copy_out
+from hwfsdp.core.ranks import Axis
+from hwfsdp.features.hybrid_sharding import HybridReducer
+from hwfsdp.features.reductions import SteeredReducer
 from oracles import REGROUPING, ROUNDING, Case, Training, compare, complaints, run_checks
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -96,24 +90,9 @@ def test_a_gather_is_spread_so_that_each_parameter_has_its_shards_in_rank_order(
     for part, of_rank in zip(flat, shards, strict=True):
         copy_in(of_rank, dtypes, part, columns)
     wholes = [torch.zeros(world_size, n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
-    copy_out(Gathered(flat, columns, None), wholes, "group")
+    copy_out(flat, columns, wholes)
     for i, whole in enumerate(wholes):
         assert same_bits(whole, torch.stack([of_rank[i] for of_rank in shards]))
-
-
-@pytest.mark.parametrize("as_bytes", [False, True])
-@pytest.mark.parametrize(
-    ("order", "expected", "got"), [((1, 0, 2), "in tensor 0", 6), ((0, 1), "3 tensors", 2)]
-)
-def test_memory_in_another_order_is_refused_and_left_as_it_was(order, expected, got, as_bytes):
-    """Torch would resize the tensors, not their memory, and the next gather would be written beyond it."""
-    sizes = [n * (4 if as_bytes else 1) for n in (5, 3, 3)]
-    flat = torch.zeros(2, sum(sizes), dtype=torch.uint8 if as_bytes else torch.float32)
-    wholes = [torch.ones(2, n) for n in (5, 3, 3)]
-    got *= 4 if as_bytes and "in" in expected else 1
-    with pytest.raises(UsageError, match=f"group 'blocks.0'.*{expected}.*got {got}"):
-        copy_out(Gathered(flat, sizes, None), [wholes[i] for i in order], "blocks.0")
-    assert all(torch.equal(whole, torch.ones(2, n)) for whole, n in zip(wholes, (5, 3, 3), strict=True))
 
 
 # --- Copy-in of gradients ----------------------------------------------------------------------------------
@@ -183,6 +162,20 @@ def scaling_of_torch(shards: int, replicas: int, *options: Any) -> tuple[float, 
     dtype, factor, force_sum = options
     before, after, *ops = _get_gradient_divide_factors(shard, replicate, dtype, "", factor, force_sum)
     return before or 1, *ops, after or 1
+
+
+def mean_scaling(shards: int, replicas: int, *options: Any) -> tuple[float, Any, Any, float]:
+    """Divisor before, both operations, divisor after; without replicas, the heart's own reducer says the same."""
+    dtype, factor, force_sum = options
+    group: Any = SimpleNamespace(mesh=SimpleNamespace(size=shards, replicate=Axis(None, replicas)))
+    reducers = [HybridReducer(group), SteeredReducer(group)]
+    for reducer in reducers:
+        reducer.divide_factor, reducer.force_sum = factor, force_sum
+    hybrid, plain = reducers
+    assert isinstance(hybrid, HybridReducer)
+    assert replicas > 1 or hybrid.mean(dtype) == plain.mean(dtype)
+    before, operation, after = hybrid.mean(dtype)
+    return before, operation, hybrid.replica_operation(dtype), after
 
 
 @pytest.mark.parametrize("force_sum", [False, True])

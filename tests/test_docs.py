@@ -15,8 +15,8 @@ from sybil import Sybil
 from sybil.document import Document
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-from hwfsdp.group import FSDPCommContext
-from hwfsdp.hooks import FSDPState
+from hwfsdp.core.context import FSDPCommContext
+from hwfsdp.core.state import FSDPState
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -56,7 +56,7 @@ PRIVATE = re.compile(
 def test_private_torch_api_is_used_in_one_module() -> None:
     used = {path.relative_to(PACKAGE): PRIVATE.findall(code_of(path)) for path in SOURCES}
     closing = "learn/rules.py"  # names what a learner's file may not use
-    assert {str(path) for path, names in used.items() if names} == {"compat.py", closing}
+    assert {str(path) for path, names in used.items() if names} == {"compat.py", "core/compat.py", closing}
 
 
 def code_of(path: Path) -> str:
@@ -73,6 +73,41 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def test_only_the_streams_know_the_device() -> None:
-    core = ORDER[ORDER.index("param") : ORDER.index("wrap")]
-    codes = {chapter: code_of(PACKAGE / f"{chapter}.py") for chapter in core if chapter != "streams"}
+    finds_devices = ("streams", "ranks", "wrap")
+    codes = {path.stem: code_of(path) for path in HEART if path.stem not in finds_devices}
     assert [chapter for chapter, code in codes.items() if re.search(r"cuda|\.type\b|is_cpu", code)] == []
+
+
+HEART = sorted((PACKAGE / "core").glob("*.py"))
+
+
+def code_lines(path: Path) -> int:
+    """Lines of code: no blanks, comments, docstrings."""
+    source = path.read_text()
+    documented = set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            documented |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(
+        bool(text.strip()) and not text.strip().startswith("#") and n not in documented for n, text in lines
+    )
+
+
+def test_the_heart_is_small_and_imports_torch_and_itself_only() -> None:
+    sizes = {path.stem: code_lines(path) for path in HEART}
+    assert sum(sizes.values()) <= 1_400 and max(sizes.values()) <= 200, sizes
+    imported = {
+        path.stem: re.findall(r"(?:from|import) (hwfsdp(?!\.core)\S*)", code_of(path)) for path in HEART
+    }
+    assert not any(imported.values()), imported
+
+
+def test_features_import_the_heart_and_what_moves_bytes() -> None:
+    allowed = {"core", "features", "errors", "compat", "events", "history", "collectives"}
+    found = {path.stem: chapters_imported_by(path) - allowed for path in (PACKAGE / "features").glob("*.py")}
+    assert not any(found.values()), found

@@ -17,7 +17,7 @@ import models
 from hwfsdp import EventLog, FSDPModule, events, launch, record
 from hwfsdp.accounting import GroupSizes, peak_unsharded_bytes, unsharded_bytes
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter
-from hwfsdp.sharding import local_shape, padded_local_numel
+from hwfsdp.core.sharding import local_shape, padded_local_numel
 from oracles import Policy, Training, ours
 
 WORLD_SIZE = 3  # nothing divides evenly

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hwfsdp.nested import map_tensors, replace_tensors_with_grad, tensors_with_grad
+from hwfsdp.core.precision import map_tensors, replace_tensors_with_grad, tensors_with_grad
 
 
 def one(value: float = 1.0) -> Tensor:

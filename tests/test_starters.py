@@ -23,12 +23,21 @@ PACKAGE = Path(hwfsdp.__file__).parent
 
 def hole(name: str) -> Hole:
     """`module.function`, or `module.Class.method`, of the package."""
-    module, _, function = name.partition(".")
-    return Hole(f"hwfsdp.{module}", (PACKAGE / f"{module}.py").read_text(), function)
+    module, _, function = name.removeprefix("core.").partition(".")
+    folder = "core." if name.startswith("core.") else ""
+    source = PACKAGE / f"{folder}{module}".replace(".", "/")
+    return Hole(f"hwfsdp.{folder}{module}", source.with_suffix(".py").read_text(), function)
 
 
-SHARDING = [f"sharding.{name}" for name in ("chunk_length", "padded_length", "chunk_extent", "local_shape")]
-MIXED = ["sharding.chunk_extent", "param.FSDPParam.shard", "param.FSDPParam.to_sharded", "storage.free"]
+SHARDING = [
+    f"core.sharding.{name}" for name in ("chunk_length", "padded_length", "chunk_extent", "local_shape")
+]
+MIXED = [
+    "core.sharding.chunk_extent",
+    "core.param.FSDPParam.shard",
+    "core.param.FSDPParam.to_sharded",
+    "core.form.free",
+]
 
 
 def test_starter_and_solution_differ_in_bodies_only():
@@ -74,6 +83,7 @@ class Handle(Base):
     def begin(self, staged: Any, /, target: int = 3, *rest: str, by: bool, **more: int) -> None:
         self._count, self._word, self._set = 0, None, None
         self._thread = self._made()
+        self.first, self.second = staged
         self.later: int | None = None
 
     def _made(self) -> Thread: ...
@@ -103,6 +113,7 @@ DESCRIBED = {
     "Handle.stream": "attribute Handle.stream: Stream",
     "Handle._count": "attribute Handle._count: int",
     "Handle._word": "attribute Handle._word",
+    "Handle.second": "attribute Handle.second",
     "Handle._thread": "attribute Handle._thread: Thread",
     "Handle.later": "attribute Handle.later: int | None",
     "Base.path": "attribute Base.path: Path",

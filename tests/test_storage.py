@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hwfsdp.storage import allocate, free, is_allocated
+from hwfsdp.core.form import allocate, free, is_allocated
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -6,22 +6,23 @@ The host's streams are tested with works that keep a diary instead of communicat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hwfsdp import UsageError, events, streams
+from hwfsdp import UsageError, collectives, events, stream_clocks
+from hwfsdp.collectives import GroupTransport
+from hwfsdp.core import observer
+from hwfsdp.core import streams as core_streams
+from hwfsdp.core.ranks import Axis
+from hwfsdp.core.streams import HostStream, Stream, StreamEvent, StreamSet
 from hwfsdp.errors import CollectiveError
 from hwfsdp.events import STREAMS, HostMark, Recorder
-from hwfsdp.streams import (
-    HostStream,
-    Stream,
-    StreamSet,
-    register_backend,
-    streams_for,
-)
+from hwfsdp.instrument import Instrument
+from hwfsdp.streams import streams_for
 
 NAMES = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -31,15 +32,17 @@ def the_clock_and_backends_are_as_before(monkeypatch: pytest.MonkeyPatch) -> Non
     """New streams set the clock; a test's must not stay."""
     monkeypatch.setattr(events, "_clock", events._clock)
     monkeypatch.setattr(events, "_host_now", events._host_now)
-    monkeypatch.setattr(streams, "_backends", dict(streams._backends))
+    monkeypatch.setattr(StreamSet, "newest", StreamSet.newest)
 
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     recorder = Recorder(rank=0)
+    before = observer.put(Instrument(None))
     events.activate(recorder)
     yield recorder
     events.activate(None)
+    observer.put(before)
 
 
 @pytest.fixture
@@ -61,13 +64,9 @@ class Diary(list[str]):
                 if error:
                     raise error
 
-        def issue(async_op: bool) -> Any:
-            assert async_op
-            diary.append(f"issued {name}")
-            return Work()
-
         with stream.run():
-            stream.collective(issue, name, "layers.0")
+            diary.append(f"issued {name}")
+            stream.add(Work())
 
     def then(self, stream: Stream, name: str) -> None:
         with stream.run():
@@ -80,13 +79,18 @@ def diary() -> Diary:
 
 
 @pytest.fixture
-def gathers() -> HostStream:
-    return HostStream("all_gather")
+def host() -> StreamSet:
+    return StreamSet(HostStream)
 
 
 @pytest.fixture
-def compute() -> HostStream:
-    return HostStream("compute")
+def gathers(host: StreamSet) -> Stream:
+    return host.all_gather
+
+
+@pytest.fixture
+def compute(host: StreamSet) -> Stream:
+    return host.compute
 
 
 # --- The queue of a host stream ----------------------------------------------------------------------------
@@ -133,10 +137,10 @@ def test_with_nothing_in_flight_deferred_work_runs_at_once(gathers, compute, dia
 
 def test_a_collective_that_blocked_the_host_leaves_nothing_to_wait_for(gathers, compute, diary):
     with gathers.run():
-        gathers.collective(lambda async_op: diary.append(f"ran {async_op}"), "a", "layers.0")
+        gathers.add(None)
     diary.then(gathers, "cast")
+    assert diary == ["cast"]
     compute.wait(gathers.record())
-    assert diary == ["ran True", "cast"]
 
 
 @pytest.mark.parametrize("waiter", ["compute", "copy"])
@@ -148,65 +152,76 @@ def test_streams_do_not_wait_for_each_other_unasked(diary: Diary, waiter: str) -
     assert diary == ["issued a", "issued b", "waited for b"]
 
 
-def test_a_stream_waits_neither_for_itself_nor_for_nothing(gathers: HostStream, diary: Diary) -> None:
+def test_a_stream_does_not_wait_for_itself(gathers: HostStream, diary: Diary) -> None:
     diary.collective(gathers, "a")
     gathers.wait(gathers.record())
-    gathers.wait(None)
     assert diary == ["issued a"]
 
 
 # --- Failure -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("as_rank_five")
-def test_a_work_that_fails_is_named_with_its_group_not_waited_for_again_and_nothing_follows_it(
-    gathers, compute, diary
-):
-    cause = RuntimeError("Connection reset\n by peer")
-    diary.collective(gathers, "all_gather", cause)
+def test_a_work_that_fails_is_not_waited_for_again_and_nothing_follows_it(gathers, compute, diary):
+    diary.collective(gathers, "a", KeyError("a bug"))
     diary.then(gathers, "use the result of it")
     diary.collective(gathers, "next")
     done = gathers.record()
-    with pytest.raises(CollectiveError, match="Connection reset by peer") as failure:
+    with pytest.raises(KeyError):
         compute.wait(done)
-    error = failure.value
-    assert (error.collective, error.owner, error.rank) == ("all_gather", "layers.0", 5)
-    assert error.__cause__ is cause
-    assert diary[-1] == "waited for all_gather"
+    assert diary[-1] == "waited for a"
     compute.wait(done)
-    assert diary[2:] == ["waited for all_gather", "waited for next"]
+    assert diary[2:] == ["waited for a", "waited for next"]
+
+
+class Failing:
+    """A collective of the user's: its works fail, or issuing them does."""
+
+    def __init__(self, cause: Exception, at_once: bool = False) -> None:
+        self.cause, self.at_once, self.seen = cause, at_once, list[str]()
+
+    def allocate(self, size: Any, **kind: Any) -> torch.Tensor:
+        return torch.empty(size, **kind)
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self.at_once:
+            raise self.cause
+        return self
+
+    def wait(self) -> None:
+        self.seen.append(collectives.pending_collective)
+        raise self.cause
+
+
+def transported(collective: Failing, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The work of an all-gather of group 'layers.0' by this collective, between two ranks that are not there."""
+    note = SimpleNamespace(mark=lambda state: None)
+    monkeypatch.setattr(collectives.history, "begin", lambda *details: note)
+    monkeypatch.setattr(collectives.history, "exchange", dict)
+    transport = GroupTransport(Axis(None, 2, 0), torch.device("cpu"))
+    transport.fqn, transport.gather = "layers.0", collective  # type: ignore[assignment]
+    flat = transport.allocate("all_gather", 4, torch.float32)
+    return transport.all_gather(flat, flat[:2], True)
 
 
 @pytest.mark.usefixtures("as_rank_five")
-def test_a_collective_that_fails_when_issued_is_named_and_leaves_nothing_in_flight(gathers, compute):
-    def issue(async_op: bool) -> None:
-        raise RuntimeError("no such peer")
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_collective_that_fails_is_named_with_its_group(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = RuntimeError("Connection reset\n by peer")
+    collective = Failing(cause, at_once)
+    with pytest.raises(CollectiveError, match="Connection reset by peer") as failure:
+        transported(collective, monkeypatch).wait()
+    error = failure.value
+    assert (error.collective, error.owner, error.rank) == ("all_gather", "layers.0", 5)
+    assert error.__cause__ is cause
+    assert collective.seen == ([] if at_once else ["all_gather of parameter group 'layers.0'"])
+    assert collectives.pending_collective == ""
 
-    with pytest.raises(CollectiveError) as failure, gathers.run():
-        gathers.collective(issue, "all_gather", "layers.0")
-    assert (failure.value.collective, failure.value.owner) == ("all_gather", "layers.0")
-    compute.wait(gathers.record())
 
-
-def test_other_exceptions_are_not_taken_for_failed_collectives(gathers, compute, diary):
-    diary.collective(gathers, "a", KeyError("a bug"))
+def test_other_exceptions_are_not_taken_for_failed_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError):
-        compute.wait(gathers.record())
-
-
-def test_while_the_host_is_blocked_it_is_known_in_what(gathers: HostStream, compute: HostStream) -> None:
-    seen = []
-
-    class Work:
-        def wait(self) -> None:
-            seen.append(streams.pending_collective)
-
-    with gathers.run():
-        gathers.collective(lambda async_op: Work(), "all_gather", "layers.0")
-    assert streams.pending_collective == ""
-    compute.wait(gathers.record())
-    assert seen == ["all_gather of parameter group 'layers.0'"]
-    assert streams.pending_collective == ""
+        transported(Failing(KeyError("a bug")), monkeypatch).wait()
 
 
 # --- What the log sees -------------------------------------------------------------------------------------
@@ -224,7 +239,7 @@ def test_a_wait_of_compute_is_a_span_that_names_the_event_it_waited_for(recorder
 
 
 def test_a_wait_of_another_stream_is_noted_at_its_next_event(recorder: Recorder, gathers: HostStream) -> None:
-    copies = HostStream("copy")
+    copies = gathers.streams.copy
     recorder.instant("copy_in", "copy")
     gathers.wait(copies.record())
     recorder.instant("all_gather", "all_gather")
@@ -232,17 +247,13 @@ def test_a_wait_of_another_stream_is_noted_at_its_next_event(recorder: Recorder,
 
 
 def test_a_wait_for_a_stream_on_which_nothing_happened_names_no_event(recorder, gathers, compute):
-    events.activate(None)
-    done = gathers.record()
-    assert (done.seq, done.stream) == (-1, "all_gather")
-    events.activate(recorder)
     compute.wait(gathers.record())
     assert after(recorder) == {"wait on compute": ()}
 
 
 def test_what_a_stream_waited_for_is_passed_on_and_does_not_pile_up(recorder, gathers, compute):
     """Given many steps on one rank, where nothing is gathered: the copy-out comes after the last copy-in."""
-    copies = HostStream("copy")
+    copies = gathers.streams.copy
     for _ in range(5):
         recorder.begin("copy_in", "copy", follows_stream=True).close()
         gathers.wait(copies.record())
@@ -294,35 +305,50 @@ def test_the_cpu_has_five_streams_that_are_new_each_time() -> None:
     assert set(NAMES) == set(STREAMS)
 
 
+class Pretended(HostStream):
+    """It is always the same time."""
+
+    us: float
+
+
+stream_clocks.register(
+    Pretended,
+    lambda streams: (lambda name: HostMark(streams.compute.us), lambda: HostMark(streams.compute.us)),  # type: ignore[attr-defined]
+)
+
+
 def pretended(us: float) -> StreamSet:
-    """Streams on which it is always the same time."""
-    return StreamSet(HostStream, lambda name: HostMark(us), lambda: HostMark(us))
+    made = StreamSet(Pretended)
+    made.compute.us = us  # type: ignore[attr-defined]
+    return made
 
 
-def test_a_backend_that_registers_itself_is_used_from_then_on_and_one_for_a_block_only_there() -> None:
-    register_backend("imagined", lambda: pretended(7.0))
-    streams_for("imagined")
-    assert Recorder(rank=0).mark("compute").us() == 7.0
-    with streams.backend("imagined", lambda: pretended(8.0)), streams.backend("cpu", lambda: pretended(9.0)):
+def time_now() -> float:
+    stream_clocks.use_newest()
+    return Recorder(rank=0).mark("compute").us()
+
+
+def test_in_a_block_another_device_may_be_in_the_place_of_one() -> None:
+    with core_streams.backend("imagined", lambda: pretended(8.0)), core_streams.backend(
+        "cpu", lambda: pretended(9.0)
+    ):
         for kind, us in (("imagined", 8.0), ("cpu", 9.0)):
             streams_for(kind)
-            assert Recorder(rank=0).mark("compute").us() == us
-    with streams.backend("another", lambda: pretended(8.0)):
-        pass
+            assert time_now() == us
+    assert type(streams_for("cpu").compute) is HostStream
     with pytest.raises(UsageError, match="imagined"):
-        streams_for("another")
-    streams_for("imagined")
-    assert Recorder(rank=0).mark("compute").us() == 7.0
+        streams_for("imagined")
 
 
 def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> None:
     """Given two sets, of the same names: each one's events by its own clock, all others by that of the last one."""
     recorder.origin = HostMark(0.0)
     first, _ = pretended(3.0), pretended(8.0)
+    stream_clocks.use_newest()
     recorder.instant("optimizer", "compute")
     with first.copy.run():
         recorder.instant("copy_in", "copy")
-    with events.scope("forward", "a", first.clock):
+    with events.scope("forward", "a", stream_clocks.clock_of(first)):
         recorder.instant("forward", "compute")
         with events.owned_by("b"):
             recorder.instant("copy_out", "compute")
@@ -334,7 +360,8 @@ def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> 
 def test_an_event_ends_by_the_clock_that_it_began_by(recorder: Recorder) -> None:
     recorder.origin = HostMark(0.0)
     first, _ = pretended(3.0), pretended(8.0)
-    with events.scope("forward", "a", first.clock):
+    stream_clocks.use_newest()
+    with events.scope("forward", "a", stream_clocks.clock_of(first)):
         draft = recorder.begin("forward", "compute")
     draft.close()
     (event,) = recorder.finish()[0]
@@ -344,35 +371,40 @@ def test_an_event_ends_by_the_clock_that_it_began_by(recorder: Recorder) -> None
 def test_samples_are_timed_by_the_host_of_the_last_set() -> None:
     recorder = Recorder(rank=0, origin=HostMark(1.0), sample_memory=lambda: {"x": 1})
     pretended(8.0)
+    stream_clocks.use_newest()
     recorder.sample()
     assert [sample.us for sample in recorder.finish()[1]] == [7.0]
 
 
 def test_a_clock_set_in_a_block_that_keeps_it_is_gone_afterwards() -> None:
     pretended(8.0)
+    assert time_now() == 8.0
     with events.keeping_clock():
         pretended(3.0)
-        assert Recorder(rank=0).mark("compute").us() == 3.0
+        assert time_now() == 3.0
     assert Recorder(rank=0).mark("compute").us() == 8.0
 
 
 def test_what_an_earlier_recording_logged_is_waited_for_by_no_number_of_this_one(gathers, compute):
     earlier, later = Recorder(rank=0), Recorder(rank=0)
+    before = observer.put(Instrument(None))
     events.activate(earlier)
     earlier.instant("all_gather", "all_gather")
     done = gathers.record()
+    observer.put(Instrument(None))
     events.activate(later)
     later.instant("copy_in", "copy")
     compute.wait(done)
     events.activate(None)
+    observer.put(before)
     assert after(later) == {"copy_in on copy": (), "wait on compute": ()}
-    assert done.after == ()
 
 
 def test_an_event_of_the_user_is_taken_for_all_that_compute_has_done(recorder, compute):
-    copies: Any = HostStream("copy")
+    copies, event = compute.streams.copy, StreamEvent(compute, "the user's")
     recorder.instant("optimizer", "compute")
-    copies.wait_for_device_event(None)
+    observer.slot.recorded(event)
+    copies.wait(event)
     recorder.instant("copy_in", "copy")
     assert after(recorder)["copy_in on copy"] == (0,)
 
@@ -412,13 +444,13 @@ def test_device_streams_are_apart_and_communication_has_priority() -> None:
 def test_device_work_is_deferred_by_nobody_and_waiting_does_not_stop_the_host() -> None:
     found, ran = streams_for("cuda"), []
     with found.reduce_scatter.run():
-        found.reduce_scatter.collective(lambda async_op: ran.append(async_op), "reduce_scatter", "")
+        found.reduce_scatter.add(None)
         found.reduce_scatter.then(lambda: ran.append("then"))
         torch.cuda._sleep(100_000_000)
     done = found.reduce_scatter.record()
     found.compute.wait(done)
-    assert ran == [False, "then"]
-    assert not done.event.query()
+    assert ran == ["then"]
+    assert not done.native.query()
     torch.cuda.synchronize()
 
 
@@ -426,6 +458,7 @@ def test_device_work_is_deferred_by_nobody_and_waiting_does_not_stop_the_host() 
 @needs_cuda
 def test_device_times_of_one_stream_follow_each_other() -> None:
     found = streams_for("cuda")
+    stream_clocks.use_newest()
     recorder = Recorder(rank=0)
     marks = []
     for _ in range(3):
@@ -436,58 +469,56 @@ def test_device_times_of_one_stream_follow_each_other() -> None:
     assert times == sorted(times)
 
 
-# --- Gates: collectives that wait for collectives of another stream ------------------------------------------
+# --- Collectives that follow collectives of another stream ---------------------------------------------------
 
 
-def test_a_collective_behind_a_gate_is_issued_when_somebody_waited_for_what_it_needs(gathers, compute, diary):
-    reduced = HostStream("all_reduce")
-    diary.collective(gathers, "scatter")
-    scattered = gathers.record()
-    reduced.wait(scattered)
-    diary.collective(reduced, "all-reduce")
-    diary.then(reduced, "add")
-    assert diary == ["issued scatter"]
-    compute.wait(scattered)
-    assert diary[1:] == ["waited for scatter", "issued all-reduce"]
-    compute.wait(reduced.record())
-    assert diary[3:] == ["waited for all-reduce", "add"]
+def go_on(diary: Diary, scatters: Stream, reduces: Stream, name: str) -> StreamEvent:
+    """A reduce-scatter, an all-reduce of its result on another stream, and what is done with that."""
+
+    def reduce() -> None:
+        reduces.wait(scattered)
+        diary.collective(reduces, f"all-reduce {name}")
+        diary.then(reduces, f"add {name}")
+
+    diary.collective(scatters, f"scatter {name}")
+    scattered = scatters.record()
+    with scatters.run():
+        scatters.then(reduce)
+    return scatters.record()
 
 
-def test_each_gate_opens_for_its_own_event_and_settling_opens_all(gathers, compute, diary):
-    reduced, points = HostStream("all_reduce"), []
-    for name in "ab":
-        diary.collective(gathers, f"scatter {name}")
-        points.append(gathers.record())
-        reduced.wait(points[-1])
-        diary.collective(reduced, f"all-reduce {name}")
+def test_a_collective_that_needs_another_is_issued_when_somebody_waited_for_that(host, diary):
+    done = go_on(diary, host.reduce_scatter, host.all_reduce, "a")
+    assert diary == ["issued scatter a"]
+    host.compute.wait(done)
+    assert diary[1:] == ["waited for scatter a", "issued all-reduce a"]
+    host.compute.wait(host.all_reduce.record())
+    assert diary[3:] == ["waited for all-reduce a", "add a"]
+
+
+def test_each_goes_on_by_itself_and_settling_both_streams_ends_all(host, diary):
+    points = [go_on(diary, host.reduce_scatter, host.all_reduce, name) for name in "ab"]
     diary.clear()
-    compute.wait(points[0])
+    host.compute.wait(points[0])
     assert diary == ["waited for scatter a", "issued all-reduce a"]
-    reduced.settle()
+    host.reduce_scatter.settle()
+    host.all_reduce.settle()
     assert diary[2:] == [
-        *("waited for all-reduce a", "waited for scatter b", "issued all-reduce b", "waited for all-reduce b")
+        *("waited for scatter b", "issued all-reduce b"),
+        *("waited for all-reduce a", "add a", "waited for all-reduce b", "add b"),
     ]
 
 
-@pytest.mark.usefixtures("as_rank_five")
-def test_what_a_failed_collective_should_have_fed_is_lost_behind_its_gate_and_nothing_else(gathers, diary):
-    reduced = HostStream("all_reduce")
-    diary.collective(gathers, "scatter 1", RuntimeError("lost"))
-    reduced.wait(gathers.record())
-    diary.collective(reduced, "all-reduce 1")
-    diary.then(reduced, "add 1")
-    diary.collective(gathers, "scatter 2")
-    reduced.wait(gathers.record())
-    diary.collective(reduced, "all-reduce 2")
-    diary.then(reduced, "add 2")
-    with pytest.raises(CollectiveError, match="lost"):
-        gathers.settle()
-    gathers.settle()
-    reduced.settle()
+def test_what_a_failed_collective_should_have_fed_is_lost_and_nothing_else(host, diary):
+    diary.collective(host.reduce_scatter, "scatter 1", KeyError("lost"))
+    with host.reduce_scatter.run():
+        host.reduce_scatter.then(lambda: diary.collective(host.all_reduce, "all-reduce 1"))
+    go_on(diary, host.reduce_scatter, host.all_reduce, "2")
+    with pytest.raises(KeyError, match="lost"):
+        host.reduce_scatter.settle()
+    host.reduce_scatter.settle()
+    host.all_reduce.settle()
     assert diary[2:] == [
-        "waited for scatter 1",
-        "waited for scatter 2",
-        "issued all-reduce 2",
-        "waited for all-reduce 2",
-        "add 2",
+        *("waited for scatter 1", "waited for scatter 2", "issued all-reduce 2"),
+        *("waited for all-reduce 2", "add 2"),
     ]

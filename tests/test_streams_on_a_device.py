@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import world_mesh
 from benchmarks.fake import in_fake_world
-from hwfsdp.hooks import checked_state
-from hwfsdp.streams import DeviceStream, HostStream, Stream
+from hwfsdp.features.steering import checked_state
+from hwfsdp.core.streams import DeviceStream, HostStream, Stream
 from oracles import BITS, Trace, complaints, differences, run_checks
 
 WORLD_SIZE, ROWS = 8, 16

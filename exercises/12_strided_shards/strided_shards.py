@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from hwfsdp import compat
 from hwfsdp.compat import StridedShard
+from hwfsdp.core.sharding import chunk_extent
 from hwfsdp.layout import (
     LocalExtent,
     SHARDS,
@@ -23,14 +24,13 @@ from hwfsdp.layout import (
     largest_shape,
     slices_of,
 )
-from hwfsdp.sharding import chunk_extent
 
 # The package's own, that the docstrings name:
 #
 # hwfsdp.compat
 #     function   strided_shard(dim: int, split_factor: int) -> Placement
 #     function   is_shard(placement: Placement) -> bool
-# hwfsdp.sharding
+# hwfsdp.core.sharding
 #     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
 # hwfsdp.layout
 #     constant   SHARDS = (StridedShard, Shard)

@@ -52,8 +52,9 @@ from torch.optim import Optimizer
 from hwfsdp.checkpoint.traverse import Path, leaves_of, show
 from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
 from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
-from hwfsdp.group import ParamGroup
-from hwfsdp.hooks import state_of
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.state import state_of
+from hwfsdp.features.offload import is_offloaded
 from hwfsdp.layout import compute_local_shape_and_global_offset, compute_local_stride
 
 SHOWN = 4  # names in a message; the rest is counted
@@ -321,7 +322,7 @@ def _exchange_groups(model: nn.Module, wanted: set[int], rooms: _Rooms) -> None:
         params = [p.sharded_param for p in group.params if id(p.sharded_param) in wanted]
         keys = {id(param): _key(param) for param in params if not _is_subclass(param)}
         for param in params:
-            rooms.exchange(param, group.is_offloaded)
+            rooms.exchange(param, is_offloaded(group))
         group.adopt_registered()
         for param in params:
             if id(param) in keys and keys[id(param)] in rooms.blocks:
@@ -386,7 +387,7 @@ def _listed(names: list[str]) -> str:
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     fsdp_params = [p for group in _groups_of(model) for p in group.params]
     known = {id(param) for param in model.parameters()}
-    known -= {id(p.slots[0].registered()) for p in fsdp_params}  # may be the whole one, just now
+    known -= {id(p.places[0].registered()) for p in fsdp_params}  # may be the whole one, just now
     known |= {id(p.sharded_param) for p in fsdp_params}
     stale, states = [], []
     for number, group in enumerate(optimizer.param_groups):

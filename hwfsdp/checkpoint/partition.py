@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint.state_dict import whole_of
 from hwfsdp.checkpoint.traverse import Path, brief, leaves_of, map_leaves, show
 from hwfsdp.errors import CheckpointError
-from hwfsdp.sharding import chunk_extent
+from hwfsdp.core.sharding import chunk_extent
 
 VERSION = "2.0.0"
 COUNT_KEY, VERSION_KEY, ID_KEY = "__nshards__", "__version__", "__save_id__"

@@ -53,7 +53,7 @@ from hwfsdp.learn.rules import (
 from hwfsdp.learn.trust import ROOTS
 
 Refuse = Callable[[str], NoReturn]
-_STREAMS = "hwfsdp.streams"
+_STREAMS = "hwfsdp.core.streams"
 _CLOSED = (*CLOSED, *NATIVE_MODULES)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _ANNOTATIONS = ("annotation", "returns")
@@ -451,9 +451,9 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _closed_objects() -> Iterator[tuple[str, Any]]:
-    """Objects that are closed one by one, wherever they are found, with their names."""
+    """Objects that are closed one by one, wherever they are found, with their names; an empty slot is no object."""
     for module_name, names in NAMES.items():
         module = sys.modules.get(module_name) or importlib.import_module(module_name)
         for name in names:
-            if hasattr(module, name):
+            if getattr(module, name, None) is not None:
                 yield f"{module_name}.{name}", getattr(module, name)

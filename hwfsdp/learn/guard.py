@@ -41,13 +41,14 @@ FOREIGN = (  # what the course is about, ready-made
     *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
     *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
-OWN = tuple(f"hwfsdp.{name}" for name in ("param", "group", "claim", "wrap"))  # the same, of the package
+OWN = tuple(f"hwfsdp.core.{name}" for name in ("param", "group", "wrap"))  # the same, of the package
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _READERS = ("linecache", "tokenize")  # read the text of code that a traceback shows
 _NEAR = 8  # frames
 _SWITCHES = {
     "hwfsdp.events": ("activate", "paused", "keeping_clock", "use_clock"),
-    "hwfsdp.streams": ("register_backend", "backend"),
+    "hwfsdp.core.streams": ("backend",),
+    "hwfsdp.core.observer": ("put",),
 }
 _COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored", "recv", "reduce", "scatter", "send")
 
@@ -219,7 +220,7 @@ def _guard_instruments(seen: list[str]) -> None:
         loaded = importlib.import_module(module_name)
         for name in names:
             setattr(loaded, name, _for_the_package(getattr(loaded, name), name, seen, is_package))
-    loaded = importlib.import_module("hwfsdp.streams").StreamSet
+    loaded = importlib.import_module("hwfsdp.core.streams").StreamSet
     loaded.__init__ = _for_the_package(loaded.__init__, "StreamSet", seen, is_package)
     loaded = importlib.import_module("hwfsdp.recording")
     loaded.watch_from_now_on()

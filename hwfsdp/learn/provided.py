@@ -196,10 +196,12 @@ def _assigned(method: ast.FunctionDef, types: dict[str, str]) -> Iterator[tuple[
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Of `a, b = c, d`: a and c, b and d."""
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+    """Of `a, b = c, d`: a and c, b and d. Of `a, b = c`: a and b, each with a value that is not known."""
+    if not isinstance(target, ast.Tuple):
+        return [(target, value)]
+    if isinstance(value, ast.Tuple):
         return list(zip(target.elts, value.elts, strict=True))
-    return [(target, value)]
+    return [(each, ast.Constant(...)) for each in target.elts]
 
 
 def _of_self(target: ast.expr) -> list[str]:
@@ -212,7 +214,7 @@ def _type_of(value: ast.expr, types: dict[str, str]) -> str:
     if isinstance(value, ast.Name):
         return types.get(value.id, "")
     if isinstance(value, ast.Constant):
-        return "" if value.value is None else type(value.value).__name__
+        return "" if value.value in (None, ...) else type(value.value).__name__
     if isinstance(value, ast.Call):
         name = ast.unparse(value.func)
         return name if name.isidentifier() and name[0].isupper() else types.get(name, "")

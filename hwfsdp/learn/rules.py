@@ -54,7 +54,8 @@ NAMES = {  # closed by themselves, in modules that are open
     "string": ("Formatter",),
     "typing": ("get_type_hints", "ForwardRef"),
     "threading": ("Thread", "Timer"),
-    "hwfsdp.streams": ("register_backend", "backend", "_backends"),
+    "hwfsdp.core.streams": ("backend", "_backends"),
+    "hwfsdp.core.observer": ("put",),
     "hwfsdp.compat": ("unseen_by_modes", "fake_tensors", "fake_process_group", "around_shape_propagation"),
 }
 ONE_BY_ONE = {name for names in NAMES.values() for name in names}
@@ -65,13 +66,14 @@ INSTRUMENTS = (  # what tells what a learner's code did
     *(f"hwfsdp.{name}" for name in ("events", "eventlog", "recording", "functional", "memory", "history")),
     *(f"hwfsdp.{name}" for name in ("order", "clocks", "perfetto", "about", "lifetimes", "divergence")),
     *(f"hwfsdp.{name}" for name in ("virtual", "ranks", "worker", "nursery", "server", "messages")),
+    *(f"hwfsdp.{name}" for name in ("instrument", "stream_clocks", "core.observer")),
 )
 READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # of torch's, which are arguments
 # of torch's, too: records, and the function that finds where parameters are registered
 RECORDS = ("ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
 CLOSED = (*MODULES, *INSTRUMENTS, "hwfsdp.learn")  # cannot be imported
-HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives")
+HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives", "hwfsdp.core.streams")
 
 
 class Use(NamedTuple):

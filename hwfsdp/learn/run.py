@@ -542,8 +542,8 @@ def _described(error: Exception) -> dict[str, Any]:
 
 def describe_wait() -> str:
     """The collective that this rank waits in, with its place among those that it issued; "" if it waits in none."""
-    streams, events = sys.modules.get("hwfsdp.streams"), sys.modules.get("hwfsdp.events")
-    pending: str = getattr(streams, "pending_collective", "") or _collective_called()
+    named, events = sys.modules.get("hwfsdp.collectives"), sys.modules.get("hwfsdp.events")
+    pending: str = getattr(named, "pending_collective", "") or _collective_called()
     recorder = events.active() if events else None
     if not pending or recorder is None:
         return pending

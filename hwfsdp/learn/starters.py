@@ -28,7 +28,7 @@ class Hole(NamedTuple):
     """A function or method of a module.
 
     Attributes:
-        module: its name, for example "hwfsdp.sharding"; source: its text. name: of the function, in the module.
+        module: its name, for example "hwfsdp.core.sharding"; source: its text. name: of the function, in the module.
     """
 
     module: str

@@ -50,7 +50,7 @@ from hwfsdp.plot.traffic import plot_traffic
 from hwfsdp.ranks import launch
 from hwfsdp.recording import record
 from hwfsdp.train import TrainConfig, build_model, shard_model, train
-from hwfsdp.wrap import fully_shard
+from hwfsdp.features.door import fully_shard
 
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, those of them that are recorded

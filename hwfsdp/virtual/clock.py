@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from hwfsdp import events, stream_clocks
+from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
 from hwfsdp.events import STREAMS
-from hwfsdp.streams import Stream, StreamEvent, StreamSet, Work, run_named
 from hwfsdp.virtual.devices import Device
 
 _VIEW = 0.4  # of the time to launch a kernel, what the host needs for a view
@@ -28,7 +29,6 @@ class Clock:
 
     Attributes:
         host: now. ends: by stream, when all that was issued there is over. current: where operators run.
-        issues: a stream issues a collective, which blocks nobody.
     """
 
     def __init__(self, device: Device) -> None:
@@ -36,7 +36,6 @@ class Clock:
         self.host = 0.0
         self.ends = dict.fromkeys(STREAMS, 0.0)
         self.current = "compute"
-        self.issues = False
 
     def now(self, stream: str) -> float:
         """The time at which an event recorded on the stream now will be over."""
@@ -83,7 +82,7 @@ class VirtualMark:
 class VirtualEvent(StreamEvent):
     """A point in a stream, and its time in µs."""
 
-    def __init__(self, stream: str, us: float) -> None:
+    def __init__(self, stream: Stream, us: float) -> None:
         super().__init__(stream)
         self.us = us
 
@@ -93,35 +92,31 @@ class VirtualStream(Stream):
 
     def __init__(self, name: str, clock: Clock) -> None:
         super().__init__(name)
-        self._time = clock
+        self.clock = clock
 
-    def record(self) -> VirtualEvent:
-        return VirtualEvent(self.name, self._time.now(self.name))
-
-    def collective(self, issue: Callable[[bool], Work | None], name: str, owner: str) -> None:
-        self._time.issues = True
-        try:
-            run_named(lambda: issue(False), name, owner)
-        finally:
-            self._time.issues = False
+    def add(self, work: Work | None) -> None:
+        pass
 
     def then(self, function: Callable[[], None]) -> None:
         function()
 
     def synchronize(self) -> None:
-        self._time.host = self._time.now(self.name)
+        self.clock.host = self.clock.now(self.name)
+
+    def _record(self) -> VirtualEvent:
+        return VirtualEvent(self, self.clock.now(self.name))
 
     def _wait(self, event: StreamEvent) -> None:
-        assert isinstance(event, VirtualEvent)
-        self._time.wait(self.name, event.us)
+        if isinstance(event, VirtualEvent):
+            self.clock.wait(self.name, event.us)
 
     @contextmanager
     def _on(self) -> Iterator[None]:
-        outer, self._time.current = self._time.current, self.name
+        outer, self.clock.current = self.clock.current, self.name
         try:
             yield
         finally:
-            self._time.current = outer
+            self.clock.current = outer
 
     def _current(self) -> AbstractContextManager[None]:
         return self._on()
@@ -129,8 +124,14 @@ class VirtualStream(Stream):
 
 def virtual_streams(clock: Clock) -> StreamSet:
     """Streams that live in this clock's time."""
-    return StreamSet(
-        lambda name: VirtualStream(name, clock),
-        lambda name: VirtualMark(clock.now(name)),
-        lambda: VirtualMark(clock.now("compute")),  # memory is sampled when the device gets there
-    )
+    return StreamSet(lambda name: VirtualStream(name, clock))
+
+
+def _clocks(streams: StreamSet) -> tuple[events.Clock, Callable[[], VirtualMark]]:
+    """Memory is sampled when the device gets there."""
+    assert isinstance(streams.compute, VirtualStream)
+    clock = streams.compute.clock
+    return lambda name: VirtualMark(clock.now(name)), lambda: VirtualMark(clock.now("compute"))
+
+
+stream_clocks.register(VirtualStream, _clocks)

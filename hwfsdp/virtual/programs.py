@@ -26,8 +26,8 @@ from hwfsdp.blueprint import find_blocks, find_classes
 from hwfsdp.compat import is_fake
 from hwfsdp.errors import UsageError
 from hwfsdp.models.zoo import Config, build, config_of
-from hwfsdp.precision import MixedPrecisionPolicy
-from hwfsdp.wrap import fully_shard
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.features.door import fully_shard
 
 CHECKPOINTS = ("none", "selective", "full")
 Step = Callable[[], Any]

@@ -43,7 +43,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hwfsdp import events
+from hwfsdp import events, history
 from hwfsdp.compat import (
     DispatchMode,
     fake_process_group,
@@ -57,7 +57,8 @@ from hwfsdp.compat import (
 )
 from hwfsdp.divergence import place_in
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.streams import backend
+from hwfsdp.core.streams import StreamSet, backend
+from hwfsdp.stream_clocks import use_newest
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.costs import cost_of, tensors_in
@@ -111,7 +112,9 @@ class World:
         with ExitStack() as stack:
             stack.enter_context(fake_process_group(0, self.gpus))
             stack.enter_context(events.keeping_clock())
+            stack.callback(setattr, StreamSet, "newest", StreamSet.newest)
             virtual_streams(self.clock)  # their clock counts, whether or not anything is sharded
+            use_newest()
             stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
             stack.enter_context(_resizing_seen(self))
             stack.enter_context(_optimizers_seen(self))
@@ -190,7 +193,7 @@ class Meter(DispatchMode):
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
         with self._stream_of(kind):
             world.clock.run(collective_us(kind, whole, world.span(group), world.device))
-            is_blocking = not world.clock.issues and any(
+            is_blocking = not history.is_issuing() and any(
                 arg is False for arg in args
             )  # async_op is the one flag
             if world.device.host and is_blocking:

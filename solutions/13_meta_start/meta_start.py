@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.compat import local_of, replace_local
+from hwfsdp.core import compat
+from hwfsdp.core.compat import address_of, local_of
 from hwfsdp.filling import Init, Part, require_memory, reshard_all
 from hwfsdp.layout import compute_local_shape_and_global_offset
-from hwfsdp.param import address_of
-from hwfsdp.sharding import padded_local_shape
 
 # The package's own, that the docstrings name:
 #
-# hwfsdp.compat
+# hwfsdp.core.compat
 #     function   local_of(tensor: DTensor) -> Tensor
 #     function   replace_local(tensor: DTensor, local: Tensor) -> None
 # hwfsdp.layout
@@ -28,18 +27,18 @@ from hwfsdp.sharding import padded_local_shape
 #     constant   Init = Callable[[str, Tensor, torch.Generator], object]
 #     function   reshard_all(model: nn.Module) -> None
 #     function   require_memory(fqn: str, param: Tensor) -> None
-# hwfsdp.param
+# hwfsdp.core.compat
 #     function   address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]
-#     method     FSDPParam._on_shard_device(tensor: Tensor) -> Tensor
-#     attribute  FSDPParam.mesh: ShardMesh
-#     attribute  FSDPParam.rows
-#     attribute  FSDPParam.local_shape
+# hwfsdp.core.param
+#     attribute  FSDPParam.layout: Layout
+#     attribute  FSDPParam.home: Home
+#     attribute  FSDPParam.local_numel
 #     attribute  FSDPParam.padded_numel
 #     attribute  FSDPParam.padded_shard: Tensor
-# hwfsdp.mesh
-#     property   ShardMesh.size -> int
-# hwfsdp.sharding
-#     function   padded_local_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...]
+#     method     Home.keep(shard: Tensor) -> Tensor
+# hwfsdp.core.form
+#     attribute  Layout.local_shape
+#     attribute  Layout.padded_shape
 
 
 def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
@@ -62,7 +61,7 @@ def part_of(param: Tensor) -> Part:
 
     Returns:
         `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
-        Of a DTensor, `local` is its local part itself (`compat.local_of(param)`), and `offset` the second of the two that
+        Of a DTensor, `local` is its local part itself (`local_of(param)`), and `offset` the second of the two that
         `compute_local_shape_and_global_offset(shape, mesh, placements)` gives for its `shape`, `device_mesh` and `placements`.
         A parameter that is not sharded is all here: itself, at offset 0 in every dim.
     """
@@ -129,54 +128,30 @@ class FSDPParam:
     """A parameter of the model, with its shard and its memory when whole.
 
     Attributes:
-        fqn: fully qualified name from the root module.
-        spread: how the parameter lies over the ranks, before and after sharding.
-        mesh: the `ShardMesh` whose ranks cut it: `mesh.size` of them, this one is `mesh.rank`.
-        shape: of what FSDP gathers: the whole parameter, or the part of it that tensor parallelism left to this rank.
-        rows: `shape` with the ranks' rows in dim 0 (Note [Rows]).
-        local_shape, local_numel: of this rank's rows; padded_numel: elements that it contributes to a gather.
-        dtypes: original, param and reduce dtype.
+        fqn: fully qualified name from the root module. places: where it is registered.
+        layout: how it is cut. form: how it travels. home: where its shard lives.
+        dtypes: original, compute and reduce dtype.
         state: which form is registered.
-        padded_shard: [ceil(d0 / W) * rest], original dtype: this rank's rows, then zeros. In host memory if offloaded.
+        padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
-        gathered: [W * ceil(d0 / W) * rest], param dtype: memory of the whole parameter, its padding at the end.
-        unsharded_param: `shape`, param dtype: an alias of the front of `gathered`; None before the first gather.
-        gather_mesh: whose shards the next gather puts together: `mesh`, or the smaller one that forward resharded to.
-        post_forward_shard: [ceil(d0 / S) * rest], param dtype: rows kept after forward by this rank of a smaller world
-            of S ranks; None in other states.
-        accumulated_grad: `shape`, reduce dtype: gradients of backwards that were not reduced; else None.
-        partial_grad: this rank's rows, flat, reduce dtype: gradients that were reduced within the shard axis only.
-        extension: the local part's own way to be gathered, if it has one.
+        unsharded_param: whole, compute dtype; None before the first gather.
+        accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
     """
 
     @torch.no_grad()
     def hold_rows(self, param: DTensor) -> None:
-        """Makes the memory of `param`, the registered parameter, the one that gathers read: `padded_shard`.
+        """Make the memory of `param`'s rows the one that gathers read: `padded_shard` (Note [Padding lives in the shard]).
 
-        `adopt_registered` calls it, for a parameter with this rank's rows, `local_shape`, in its local part (`local_of`).
-        That comes from the user, or from `to_empty`, and knows nothing of padding.
-
-        Afterwards, the local part is the front of `self.padded_shard` (Note [Padding lives in the shard]): an optimizer that
-        updates the one updates the other. `padded_shard` is flat, of `self.padded_numel` elements in the dtype of the rows,
-        where `self._on_shard_device(tensor)` puts it: the rows, as they were, then zeros. There are three cases.
-
-        - The local part begins where `padded_shard` does (`address_of(tensor)` says where): nothing has changed, nothing to do.
-        - The rows need no padding, are contiguous, and `_on_shard_device` returns the very tensor that it is given: their
-          own memory becomes `padded_shard`, without a copy.
-        - Otherwise there is new memory of shape `padded_local_shape(self.rows, self.mesh.size)`: `self.rows` is the shape
-          that ranks cut along dim 0, `self.mesh.size` the number of these ranks. The rows are copied to its front, as many
-          elements as `self.local_shape` has, and that front, in this shape, becomes the local part of `param`
-          (`compat.replace_local(param, front)`), which stays the object that it is. Nobody keeps the memory where the rows
-          were before.
+        Rows that need no padding stay where they are. Others move to the front of new, padded memory, and `param`, which stays the
+        object that it is, has its local part there.
         """
-        rows = local_of(param)
+        rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):
             return
-        if rows.numel() == self.padded_numel and rows.is_contiguous() and self._on_shard_device(rows) is rows:
+        if rows.numel() == self.padded_numel and rows.is_contiguous() and self.home.keep(rows) is rows:
             self.padded_shard = rows.view(-1)
             return
-        padded_shape = padded_local_shape(self.rows, self.mesh.size)
-        self.padded_shard = self._on_shard_device(rows.new_zeros(padded_shape)).view(-1)
-        front = self.padded_shard[: self.local_numel].view(self.local_shape)
+        self.padded_shard = self.home.keep(rows.new_zeros(layout.padded_shape)).view(-1)
+        front = self.padded_shard[: self.local_numel].view(layout.local_shape)
         front.copy_(rows)
-        replace_local(param, front)
+        compat.replace_local(param, front)

@@ -158,10 +158,10 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "import hwfsdp.group",
+        "import hwfsdp.core.group",
         "from hwfsdp import fully_shard",
         "from hwfsdp.collectives import compat",
-        "from hwfsdp.streams import events",
+        "from hwfsdp.streams import core",
         "from hwfsdp import collectives\ncollectives.shared_memory",
         "import hwfsdp.collectives as c\nc.compat.dtensor",
         "import importlib",
@@ -169,7 +169,7 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
         "import torch.distributed.fsdp as f",
         "torch.distributed.fsdp.fully_shard",
         "from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam",
-        "__import__('hwfsdp.wrap')",
+        "__import__('hwfsdp.core.wrap')",
     ],
 )
 def test_a_file_that_uses_what_it_is_to_supply_is_refused(line: str) -> None:

@@ -329,9 +329,9 @@ def test_the_homework_cannot_reach_the_clock_that_times_it(lines: str, told: str
 REACHES = {  # in a few words: what is reached for, in all the ways in which it can be spelled
     "instruments": (
         "import hwfsdp.collectives as c\nvars(c)['ev' + 'ents']",
-        "import hwfsdp.collectives as c\ngetattr(c, 'ev' + 'ents')",
-        "import hwfsdp.collectives as c\nlist(map(getattr, [c], ['events']))",
-        "import hwfsdp.collectives as c, weakref\nweakref.proxy(c).events",
+        "import hwfsdp.collectives as c\ngetattr(c, 'hist' + 'ory')",
+        "import hwfsdp.collectives as c\nlist(map(getattr, [c], ['history']))",
+        "import hwfsdp.collectives as c, weakref\nweakref.proxy(c).history",
         "import hwfsdp.collectives as c, operator\noperator.attrgetter('events.paused')(c)",
         "import hwfsdp.collectives as c, string\nstring.Formatter().get_field('0.events', (c,), {})",
         "import hwfsdp.collectives as c\nmatch c:\n    case object(events=found):\n        pass",
@@ -363,7 +363,7 @@ REACHES = {  # in a few words: what is reached for, in all the ways in which it 
         "import torch.nn as nn\nnn.parallel.DistributedDataParallel",
         "import torch.distributed.checkpoint.state_dict as s\ns.FSDP",
         "import hwfsdp\nhwfsdp.fully_shard",
-        "import hwfsdp\ngetattr(hwfsdp, 'gr' + 'oup')",
+        "import hwfsdp\ngetattr(hwfsdp, 'co' + 're')",
     ),
     "what is not its own to change": (
         "import torch\ntorch.equal = print",

@@ -9,7 +9,7 @@ from torch import Tensor
 from hwfsdp.learn.checks import hybrid_sharding_gradients, hybrid_sharding_runs
 from hwfsdp.learn.overlay import Overlay
 from hwfsdp.learn.run import Ranks, Run
-from hwfsdp.sharding import chunk_extent
+from hwfsdp.core.sharding import chunk_extent
 
 
 def reference(probe, world_size: int, **arguments: object) -> Run:

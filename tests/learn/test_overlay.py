@@ -16,11 +16,11 @@ from hwfsdp.learn.holes import blank
 from hwfsdp.learn.manifest import module_source
 
 PLACES = (
-    Place("hwfsdp.sharding", "chunk_length"),
-    Place("hwfsdp.sharding", "chunk_extent"),
-    Place("hwfsdp.param", "FSDPParam.local"),
-    Place("hwfsdp.param", "FSDPParam.register"),
-    Place("hwfsdp.storage", "free"),
+    Place("hwfsdp.core.sharding", "chunk_length"),
+    Place("hwfsdp.core.sharding", "chunk_extent"),
+    Place("hwfsdp.core.param", "FSDPParam.local"),
+    Place("hwfsdp.core.param", "FSDPParam.register"),
+    Place("hwfsdp.core.form", "free"),
 )
 
 
@@ -34,9 +34,9 @@ def overlay(text: str, places: tuple[Place, ...] = PLACES) -> Overlay:
 
 
 ANSWER = """
-from hwfsdp.param import FSDPParam as Base, Slot
-from hwfsdp.sharding import Extent, padded_length
-from hwfsdp import storage
+from hwfsdp.core.param import FSDPParam as Base, Place as Slot
+from hwfsdp.core.sharding import Extent, padded_length
+from hwfsdp.core import form as storage
 
 FREED = []
 
@@ -80,15 +80,16 @@ def on_a_rank(text: str, ask: Any) -> Any:
 
 def test_every_name_of_a_hole_is_the_learners_whoever_imported_it() -> None:
     def ask() -> Any:
-        import hwfsdp.collectives
-        import hwfsdp.param
-        import hwfsdp.sharding
+        import hwfsdp.core.collectives
+        import hwfsdp.core.form
+        import hwfsdp.core.param
+        import hwfsdp.core.sharding
 
         return (
-            hwfsdp.sharding.chunk_length(10, 2),
-            hwfsdp.collectives.chunk_length(10, 2),
-            hwfsdp.sharding.padded_length(10, 2),
-            tuple(hwfsdp.param.chunk_extent(10, 2, 0)),
+            hwfsdp.core.sharding.chunk_length(10, 2),
+            hwfsdp.core.collectives.chunk_length(10, 2),
+            hwfsdp.core.sharding.padded_length(10, 2),
+            tuple(hwfsdp.core.form.chunk_extent(10, 2, 0)),
         )
 
     assert on_a_rank(ANSWER, ask) == (7, 7, 14, (14, 3))
@@ -96,8 +97,8 @@ def test_every_name_of_a_hole_is_the_learners_whoever_imported_it() -> None:
 
 def test_methods_and_properties_are_the_learners_with_the_helpers_they_added() -> None:
     def ask() -> Any:
-        from hwfsdp import storage
-        from hwfsdp.param import FSDPParam
+        from hwfsdp.core import form as storage
+        from hwfsdp.core.param import FSDPParam
 
         param = object.__new__(FSDPParam)
         param.register("a parameter")  # type: ignore[arg-type]
@@ -108,18 +109,18 @@ def test_methods_and_properties_are_the_learners_with_the_helpers_they_added() -
 
 def test_what_is_no_hole_stays_the_packages() -> None:
     def ask() -> Any:
-        from hwfsdp.param import FSDPParam
+        from hwfsdp.core.param import FSDPParam
 
         return FSDPParam.to_sharded.__module__
 
-    assert on_a_rank(ANSWER, ask) == "hwfsdp.param"
+    assert on_a_rank(ANSWER, ask) == "hwfsdp.core.param"
 
 
 def test_the_reference_is_not_in_the_package_that_was_loaded() -> None:
     def ask() -> Any:
         import inspect
 
-        from hwfsdp import sharding
+        from hwfsdp.core import sharding
 
         blank_function = vars(sharding)["chunk_length"].__wrapped__
         try:
@@ -148,7 +149,7 @@ def test_tracebacks_show_the_learners_lines_though_the_file_is_not_there() -> No
     def ask() -> str:
         import traceback
 
-        from hwfsdp import sharding
+        from hwfsdp.core import sharding
 
         try:
             sharding.chunk_length(1, 1)
@@ -162,4 +163,4 @@ def test_tracebacks_show_the_learners_lines_though_the_file_is_not_there() -> No
 
 def test_a_file_that_imports_the_package_over_its_own_functions_is_told() -> None:
     with pytest.raises(Exception, match="imports the package's FSDPParam.local over its own"):
-        on_a_rank(ANSWER + "\nfrom hwfsdp.param import FSDPParam\n", lambda: None)
+        on_a_rank(ANSWER + "\nfrom hwfsdp.core.param import FSDPParam\n", lambda: None)

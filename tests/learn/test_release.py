@@ -124,7 +124,7 @@ def test_its_tests_grade_the_students_own_files(edition: Path) -> None:
 
 # a station, and an elective that loads modules with holes while it is checked
 @pytest.mark.long
-@pytest.mark.parametrize("number, blanked", [(1, "rows_of"), (11, "ParamGroup.finish_reduction")])
+@pytest.mark.parametrize("number, blanked", [(1, "rows_of"), (11, "HybridReducer.finish")])
 def test_an_exercise_that_is_written_there_gets_its_marks_and_one_that_is_blank_does_not(
     edition: Path, number: int, blanked: str
 ) -> None:

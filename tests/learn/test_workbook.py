@@ -77,7 +77,7 @@ def test_a_solution_that_does_not_restore_the_package_is_named(course: Course) -
 
 @pytest.mark.long
 def test_a_hole_of_two_exercises_is_named(course: Course) -> None:
-    hole = "hwfsdp.placement:cut_after"
+    hole = "hwfsdp.features.layouts:cut_after"
     damaged(
         course.exercise(13).folder / "exercise.toml", 'holes = [\n    "', f'holes = [\n    "{hole}",\n    "'
     )
@@ -100,7 +100,7 @@ def test_a_name_in_calls_that_is_not_in_the_package_is_named(course: Course) -> 
 
 @pytest.mark.long
 def test_a_module_in_calls_that_is_not_in_the_package_is_named(course: Course) -> None:
-    damaged(course.exercise(12).folder / "exercise.toml", "hwfsdp.sharding:", "hwfsdp.shardnig:")
+    damaged(course.exercise(12).folder / "exercise.toml", "hwfsdp.core.sharding:", "hwfsdp.core.shardnig:")
     assert any("hwfsdp.shardnig" in line for line in workbook.problems(find_course(course.root)))
 
 

@@ -24,7 +24,7 @@ from hwfsdp.learn.stations.course import THREE, memory_of, plainly
 from hwfsdp.learn.stations.machines import compare_peak, figures, refuse_races
 from hwfsdp.learn.stations.scenarios import Scenario
 from hwfsdp.learn.verdict import Finding
-from hwfsdp.sharding import padded_local_numel
+from hwfsdp.core.sharding import padded_local_numel
 
 Data = dict[str, Any]
 

@@ -148,7 +148,7 @@ def _imported_name(module: str, level: int, name: str, line: int) -> Iterator[Us
 
 
 def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]:
-    """`streams.compat`, `hwfsdp.group`, `torch.distributed.fsdp.fully_shard`, `sys.modules`."""
+    """`streams.compat`, `hwfsdp.core`, `torch.distributed.fsdp.fully_shard`, `sys.modules`."""
     first, _, rest = dotted.partition(".")
     whole = f"{aliases[first]}.{rest}" if first in aliases else dotted
     parts = whole.split(".")
@@ -168,10 +168,10 @@ def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]
 
 
 def _borrowed(module: str) -> set[str]:
-    """Names that one of the two modules has from others of the package; they are not its own to give."""
+    """Names that one of the two modules has from others of the package; only those that it gives (`as` itself) are its own."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(module_source(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hwfsdp":
             if node.module not in ALLOWED:
-                found |= {alias.asname or alias.name for alias in node.names}
+                found |= {a.asname or a.name for a in node.names if a.asname != a.name}
     return found

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp import events, streams
+from hwfsdp import events
+from hwfsdp.core.streams import HostStream
 from hwfsdp.compat import DispatchMode, arguments_of
 
 LEAST = 256  # bytes of a storage that is looked at: smaller ones are counters and the like
@@ -127,7 +128,7 @@ def witnessed() -> Iterator[Witness]:
     """Around all that a probe does."""
     witness = Witness()
     with ExitStack() as stack:
-        for owner, name in ((streams.HostStream, "finish"), (dist.Work, "wait")):
+        for owner, name in ((HostStream, "finish"), (dist.Work, "wait")):
             stack.enter_context(mock.patch.object(owner, name, witness.unseen(getattr(owner, name))))
         stack.enter_context(witness)
         yield witness

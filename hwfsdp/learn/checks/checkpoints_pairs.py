@@ -29,7 +29,7 @@ from hwfsdp.errors import FSDPError
 from hwfsdp.learn.checks import piece
 from hwfsdp.learn.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
 from hwfsdp.learn.run import FAILED, Report, attempt
-from hwfsdp.wrap import fully_shard
+from hwfsdp.features.door import fully_shard
 
 
 class Sizes(NamedTuple):

@@ -34,7 +34,7 @@ from hwfsdp.learn.diagnose import compare_order, first_difference
 from hwfsdp.learn.run import Ranks
 from hwfsdp.learn.verdict import Finding
 from hwfsdp.order import Order
-from hwfsdp.sharding import chunk_extent, padded_local_numel
+from hwfsdp.core.sharding import chunk_extent, padded_local_numel
 
 SCATTERS, REPLICATES = ("all_gather", "reduce_scatter"), ("all_reduce",)
 
@@ -191,9 +191,8 @@ def judge_finish(ranks: Ranks, seed: int) -> None:
 
 
 def _compare_finish(mesh: Mesh, case: Finish, found: Mapping[str, Any], seed: int, rank: int) -> None:
-    kind = "hybrid" if case.hybrid else "without replicas"
     partial = ", a partial gradient before" if case.partial else ""
-    where = f"{mesh}, rank {rank}, {kind}, all_reduce_grads={case.all_reduce}{partial}"
+    where = f"{mesh}, rank {rank}, all_reduce_grads={case.all_reduce}{partial}"
     chosen = range(len(shapes_of(seed, mesh.shards)))
     pieces = _pieces(seed, mesh, rank, chosen, _result(seed, mesh, chosen, 0))
     before, after = found["before"], found["after"]
@@ -207,7 +206,7 @@ def _compare_finish(mesh: Mesh, case: Finish, found: Mapping[str, Any], seed: in
         raise Finding("used-before-wait", text, "after it", "before it")
     if found["early"]:
         raise Finding("no-overlap", f"{where}: the host waits for the reduction.", "returns at once", "waits")
-    in_part = case.hybrid and not case.all_reduce
+    in_part = not case.all_reduce
     for index in chosen:
         total = pieces[index] + earlier if case.partial and index == 0 else pieces[index]
         grad, kept = after["grads"][index], after["partials"][index]
@@ -222,7 +221,7 @@ def _compare_finish(mesh: Mesh, case: Finish, found: Mapping[str, Any], seed: in
         if grad is None:
             raise Finding("grad-lost", f"{where}: p{index} has no gradient.", total / 4, "none")
         if total.numel() and torch.equal(grad, total):
-            text = f"{where}: the gradient of p{index} is not divided by reducing.divide, 4."
+            text = f"{where}: the gradient of p{index} is not divided by reducing.mean.after, 4."
             raise Finding("summed-not-averaged", text, total / 4, grad)
         _compare_sum(f"{where}: the gradient of p{index}", grad, total / 4)
 
@@ -233,7 +232,9 @@ def _compare_divided(what: str, kept: Tensor | None, piece: Tensor, total: Tenso
     if kept is None or not kept.numel() or kept.shape != total.shape or torch.equal(kept, total):
         return
     if any(torch.equal(kept, each) for each in too_early):
-        text = f"{what} is divided by reducing.divide, 4, and its sum over the replicas will be once more."
+        text = (
+            f"{what} is divided by reducing.mean.after, 4, and its sum over the replicas will be once more."
+        )
         raise Finding("averaged-twice", text, total, kept)
 
 
@@ -316,7 +317,8 @@ def _compare_seen(mesh: Mesh, rank: int) -> None:
             raise Finding("wrong-stream", text, stream, current)
     last = "all_reduce" if mesh.replicas > 1 else "reduce_scatter"
     if wrong := [stream for stream in seen["goes_on"] if stream != last]:
-        text = f"{where}: what follows a reduction is put on the {wrong[0]} stream, where its last collective is not."
+        text = f"{where}: a reduction ends on the {last} stream, and the end of the backward waits for the {wrong[0]} stream only"
+        text += ", as if the result were ready there (`comm_ctx.hold`)."
         raise Finding("used-before-wait", text, last, wrong[0])
     if any(seen["kept"]):
         text = f"{where}: the input of a reduce-scatter is still in memory when the next one starts."

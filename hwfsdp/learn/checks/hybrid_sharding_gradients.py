@@ -14,7 +14,7 @@ from hwfsdp.learn.checks.hybrid_sharding_runs import Setting, micro_batches, par
 from hwfsdp.learn.diagnose import first_difference
 from hwfsdp.learn.run import Run
 from hwfsdp.learn.verdict import Finding
-from hwfsdp.sharding import chunk_extent
+from hwfsdp.core.sharding import chunk_extent
 
 ROUGH = 0.02  # of a gradient that is taken for a sum of parts: how much rounding may explain
 

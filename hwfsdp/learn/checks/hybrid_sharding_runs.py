@@ -19,18 +19,21 @@ from torch.distributed.tensor import DTensor
 
 import hwfsdp
 from hwfsdp import events, history
-from hwfsdp.collectives import Reducing
+from hwfsdp.collectives import GroupTransport
+from hwfsdp.core.collectives import Mean, Reducing
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import COLLECTIVES
-from hwfsdp.group import FSDPCommContext, ParamGroup
+from hwfsdp.core.context import FSDPCommContext, InFlight
+from hwfsdp.core.form import Layout
+from hwfsdp.core.group import ParamGroup
 from hwfsdp.learn.checks.hybrid_sharding_models import ALL, batch, build
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
 from hwfsdp.learn.run import Report, attempt, log_data
-from hwfsdp.mesh import Axis, ShardMesh, data_parallel_axes
-from hwfsdp.param import FSDPParam, Slot
-from hwfsdp.placement import spread
-from hwfsdp.precision import MixedPrecisionPolicy
-from hwfsdp.streams import HostStream
+from hwfsdp.core.ranks import Axis
+from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, data_parallel_axes
+from hwfsdp.core.param import FSDPParam, Place
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.streams import HostStream, Stream
 
 Shape = tuple[int, int]  # of a mesh: ranks that replicate, ranks that shard
 NAMES = ("replicate", "shard")
@@ -108,15 +111,15 @@ def axis_by_hand(mesh: DeviceMesh, dim: int) -> Axis:
     return Axis(mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim))
 
 
-def mesh_by_hand(mesh: DeviceMesh) -> ShardMesh:
-    return ShardMesh(mesh, axis_by_hand(mesh, 1), axis_by_hand(mesh, 0), torch.device("cpu"))
+def mesh_by_hand(mesh: DeviceMesh) -> HybridMesh:
+    return HybridMesh(mesh, axis_by_hand(mesh, 1), torch.device("cpu"), axis_by_hand(mesh, 0))
 
 
 def _placements(mesh: DeviceMesh) -> list[list[str]]:
     """Of dims 0 and 1: with both axes, with that to shard over only, with that of replicas only."""
     shard, replicate = axis_by_hand(mesh, 1), axis_by_hand(mesh, 0)
     meshes = [(mesh, shard, replicate), (mesh[NAMES[1]], shard, Axis()), (mesh[NAMES[0]], Axis(), replicate)]
-    made = [ShardMesh(grid, s, r, torch.device("cpu")) for grid, s, r in meshes]
+    made = [HybridMesh(grid, s, torch.device("cpu"), r) for grid, s, r in meshes]
     return [[repr(p) for p in each.placements(dim)] for each in made for dim in (0, 1)]
 
 
@@ -141,7 +144,7 @@ def held_stream(work: Held) -> HostStream:
     """A stream on which this collective was issued."""
     stream = HostStream("reduce_scatter")
     with stream.run():
-        stream.collective(lambda async_op: work, "reduce_scatter", "group")
+        stream.add(work)
     return stream
 
 
@@ -151,16 +154,19 @@ def shapes_of(seed: int, shards: int) -> list[tuple[int, ...]]:
     return [(2 * shards + 1, more[0]), (shards,), (1, more[1]), (shards * more[2], 2)]
 
 
-def _group(seed: int, mesh: ShardMesh) -> ParamGroup:
+def _reducer(seed: int, mesh: HybridMesh) -> HybridReducer:
+    """Of a group by itself."""
     params = []
     for number, shape in enumerate(shapes_of(seed, mesh.size)):
         module, param = nn.Module(), nn.Parameter(torch.ones(shape))
         module.register_parameter("weight", param)
-        placed, name = spread(param, 0, mesh, "weight"), f"p{number}"
-        params.append(FSDPParam(param, [Slot(module, "weight")], name, mesh, MixedPrecisionPolicy(), placed))
-    group = ParamGroup(params, mesh, FSDPCommContext("cpu"), mesh)
-    group.rename("group")
-    return group
+        places, layout = [Place(module, "weight")], Layout(param, mesh)
+        params.append(FSDPParam(param, places, f"p{number}", MixedPrecisionPolicy(), layout))
+    group = ParamGroup(params, mesh, FSDPCommContext("cpu"))
+    group.transport = GroupTransport(mesh.shard, mesh.device)
+    group.rename("group", "group")
+    group.reducer = reducer = HybridReducer(group)
+    return reducer
 
 
 CHOSEN = ((0, 1, 2), (2, 0), (3,), (0, 1, 2, 3))  # parameters that one reduction after the other is of
@@ -171,24 +177,25 @@ def reduced(group_sizes: Sequence[int], number: int) -> Tensor:
     return torch.arange(1.0, 1.0 + sum(group_sizes)) * 2.0 ** (8 * number)
 
 
-def _partials(seed: int, mesh: ShardMesh) -> dict[str, Any]:
+def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
     """After each of three reductions in part, what is kept; then what is taken, by a fourth and by a fifth."""
-    group, found = _group(seed, mesh), dict[str, Any]()
+    reducer, found = _reducer(seed, mesh), dict[str, Any]()
+    group, partials = reducer.group, reducer.partial_grads
     shared, kept = [], []
     for number, chosen in enumerate(CHOSEN[:3]):
         params = [group.params[i] for i in chosen]
         result = reduced([p.padded_numel for p in params], number)
         memory = result.untyped_storage().data_ptr()
-        group.add_partial_grads(params, result)
-        shared.append(any(_memory(p.partial_grad) == memory for p in group.params))
-        kept.append([_copied(p.partial_grad) for p in group.params])
+        reducer.add_partial_grads(params, result)
+        shared.append(any(_memory(partials.get(p)) == memory for p in group.params))
+        kept.append([_copied(partials.get(p)) for p in group.params])
     found["kept"], found["shared"] = kept, shared
     taken = []
     for chosen in ((0, 1, 3), CHOSEN[3]):
         params = [group.params[i] for i in chosen]
         result = torch.zeros(sum(p.padded_numel for p in params))
-        group.take_partial_grads(params, result)
-        left = [p.partial_grad is not None for p in group.params]
+        reducer.take_partial_grads(params, result)
+        left = [p in partials for p in group.params]
         taken.append({"result": result, "left": left})
     found["taken"] = taken
     return found
@@ -203,49 +210,46 @@ def _memory(tensor: Tensor | None) -> int:
 
 
 class Finish(NamedTuple):
-    """A call of `finish_reduction` on a rank that has no replicas to wait for.
+    """A call of `HybridReducer.finish` on a rank that has no replicas to wait for: their axis has one rank.
 
     Attributes:
-        hybrid: there is an axis of replicas; it has one rank. all_reduce: of the group. partial: p0 has a partial gradient.
+        all_reduce: of the group. partial: p0 has a partial gradient.
     """
 
-    hybrid: bool
     all_reduce: bool
     partial: bool = False
 
 
-FINISHES = (
-    *(Finish(True, False), Finish(True, True), Finish(True, True, True), Finish(True, False, True)),
-    *(Finish(False, True), Finish(False, False)),
-)
+FINISHES = (Finish(False), Finish(True), Finish(True, True), Finish(False, True))
 
 
-def _finishes(seed: int, mesh: ShardMesh, alone: dist.ProcessGroup) -> list[Any]:
+def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any]:
     """What is there before the reduction is over, and after; `alone`: the group of this rank."""
     found = []
     for case in FINISHES:
-        replicate = Axis(alone, 1, 0) if case.hybrid else Axis()
-        group, work = _group(seed, mesh), Held()
-        group.mesh = ShardMesh(mesh.mesh, mesh.shard, replicate, mesh.device)
-        group.channel.replicate, group.all_reduce_grads = replicate, case.all_reduce
+        reducer, work = _reducer(seed, mesh), Held()
+        group = reducer.group
+        reducer.replicas, reducer.all_reduce_grads = Axis(alone, 1, 0), case.all_reduce
         if case.partial:
-            group.params[0].partial_grad = torch.full(group.params[0].local_shape, 512.0)
+            first = group.params[0]
+            reducer.partial_grads[first] = torch.full(first.layout.local_shape, 512.0)
         result, stream = reduced([p.padded_numel for p in group.params], 0), held_stream(work)
-        reducing = Reducing("group", result, result, 4.0, stream, stream.record())
-        group.finish_reduction(group.params, reducing)
-        before, early = _state(group), work.asked
+        reducing = Reducing(result, result, Mean(1, dist.ReduceOp.SUM, 4.0), stream)
+        reducer.finish(group.params, reducing)
+        before, early = _state(reducer), work.asked
         stream.settle()
         group.comm_ctx.settle()
-        after = _state(group)
+        after = _state(reducer)
         found.append({"before": before, "early": early, "after": after})
     return found
 
 
-def _state(group: ParamGroup) -> dict[str, Any]:
-    grads = [p.sharded_param.grad for p in group.params]
+def _state(reducer: HybridReducer) -> dict[str, Any]:
+    params = reducer.group.params
+    grads = [p.sharded_param.grad for p in params]
     return {
         "grads": [g.to_local().clone() if isinstance(g, DTensor) else None for g in grads],
-        "partials": [_copied(p.partial_grad) for p in group.params],
+        "partials": [_copied(reducer.partial_grads.get(p)) for p in params],
     }
 
 
@@ -314,30 +318,37 @@ class Seen(NamedTuple):
 @contextmanager
 def _watched_reductions() -> Iterator[Seen]:
     """Instruments around what the package does with a reduction, and with a collective."""
-    add, collective = FSDPCommContext.add_reduction, HostStream.collective
-    inputs, seen = list[Watched](), Seen([], [], [])
+    keep, hold, add = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold, HostStream.add
+    inputs, seen, going_on = list[Watched](), Seen([], [], []), list[str]()
+
+    @functools.wraps(keep)
+    def keep_until_reduced(self: FSDPCommContext, reduction: InFlight) -> None:
+        if reduction.transport.ranks.size > 1:
+            seen.kept.append(bytes_alive(inputs))
+            inputs.append(watch(reduction.buffer))
+        seen.goes_on.append(going_on.pop() if going_on else "reduce_scatter")
+        keep(self, reduction)
+
+    @functools.wraps(hold)
+    def hold_result(self: FSDPCommContext, tensor: Tensor, stream: Stream) -> None:
+        going_on.append(stream.name)
+        hold(self, tensor, stream)
 
     @functools.wraps(add)
-    def add_reduction(self: FSDPCommContext, reducing: Reducing, reduced: Reducing) -> None:
-        if reducing.result is not reducing.flat:
-            seen.kept.append(bytes_alive(inputs))
-            inputs.append(watch(reducing.flat))
-        seen.goes_on.append(reduced.stream.name)
-        add(self, reducing, reduced)
-
-    @functools.wraps(collective)
-    def issue(self: HostStream, *args: Any, **kwargs: Any) -> None:
+    def add_work(self: HostStream, work: Any) -> None:
         recorder = events.active()
         seen.issued.append([self.name, str(recorder.stream) if recorder else ""])
-        collective(self, *args, **kwargs)
+        add(self, work)
 
-    FSDPCommContext.add_reduction = add_reduction  # type: ignore[method-assign]
-    HostStream.collective = issue  # type: ignore[method-assign]
+    FSDPCommContext.keep_until_reduced = keep_until_reduced  # type: ignore[method-assign]
+    FSDPCommContext.hold = hold_result  # type: ignore[method-assign]
+    HostStream.add = add_work  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        FSDPCommContext.add_reduction = add  # type: ignore[method-assign]
-        HostStream.collective = collective  # type: ignore[method-assign]
+        FSDPCommContext.keep_until_reduced = keep  # type: ignore[method-assign]
+        FSDPCommContext.hold = hold  # type: ignore[method-assign]
+        HostStream.add = add  # type: ignore[method-assign]
 
 
 def _grid(replicas: int) -> DeviceMesh:

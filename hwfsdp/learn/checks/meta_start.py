@@ -287,7 +287,7 @@ def _check_held(where: str, case: Held, facts: Data, given: Tensor) -> None:
     if rows.shape != right.shape or not torch.equal(rows, right):
         raise Finding("wrong-rows", f"{where} the rows are not those that were given.", right, rows)
     if not facts["on host"]:
-        raise Finding("wrong-device", f"{where} padded_shard is not where _on_shard_device puts it.")
+        raise Finding("wrong-device", f"{where} padded_shard is not where home.keep puts it.")
     _check_placed(where, facts)
     fits = given.numel() == facts["numel"] and given.is_contiguous() and case.how != "kept on the host"
     if not facts["untouched"] or (fits and facts["moved"]):

@@ -14,10 +14,11 @@ from hwfsdp import compat
 from hwfsdp.compat import local_of, storage_key
 from hwfsdp.learn.checks import piece
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, watch
-from hwfsdp.mesh import ShardMesh
-from hwfsdp.param import FSDPParam, Slot
-from hwfsdp.placement import spread
-from hwfsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hwfsdp.core.ranks import ShardMesh
+from hwfsdp.core.param import FSDPParam, Home, Place
+from hwfsdp.core.form import Layout
+from hwfsdp.features.layouts import CutLayout
+from hwfsdp.core.precision import MixedPrecisionPolicy
 
 Data = dict[str, Any]
 
@@ -40,7 +41,7 @@ def placed(param: FSDPParam, local: Tensor) -> Data:
         "local numel": local.numel(),
         "front": not local.numel()
         or [storage_key(local), local.storage_offset()] == [storage_key(padded), padded.storage_offset()],
-        "shape": list(local.shape) == list(param.local_shape),
+        "shape": list(local.shape) == list(param.layout.local_shape),
     }
 
 
@@ -87,12 +88,14 @@ HELD = (
 )
 
 
-class _Moved(FSDPParam):
+class _Host(Home):
     """Host memory is memory of its own here, as it is where the device is another one."""
 
-    def _on_shard_device(self, tensor: Tensor) -> Tensor:
-        self.host = tensor.clone()
-        return self.host
+    kept: Tensor
+
+    def keep(self, shard: Tensor) -> Tensor:
+        self.kept = shard.clone()
+        return self.kept
 
 
 def held(seed: int, mesh: ShardMesh) -> list[Data]:
@@ -102,12 +105,11 @@ def held(seed: int, mesh: ShardMesh) -> list[Data]:
 def _exchange(case: Held, mesh: ShardMesh, seed: int) -> Data:
     whole = nn.Parameter(torch.zeros(case.shape))
     on_host = case.how == "kept on the host"
-    kind: type[FSDPParam] = _Moved if on_host else FSDPParam
-    offload = CPUOffloadPolicy(pin_memory=False) if on_host else OffloadPolicy()
-    layout = spread(whole, case.dim, mesh, "weight")
+    home = _Host() if on_host else Home()
+    layout = CutLayout(whole, case.dim, mesh, "weight") if case.dim else Layout(whole, mesh)
     module = nn.Module()
     module.register_parameter("weight", whole)
-    made = kind(whole, [Slot(module, "weight")], "weight", mesh, MixedPrecisionPolicy(), layout, offload)
+    made = FSDPParam(whole, [Place(module, "weight")], "weight", MixedPrecisionPolicy(), layout, home)
     old, memory = made.padded_shard, watch(made.padded_shard)
     given, param = (
         made.local if case.how == "the same" else case.given(mesh.rank, mesh.size, seed)
@@ -128,7 +130,7 @@ def _exchange(case: Held, mesh: ShardMesh, seed: int) -> Data:
         or made.padded_shard is old
         or storage_key(old) == storage_key(made.padded_shard),
         "on host": not on_host
-        or (hasattr(made, "host") and storage_key(made.host) == storage_key(made.padded_shard)),
+        or (isinstance(home, _Host) and storage_key(home.kept) == storage_key(made.padded_shard)),
         "leaf": param.is_leaf and param.requires_grad,
     }
     same = storage_key(old) == storage_key(made.padded_shard)
@@ -146,6 +148,6 @@ def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
 
 def _alive_besides(watched: Sequence[Watched], param: FSDPParam) -> int:
     """Bytes of memory that should be gone."""
-    for module, name in param.slots:
+    for module, name in param.places:
         compat.register_parameter(module, name, param.sharded_param)
     return bytes_alive(watched)

@@ -22,13 +22,13 @@ from torch.distributed.tensor import Shard
 from hwfsdp import compat, filling, fully_shard
 from hwfsdp.compat import storage_key
 from hwfsdp.events import COLLECTIVES
-from hwfsdp.hooks import state_of
+from hwfsdp.core.state import state_of
 from hwfsdp.learn.checks import with_nan
 from hwfsdp.learn.checks.lifetimes import Watched, bytes_alive, ready, watch
 from hwfsdp.learn.checks.meta_start_held import Data, copied, held, local_part, placed
 from hwfsdp.learn.run import Report, attempt
-from hwfsdp.mesh import shard_mesh
-from hwfsdp.param import FSDPParam
+from hwfsdp.features.hybrid_sharding import hybrid_mesh
+from hwfsdp.core.param import FSDPParam
 from hwfsdp.recording import record
 
 RUNS = {1: (1,), 4: (2, 3, 4)}  # sizes of meshes, by the number of ranks of a run
@@ -103,7 +103,7 @@ def _probe_mesh(report: Report, seed: int, mesh: DeviceMesh) -> None:
         "emptied": lambda: with_nan(lambda: _paddings(started(seed, mesh))),
         "start": lambda: with_nan(lambda: _start(seed, mesh)),
         "memory": lambda: _memory(seed, mesh),
-        "held": lambda: with_nan(lambda: held(seed, shard_mesh(mesh))),
+        "held": lambda: with_nan(lambda: held(seed, hybrid_mesh(mesh))),
     }
     for name, part in parts.items():
         attempt(report, f"{name} {mesh.size()}", part if mesh.get_coordinate() is not None else lambda: None)

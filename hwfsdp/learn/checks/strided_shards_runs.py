@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hwfsdp import compat, fully_shard, layout, placement
+from hwfsdp import compat, fully_shard, layout
+from hwfsdp.features import layouts
 from hwfsdp.errors import UsageError
 from hwfsdp.learn.checks import piece, with_nan
 from hwfsdp.learn.run import Report, attempt
@@ -207,7 +208,7 @@ def axes(seed: int) -> list[tuple[Axes, int]]:
 
 def probe_cuts(report: Report, seed: int) -> None:
     """Every function on its own: one that raises hides nothing of the others."""
-    attempt(report, "cut after", lambda: [described(placement.cut_after(*case)) for case in axes(seed)])
+    attempt(report, "cut after", lambda: [described(layouts.cut_after(*case)) for case in axes(seed)])
     attempt(report, "joined", lambda: [_joined(*case) for case in axes(seed)])
     attempt(report, "orders", lambda: [_order(c.mesh, c.placements()) for c in all_cuts(seed)])
     attempt(report, "refused", lambda: [_refusal(lambda: layout.orders_of_cuts(m, p)) for m, p in REFUSED])
@@ -228,7 +229,7 @@ def probe_cuts(report: Report, seed: int) -> None:
 def _joined(before: Axes, dim: int) -> list[Any]:
     placements, sizes = [p for p, _ in before], [size for _, size in before]
     made = [
-        placement.joined_placements(own, placements, sizes, dim)
+        layouts.joined_placements(own, placements, sizes, dim)
         for own in ((Shard(dim),), (Replicate(), Shard(dim)))
     ]
     return [[described(p) for p in found] for found in made]

@@ -11,11 +11,11 @@ from matplotlib.patches import Rectangle
 from torch import nn
 
 from hwfsdp.events import Event, active
-from hwfsdp.module import FSDPModule
+from hwfsdp.features.steering import FSDPModule
 from hwfsdp.plot import style
 from hwfsdp.ranks import launch
 from hwfsdp.recording import record
-from hwfsdp.wrap import fully_shard
+from hwfsdp.features.door import fully_shard
 
 LAYERS, MICRO_BATCHES, WIDTH = 3, 3, 8
 GROUP_BYTES = (WIDTH * WIDTH + WIDTH) * 4

@@ -10,8 +10,8 @@ from unittest import mock
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hwfsdp.group import FSDPCommContext
-from hwfsdp.hooks import FSDPState
+from hwfsdp.core.context import FSDPCommContext
+from hwfsdp.core.state import FSDPState
 from hwfsdp.plot import style
 from hwfsdp.plot.lessons.timelines import draw_streams, simulated, training
 
@@ -30,19 +30,19 @@ KEYS = {
 @contextmanager
 def waiting() -> Iterator[None]:
     """Every reduction is waited for as soon as it is started."""
-    add = FSDPCommContext.add_reduction
+    keep = FSDPCommContext.keep_until_reduced
 
-    def add_and_wait(context: FSDPCommContext, reducing: Any, reduced: Any) -> None:
-        add(context, reducing, reduced)
+    def keep_and_wait(context: FSDPCommContext, reduction: Any) -> None:
+        keep(context, reduction)
         context.wait_for_reductions()
 
-    with mock.patch.object(FSDPCommContext, "add_reduction", add_and_wait):
+    with mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_and_wait):
         yield
 
 
 def draw() -> Figure:
     """Three strips on one axis of time."""
-    with mock.patch.object(FSDPState, "prefetch_backward", lambda state: None):
+    with mock.patch.object(FSDPState, "prefetch_backward", lambda state, groups: None):
         overlapped = simulated(training)
         with waiting():
             none = simulated(training)

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 
 from hwfsdp.checkpoint.boxes import Box, intersection, within
 from hwfsdp.plot import style
-from hwfsdp.sharding import chunk_extents
+from hwfsdp.core.sharding import chunk_extents
 
 ROWS, SAVED, LOADED = 7, 3, 2  # rows of the tensor, ranks that saved it, ranks that load it
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hwfsdp.hooks import FSDPState
+from hwfsdp.core.state import FSDPState
 from hwfsdp.plot import style
 from hwfsdp.plot.lessons.timelines import HEIGHT, draw_streams, inference, simulated
 from hwfsdp.virtual.run import Simulation
@@ -24,7 +24,7 @@ KEYS = {
 
 def draw() -> Figure:
     """Above without the prefetch, below with it, on one axis of time; arrows for what one gather and its buffer need."""
-    with mock.patch.object(FSDPState, "prefetch_forward", lambda state: None):
+    with mock.patch.object(FSDPState, "prefetch_forward", lambda state, groups: None):
         without = simulated(inference)
     ahead = simulated(inference)
     figure = Figure(figsize=(10.0, 5.2), dpi=150)

@@ -16,7 +16,7 @@ from hwfsdp.accounting import MeshShape, bytes_sent
 from hwfsdp.plot import style
 from hwfsdp.ranks import launch
 from hwfsdp.recording import record
-from hwfsdp.wrap import fully_shard
+from hwfsdp.features.door import fully_shard
 
 WIDTH, LAYERS = 64, 3
 SHAPES = (MeshShape(1, 4), MeshShape(2, 2), MeshShape(4, 1))

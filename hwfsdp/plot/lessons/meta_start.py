@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hwfsdp.filling import row_generator
 from hwfsdp.plot import style
-from hwfsdp.sharding import Extent, chunk_extents
+from hwfsdp.core.sharding import Extent, chunk_extents
 
 ROWS, COLUMNS, SEED, NAME = 5, 6, 7, "layers.0.weight"
 WORLD_SIZES = (1, 2, 4)

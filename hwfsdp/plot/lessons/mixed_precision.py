@@ -11,12 +11,12 @@ from matplotlib.patches import Patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.hooks import checked_state
+from hwfsdp.features.steering import checked_state
 from hwfsdp.plot import style
-from hwfsdp.precision import MixedPrecisionPolicy
+from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.ranks import launch
 from hwfsdp.recording import record
-from hwfsdp.wrap import fully_shard
+from hwfsdp.features.door import fully_shard
 
 WIDTH, RANKS = 512, 2
 FP32, BF16 = torch.float32, torch.bfloat16

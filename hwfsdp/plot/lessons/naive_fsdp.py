@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from hwfsdp import storage
+from hwfsdp.core import form as storage
 from hwfsdp.plot import style
-from hwfsdp.sharding import chunk_extents, padded_local_numel, padded_local_shape
+from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
 
 SHAPE, RANKS = (5, 3), 3
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)  # of ranks

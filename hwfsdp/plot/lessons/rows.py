@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from hwfsdp.plot import style
-from hwfsdp.sharding import chunk_extents, chunk_length
+from hwfsdp.core.sharding import chunk_extents, chunk_length
 
 RANKS = 4
 CASES = (8, 7, 6, 5, 2)  # rows

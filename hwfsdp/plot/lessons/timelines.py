@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from hwfsdp.eventlog import EventLog
 from hwfsdp.events import Event
-from hwfsdp.hooks import checked_state
+from hwfsdp.features.steering import checked_state
 from hwfsdp.plot import style
-from hwfsdp.precision import MixedPrecisionPolicy
+from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.virtual.run import Simulation, simulate
-from hwfsdp.wrap import fully_shard
+from hwfsdp.features.door import fully_shard
 
 BLOCKS, WIDTH, TOKENS, GPUS, DEVICE = 5, 4096, 2048, 16, "h100"
 HEIGHT, THINNEST = 0.8, 40.0  # of a bar, in µs

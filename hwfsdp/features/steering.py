@@ -1,7 +1,7 @@
-"""What every sharded module also is: the methods that steer a schedule from outside.
+"""Methods that steer a schedule from outside: what every sharded module also is. Seam: the state.
 
-Their names, arguments and meanings are those of torch's `FSDPModule`, version 2.13. Those that take `recurse` apply to
-all sharded modules below, too; the others to the module's own group.
+Their names, arguments and meanings are those of torch's `FSDPModule`, version 2.13. Those that take `recurse` apply to all
+sharded modules below, too; the others to the module's own group.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hwfsdp.collectives import (
-    AllGather,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    GroupAllocAllGather,
-    GroupAllocReduceScatter,
-    ReduceScatter,
-)
-from hwfsdp.errors import StateError, UnsupportedError, UsageError
-from hwfsdp.group import ParamGroup
-from hwfsdp.hooks import FSDPState, checked_state, state_of
+from hwfsdp.core import observer, wrap
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.state import FSDPState, state_of
+from hwfsdp.core.streams import DeviceStream, StreamEvent
+from hwfsdp.errors import UsageError
+from hwfsdp.features.call import Call
+from hwfsdp.features.custom_collectives import CustomCollectives
+from hwfsdp.features.hybrid_sharding import HybridReducer, replicas_of
+from hwfsdp.features.reductions import SteeredReducer
+
+
+def choose(call: Call) -> None:
+    """Modules get the methods, states what these set."""
+    call.states.append(SteeredState)
+    call.module_class = FSDPModule
 
 
 class UnshardHandle:
@@ -39,19 +42,66 @@ class UnshardHandle:
         """The module has its whole parameters afterwards. Waiting again does nothing."""
         group, self._group = self._group, None
         if group:
-            group.wait_for_unshard()
+            group.wait_for_gather()
+            group.copy_out()
             group.comm_ctx.release_gather_buffer()
 
 
-class FSDPModule:
-    """A sharded module."""
+class SteeredState(FSDPState):
+    """A state that does what setters say.
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of the original class: slicing a sharded nn.Sequential makes a plain one."""
-        original: Any = cls.__mro__[2]
-        self = original.__new__(original, *args, **kwargs)
-        self.__init__(*args, **kwargs)
-        return self
+    Attributes:
+        forward_prefetch, backward_prefetch: states whose groups to gather next, in place of the one expected; else empty.
+        post_optim_event: what the next iteration's gathers wait for, in place of all that compute does; of the root.
+        max_reductions: how many reductions may be in flight; the largest of a model's states counts.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] = []
+        self.post_optim_event: torch.Event | None = None
+        self.max_reductions = 1
+        super().__init__(*args)
+
+    def next_in_forward(self) -> list[ParamGroup]:
+        learned = super().next_in_forward()  # also where a list decides
+        return [group for state in self.forward_prefetch for group in state.groups] or learned
+
+    def next_in_backward(self) -> list[ParamGroup]:
+        expected = super().next_in_backward()
+        if not self.backward_prefetch:
+            return expected
+        return [group for state in self.backward_prefetch for group in state.groups]
+
+    def wait_for_optimizer(self) -> None:
+        root, streams = self.root.states[0], self.comm_ctx.streams
+        event = getattr(root, "post_optim_event", None)
+        if event is None or not isinstance(root, SteeredState):
+            super().wait_for_optimizer()
+            return
+        root.post_optim_event = None
+        on_compute = StreamEvent(streams.compute, event)
+        if (
+            observer.slot is not None
+        ):  # nothing says after what the user recorded it: after all of compute so far
+            observer.slot.recorded(on_compute)
+        streams.copy.wait(on_compute)
+
+    def before_unshard(self) -> None:
+        """The user is about to gather by hand, outside the schedule."""
+
+    def become_root(self) -> None:
+        super().become_root()
+        self.share_max_reductions()
+
+    def share_max_reductions(self) -> None:
+        """The groups share one queue of reductions: the longest that any of them asks for."""
+        asked = [getattr(state, "max_reductions", 1) for state in self.root.states if state.groups]
+        self.comm_ctx.max_reductions = max(asked, default=1)
+
+
+class FSDPModule(wrap.FSDPModule, CustomCollectives):
+    """A sharded module."""
 
     # --- parameters ---
 
@@ -62,12 +112,7 @@ class FSDPModule:
             async_op: return at once, with a handle; `wait` on it, or the next forward, puts them in place.
         """
         state = self._state()
-        if state.comm_ctx.backward_broke:
-            state.break_off()
-        state.free_stale()
-        if state.group and not state.root.states:  # before the first forward, which would check
-            state.group.adopt_registered()
-            state.group.check_ready()
+        state.before_unshard()
         if state.group:
             state.comm_ctx.streams.copy.wait(state.comm_ctx.streams.compute.record())
             state.group.unshard()
@@ -94,12 +139,9 @@ class FSDPModule:
         for state in self._states(recurse):
             state.auto_reshard = False
             for group in state.groups:
-                group.reshard_mesh = group.mesh if reshard_after_forward else None
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free the whole parameters after backward; off saves gathers between micro-batches."""
-        for group in self._groups(recurse):
-            group.reshard_after_backward = reshard_after_backward
+                group.reshard_after_forward = reshard_after_forward and group.mesh.shard.group is not None
+                if hasattr(group, "smaller"):
+                    group.smaller = None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters of this module's own group."""
@@ -110,8 +152,8 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Off for all micro-batches but the last, they add up unreduced."""
-        for group in self._groups(recurse):
-            group.reduce_grads = group.all_reduce_grads = requires_gradient_sync
+        super().set_requires_gradient_sync(requires_gradient_sync, recurse=recurse)
+        self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the replicas, too, under hybrid sharding.
@@ -119,7 +161,8 @@ class FSDPModule:
         Off for all micro-batches but the last, this rank's rows of them add up, reduced over the shard axis only.
         """
         for group in self._groups(recurse):
-            group.all_reduce_grads = requires_all_reduce
+            if isinstance(group.reducer, HybridReducer):
+                group.reducer.all_reduce_grads = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward's end waits for its reductions; off if another backward follows at once."""
@@ -127,8 +170,8 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What sums of gradients over the ranks are divided by, in place of the number of ranks."""
-        for group in self._groups(recurse=False):
-            group.channel.divide_factor = factor
+        for reducer in self._reducers(recurse=False):
+            reducer.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`; warns."""
@@ -137,8 +180,8 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether collectives only ever sum, and divisions are made apart; some transports can do no more."""
-        for group in self._groups(recurse=False):
-            group.channel.force_sum = enable
+        for reducer in self._reducers(recurse=False):
+            reducer.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -147,8 +190,8 @@ class FSDPModule:
 
         Needed where ranks take different paths through the model, or else their reductions do not fit together.
         """
-        for group in self._groups(recurse):
-            group.reduce_unused = reduce_scatter_unused_params
+        for reducer in self._reducers(recurse):
+            reducer.reduce_unused = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Calls `hook` with each reduced flat gradient of this module's own group, before it is divided.
@@ -158,17 +201,19 @@ class FSDPModule:
                 it is called after the all-reduce.
             stream: a stream of the device to call it on; not under hybrid sharding, which has one.
         """
-        for group in self._groups(recurse=False):
-            if stream is not None and group.mesh.replicate.group:
+        for reducer in self._reducers(recurse=False):
+            if stream is not None and replicas_of(reducer.group.mesh).group:
                 raise UsageError(
                     "set_all_reduce_hook(stream=…)",
                     expected="no stream under hybrid sharding",
                     got=repr(stream),
                     remedy="Leave it out: the hook runs on the all-reduce stream.",
                 )
-            group.channel.all_reduce_hook = hook
-            if stream is not None:
-                group.channel.hook_stream = group.comm_ctx.streams.all_reduce.over(stream)
+            reducer.hook = hook
+            streams = reducer.group.comm_ctx.streams
+            if stream is not None and isinstance(streams.all_reduce, DeviceStream):
+                reducer.hook_stream = DeviceStream("all_reduce", stream.device.type, stream)
+                reducer.hook_stream.streams = streams
 
     def reset_iter_state(self) -> None:
         """Drops what an exception in forward or backward left, unreduced gradients included. Call it on the root.
@@ -177,7 +222,7 @@ class FSDPModule:
         """
         self._state().reset_iteration()
 
-    # --- order and transport ---
+    # --- order ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """The modules to gather under this module's forward, instead of the one learned."""
@@ -193,17 +238,7 @@ class FSDPModule:
         Args:
             event: recorded after the optimizer step; forgotten once it was waited for. Set it on the root.
         """
-        self._state().root.post_optim_event = event
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """How this module's own group gathers; for example `collectives.RingAllGather()`."""
-        for group in self._groups(recurse=False):
-            group.channel.all_gather = comm
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """How this module's own group reduces; for example `collectives.RingReduceScatter()`."""
-        for group in self._groups(recurse=False):
-            group.channel.reduce_scatter = comm
+        self._state().post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight, each holding a buffer of its group's gradients.
@@ -226,61 +261,10 @@ class FSDPModule:
                 remedy="1 is the default; 2 lets a slow reduction overlap with the next copy-in.",
             )
         for state in self._states(recurse):
-            for group in state.groups:
-                group.max_reductions = max_input_buffers
-            if state.root.states:
-                state.set_max_reductions()
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether gradients are reduced in a process group of their own, beside the gathers of others.
-
-        Collective: every rank of the mesh has to call it. Modules sharded over the same ranks share the group.
-        """
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for group in self._groups(recurse):
-            channel = group.channel
-            if enable and channel.shard.group is not None:
-                ranks = tuple(dist.get_process_group_ranks(channel.shard.group))
-                if ranks not in made:
-                    made[ranks] = channel.reduce_group or dist.new_group(
-                        list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
-                    )
-                channel.reduce_group = made[ranks]
-            elif not enable:
-                channel.reduce_group = None
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether buffers come from the process group's own allocator, where it has one.
-
-        Raises:
-            StateError: custom collectives are set, which allocate their own.
-        """
-        for group in self._groups(recurse=False):
-            channel = group.channel
-            defaults = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupAllocReduceScatter)
-            custom = [c for c in (channel.all_gather, channel.reduce_scatter) if type(c) not in defaults]
-            if custom:
-                raise StateError(
-                    "set_allocate_memory_from_process_group_for_comm",
-                    expected="the default collectives",
-                    got=type(custom[0]).__name__,
-                    remedy="Allocate in the custom collective's own `allocate`.",
-                )
-            shard, reduce = channel.shard.group, channel.reduce_group or channel.shard.group
-            channel.all_gather = GroupAllocAllGather(shard) if enable else DefaultAllGather(shard)
-            channel.reduce_scatter = (
-                GroupAllocReduceScatter(reduce) if enable else DefaultReduceScatter(reduce)
-            )
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not built: raises UnsupportedError, which names the alternative."""
-        raise UnsupportedError(
-            f"set_symm_mem_for_comm({backend!r})",
-            expected="a feature that is built",
-            got="buffers in symmetric memory, which is not",
-            remedy="Use set_allocate_memory_from_process_group_for_comm(True), or an AllGather of your own whose "
-            "`allocate` takes symmetric memory, with set_custom_all_gather.",
-        )
+            if isinstance(state, SteeredState):
+                state.max_reductions = max_input_buffers
+                if state.root.states:
+                    state.share_max_reductions()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -290,27 +274,36 @@ class FSDPModule:
             if shard.grad is not None:
                 shard.grad = None if set_to_none else shard.grad.zero_()
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            f"deepcopy of {type(self).__name__}",
+            expected="a module that is not sharded",
+            got="one whose parameters, hooks and buffers in flight belong to a group",
+            remedy="Copy before fully_shard, or build a second model and load this one's state_dict.",
+        )
+
     # --- inside ---
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """`to`, `to_empty`, `half` and the like act on the shards."""
-        self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for group in self._groups(recurse=False):
-            group.adopt_registered()
-        return result
-
-    def _state(self) -> FSDPState:
+    def _state(self) -> Any:
         assert isinstance(self, nn.Module)
         return checked_state(self, f"{type(self).__name__}")
 
-    def _states(self, recurse: bool) -> list[FSDPState]:
-        assert isinstance(self, nn.Module)
-        modules = self.modules() if recurse else [self]
-        return list(dict.fromkeys(state for m in modules if (state := state_of(m)) is not None))
+    def _reducers(self, recurse: bool) -> list[SteeredReducer]:
+        reducers = [group.reducer for group in self._groups(recurse)]
+        return [reducer for reducer in reducers if isinstance(reducer, SteeredReducer)]
 
-    def _groups(self, recurse: bool) -> list[ParamGroup]:
-        return [group for state in self._states(recurse) for group in state.groups]
+
+def checked_state(module: nn.Module, caller: str) -> FSDPState:
+    """`state_of`, for callers that need one."""
+    state = state_of(module)
+    if state is None:
+        raise UsageError(
+            caller,
+            expected="a module that fully_shard was called on",
+            got=type(module).__name__,
+            remedy="Call fully_shard on it first.",
+        )
+    return state
 
 
 def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:
@@ -322,33 +315,14 @@ def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:
     return [checked_state(module, caller) for module in modules]
 
 
-_classes: dict[type, type] = {}
-
-
-def become_fsdp_module(module: nn.Module) -> None:
-    """Replaces the module's class `Name` by `FSDPName`, which derives from `FSDPModule` and `Name`."""
-    cls = type(module)
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
-    module.__class__ = _classes[cls]
-
-
-def _refuse_deepcopy(module: nn.Module, memo: Any) -> NoReturn:
-    raise UsageError(
-        f"deepcopy of {type(module).__name__}",
-        expected="a module that is not sharded",
-        got="one whose parameters, hooks and buffers in flight belong to a group",
-        remedy="Copy before fully_shard, or build a second model and load this one's state_dict.",
-    )
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of a sharded module gather and free as its `forward` does; nothing on other modules.
 
     Raises:
         UsageError: the module has no such method.
     """
-    if not isinstance(module, FSDPModule):
+    state = state_of(module)
+    if state is None:
         return
     method = getattr(module, method_name, None)
     if method is None:
@@ -358,10 +332,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             got=f"{method_name!r}, which {type(module).__name__} does not have",
             remedy="Check the spelling, or define it.",
         )
-    state = module._state()
 
     @functools.wraps(method)
-    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # `compat` knows it by its name
+    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # `recovery` knows it by its name
         output = None
         try:
             args, kwargs = state.pre_forward_hook(self, args, kwargs)
@@ -380,4 +353,4 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         for member in state.root.states or [state]:
             member.comm_ctx = states[0].comm_ctx
             for group in member.groups:
-                group.use(states[0].comm_ctx)
+                group.comm_ctx = states[0].comm_ctx

@@ -1,22 +1,22 @@
 """Where autograd calls: before the backward of a module, and after it.
 
-Before: a hook on the tensors that the module returned, since their gradient is the first thing that the module's
-backward gets. After: at the tensors that the module was given, since their gradient is the last. A single one is given
-to the module as a view of itself, and the view's node has a hook; several go through an autograd function together.
+Before: a hook on the tensors that the module returned, since their gradient is the first thing that the module's backward
+gets. After: at the tensors that the module was given, since their gradient is the last. A single one is given to the module as
+a view of itself, and the view's node has a hook; several go through an autograd function together.
 
 Note [Views as outputs]
-    An in-place operation on an output that is a view, such as `out += x` after `out = h.view(…)`, gives the output
-    a new history in which the hook on it does not occur; that of the tensor it views still does. So a view's base
-    gets a hook as well, which counts only if none of the outputs' own hooks came.
+    An in-place operation on an output that is a view, such as `out += x` after `out = h.view(…)`, gives the output a new
+    history in which the hook on it does not occur; that of the tensor it views still does. So a view's base gets a hook as
+    well, which counts only if none of the outputs' own hooks came.
 
 Note [Inputs that come out again]
-    A module may return what it was given (`return x, f(x)`). Then the view of the input is an output as well, and both
-    kinds of hooks are at one tensor. Those on tensors run before those on its node, so pre-backward comes first.
+    A module may return what it was given (`return x, f(x)`). Then the view of the input is an output as well, and both kinds
+    of hooks are at one tensor. Those on tensors run before those on its node, so pre-backward comes first.
 
 Note [Inputs changed in place]
-    If the first thing a module does to its input is an in-place operation, the view gets a new history in which the hook
-    does not occur. The gradients are right, but post-backward comes only when the backward ends, and the parameters stay
-    whole until then. An autograd function would forbid the operation.
+    If the first thing a module does to its input is an in-place operation, the view gets a new history in which the hook does
+    not occur. The gradients are right, but post-backward comes only when the backward ends, and the parameters stay whole
+    until then. An autograd function would forbid the operation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hwfsdp import compat
-from hwfsdp.nested import replace_tensors_with_grad, tensors_with_grad
+from hwfsdp.core import compat
+from hwfsdp.core.precision import replace_tensors_with_grad, tensors_with_grad
 
 
 class WatchedOutputs:
@@ -44,7 +44,7 @@ class WatchedOutputs:
         self._seen_in = -1  # the backward in which an output's own hook came
 
     def watch(self, output: Any) -> None:
-        """Puts hooks on the tensors in `output` that need a gradient."""
+        """Put hooks on the tensors in `output` that need a gradient."""
         for tensor in tensors_with_grad(output):
             tensor.register_hook(self._on_grad)
             base = compat.base_of_view(tensor)
@@ -57,7 +57,7 @@ class WatchedOutputs:
         return grad
 
     def _on_base_grad(self, grads: Sequence[Tensor]) -> None:
-        """Only counts if no output's own hook came before (Note [Views as outputs])."""
+        """Counts only if no output's own hook came before (Note [Views as outputs])."""
         if self._seen_in != self._backwards():
             self._on_grad(grads[0])
 

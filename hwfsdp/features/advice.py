@@ -1,4 +1,4 @@
-"""Mistakes that run, but do not train: said once, as warnings.
+"""Mistakes that run, but do not train: said once, as warnings. Seams: the state at the root; otherwise torch's own hooks.
 
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
 - Gradients that were accumulated without synchronization and never reduced are not in the step.
@@ -16,68 +16,51 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hwfsdp import compat, events, history
-from hwfsdp.mesh import Axis
-from hwfsdp.streams import run_named
+from hwfsdp.collectives import run_named
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.ranks import Axis
+from hwfsdp.core.state import FSDPState
+from hwfsdp.features.call import Call
+from hwfsdp.features.checks import claimed_as
+from hwfsdp.features.hybrid_sharding import replicas_of
 
-_CLAIMED = "_hwfsdp_claimed"
-_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → claims when it was looked at
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → calls when it was looked at
 _warned: WeakSet[Optimizer] = WeakSet()
-_unsynchronized: WeakSet[Any] = WeakSet()
-_claims = 0
-# Begun and ended, of optimizers that hold DTensors: what was gathered before the last one is not what the shards hold now.
-# Others do not count: a rank may have one of its own, and all ranks have to gather again at the same time.
-optimizer_steps = 0
+_groups: WeakSet[ParamGroup] = WeakSet()
+_told: WeakSet[ParamGroup] = WeakSet()  # groups whose gradients that are there now were spoken of
+_calls = 0
 
 
-def mark_claimed(param: Tensor, fqn: str) -> None:
-    """The model has a sharded parameter in place of this one."""
-    global _claims
-    setattr(param, _CLAIMED, fqn)
-    if not _claims:
+def choose(call: Call) -> None:
+    """A root compares its model with those of other ranks; from now on, steps of optimizers are looked at."""
+    global _calls
+    call.states.append(ComparingState)
+    if not _calls:
         register_optimizer_step_pre_hook(_before_step)
-        count: Any = torch.compiler.disable(_count_step, reason="it counts")
-        register_optimizer_step_pre_hook(count)
-        register_optimizer_step_post_hook(count)
-    _claims += 1
+    _calls += 1
 
 
-def is_claimed(param: Tensor) -> bool:
-    """Whether a sharded parameter took the place of this one."""
-    return hasattr(param, _CLAIMED)
-
-
-def note_unsynchronized(group: Any, unsynchronized: bool) -> None:
-    """A parameter group's gradients were left unreduced by a backward, or reduced by a later one."""
-    if unsynchronized:
-        _unsynchronized.add(group)
-    elif _unsynchronized:
-        _unsynchronized.discard(group)
-
-
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    global optimizer_steps
-    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        optimizer_steps += 1
+def joined(call: Call, state: FSDPState) -> None:
+    """Groups whose gradients may be left behind."""
+    _groups.update(state.groups)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _warned and _checked.get(optimizer) != _claims:
-        _checked[optimizer] = _claims
+    if optimizer not in _warned and _checked.get(optimizer) != _calls:
+        _checked[optimizer] = _calls
         _warn_of_claimed(optimizer)
-    if _unsynchronized:
-        _warn_of_unsynchronized(optimizer)
+    left = [group for group in _groups if any(param.has_unreduced_grad for param in group.params)]
+    if left or _told:
+        _warn_of_unsynchronized(optimizer, left)
 
 
 def _warn_of_claimed(optimizer: Optimizer) -> None:
-    stale = [
-        getattr(p, _CLAIMED) for group in optimizer.param_groups for p in group["params"] if is_claimed(p)
-    ]
+    names = [claimed_as(p) for group in optimizer.param_groups for p in group["params"]]
+    stale = [name for name in names if name is not None]
     if stale:
         _warned.add(optimizer)
         warnings.warn(
@@ -89,12 +72,13 @@ def _warn_of_claimed(optimizer: Optimizer) -> None:
         )
 
 
-def _warn_of_unsynchronized(optimizer: Optimizer) -> None:
+def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) -> None:
+    """Of each group once, until its gradients were reduced or dropped."""
+    _told.intersection_update(left)
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [g for g in _unsynchronized if any(id(p.sharded_param) in params for p in g.params)]
-    for group in left:
-        _unsynchronized.discard(group)
-    names = sorted(group.fqn for group in left if any(p.has_unreduced_grad for p in group.params))
+    new = [g for g in left if g not in _told and any(id(p.sharded_param) in params for p in g.params)]
+    _told.update(new)
+    names = sorted(group.fqn for group in new)
     if names:
         warnings.warn(
             f"{type(optimizer).__name__}.step() without the gradients of parameter group {names[0]!r}"
@@ -103,6 +87,18 @@ def _warn_of_unsynchronized(optimizer: Optimizer) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+class ComparingState(FSDPState):
+    """A state that compares its model with those of other ranks."""
+
+    def become_root(self) -> None:
+        super().become_root()
+        groups = self.root.groups
+        if groups:
+            mesh, owner = groups[0].mesh, groups[0].fqn
+            lines = [f"{p.fqn} {tuple(p.layout.shape)} in group {g.fqn!r}" for g in groups for p in g.params]
+            compare_structure(mesh.shard if mesh.shard.group else replicas_of(mesh), owner, lines)
 
 
 def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:

@@ -1,8 +1,13 @@
-"""Tensors inside whatever a forward takes or returns.
+"""Which dtype for what: policies, and casts of whatever a forward takes or returns.
 
-Modules take and return tensors wrapped in tuples, lists, dicts, named tuples and dataclasses. `map_tensors`
-rebuilds such a structure with every tensor replaced; a part in which nothing changed is handed back as the same
-object, so structures that FSDP has no business with pass through untouched.
+Three dtypes meet in one parameter. The *original* dtype is that of the shard, which the optimizer updates. The *compute*
+dtype is what is gathered and computed with. The *reduce* dtype is what gradients are summed in. Gather in bf16, reduce in
+fp32, step in fp32 is the usual choice: half the bytes where they are cheap to lose, full precision where errors would add
+up.
+
+Modules take and return tensors wrapped in tuples, lists, dicts, named tuples and dataclasses. `map_tensors` rebuilds such a
+structure with every tensor replaced. A part in which nothing changed is handed back as the same object, so structures that
+FSDP has no business with pass through untouched.
 """
 
 from __future__ import annotations
@@ -11,10 +16,62 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """dtypes of one module.
+
+    Attributes:
+        param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
+        reduce_dtype: of the gradient reduction. None: the dtype of the gradients, that is, the param dtype.
+        output_dtype: floating-point outputs of forward are cast to it. None: left alone.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+class Dtypes(NamedTuple):
+    """dtypes of one parameter: of its shard, of what is gathered, and of the reduction (None: as gradients come)."""
+
+    orig: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype | None
+
+
+def resolve_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
+    """The dtypes of a parameter of dtype `orig` under `policy`.
+
+    A parameter that is not floating-point is never cast. The reduce dtype is None if it equals the policy's param dtype:
+    gradients come in that dtype already.
+    """
+    compute = policy.param_dtype if policy.param_dtype and orig.is_floating_point else orig
+    return Dtypes(orig, compute, None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype)
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with every floating-point tensor in `dtype`; everything else is the same object as before.
+
+    Autograd sees through the cast.
+    """
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, tree)
+
+
+# --- Tensors inside structures -------------------------------------------------------------------------------
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -1,16 +1,13 @@
 """Which rows belong to which rank: integers only.
 
-FSDP cuts each parameter along dim 0 into one chunk per rank, as `torch.chunk` does: every chunk has
-`ceil(n / world_size)` rows, but the last chunks may be shorter, or empty. Collectives want equal sizes, so on
-the wire each chunk is padded to the full chunk length; the padding is always at the end of the gathered
-tensor, which is why the first `n` rows of what was gathered are the parameter.
+FSDP cuts each parameter along dim 0 into one chunk per rank, as `torch.chunk` does. Every chunk has
+`ceil(n / world_size)` rows, but the last chunks may be shorter, or empty. Collectives want equal sizes, so on the
+wire each chunk is padded to the full chunk length. The padding is always at the end of the gathered tensor, which is
+why the first `n` rows of what was gathered are the parameter.
 
     n = 5, world_size = 4            rank 0   rank 1   rank 2   rank 3
     rows                             0 1      2 3      4        -
     on the wire (padding: .)         0 1      2 3      4 .      . .
-
-A parameter may be cut along another dimension instead. Then that dimension has to divide evenly, and the parameter is
-seen as one "row" per rank, its chunk, so that all of the above holds for it too (`rows_shape`).
 
 Nothing here touches a tensor, so all of it can be checked by enumeration.
 """
@@ -18,9 +15,7 @@ Nothing here touches a tensor, so all of it can be checked by enumeration.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
-from operator import mul
 from typing import NamedTuple
 
 
@@ -46,16 +41,10 @@ def padded_length(n: int, world_size: int) -> int:
 
 
 def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
-    """The rows of `rank` when `n` rows are cut for `world_size` ranks.
+    """The rows of `rank` when `n` rows are cut for `world_size` ranks, as `torch.chunk` gives them out.
 
-    Args:
-        n: rows in all, >= 0.
-        world_size: ranks, >= 1.
-        rank: 0 <= rank < world_size.
-
-    Returns:
-        The extent that `torch.chunk` gives the rank. Ranks for which no row is left get an empty extent that
-        starts at `n`, so that no empty extent ever shares its start with a real one.
+    A rank for which no row is left gets an empty extent that starts at `n`, so that no empty extent ever shares its
+    start with a real one.
     """
     length = chunk_length(n, world_size)
     start = min(rank * length, n)
@@ -80,24 +69,3 @@ def padded_local_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...]
 def padded_local_numel(shape: Sequence[int], world_size: int) -> int:
     """Elements of `padded_local_shape`: what one rank contributes to a gather, or gets from a reduction."""
     return prod(padded_local_shape(shape, world_size))
-
-
-def rows_shape(shape: Sequence[int], dim: int, world_size: int) -> tuple[int, ...]:
-    """The shape whose dim 0 is dealt out to the ranks when a tensor of this shape is cut along `dim`.
-
-    For dim 0 it is `shape`. For any other, whose length must be a multiple of `world_size`, it is that of the ranks'
-    chunks, stacked: (4, 6) cut along dim 1 for 3 ranks gives (3, 4, 2).
-    """
-    if dim == 0:
-        return tuple(shape)
-    return (world_size, *shape[:dim], shape[dim] // world_size, *shape[dim + 1 :])
-
-
-def offsets(lengths: Sequence[int]) -> list[int]:
-    """Where each of several pieces starts when they are laid end to end: `[3, 0, 2]` → `[0, 3, 3]`."""
-    return list(accumulate(lengths, initial=0))[:-1]
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape: `(2, 3, 4)` → `(12, 4, 1)`."""
-    return tuple(accumulate((max(n, 1) for n in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()

@@ -1,0 +1,227 @@
+"""Many tensors, one collective.
+
+A collective has a fixed cost, so a group's parameters travel together in one flat buffer:
+
+    copy-in     this rank's padded shards, end to end, into its part of a flat buffer       (copy stream)
+    all-gather  the parts of all ranks                                                       (all-gather stream)
+    copy-out    from the flat buffer to each parameter's own memory                          (compute stream)
+
+    copy-in     each gradient, cut into rank chunks, into a flat buffer                      (compute stream)
+    reduce-scatter; the result is seen as views, nothing is copied out                       (reduce-scatter stream)
+
+In the flat buffer of a gather, rank is the outer index and parameter the inner one. In memory the parameters want it the
+other way round. Copy-in and copy-out are that transposition:
+
+    flat     | rank 0: A0 B0 | rank 1: A1 B1 |      A: | A0 A1 |   B: | B0 B1 |
+
+Note [Why flat buffers outlive their use]
+    A buffer belongs to the stream that allocated it. Once no tensor refers to it, that stream may be given the memory again,
+    at once, for it knows only its own order. So a buffer that another stream still reads must be kept until the owning stream
+    has waited for the reader. A gather's buffer is kept until the copy stream waited for the copy-out, a reduction's input
+    until the compute stream waited for the reduction. Holding a reference is the whole mechanism. It bounds the buffers in
+    flight, and no allocator is told about streams.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hwfsdp.core import compat
+from hwfsdp.core.observer import made, moment
+from hwfsdp.core.ranks import Transport
+from hwfsdp.core.sharding import chunk_length, padded_local_numel
+from hwfsdp.core.streams import Stream, StreamEvent, StreamSet
+
+_chunk_numel = functools.cache(padded_local_numel)  # the same shapes in every step
+
+
+# --- Parameters: copy-in, all-gather, copy-out ---------------------------------------------------------------
+
+
+class Gathered(NamedTuple):
+    """A gather in flight.
+
+    Attributes:
+        flat: [W, n], row r being the part of rank r; uint8 if the tensors' dtypes differ.
+        sizes: elements of a row that each tensor has; they sum to n.
+        done: after it `flat` is complete.
+    """
+
+    flat: Tensor
+    sizes: list[int]
+    done: StreamEvent
+
+
+def all_gather(
+    shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], transport: Transport, streams: StreamSet
+) -> Gathered:
+    """Start to gather a list of padded shards; return before they are there.
+
+    Args:
+        shards: each 1D and of the same size on every rank, of any dtype.
+        dtypes: what to gather each one in. If they differ, bytes are gathered.
+    """
+    mixed = len(set(dtypes)) > 1
+    dtype = torch.uint8 if mixed else dtypes[0]
+    sizes = [s.numel() * (d.itemsize if mixed else 1) for s, d in zip(shards, dtypes, strict=True)]
+    ranks, own = transport.ranks, sum(sizes)
+    with moment("all_gather", transport):
+        with streams.copy.run():
+            flat = made(transport.allocate("all_gather", ranks.size * own, dtype))
+            part = flat.narrow(0, ranks.rank * own, own)
+            with moment("copy_in", transport, "copy", shards, (part,)):
+                copy_in(shards, dtypes, part, sizes)
+        streams.all_gather.wait(streams.copy.record())
+        with streams.all_gather.run():
+            if ranks.size > 1:
+                streams.all_gather.add(transport.all_gather(flat, part, streams.all_gather.is_host))
+        return Gathered(flat.view(ranks.size, -1), sizes, streams.all_gather.record())
+
+
+def copy_in(
+    shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], part: Tensor, sizes: Sequence[int]
+) -> None:
+    """Lay shards end to end in `part` [sum(sizes)], each cast to its dtype: what this rank contributes.
+
+    Casting here, before anything travels, is what makes a bf16 gather move half the bytes of an fp32 one. If the dtypes differ,
+    `part` is uint8 and holds their bytes.
+    """
+    if part.dtype == torch.uint8:
+        shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
+    if shards and all(s.dtype == part.dtype and s.device == part.device for s in shards):
+        torch.cat(list(shards), out=part)
+    else:
+        compat.copy_each(part.split(list(sizes)), shards)
+
+
+def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> None:
+    """Copy each tensor's columns of a gather's buffer to that tensor's own memory.
+
+    Args:
+        flat: [W, n]; row r has rank r's parts of all tensors, end to end. Compute has waited for it.
+        wholes: per tensor [W, *rest], with any strides: row r becomes the part of rank r. If their dtypes differ, `flat` is
+            uint8 and holds their bytes: a piece of it may begin at any byte, so it cannot be seen in every other dtype.
+    """
+    if flat.dtype == torch.uint8:
+        wholes = [whole.view(torch.uint8) for whole in wholes]
+    if all(whole.is_contiguous() for whole in wholes):
+        rows = [whole if whole.ndim == 2 else whole.view(len(flat), -1) for whole in wholes]
+        torch.split_with_sizes_copy(flat, sizes, dim=1, out=rows)
+    else:
+        columns = flat.split(list(sizes), dim=1)
+        compat.copy_each(wholes, [c.view(w.shape) for c, w in zip(columns, wholes, strict=True)])
+
+
+# --- Gradients: copy-in, reduce-scatter ----------------------------------------------------------------------
+
+
+class Mean(NamedTuple):
+    """How a mean is computed: divide by `before`, reduce with `operation`, divide by `after`; 1 means not at all."""
+
+    before: float
+    operation: Any
+    after: float
+
+
+@functools.cache
+def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sum: bool = False) -> Mean:
+    """How to average over so many ranks in this dtype.
+
+    fp32 and bf16 have range to spare, and the backend divides while it reduces. Other dtypes, such as fp16, overflow in the
+    sum, and underflow when they are divided first. So about a square root of the number of ranks is taken out on each side:
+    `before` is doubled as long as it divides the number and its square is below it.
+
+    Args:
+        divide_by: another divisor than the number of ranks. only_sum: the backend must not divide.
+    """
+    spare = dtype in (torch.float32, torch.bfloat16)
+    if spare and ranks > 1 and divide_by is None and not only_sum:
+        return Mean(1, dist.ReduceOp.AVG, 1)
+    divisor, before = float(ranks if divide_by is None else divide_by), 1.0
+    while not spare and divisor % before == 0 and before * before < divisor:
+        before *= 2
+    return Mean(before, dist.ReduceOp.SUM, divisor / before)
+
+
+class Reducing(NamedTuple):
+    """A reduction in flight on `stream`.
+
+    Attributes:
+        flat: its input, kept alive (Note [Why flat buffers outlive their use]).
+        result: [n], this rank's part, still to be divided by `mean.after`.
+    """
+
+    flat: Tensor
+    result: Tensor
+    mean: Mean
+    stream: Stream
+
+
+def reduce_scatter(
+    grads: list[Tensor], dtype: torch.dtype, mean: Mean, transport: Transport, streams: StreamSet
+) -> Reducing:
+    """Start to reduce gradients over the ranks; return before that is done.
+
+    Args:
+        grads: whole gradients, each [d0, *rest], rows to be dealt out. The list is emptied as soon as they are copied in, so
+            that their memory is free before the reduction begins.
+
+    Returns:
+        Its result are, in `dtype`, this rank's padded chunks of all gradients, end to end.
+    """
+    ranks = transport.ranks
+    numel = sum(_chunk_numel(grad.shape, ranks.size) for grad in grads)
+    flat = made(transport.allocate("reduce_scatter", ranks.size * numel, dtype))
+    with moment("copy_in", transport, "compute", grads, (flat,)):
+        copy_in_grads(grads, flat.view(ranks.size, numel))
+    grads.clear()
+    with moment("reduce_scatter", transport):
+        streams.reduce_scatter.wait(streams.compute.record())
+        with streams.reduce_scatter.run():
+            if mean.before != 1:
+                flat.div_(mean.before)
+            result = flat
+            if ranks.size > 1:
+                result = made(transport.allocate("result", numel, dtype))
+                is_host = streams.reduce_scatter.is_host
+                streams.reduce_scatter.add(transport.reduce_scatter(result, flat, mean.operation, is_host))
+    return Reducing(flat, result, mean, streams.reduce_scatter)
+
+
+def copy_in_grads(grads: Sequence[Tensor], flat: Tensor) -> None:
+    """Cut gradients into the chunks of the ranks, so that row r of `flat` is what rank r shall get.
+
+    Args:
+        grads: each [d0, *rest], any strides and dtype; only read. d0 may be less than W, or no multiple of it.
+        flat: [W, n], in the reduce dtype; written completely. In row r, gradient after gradient, lie the rows of rank r
+            (`sharding.chunk_extent`), then zeros up to `sharding.chunk_length` rows.
+    """
+    world_size = flat.shape[0]
+    if grads and all(
+        g.shape[0] % world_size == 0 and g.dtype == flat.dtype and g.is_contiguous() for g in grads
+    ):
+        torch.cat([grad.view(world_size, -1) for grad in grads], dim=1, out=flat)  # no chunk needs padding
+        return
+    targets, sources, padding = [], [], []
+    sizes = [_chunk_numel(grad.shape, world_size) for grad in grads]
+    for grad, columns in zip(grads, flat.split_with_sizes(sizes, 1), strict=True):
+        rows = chunk_length(grad.shape[0], world_size)
+        full = grad.shape[0] // max(1, rows)  # ranks with a full chunk
+        rest = grad.shape[0] - full * rows  # rows of the one rank with a shorter chunk
+        chunks = (full, rows, *grad.shape[1:])
+        targets.append(columns.narrow(0, 0, full).view(chunks))
+        sources.append((grad.narrow(0, 0, full * rows) if rest else grad).view(chunks))
+        if full < world_size:
+            padding.append(columns.narrow(0, full, world_size - full))
+        if rest:
+            shorter = grad.narrow(0, full * rows, rest)
+            targets.append(columns[full, : shorter.numel()].view(shorter.shape))
+            sources.append(shorter)
+    compat.fill_each_with_zeros(padding)
+    compat.copy_each(targets, sources)

@@ -1,0 +1,174 @@
+"""The corners of torch that the heart needs and that have no public door, each opened here and nowhere else.
+
+Supported: torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_NOTHING = nullcontext()
+
+# torch 2.13 renamed the two collectives over single tensors, and warns at the old names. They are looked up on
+# `torch.distributed` at each call, because that is where a recording puts its wrappers.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def all_gather_single(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup | None, async_op: bool
+) -> dist.Work | None:
+    """`output` [W * n] receives every rank's `input` [n], in rank order. Returns the work if `async_op`."""
+    work: dist.Work | None = getattr(dist, _GATHER)(output, input, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup | None, async_op: bool
+) -> dist.Work | None:
+    """`output` [n] receives this rank's part of the reduction of all ranks' `input` [W * n]."""
+    work: dist.Work | None = getattr(dist, _SCATTER)(output, input, op=op, group=group, async_op=async_op)
+    return work
+
+
+# --- Autograd ----------------------------------------------------------------------------------------------
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` once, when the backward in progress has executed its last node. Only callable inside a backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread is executing a backward (true during the recomputation of a checkpoint)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transforms() -> bool:
+    """Whether a `torch.func` transform, such as `grad` or `vmap`, is running."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def no_autograd() -> AbstractContextManager[Any]:
+    """What happens in the block is no part of a backward, nor of a `torch.func` transform.
+
+    Costs next to nothing where autograd is off already, as in a backward.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return _no_transforms()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+@contextmanager
+def _no_transforms() -> Iterator[None]:
+    with torch._C._DisableFuncTorch(), torch.no_grad():
+        yield
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, in autograd's eyes; None if it is not a view."""
+    return tensor._base
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """What `register_post_accumulate_grad_hook` registered; FSDP sets gradients itself, and so calls them."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+# --- Tensors -----------------------------------------------------------------------------------------------
+
+
+def copy_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """`output.copy_(input)` for every pair, casting where dtypes differ; one kernel for all on CUDA.
+
+    From pinned host memory the copies are asynchronous.
+    """
+    if outputs:
+        torch._foreach_copy_(list(outputs), list(inputs), non_blocking=True)
+
+
+def fill_each_with_zeros(tensors: Sequence[Tensor]) -> None:
+    """`tensor.zero_()` for each; one kernel for all on CUDA."""
+    if tensors:
+        torch._foreach_zero_(list(tensors))
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Moves a parameter or buffer to `device`; it stays the same object."""
+    wraps: bool = is_traceable_wrapper_subclass(tensor)
+    if wraps:  # it has no data of its own to exchange
+        with torch.no_grad():
+            moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, moved)
+    else:
+        tensor.data = tensor.data.to(device)
+
+
+def address_of(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    """Where in memory a tensor begins, and how it is read. Unlike `data_ptr`, fake and freed memory has it too."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()), tensor.dtype
+
+
+# --- DTensors ----------------------------------------------------------------------------------------------
+
+
+def dtensor(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """`local` as this rank's part of a DTensor of this global shape.
+
+    `DTensor.from_local` would move a part that is offloaded to the CPU to the mesh's device.
+    """
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def wrap_like(local: Tensor, like: DTensor) -> DTensor:
+    """`local` as a DTensor with the global shape, stride, mesh and placements of `like`.
+
+    `DTensor.from_local` does the same for 300 µs a call, which every gradient of every step would pay.
+    """
+    made: DTensor = DTensor.__new__(
+        DTensor, local, like._spec, requires_grad=False
+    )  # its __init__ does nothing
+    return made
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """The rank's part itself, with no autograd node between it and the DTensor (`to_local` makes one)."""
+    return tensor._local_tensor
+
+
+def replace_local(tensor: DTensor, local: Tensor) -> None:
+    """Exchanges the rank's part of a DTensor that optimizers and users already hold."""
+    tensor._local_tensor = local
+
+
+# --- Modules -----------------------------------------------------------------------------------------------
+
+
+def register_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """`module.name = param`, for a name that is a parameter already.
+
+    `nn.Module.__setattr__` looks the name up in five places first, which every transition of every parameter would
+    pay. A module with a `__setattr__` of its own, such as `nn.RNN`, which keeps a list, is not bypassed.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:
+        setattr(module, name, param)

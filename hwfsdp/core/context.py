@@ -1,0 +1,196 @@
+"""What groups share: streams, what is in flight on them, and the orders by which they gather ahead.
+
+Note [What to gather next]
+    Forward. Groups run in the order in which they ran last time, unless the model takes another path. So a forward notes the
+    order in which it enters groups, and the next forward gathers one group ahead of it. The first forward has nothing to go
+    by and gathers each group when it is needed.
+
+    Backward. Groups run in the reverse of the order in which their forwards ended, which the forward has just noted. So the
+    group before the current one in that record is gathered under the current one's backward.
+
+    One group ahead is enough to hide a gather behind a computation, and bounds what is alive to two groups. A wrong guess costs
+    a gather, never a number: whoever needs a group gathers it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from hwfsdp.core.collectives import Gathered
+from hwfsdp.core.observer import moment
+from hwfsdp.core.ranks import Transport
+from hwfsdp.core.streams import Stream, StreamEvent, streams_for
+
+if TYPE_CHECKING:
+    from hwfsdp.core.group import ParamGroup
+    from hwfsdp.core.state import FSDPState
+
+T = TypeVar("T")
+
+
+class InFlight(NamedTuple):
+    """A buffer that a stream still uses, until the event `done`; `transport` moves it."""
+
+    buffer: Tensor
+    done: StreamEvent
+    transport: Transport
+
+
+class FSDPCommContext:
+    """What the groups of one model, or of several, share in order to take turns on the wire.
+
+    Args:
+        device_type: of the mesh, for example "cuda".
+
+    Attributes:
+        streams: see `streams.StreamSet`.
+        post_forward_order: groups in the order in which their forwards ended, once per forward.
+        max_reductions: reductions in flight; each holds a buffer of one group's gradients.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.streams = streams_for(device_type)
+        self.post_forward_order: list[ParamGroup] = []
+        self.max_reductions = 1
+        self.all_gather_stream, self.reduce_scatter_stream = (
+            self.streams.all_gather,
+            self.streams.reduce_scatter,
+        )
+        self._copied_out: tuple[Gathered, StreamEvent] | None = None
+        self._reducing: deque[InFlight] = deque()  # the oldest first
+        self._held: dict[Stream, list[Tensor]] = {}
+
+    # --- the order of forwards ---
+
+    def note_forward(self, group: ParamGroup) -> None:
+        """The forward of `group` has ended."""
+        group.post_forward_indices.append(len(self.post_forward_order))
+        self.post_forward_order.append(group)
+
+    def before(self, group: ParamGroup) -> ParamGroup | None:
+        """The group whose backward is expected after that of `group`, which begins now (Note [What to gather next]).
+
+        A group has one place in the order per forward. Its backwards come in reverse: each takes one place away, from the end.
+        """
+        index = group.post_forward_indices.pop() if group.post_forward_indices else 0
+        return self.post_forward_order[index - 1] if 0 < index < len(self.post_forward_order) else None
+
+    def forget_forwards(self, keep: int = 0) -> None:
+        """Shorten the order of forwards to its first `keep` entries."""
+        for group in self.post_forward_order[keep:]:
+            group.post_forward_indices = [i for i in group.post_forward_indices if i < keep]
+        del self.post_forward_order[keep:]
+
+    # --- what is in flight (`collectives`, Note [Why flat buffers outlive their use]) ---
+
+    def keep_until_copied_out(self, gathered: Gathered) -> None:
+        """Keep a gather's buffer while the copy-out reads it, which was just issued on the compute stream."""
+        self.release_gather_buffer()
+        self._copied_out = gathered, self.streams.compute.record()
+        if self._copied_out[1].is_over:  # the host has copied
+            self.release_gather_buffer()
+
+    def release_gather_buffer(self) -> None:
+        """Let the copy stream have the kept buffer's memory again, once it has waited for the copy-out."""
+        if self._copied_out is not None:
+            self.streams.copy.wait(self._copied_out[1])
+            self._copied_out = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another reduction has to wait for one in flight."""
+        return len(self._reducing) >= self.max_reductions
+
+    def keep_until_reduced(self, reduction: InFlight) -> None:
+        """Keep the input of a reduction that was just started, until compute has waited for it."""
+        self._reducing.append(reduction)
+
+    def hold(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor until the backward is over: a reduction goes on with it on this stream."""
+        self._held.setdefault(stream, []).append(tensor)
+
+    def wait_for_reductions(self, leave: int = 0) -> None:
+        """Compute waits for the oldest reductions in flight, until at most `leave` of them are left."""
+        while len(self._reducing) > leave:
+            _, done, transport = self._reducing.popleft()
+            with moment("wait_for_reduction", transport):
+                self.streams.compute.wait(done)
+
+    def settle(self) -> None:
+        """Do what streams put off until somebody waits: gradients may be looked at afterwards, and added to."""
+        self.streams.reduce_scatter.settle()
+        self.streams.all_reduce.settle()
+
+    def finish_reductions(self) -> None:
+        """Compute waits for all reductions; no buffer of theirs is held afterwards. The optimizer is next."""
+        self.wait_for_reductions()
+        self.settle()
+        for stream in self._held:
+            self.streams.compute.wait(stream.record())
+        self._held.clear()
+
+
+class Phase(Enum):
+    """Where a state is in the iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class RootContext:
+    """What the states below one root share.
+
+    Attributes:
+        states: of all modules below the root, in `named_modules` order; empty until a root is found.
+        forward_root: whose forward is running: the root, or a part of the model called by itself; else None.
+        forwards_before: how many forwards were noted when the iteration began (a second one before its backward).
+        guessed: groups that were gathered ahead in this forward; unused, they are stale after the next optimizer step.
+        is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
+        in_backward: whether a backward will call the root when it is over. backwards: how many are over.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[FSDPState] = []
+        self.forward_root: FSDPState | None = None
+        self.forwards_before = 0
+        self.guessed: list[ParamGroup] = []
+        self.is_last_backward = True
+        self.in_backward = False
+        self.backwards = 0
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return [group for state in self.states for group in state.groups]
+
+
+class ForwardOrder(Generic[T]):
+    """The order in which forwards enter groups, learned from one forward for the next."""
+
+    def __init__(self) -> None:
+        self._last: list[T] = []
+        self._current: list[T] = []
+
+    def enter(self, group: T) -> list[T]:
+        """Note that this forward enters `group`; return the group to gather meanwhile, or nothing.
+
+        That is the one that came after `group` last time, if the last forward had `group` at the same position: a forward that
+        takes another path is not guessed at until the paths agree again.
+        """
+        self._current.append(group)
+        following = self._last[len(self._current) - 1 : len(self._current) + 1]
+        return following[1:] if following and following[0] is group else []
+
+    def finish(self) -> None:
+        """This forward is over; what it did is what the next one is expected to do."""
+        self._last, self._current = self._current, []
+
+    def forget(self) -> None:
+        """This forward was broken off; the last one that ended is still the one to go by."""
+        self._current = []

@@ -1,0 +1,40 @@
+"""What can go wrong in the heart, and how it is said.
+
+Every error of this package is an `FSDPError`. Its message answers three questions: what was expected, what was got, and
+what to do. Each class also derives from the built-in exception that a caller would think of first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FSDPError(Exception):
+    """Base of this package's errors.
+
+    Args:
+        subject: what the sentence is about: a call, a parameter's fqn, a rank.
+        expected, got, remedy: the three answers; also kept as attributes.
+    """
+
+    def __init__(self, subject: str, *, expected: str, got: str, remedy: str) -> None:
+        self.subject, self.expected, self.got, self.remedy = subject, expected, got, remedy
+        super().__init__(f"{subject}: expected {expected}; got {got.removesuffix('.')}. {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel from ranks to their caller. Constructors differ, so what they made is sent."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(cls: type[FSDPError], args: tuple[Any, ...], attributes: dict[str, Any]) -> FSDPError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+class UsageError(FSDPError, ValueError):
+    """An argument, or a model, that cannot be sharded as it is. A call that raises it has changed nothing."""
+
+
+class StateError(FSDPError, RuntimeError):
+    """A call that comes too early, too late, or in the wrong order."""

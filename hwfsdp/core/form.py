@@ -1,0 +1,156 @@
+"""How a parameter is cut, and in which form it travels: plain rows in, the whole tensor out.
+
+A `Layout` says which part of a parameter this rank keeps. A `Form` says what the rank sends, where what was gathered goes, and
+how the whole tensor comes out of it. Whoever cuts or sends parameters in another way gives `FSDPParam` another layout or form.
+
+Note [Free by resizing, not by replacing]
+    Autograd saves tensors of the forward for the backward, the weight of a linear layer among them. Had FSDP replaced the
+    unsharded parameter by a new tensor after each gather, autograd would hold the old ones and no byte would ever be freed.
+    So the parameter is one tensor object for the life of the model. What is allocated and freed is the storage under it, by
+    resizing. What autograd saved sees the memory return.
+
+Note [Writing without being noticed]
+    Autograd also counts in-place writes, and refuses to use a saved tensor that was written to since. Filling the storage
+    again with the same values is such a write. `Tensor.data` is an alias of the same storage with a count of its own: we
+    gather into the one tensor and register a parameter made from the alias.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core import compat
+from hwfsdp.core.ranks import ShardMesh
+from hwfsdp.core.sharding import chunk_extent, local_shape, padded_local_shape
+
+if TYPE_CHECKING:
+    from hwfsdp.core.param import FSDPParam
+
+
+class Layout:
+    """Which part of a parameter this rank keeps, and as which DTensor: its chunk of rows, `Shard(0)`.
+
+    Attributes:
+        shape: of the whole parameter, as gathers put it together and modules compute with it.
+        rows: the same shape, seen so that dim 0 is dealt out to the ranks.
+        global_shape: over all ranks of all parallelisms. device_mesh, placements: of the DTensor.
+        local_shape: of this rank's part; padded_shape: of a full chunk of rows; padded_numel: its elements.
+    """
+
+    def __init__(self, param: Tensor, mesh: ShardMesh) -> None:
+        self.mesh = mesh
+        self.shape = self.rows = self.global_shape = param.shape
+        self.stride = param.stride()
+        self.device_mesh, self.placements = mesh.mesh, mesh.placements(0)
+        self.local_shape = local_shape(self.rows, mesh.size, mesh.rank)
+        self.padded_shape = padded_local_shape(self.rows, mesh.size)
+        self.padded_numel = prod(self.padded_shape)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """`whole` [`shape`] as a view of shape `rows`."""
+        return whole
+
+    def by_rank(self, gathered: Tensor) -> Tensor:
+        """`gathered` [W * padded_numel] as a view whose dim 0 is the ranks, so that each rank's rows go to one place."""
+        return gathered.view(self.mesh.size, -1)
+
+    def own_rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows, a view of `whole` [`shape`]."""
+        rows = self.rows_of(whole)
+        extent = chunk_extent(rows.shape[0], self.mesh.size, self.mesh.rank)
+        return rows.narrow(0, extent.start, extent.length)
+
+    def as_shard(self, local: Tensor) -> DTensor:
+        """The sharded parameter's tensor, of which `local` [`local_shape`] is this rank's part."""
+        return compat.dtensor(local, self.device_mesh, self.placements, self.global_shape, self.stride)
+
+    def as_whole(self, whole: Tensor) -> Tensor:
+        """What modules compute with, made of `whole` [`shape`]."""
+        return whole
+
+    def own_grad(self, grad: Tensor) -> Tensor:
+        """The gradient of `shape`, made of what autograd computed for `as_whole`."""
+        return grad
+
+
+class Form:
+    """What one parameter's gathers read and write.
+
+    Attributes:
+        gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, its padding at the end; None
+            before the first gather.
+        reads_rows: whether gathers read the rows themselves, `FSDPParam.padded_shard`.
+    """
+
+    reads_rows = True
+
+    def __init__(self, param: FSDPParam) -> None:
+        self.param = param
+        self.gathered: Tensor | None = None
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """What each of `inputs` is gathered in."""
+        return [self.param.dtypes.compute]
+
+    def inputs(self) -> list[Tensor]:
+        """What this rank contributes to a gather, each 1D. Called on the copy stream."""
+        return [self.param.padded_shard]
+
+    def outputs(self) -> list[Tensor]:
+        """Memory for what is gathered: per input a view of dim 0 = ranks, contents undefined.
+
+        It is the same memory each time, unless the compute dtype changed.
+        """
+        layout, dtype = self.param.layout, self.param.dtypes.compute
+        if self.gathered is None or self.gathered.dtype != dtype:
+            with torch.inference_mode(False), torch.no_grad():
+                numel = layout.mesh.size * layout.padded_numel
+                self.gathered = torch.empty(numel, dtype=dtype, device=layout.mesh.device)
+                alias = self.gathered.data[: layout.shape.numel()].view(layout.shape)
+                self.param.set_unsharded(alias)  # Note [Writing without being noticed]
+                self._rows = layout.by_rank(self.gathered)
+                free(self.gathered)  # from here on every allocation is a resizing
+        allocate(self.gathered)
+        return [self._rows]
+
+    def finish(self) -> None:
+        """Makes the unsharded parameter of what was gathered into `outputs`; here it lies there already."""
+
+    def free(self) -> None:
+        """Gives the memory of the whole parameter back; nothing happens if that was done."""
+        if self.gathered is not None:
+            free(self.gathered)
+
+
+# --- Storage -------------------------------------------------------------------------------------------------
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give the tensor's storage its full size, contents undefined; nothing happens if it has it.
+
+    The tensor covers its whole storage. Every alias of it may be read again, too (Note [Free by resizing, not by replacing]).
+    """
+    storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+
+
+def free(tensor: Tensor) -> None:
+    """Give the storage's memory back, by resizing it to nothing; nothing happens if that was done.
+
+    The tensor and every alias stay the objects that they are. Their elements must not be read until `allocate`.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != 0:
+        storage.resize_(0)
+
+
+def is_allocated(tensor: Tensor) -> bool:
+    """Whether the tensor's elements may be read."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

@@ -1,0 +1,258 @@
+"""A parameter group: parameters that are gathered, freed and reduced together.
+
+One call of `fully_shard` makes one group of all parameters below its module that no earlier call has claimed. A group knows
+how to do these things, and nothing about when:
+
+    unshard          start to gather the parameters                                      (twice a step)
+    wait_for_gather  let compute wait for it
+    copy_out         put what was gathered into the modules' parameters
+    reshard          put the shards back, free the whole parameters                      (twice a step)
+    reduce           average the gradients into the shards' gradients                    (once a step)
+
+The *when* is in `state`. Groups of one model share an `FSDPCommContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hwfsdp.core.collectives import Gathered, Mean, Reducing, all_gather, copy_out, mean_over, reduce_scatter
+from hwfsdp.core.compat import no_autograd
+from hwfsdp.core.context import FSDPCommContext, InFlight
+from hwfsdp.core.errors import UsageError
+from hwfsdp.core.observer import moment
+from hwfsdp.core.param import FSDPParam, ShardedState
+from hwfsdp.core.ranks import ShardMesh, Transport
+from hwfsdp.core.streams import StreamEvent
+
+
+class Reducer:
+    """What becomes of a group's gradients: scatter, divide, add.
+
+    Attributes:
+        group: whose gradients they are.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+
+    def mean(self, dtype: torch.dtype) -> Mean:
+        """How to average in this dtype; see `collectives.mean_over`."""
+        return mean_over(self.group.mesh.size, dtype)
+
+    def stand_in(self, param: FSDPParam) -> Tensor | None:
+        """What is reduced for a parameter that got no gradient; None: it is left out, on every rank."""
+        return None
+
+    def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
+        """Say what becomes of a reduction's result, on the stream that makes it; return at once.
+
+        What is put off until the result is there must not refer to `reducing.flat`, the buffer of all gradients.
+
+        Returns:
+            An event after which that buffer may be reused.
+        """
+        result, divisor, group = reducing.result, reducing.mean.after, self.group
+        with reducing.stream.run():
+            reducing.stream.then(lambda: group.add_sharded_grads(params, divided(result, divisor)))
+        return reducing.stream.record()
+
+
+class ParamGroup:
+    """Parameters that travel together.
+
+    Attributes:
+        fqn: of the module that the group was made for; names it in errors, traces and pictures. module_fqn: "" at the root.
+        params: in the order in which they lie in the flat buffers.
+        mesh: over whose ranks they are sharded. comm_ctx: what the model's groups share, streams among it.
+        transport: moves its bytes. reducer: what becomes of its gradients.
+        reshard_after_forward: free them after forward; off, they stay for the backward.
+        reshard_after_backward: free them after backward; off, they stay for the next micro-batch.
+        reduce_grads: reduce in backward; off, gradients add up in the whole parameters' gradients.
+        unshard_in_backward: off for a group whose backward needs no parameters, such as an embedding.
+        post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext) -> None:
+        self.fqn = self.module_fqn = ""
+        self.params = list(params)
+        self.mesh, self.comm_ctx = mesh, comm_ctx
+        self.transport = Transport(mesh.shard, mesh.device)
+        self.reducer = Reducer(self)
+        self.reshard_after_forward = self.reshard_after_backward = True
+        self.reduce_grads = self.unshard_in_backward = True
+        self.post_forward_indices: list[int] = []
+        self._gathered: Gathered | None = None
+
+    def rename(self, fqn: str, module_fqn: str) -> None:
+        """Set the group's names, once the root of the model is known."""
+        self.fqn = self.transport.fqn = fqn
+        self.module_fqn = self.transport.module_fqn = module_fqn
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules have the whole parameters."""
+        return self.params[-1].state is ShardedState.UNSHARDED  # the last one to become so
+
+    # --- parameters ---
+
+    @property
+    def gather_transport(self) -> Transport:
+        """Moves the next gather."""
+        return self.transport
+
+    def unshard(self) -> None:
+        """Start to gather the parameters, unless they are whole or on their way; return before they are there."""
+        if self._gathered is not None or self.is_unsharded:
+            return
+        with no_autograd():
+            self.comm_ctx.release_gather_buffer()
+            streams = self.comm_ctx.streams
+            with streams.copy.run():
+                shards = [shard for param in self.params for shard in param.form.inputs()]
+            dtypes = [dtype for param in self.params for dtype in param.form.dtypes]
+            self._gathered = all_gather(shards, dtypes, self.gather_transport, streams)
+
+    def wait_for_gather(self) -> None:
+        """Let compute wait for the gather in flight, if there is one (`streams`, Note [What a wait costs])."""
+        if self._gathered is not None:
+            self.comm_ctx.streams.compute.wait(self._gathered.done)
+
+    def copy_out(self) -> None:
+        """Put what was gathered into the modules' parameters. Compute has waited for the gather, if there is one."""
+        if self._gathered is None:
+            return
+        with no_autograd():
+            gathered, self._gathered = self._gathered, None
+            wholes = [memory for param in self.params for memory in param.form.outputs()]
+            with moment("copy_out", self.transport, "compute", (gathered.flat,), wholes):
+                copy_out(gathered.flat, gathered.sizes, wholes)
+            self.comm_ctx.keep_until_copied_out(gathered)
+            for param in self.params:
+                param.to_unsharded()
+
+    def reshard(self) -> None:
+        """The modules have the shards afterwards; the whole parameters' memory is free. A gather stays in flight."""
+        with no_autograd():
+            for param in self.params:
+                if param.state is not ShardedState.SHARDED:
+                    param.to_sharded()
+
+    def drop_gather(self) -> None:
+        """Forget a gather that nobody came for; its buffer is reused after it is done."""
+        if self._gathered is not None:
+            self.comm_ctx.streams.copy.wait(self._gathered.done)
+            self._gathered = None
+
+    def post_forward(self) -> None:
+        """After the group's forward: free the parameters, or keep them for the backward."""
+        if self.reshard_after_forward:
+            self.reshard()
+
+    # --- gradients ---
+
+    @property
+    def has_late_gradients(self) -> bool:
+        """Whether there are gradients that a backward which reduces them has left behind."""
+        return self.reduce_grads and any(param.has_unreduced_grad for param in self.params)
+
+    def post_backward(self) -> None:
+        """After the group's backward: free the whole parameters, and reduce the gradients or keep them for later.
+
+        The parameters are freed when the gradients were taken, and before the reduction starts, which allocates as much as they
+        have held. A group that got no gradients communicates nothing.
+        """
+        with no_autograd():
+            with moment("post_backward_reshard", self):
+                params, grads = self.take_grads() if self.reduce_grads else ([], [])
+                if self.reshard_after_backward:
+                    self.reshard()
+            if grads:
+                self.reduce(params, grads)
+            with moment("post_backward_accumulate", self):
+                if not self.reduce_grads:
+                    for param in self.params:
+                        param.accumulate_grad()
+
+    def take_grads(self) -> tuple[list[FSDPParam], list[Tensor]]:
+        """The parameters that have a gradient to reduce, and those gradients, no longer referred to from elsewhere."""
+        params, grads = [], []
+        for param in self.params:
+            grad = param.take_grad()
+            if grad is None:
+                grad = self.reducer.stand_in(param)
+            if grad is not None:
+                params.append(param)
+                grads.append(grad)
+        return params, grads
+
+    def reduce(self, params: Sequence[FSDPParam], grads: list[Tensor]) -> None:
+        """Start to average whole gradients over the ranks, into the shards' gradients; return before that is done.
+
+        Before, compute waits until fewer than `max_reductions` of the context are in flight: that bounds the buffers of
+        gradients alive. `grads` is empty afterwards.
+        """
+        comm_ctx = self.comm_ctx
+        with moment("post_backward_rs_wait", self):
+            comm_ctx.wait_for_reductions(leave=comm_ctx.max_reductions - 1)
+        with moment("post_backward_reduce", self):
+            dtype = self.reduce_dtype(params, grads)
+            grads[:] = [param.layout.rows_of(grad) for param, grad in zip(params, grads, strict=True)]
+            reducing = reduce_scatter(
+                grads, dtype, self.reducer.mean(dtype), self.transport, comm_ctx.streams
+            )
+            done = self.reducer.finish(params, reducing)
+            comm_ctx.keep_until_reduced(InFlight(reducing.flat, done, self.transport))
+
+    def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
+        """What to reduce these gradients in: one dtype for all, since they lie in one buffer.
+
+        Each parameter's reduce dtype, or, where that is None, the dtype in which autograd left its gradient.
+
+        Raises:
+            UsageError: no reduce dtype was set, and gradients differ.
+        """
+        dtypes = {p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)}
+        if len(dtypes) > 1:
+            raise UsageError(
+                f"parameter group {self.fqn!r}",
+                expected="gradients of one dtype, or a reduce_dtype",
+                got=" and ".join(sorted(map(str, dtypes))),
+                remedy="Wrap the modules with the other dtype in a fully_shard of their own.",
+            )
+        return dtypes.pop()
+
+    def pieces(self, params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam, Tensor]]:
+        """Each of `params` with its rows in a reduction's `result` [n], which has their padded chunks end to end; views."""
+        chunks = result.split_with_sizes([p.padded_numel for p in params])
+        return [
+            (
+                p,
+                (chunk if p.local_numel == p.padded_numel else chunk[: p.local_numel]).view(
+                    p.layout.local_shape
+                ),
+            )
+            for p, chunk in zip(params, chunks, strict=True)
+        ]
+
+    def add_sharded_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
+        """Add the mean of gradients to the shards' gradients, in the original dtype, in which the optimizer computes."""
+        with no_autograd():
+            if len({p.dtypes.orig for p in params}) == 1:  # one cast for all
+                result = result.to(params[0].dtypes.orig)
+            for param, grad in self.pieces(params, result):
+                orig = param.dtypes.orig
+                param.add_sharded_grad(grad if grad.dtype == orig else grad.to(orig))
+
+    def adopt_registered(self) -> None:
+        """Take over parameters that were exchanged on the modules; see `FSDPParam.adopt_registered`."""
+        for param in self.params:
+            param.adopt_registered()
+
+
+def divided(tensor: Tensor, by: float) -> Tensor:
+    """`tensor`, divided in place."""
+    return tensor if by == 1 else tensor.div_(by)

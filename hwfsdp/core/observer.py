@@ -1,0 +1,74 @@
+"""One slot for an instrument. It is empty unless somebody puts one in.
+
+The heart names what it does: `with moment("copy_in", …)`. It does not know who listens: a recording, torch's profiler, or
+nobody. With an empty slot a moment costs one test.
+
+| moment | of | when |
+| --- | --- | --- |
+| pre_forward, post_forward, pre_backward, post_backward | state | a hook of `state` |
+| root_pre_forward, finish_backward | state | an iteration begins; a backward is over |
+| inputs_to_device, cast_forward_inputs, cast_forward_outputs | state | inputs and outputs are moved or cast |
+| forward_prefetch, backward_prefetch | group | the gather of another group is started ahead |
+| all_gather, copy_in, copy_out | transport | the three steps of a gather; `copy_in` of a reduction, too |
+| reduce_scatter, wait_for_reduction | transport | a reduction is started, or waited for |
+| post_backward_reshard, …_rs_wait, …_reduce, …_accumulate | group | the steps of post-backward |
+
+Subjects have `fqn`, the name of the parameter group, and `module_fqn`, the same but for the root, which has "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hwfsdp.core.streams import Stream, StreamEvent
+
+
+class Observer(Protocol):
+    """An instrument."""
+
+    def moment(
+        self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> AbstractContextManager[Any]:
+        """The block in which something of the table happens; for a copy, on which stream, from where to where."""
+
+    def made(self, buffer: Tensor) -> None:
+        """A flat buffer was made on the current stream."""
+
+    def recorded(self, event: StreamEvent) -> None:
+        """A stream recorded an event."""
+
+    def waiting(self, stream: Stream, event: StreamEvent) -> AbstractContextManager[Any]:
+        """The block in which a stream is made to wait for an event of another one."""
+
+    def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        """`current`, the block in which work is issued on a stream."""
+
+
+_NOTHING = nullcontext()
+slot: Observer | None = None
+
+
+def put(observer: Observer | None) -> Observer | None:
+    """Puts an instrument into the slot, or takes it out; returns the one that was there, for the new one to call."""
+    global slot
+    before, slot = slot, observer
+    return before
+
+
+def moment(
+    name: str, of: Any, stream: str = "", reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+) -> AbstractContextManager[Any]:
+    """The block in which something happens that an instrument may want to see."""
+    return _NOTHING if slot is None else slot.moment(name, of, stream, reads, writes)
+
+
+def made(buffer: Tensor) -> Tensor:
+    """The same buffer; an instrument may want to know that it was made."""
+    if slot is not None:
+        slot.made(buffer)
+    return buffer

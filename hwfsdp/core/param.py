@@ -1,0 +1,272 @@
+"""One parameter, sharded and whole.
+
+An `FSDPParam` stands for one parameter of the model, in two forms:
+
+- `sharded_param`, an `nn.Parameter` that is a DTensor, `Shard(0)`. It holds this rank's rows in the original dtype.
+  Optimizers and state dicts see only this one.
+- `unsharded_param`, an `nn.Parameter` like the original one, in the compute dtype. Modules compute with this one. Its memory
+  comes and goes (`form`).
+
+| state     | registered on the modules | memory besides the shard      | left by        | to        |
+| --------- | ------------------------- | ----------------------------- | -------------- | --------- |
+| SHARDED   | `sharded_param`           | none                          | `to_unsharded` | UNSHARDED |
+| UNSHARDED | `unsharded_param`         | the whole parameter, gathered | `to_sharded`   | SHARDED   |
+
+Both objects live as long as the model. A transition registers the other one; it never makes a new one.
+
+Note [Padding lives in the shard]
+    Ranks contribute equally to a gather, so a shard with fewer rows than a full chunk is padded (`sharding`). Padding before
+    every gather would cost a copy every time. Instead the shard is allocated with its padding once, as `padded_shard`, and the
+    DTensor's rows are a view of its front. An optimizer that updates the rows updates the gather's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core import compat
+from hwfsdp.core.compat import address_of, local_of
+from hwfsdp.core.errors import UsageError
+from hwfsdp.core.form import Form, Layout
+from hwfsdp.core.precision import MixedPrecisionPolicy, resolve_dtypes
+from hwfsdp.core.streams import StreamSet
+
+
+class ShardedState(Enum):
+    """Which form of a parameter the modules see; the table in this module's docstring."""
+
+    SHARDED = auto()
+    UNSHARDED = auto()
+
+
+class Place(NamedTuple):
+    """Where a parameter is registered; a tied parameter has several places."""
+
+    module: nn.Module
+    name: str
+
+    def registered(self) -> nn.Parameter:
+        """The parameter that is there now."""
+        return self.module.get_parameter(self.name)
+
+
+class Home:
+    """Where shards and their gradients live: on the device of the mesh."""
+
+    def keep(self, shard: Tensor) -> Tensor:
+        """`shard`, or its copy where shards live."""
+        return shard
+
+    def keep_grad(self, grad: Tensor, used_at_once: bool) -> Tensor:
+        """`grad`, or its copy where gradients live; `used_at_once`: its elements are about to be read."""
+        return grad
+
+    def settle(self, streams: StreamSet) -> None:
+        """Gradients may be read by whoever reads them there. Called when a backward is over."""
+
+
+class FSDPParam:
+    """A parameter of the model, with its shard and its memory when whole.
+
+    Attributes:
+        fqn: fully qualified name from the root module. places: where it is registered.
+        layout: how it is cut. form: how it travels. home: where its shard lives.
+        dtypes: original, compute and reduce dtype.
+        state: which form is registered.
+        padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
+        sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
+        unsharded_param: whole, compute dtype; None before the first gather.
+        accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
+    """
+
+    sharded_param: nn.Parameter
+    padded_shard: Tensor
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        places: Sequence[Place],
+        fqn: str,
+        policy: MixedPrecisionPolicy,
+        layout: Layout,
+        home: Home = Home(),
+        make_form: Callable[[FSDPParam], Form] = Form,
+    ) -> None:
+        self.fqn, self.places, self.policy = fqn, tuple(places), policy
+        self.layout, self.home, self._make_form = layout, home, make_form
+        self.mesh = layout.mesh
+        self.local_numel, self.padded_numel = torch.Size(layout.local_shape).numel(), layout.padded_numel
+        self.state: Enum = ShardedState.SHARDED
+        self.unsharded_param: nn.Parameter | None = None
+        self.accumulated_grad: Tensor | None = None
+        self.shard(local_of(param) if isinstance(param, DTensor) else param, param.requires_grad)
+        self.dtypes = resolve_dtypes(param.dtype, policy)
+        self.form = make_form(self)
+        self.register(self.sharded_param)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows: the local part of the sharded parameter."""
+        assert isinstance(self.sharded_param, DTensor)
+        return local_of(self.sharded_param)
+
+    @torch.no_grad()
+    def shard(self, whole: Tensor, requires_grad: bool) -> None:
+        """Take this rank's rows out of the whole parameter: set `padded_shard` and `sharded_param`.
+
+        Args:
+            whole: contiguous, on the mesh's device or on meta, the same values on every rank. It is only read, and nothing here
+                keeps it, so that whoever holds it can free it.
+        """
+        layout = self.layout
+        rows = layout.own_rows(whole)
+        padded = self.home.keep(whole.new_zeros(layout.padded_shape))
+        front = padded.narrow(0, 0, rows.shape[0])
+        front.copy_(rows)
+        self.padded_shard = padded.view(-1)
+        shard = layout.as_shard(front.view(layout.local_shape))
+        self.sharded_param = nn.Parameter(shard, requires_grad=requires_grad)
+
+    # --- transitions ---
+
+    def to_unsharded(self) -> None:
+        """SHARDED → UNSHARDED: the modules compute with the whole parameter from now on.
+
+        A gather has filled `form.outputs()` before. Whether the parameter needs a gradient is asked of `sharded_param`: the user
+        may have changed it since the last time.
+        """
+        self.form.finish()
+        assert self.unsharded_param is not None, f"{self.fqn}: to_unsharded before a gather"
+        if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
+            self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
+        self.register(self.unsharded_param)
+        self.state = ShardedState.UNSHARDED
+
+    def to_sharded(self) -> None:
+        """UNSHARDED → SHARDED: the modules have the shard again, and the memory of the whole parameter is free."""
+        self.register(self.sharded_param)
+        self.form.free()
+        self.state = ShardedState.SHARDED
+
+    def register(self, param: nn.Parameter) -> None:
+        """Make `param` the modules' parameter, at all places."""
+        for module, name in self.places:
+            compat.register_parameter(module, name, param)
+
+    def set_unsharded(self, whole: Tensor) -> None:
+        """Make a new `unsharded_param` over the memory of `whole`; its form calls this once."""
+        requires_grad = self.sharded_param.requires_grad
+        self.unsharded_param = nn.Parameter(self.layout.as_whole(whole), requires_grad=requires_grad)
+
+    # --- gradients ---
+
+    @property
+    def has_unreduced_grad(self) -> bool:
+        """Whether a backward left a gradient that was not reduced."""
+        param = self.unsharded_param
+        return self.accumulated_grad is not None or (param is not None and param.grad is not None)
+
+    def take_grad(self) -> Tensor | None:
+        """Hand over the whole gradient: nobody but the caller refers to it afterwards, so that it can be freed.
+
+        Returns:
+            What autograd left at `unsharded_param`, added to `accumulated_grad` if there is one; None if there is neither.
+        """
+        grad, accumulated = None, self.accumulated_grad
+        self.accumulated_grad = None
+        if self.unsharded_param is not None:
+            grad, self.unsharded_param.grad = self.unsharded_param.grad, None
+        if grad is not None:
+            grad = self.layout.own_grad(grad)
+        if accumulated is None or grad is None:
+            return grad if accumulated is None else accumulated
+        return accumulated.add_(grad)
+
+    def accumulate_grad(self) -> None:
+        """After a backward that is not reduced: keep the whole gradient, in the reduce dtype.
+
+        A gradient that has this dtype already stays where it is, and autograd itself adds the next one to it. Otherwise sums of
+        many micro-batches would suffer from the compute dtype, so the gradient moves to `accumulated_grad`.
+        """
+        grad = self.unsharded_param.grad if self.unsharded_param is not None else None
+        if grad is None or (self.accumulated_grad is None and self.dtypes.reduce in (None, grad.dtype)):
+            return
+        taken = self.take_grad()
+        assert taken is not None
+        self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
+
+    def add_sharded_grad(self, grad: Tensor) -> None:
+        """Add the mean gradient of this rank's rows, in the original dtype, to `sharded_param.grad`; call its hooks.
+
+        If there is no gradient yet, the memory of `grad` becomes it, without a copy.
+        """
+        dtensor = self.sharded_param
+        assert isinstance(dtensor, DTensor)
+        hooks = compat.post_accumulate_grad_hooks(dtensor)
+        grad = self.home.keep_grad(grad, used_at_once=bool(hooks) or dtensor.grad is not None)
+        if dtensor.grad is None:
+            dtensor.grad = compat.wrap_like(grad, dtensor)
+        else:
+            assert isinstance(dtensor.grad, DTensor)
+            local_of(dtensor.grad).add_(grad)
+        for hook in hooks:
+            hook(dtensor)
+
+    # --- parameters exchanged by the user ---
+
+    @torch.no_grad()
+    def adopt_registered(self) -> None:
+        """Take over what is registered now, after `to`, `to_empty` or `load_state_dict` exchanged it.
+
+        Nothing happens while the unsharded parameter is registered.
+
+        Raises:
+            UsageError: it is not a DTensor of the same global shape, cut in the same way.
+        """
+        if self.state is not ShardedState.SHARDED:
+            return
+        param, layout, before = self.places[0].registered(), self.layout, type(self.local)
+        if (
+            not isinstance(param, DTensor)
+            or (param.shape, tuple(param.placements)) != (layout.global_shape, layout.placements)
+            or tuple(local_of(param).shape) != tuple(layout.local_shape)
+        ):
+            raise UsageError(
+                f"parameter {self.fqn!r}",
+                expected=f"a DTensor of shape {tuple(layout.global_shape)}, placements {layout.placements}",
+                got=f"{type(param).__name__} of shape {tuple(param.shape)}"
+                + (f", placements {param.placements}" if isinstance(param, DTensor) else ""),
+                remedy="Assign DTensors to a sharded model, such as those of its own state_dict.",
+            )
+        if param is not self.sharded_param:
+            self.sharded_param = param
+            self.register(param)
+        self.dtypes = resolve_dtypes(param.dtype, self.policy)
+        if type(self.local) is not before:  # which may travel in another form
+            self.form = self._make_form(self)
+        if self.form.reads_rows:
+            self.hold_rows(param)
+
+    @torch.no_grad()
+    def hold_rows(self, param: DTensor) -> None:
+        """Make the memory of `param`'s rows the one that gathers read: `padded_shard` (Note [Padding lives in the shard]).
+
+        Rows that need no padding stay where they are. Others move to the front of new, padded memory, and `param`, which stays the
+        object that it is, has its local part there.
+        """
+        rows, layout = local_of(param), self.layout
+        if address_of(rows) == address_of(self.padded_shard):
+            return
+        if rows.numel() == self.padded_numel and rows.is_contiguous() and self.home.keep(rows) is rows:
+            self.padded_shard = rows.view(-1)
+            return
+        self.padded_shard = self.home.keep(rows.new_zeros(layout.padded_shape)).view(-1)
+        front = self.padded_shard[: self.local_numel].view(layout.local_shape)
+        front.copy_(rows)
+        compat.replace_local(param, front)

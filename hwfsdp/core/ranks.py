@@ -1,0 +1,138 @@
+"""Who takes part, and how bytes move between them.
+
+A `DeviceMesh` arranges ranks in a grid with named axes. The heart shards parameters over the one axis of a 1D mesh. It asks a
+`Transport` for buffers and for two collectives: all-gather and reduce-scatter. What the transport does with them is its own
+business. The one below hands them to `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Shard
+
+from hwfsdp.core import compat
+from hwfsdp.core.errors import StateError, UsageError
+from hwfsdp.core.streams import Work
+
+
+class Axis(NamedTuple):
+    """One axis of a mesh, as this process sees it: `size` ranks, of which it is number `rank`."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class ShardMesh:
+    """The ranks over which parameters are sharded.
+
+    Attributes:
+        mesh: as the user knows it. shard: its axis of ranks that hold different rows.
+        device: where unsharded parameters live.
+    """
+
+    mesh: DeviceMesh
+    shard: Axis
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return self.shard.size
+
+    @property
+    def rank(self) -> int:
+        return self.shard.rank
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Of a parameter that is sharded along its dimension `dim`: one placement for each axis of `mesh`."""
+        return (Shard(dim),)
+
+
+def shard_mesh(mesh: DeviceMesh | None) -> ShardMesh:
+    """The mesh given to `fully_shard`, as this process sees it; None: all ranks.
+
+    Raises:
+        UsageError: it has more than one axis. StateError: there is none, and no process group either.
+    """
+    mesh = default_mesh() if mesh is None else mesh
+    if mesh.ndim != 1:
+        raise UsageError(
+            "fully_shard(mesh=…)",
+            expected="a 1D mesh",
+            got=f"one of shape {tuple(mesh.shape)}",
+            remedy="Take the data-parallel axis out of it: mesh['dp'].",
+        )
+    return ShardMesh(mesh, axis_along(mesh, 0), device_of(mesh.device_type))
+
+
+def axis_along(mesh: DeviceMesh, dim: int) -> Axis:
+    """This process's axis along one dimension of a mesh."""
+    group = mesh.get_group(dim)
+    return Axis(group, group.size(), group.rank())
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1D mesh of all ranks: on the accelerator if there is one and the process group serves it, else on the CPU.
+
+    A process group of gloo alone cannot gather on an accelerator.
+    """
+    if not dist.is_initialized() and "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group()
+    if not dist.is_initialized():
+        raise StateError(
+            "fully_shard",
+            expected="an initialized process group, or mesh=…",
+            got="neither",
+            remedy="Run the function through hwfsdp.launch or torchrun, or call init_process_group first.",
+        )
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def device_of(device_type: str) -> torch.device:
+    """The device of this type that the process uses now."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+class Transport:
+    """Moves the bytes of one parameter group.
+
+    A call with `async_op` returns a work to wait for. One without blocks the stream that is current, and returns None.
+
+    Attributes:
+        ranks: between which bytes move: W of them. device: of its buffers.
+        fqn, module_fqn: the group's names, for errors and instruments (`observer`).
+    """
+
+    fqn = module_fqn = ""
+
+    def __init__(self, ranks: Axis, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+
+    def allocate(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer, contents undefined.
+
+        Args:
+            purpose: "all_gather" or "reduce_scatter", for the [W * n] of that collective; "result", for the [n] of a
+                reduce-scatter.
+        """
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
+        """Fills `whole` [W * n] with every rank's `part` [n], in rank order; `part` is this rank's place in it."""
+        return compat.all_gather_single(whole, part, self.ranks.group, async_op)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor, operation: Any, async_op: bool) -> Work | None:
+        """Sets `part` [n] to this rank's part of the reduction of every rank's `whole` [W * n]."""
+        return compat.reduce_scatter_single(part, whole, operation, self.ranks.group, async_op)

@@ -1,0 +1,313 @@
+"""When: the schedule, as hooks around forward and backward.
+
+Each `fully_shard` call makes one `FSDPState`, which turns four moments of its module into calls of its group:
+
+    pre-forward    gather, wait, start the next gather, give the module its parameters
+    post-forward   free the parameters (if they are to be freed), note the order
+    pre-backward   gather again, wait, start the next gather
+    post-backward  free the parameters, reduce the gradients while other groups compute
+
+Three groups A, B, C, time to the right; each line is a stream:
+
+    all-gather      A  B  C        |  C  B     A
+    compute            A  B  C     |     C     B     A
+    reduce-scatter                 |           C     B     A
+
+Forward hooks are module hooks; those of the backward are in `autograd_hooks`.
+
+The first module to run a forward becomes the *root* of all those below it. The root's forward begins and ends an iteration.
+When a backward has executed its last node, the root waits for what is still in flight.
+
+Note [Groups without an input gradient]
+    A module whose inputs need no gradient, such as an embedding of token ids, gets no post-backward call from autograd. The
+    root makes it when the backward is over, for every group that was left out, and once more for those that got gradients after
+    it, because a module ran twice and autograd came to one of the runs late.
+
+Note [Recomputation]
+    Activation checkpointing runs a forward inside the backward. Then the group's parameters are whole already, pre-backward saw
+    to it, and post-backward will free them: the forward hooks stand aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hwfsdp.core import compat
+from hwfsdp.core.autograd_hooks import WatchedOutputs, watch_inputs
+from hwfsdp.core.context import ForwardOrder, FSDPCommContext, Phase, RootContext
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.observer import moment
+from hwfsdp.core.precision import MixedPrecisionPolicy, cast_floating, map_tensors
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class FSDPState:
+    """The schedule of the module of one `fully_shard` call.
+
+    Attributes:
+        modules: the module given to `fully_shard`. fqn, module_fqn: its name from the root; the root's are its class, and "".
+        root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
+        group: its parameters; None if every parameter below it was claimed by others.
+        auto_reshard: `reshard_after_forward` was None: on below the root, off at the root.
+        forward_order: the order in which groups ran when this state's forward was the outermost one.
+        always_call: whether the hook after forward is called after an exception, too.
+    """
+
+    always_call = False
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: ParamGroup | None,
+        comm_ctx: FSDPCommContext,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        auto_reshard: bool,
+    ) -> None:
+        self.modules, self.group, self.comm_ctx = tuple(modules), group, comm_ctx
+        self.policy, self.device, self.auto_reshard = policy, device, auto_reshard
+        self.fqn = self.module_fqn = ""
+        self.root = RootContext()
+        self.phase = Phase.IDLE
+        self.forward_order: ForwardOrder[ParamGroup] = ForwardOrder()
+        # a compiler must not look inside the hooks: they do what it cannot see
+        self.pre_forward_hook = torch.compiler.disable(self.pre_forward, reason="FSDP hooks")
+        self.post_forward_hook = torch.compiler.disable(self.post_forward, reason="FSDP hooks")
+        for module in self.modules:
+            module.__dict__["_hwfsdp_state"] = self  # not as a submodule
+            module.register_forward_pre_hook(self.pre_forward_hook, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward_hook, always_call=self.always_call)
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return [self.group] if self.group else []
+
+    # --- forward ---
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Before the module's forward: gather, wait, start the next gather, give the module its parameters.
+
+        Not earlier than this group's bytes are there, or the next gather would share the wire with it; not later, or it would
+        miss the time that the copy-out takes. Inputs are cast, and watched, so that autograd calls post-backward.
+        """
+        with moment("pre_forward", self):
+            opens = self.opens_forward()
+            if opens:
+                if self.is_outermost():
+                    with moment("root_pre_forward", self):
+                        args, kwargs = self.begin_iteration(args, kwargs)
+                self.phase = Phase.FORWARD
+            if self.policy.cast_forward_inputs:
+                args, kwargs = self.cast("cast_forward_inputs", (args, kwargs), self.policy.param_dtype)
+            if self.group:
+                self.group.unshard()
+                self.group.wait_for_gather()
+            if opens:
+                self.prefetch_forward(self.next_in_forward())
+            if self.group:
+                self.group.copy_out()
+                if opens:
+                    args, kwargs = watch_inputs((args, kwargs), self.post_backward)
+        return args, kwargs
+
+    def opens_forward(self) -> bool:
+        """Whether a forward begins now: not inside another one of this module, nor in a recomputation."""
+        return self.phase not in (Phase.FORWARD, Phase.PRE_BACKWARD)
+
+    def is_outermost(self) -> bool:
+        """Whether no other forward of the model is running around the one that begins now."""
+        return self.root.forward_root is None
+
+    def prefetch_forward(self, groups: Sequence[ParamGroup]) -> None:
+        """Start the gathers to hide behind this forward.
+
+        Each is a guess. When the forward is over, those that nobody came for are dropped, because the optimizer is about to
+        change what they hold.
+        """
+        for group in groups:
+            with moment("forward_prefetch", group):
+                group.unshard()
+            self.root.guessed.append(group)
+
+    def next_in_forward(self) -> list[ParamGroup]:
+        """The groups to gather while this forward computes. A recomputation teaches nothing: its order is another."""
+        if not self.group or not self.root.forward_root or compat.in_backward():
+            return []
+        return self.root.forward_root.forward_order.enter(self.group)
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """After the module's forward; return the output, cast to the policy's output dtype."""
+        with moment("post_forward", self):
+            if self.phase is not Phase.PRE_BACKWARD:  # Note [Recomputation]
+                self.end_forward(output)
+                if self.root.forward_root is self:
+                    output = self.end_iteration_forward(output)
+            return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
+
+    def end_forward(self, output: Any) -> None:
+        """Free the parameters, if they are to be freed, note the order, and have autograd call before the backward.
+
+        A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
+        """
+        if self.group and not compat.in_backward():
+            self.group.post_forward()
+            self.comm_ctx.note_forward(self.group)
+        self.phase = Phase.IDLE
+        if torch.is_grad_enabled():
+            WatchedOutputs(self.pre_backward, lambda: self.root.backwards).watch(output)
+
+    def cast(self, moment_name: str, tree: Any, dtype: torch.dtype | None) -> Any:
+        """Inputs or outputs of the forward with floating-point tensors in `dtype`; None: as they are."""
+        if dtype is None:
+            return tree
+        with moment(moment_name, self):
+            return cast_floating(tree, dtype)
+
+    # --- backward ---
+
+    def pre_backward(self) -> None:
+        """Before the module's backward: gather again, wait, start the next gather. Autograd calls it once per output."""
+        with moment("pre_backward", self):
+            self.queue_final_callback()
+            if self.phase is Phase.PRE_BACKWARD:
+                return
+            self.phase = Phase.PRE_BACKWARD
+            if self.group and self.group.unshard_in_backward:
+                self.group.unshard()
+                self.group.wait_for_gather()
+            self.prefetch_backward(self.next_in_backward())
+            if self.group:
+                self.group.copy_out()
+
+    def prefetch_backward(self, groups: Sequence[ParamGroup]) -> None:
+        """Start the gathers to hide behind this backward."""
+        for group in groups:
+            if group.unshard_in_backward:
+                with moment("backward_prefetch", group):
+                    group.unshard()
+
+    def next_in_backward(self) -> list[ParamGroup]:
+        """The groups to gather while this backward computes."""
+        before = self.comm_ctx.before(self.group) if self.group else None
+        return [before] if before else []
+
+    def post_backward(self) -> None:
+        """After the module's backward: free the parameters, and reduce the gradients or accumulate them."""
+        with moment("post_backward", self):
+            self.phase = Phase.POST_BACKWARD
+            if self.group:
+                self.group.post_backward()
+
+    def queue_final_callback(self) -> None:
+        """Have the root called when this backward has executed its last node."""
+        if not self.root.in_backward:
+            self.root.in_backward = True
+            compat.call_after_backward(self.finish_backward)
+
+    def finish_backward(self) -> None:
+        """A backward is over: finish the groups that it left out, wait for what is in flight.
+
+        Afterwards every state is idle. If this was the last backward of the iteration, all sharded gradients are there, no
+        buffer is held, and the order of forwards is forgotten.
+        """
+        with moment("finish_backward", self):
+            self.finish_states()
+            if self.root.is_last_backward:
+                self.comm_ctx.finish_reductions()
+                self.comm_ctx.release_gather_buffer()
+                self.comm_ctx.forget_forwards()
+                for group in self.root.groups:
+                    group.drop_gather()
+                    group.params[0].home.settle(self.comm_ctx.streams)
+
+    def finish_states(self) -> None:
+        """Make the calls that autograd did not make (Note [Groups without an input gradient]); all states are idle."""
+        self.root.forward_root = None
+        self.root.backwards += 1
+        self.root.in_backward = False
+        for state in self.root.states:
+            late = any(group.has_late_gradients for group in state.groups)
+            if state.phase is not Phase.POST_BACKWARD or late:
+                state.post_backward()
+            state.phase = Phase.IDLE
+        self.comm_ctx.settle()  # gradients are looked at from here on
+
+    # --- the root ---
+
+    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """The outermost forward begins: gathers read what the optimizer has written, inputs are on the device."""
+        if not self.root.states:
+            with compat.no_autograd():
+                self.become_root()
+        self.root.forward_root = self
+        self.root.forwards_before = len(self.comm_ctx.post_forward_order)
+        self.wait_for_optimizer()
+        if self.device == torch.device("cpu"):
+            return args, kwargs
+        with moment("inputs_to_device", self):
+            moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
+        return moved
+
+    def wait_for_optimizer(self) -> None:
+        """Let gathers wait for what the optimizer has issued on the compute stream."""
+        streams = self.comm_ctx.streams
+        streams.copy.wait(streams.compute.record())
+
+    def end_iteration_forward(self, output: Any) -> Any:
+        """The outermost forward is over: so are all inside it. Wrong guesses are dropped, the order is learned."""
+        for state in reversed(self.root.states):
+            output = state.end_with_root(output)
+        for group in self.root.guessed:
+            group.drop_gather()
+        self.root.guessed.clear()
+        if not compat.in_backward():  # a recomputation is a part of the model only
+            self.forward_order.finish()
+        if not torch.is_grad_enabled():  # no backward will come and forget it
+            self.comm_ctx.forget_forwards(keep=self.root.forwards_before)
+        self.comm_ctx.release_gather_buffer()
+        self.root.forward_root = None
+        return output
+
+    def end_with_root(self, output: Any) -> Any:
+        """The root's forward is over, and with it what this state has left open: nothing. Returns the output."""
+        return output
+
+    def become_root(self) -> None:
+        """At the first forward: take charge of the states below, and name everything after its place in this module."""
+        self.root.states = self.name_states()
+        for state in self.root.states:
+            state.root, state.comm_ctx = self.root, self.comm_ctx
+            for group in state.groups:
+                group.comm_ctx = self.comm_ctx
+                group.adopt_registered()
+        if self.group and self.auto_reshard:
+            self.group.reshard_after_forward = False
+
+    def name_states(self) -> list[FSDPState]:
+        """The states below, in order; they, groups and parameters have their names from the root afterwards."""
+        names = {module: fqn for fqn, module in self.modules[0].named_modules()}
+        found: dict[FSDPState, list[str]] = {}
+        for module, fqn in names.items():
+            if (state := state_of(module)) is not None:
+                found.setdefault(state, []).append(fqn)
+        for state, fqns in found.items():
+            state.module_fqn = ", ".join(fqns)
+            state.fqn = state.fqn or state.module_fqn or type(self.modules[0]).__name__.removeprefix("FSDP")
+            for group in state.groups:
+                group.rename(state.fqn, state.module_fqn)
+                for param in group.params:
+                    module, name = param.places[0]
+                    param.fqn = f"{names.get(module, '')}.{name}".lstrip(".")
+        return list(found)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that `fully_shard` gave the module; None if it was not called on it."""
+    state: FSDPState | None = getattr(module, "__dict__", {}).get("_hwfsdp_state")
+    return state

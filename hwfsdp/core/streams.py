@@ -1,0 +1,277 @@
+"""Several things at once: streams and events, the same on every device.
+
+FSDP hides communication behind compute by issuing them on different *streams*. Work on one stream runs in order. Work on
+two streams may overlap. A stream that needs another's result waits for an *event* recorded there. This is the only chapter
+that knows what a stream is made of:
+
+- On an accelerator, a device stream and device events. The host issues and goes on.
+- On the CPU there are no streams, but collectives run on threads of their own. A communication stream is a queue of works
+  in flight and of things to do once they end. To wait for an event, the host finishes the queue up to it. Compute is the
+  host itself.
+- Somebody may put another device in its place (`backend`).
+
+Note [What a wait costs]
+    On a device, `wait` makes the *stream* wait and returns at once. On the CPU it blocks the host, since the host is what
+    computes. Both mean the same to the schedule: what is issued on the stream after the wait sees what the other stream
+    wrote before the event. So one schedule serves both: issue early, wait late.
+
+Note [Deferred work]
+    What has to happen on a communication stream after a collective, such as casting what was reduced, is handed over as a
+    function (`Stream.then`). A device runs it at once, in stream order. The CPU keeps it until somebody waits for the
+    stream, or until the end of the backward. Every rank waits at the same points of its program, so such a function may
+    issue a collective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from hwfsdp.core import observer
+
+NAMES = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
+_NOTHING = nullcontext()
+
+
+class Work(Protocol):
+    """A collective in flight: a `torch.distributed.Work`, or what does the same."""
+
+    def wait(self) -> Any:
+        """Returns when it is done."""
+
+
+class StreamEvent:
+    """A point in a stream: all that was issued there before.
+
+    Args:
+        native: the device's own event, if there is one.
+    """
+
+    def __init__(self, stream: Stream, native: Any = None) -> None:
+        self.stream, self.native = stream, native
+
+    @property
+    def is_over(self) -> bool:
+        """True once all work issued before this event has finished, as far as the host knows."""
+        return False
+
+
+class Stream(ABC):
+    """A queue of work that runs in order, possibly beside other streams.
+
+    Attributes:
+        streams: the set that it belongs to.
+        is_host: whether the host runs it. Then a collective is issued asynchronously, and `add` keeps its work.
+    """
+
+    streams: StreamSet
+    is_host = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def record(self) -> StreamEvent:
+        """An event after all that was issued here so far."""
+        event = self._record()
+        if observer.slot is not None:
+            observer.slot.recorded(event)
+        return event
+
+    def wait(self, event: StreamEvent) -> None:
+        """What is issued here from now on runs after `event` (Note [What a wait costs])."""
+        if event.stream is self:
+            return
+        if observer.slot is None:
+            self._wait(event)
+        else:
+            with observer.slot.waiting(self, event):
+                self._wait(event)
+
+    def run(self) -> AbstractContextManager[Any]:
+        """What is issued in the block runs on this stream."""
+        return self._current() if observer.slot is None else observer.slot.running(self, self._current())
+
+    @abstractmethod
+    def add(self, work: Work | None) -> None:
+        """A collective was just issued here. Called inside `run`; None if it needs nobody to wait for it."""
+
+    @abstractmethod
+    def then(self, function: Callable[[], None]) -> None:
+        """Runs `function` here, in order (Note [Deferred work]). Called inside `run`."""
+
+    def settle(self) -> None:
+        """Does what was put off until somebody waits; a device puts nothing off (Note [Deferred work])."""
+
+    def synchronize(self) -> None:
+        """The host waits for all that was issued here."""
+        self.settle()
+
+    @abstractmethod
+    def _record(self) -> StreamEvent: ...
+
+    @abstractmethod
+    def _wait(self, event: StreamEvent) -> None: ...
+
+    @abstractmethod
+    def _current(self) -> AbstractContextManager[Any]: ...
+
+
+class StreamSet:
+    """The streams of one device.
+
+    Attributes:
+        compute: forward, backward and optimizer; the stream that is current when FSDP is called.
+        copy: packs what is gathered next. all_gather, reduce_scatter, all_reduce: one per kind of traffic.
+        newest: the set that was made last in this process.
+    """
+
+    newest: StreamSet | None = None
+
+    def __init__(self, make_stream: Callable[[str], Stream]) -> None:
+        made = [make_stream(name) for name in NAMES]
+        self.compute, self.copy, self.all_gather, self.reduce_scatter, self.all_reduce = made
+        for stream in made:
+            stream.streams = self
+        StreamSet.newest = self
+
+
+# --- CPU ---------------------------------------------------------------------------------------------------
+
+
+class HostEvent(StreamEvent):
+    """The first `ticket` entries of a host stream's queue are done."""
+
+    stream: HostStream
+
+    def __init__(self, stream: HostStream, ticket: int) -> None:
+        super().__init__(stream)
+        self.ticket = ticket
+
+    @property
+    def is_over(self) -> bool:
+        return self.stream.finished >= self.ticket
+
+
+class HostStream(Stream):
+    """A queue of works in flight and of functions to run once they ended.
+
+    Attributes:
+        issued, finished: how many entries the queue ever had, and how many of them are done.
+    """
+
+    is_host = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.issued = self.finished = 0
+        self._queue: deque[Work | Callable[[], None]] = deque()
+
+    def add(self, work: Work | None) -> None:
+        if work is not None:
+            self._queue.append(work)
+            self.issued += 1
+
+    def then(self, function: Callable[[], None]) -> None:
+        if self._queue:
+            self._queue.append(function)
+            self.issued += 1
+        else:
+            function()
+
+    def settle(self) -> None:
+        self.finish(self.issued)
+
+    def finish(self, ticket: int) -> None:
+        """Blocks until the first `ticket` entries ever queued are done.
+
+        If one fails, the functions after it are dropped, up to the next collective: their input never came.
+        """
+        while self.finished < ticket:
+            self.finished += 1
+            entry = self._queue.popleft()
+            try:
+                entry() if callable(entry) else entry.wait()
+            except BaseException:
+                while self._queue and callable(self._queue[0]):
+                    self._queue.popleft()
+                    self.finished += 1
+                raise
+
+    def _record(self) -> HostEvent:
+        return HostEvent(self, self.issued)
+
+    def _wait(self, event: StreamEvent) -> None:
+        if isinstance(event, HostEvent):
+            event.stream.finish(event.ticket)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+
+# --- Accelerators ------------------------------------------------------------------------------------------
+
+
+class DeviceStream(Stream):
+    """A stream of an accelerator; communication has priority, so that it starts as soon as it can.
+
+    Args:
+        native: the device's own stream object; by default a new one, for compute the one that is current.
+    """
+
+    def __init__(self, name: str, device_type: str, native: Any = None) -> None:
+        super().__init__(name)
+        self._module: Any = torch.get_device_module(device_type)
+        high = -1 if name in ("all_gather", "reduce_scatter", "copy") else 0
+        self._stream = native or (None if name == "compute" else self._module.Stream(priority=high))
+
+    @property
+    def native(self) -> Any:
+        """The device's own stream object."""
+        return self._module.current_stream() if self._stream is None else self._stream
+
+    def add(self, work: Work | None) -> None:
+        pass
+
+    def then(self, function: Callable[[], None]) -> None:
+        function()
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
+
+    def _record(self) -> StreamEvent:
+        return StreamEvent(self, self.native.record_event())
+
+    def _wait(self, event: StreamEvent) -> None:
+        self.native.wait_event(event.native)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        return _NOTHING if self._stream is None else self._module.stream(self._stream)
+
+
+# --- Choice of backend -------------------------------------------------------------------------------------
+
+_backends: dict[str, Callable[[], StreamSet]] = {"cpu": lambda: StreamSet(HostStream)}
+
+
+@contextmanager
+def backend(device_type: str, make: Callable[[], StreamSet]) -> Iterator[None]:
+    """In the block, `streams_for(device_type)` calls `make`."""
+    before = dict(_backends)
+    _backends[device_type] = make
+    try:
+        yield
+    finally:
+        _backends.clear()
+        _backends.update(before)
+
+
+def streams_for(device_type: str) -> StreamSet:
+    """New streams on a device of this type."""
+    if device_type in _backends:
+        return _backends[device_type]()
+    return StreamSet(lambda name: DeviceStream(name, device_type))

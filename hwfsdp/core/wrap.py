@@ -1,0 +1,187 @@
+"""The door: `fully_shard`.
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())  # after, so that it sees the shards
+
+Bottom up, because a call claims the parameters below its module that no call has claimed before. The module stays the object
+it was. Only its class becomes a subclass that also derives from `FSDPModule`.
+
+Left out here, and built on this heart in `hwfsdp.features`: meshes of several axes, lists of modules, offloading, and all that
+steers the schedule by hand. `hwfsdp.fully_shard` is the door to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hwfsdp.core import compat
+from hwfsdp.core.context import FSDPCommContext
+from hwfsdp.core.form import Layout
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.param import FSDPParam, Place
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.ranks import shard_mesh
+from hwfsdp.core.state import FSDPState, state_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+) -> M:
+    """Shard the parameters of `module` over the ranks of `mesh`, in place; return it.
+
+    Args:
+        module: its parameters that no call has claimed yet become one group: gathered in one collective, reduced in one. They
+            become DTensors, `Shard(0)`, original dtype.
+        mesh: 1D; by default all ranks, on the accelerator if there is one.
+        reshard_after_forward: True frees the whole parameters after forward and gathers them again in backward; False keeps
+            them. None: False for the root, True for all others.
+        mp_policy: dtypes. ignored_params: stay as they are: neither sharded nor reduced.
+    """
+    ranks = shard_mesh(mesh)
+    found = unclaimed_params([module], ignored_params or set())
+    move_to(ranks.device, [module], found)
+    params = [FSDPParam(param, places, fqn, mp_policy, Layout(param, ranks)) for param, fqn, places in found]
+    comm_ctx = FSDPCommContext(ranks.device.type)
+    group = ParamGroup(params, ranks, comm_ctx) if params else None
+    if group:
+        group.reshard_after_forward = reshard_after_forward is not False
+        follow_state_dicts(group)
+    auto = reshard_after_forward is None
+    FSDPState([module], group, comm_ctx, mp_policy, ranks.device, auto)
+    become_fsdp_module(module, FSDPModule)
+    return module
+
+
+# --- What a call claims --------------------------------------------------------------------------------------
+
+
+class Unclaimed(NamedTuple):
+    """A parameter that no group has: its first name, and all places where it is registered, the first one first."""
+
+    param: nn.Parameter
+    fqn: str
+    places: list[Place]
+
+
+def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Unclaimed]:
+    """The parameters that a call of `fully_shard` makes one group of, frozen ones included.
+
+    In the order in which modules and their parameters were registered: the flat buffers of all ranks have to fit together, so
+    the order follows from the model alone. A *tied* parameter, one object with several names, is listed once, with all its
+    places: whoever exchanges it later exchanges it at every one of them.
+    """
+    found: dict[nn.Parameter, Unclaimed] = {}
+    for prefix, module in unclaimed_modules(modules):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param not in ignored:
+                unclaimed = found.setdefault(param, Unclaimed(param, prefix + name, []))
+                unclaimed.places.append(Place(module, name))
+    return list(found.values())
+
+
+def unclaimed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """`modules` and all below them, each once, down to those that an earlier call has sharded; with their prefixes.
+
+    In the order of `named_modules`. A prefix is what to put before the name of a module's parameter, such as "blocks.0.mlp.".
+    """
+    seen = set[nn.Module]()
+    stack = [("", module) for module in reversed(modules)]
+    while stack:
+        prefix, current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        yield prefix, current
+        children = [(f"{prefix}{name}.", c) for name, c in current.named_children() if state_of(c) is None]
+        stack.extend(reversed(children))
+
+
+def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[Unclaimed]) -> None:
+    """Parameters and buffers to the mesh's device; those on meta stay there until `to_empty`."""
+    buffers = [b for _, owner in unclaimed_modules(modules) for b in owner.buffers(recurse=False)]
+    for tensor in (*(unclaimed.param for unclaimed in found), *buffers):
+        if not tensor.is_meta and tensor.device != device:
+            compat.move_in_place(tensor, device)
+
+
+def follow_state_dicts(group: ParamGroup) -> None:
+    """State dicts hold the shards: they are registered before one is taken or loaded, and adopted after."""
+
+    def reshard(*_: Any) -> None:
+        group.drop_gather()  # of values that may be about to change
+        group.reshard()
+
+    def adopt(*_: Any) -> None:
+        group.adopt_registered()
+
+    for module in dict.fromkeys(place.module for p in group.params for place in p.places):
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_post_hook(adopt)
+
+
+# --- What every sharded module also is -----------------------------------------------------------------------
+
+
+class FSDPModule:
+    """A sharded module."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of the original class: slicing a sharded nn.Sequential makes a plain one."""
+        original: Any = cls.__bases__[-1]  # see `become_fsdp_module`
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. Off for all micro-batches but the last, they add up unreduced."""
+        for group in self._groups(recurse):
+            group.reduce_grads = requires_gradient_sync
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether to free the whole parameters after backward; off saves gathers between micro-batches."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`to`, `to_empty`, `half` and the like act on the shards."""
+        groups = self._groups(recurse=False)
+        for group in groups:
+            group.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in groups:
+            group.adopt_registered()
+        return result
+
+    def _states(self, recurse: bool) -> list[FSDPState]:
+        assert isinstance(self, nn.Module)
+        modules = self.modules() if recurse else [self]
+        return list(dict.fromkeys(state for m in modules if (state := state_of(m)) is not None))
+
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        return [group for state in self._states(recurse) for group in state.groups]
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def become_fsdp_module(module: nn.Module, base: type[FSDPModule]) -> None:
+    """Replace the module's class `Name` by `FSDPName`, which derives from `base` and `Name`."""
+    cls = type(module)
+    if (cls, base) not in _classes:
+        _classes[cls, base] = type(f"FSDP{cls.__name__}", (base, cls), {})
+    module.__class__ = _classes[cls, base]

@@ -1,0 +1,196 @@
+"""What cannot be sharded, or cannot run, said before anything is changed. Seams: the door, and the state at the root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core.compat import local_of
+from hwfsdp.core.context import FSDPCommContext
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.state import FSDPState, state_of
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
+from hwfsdp.features.call import Call
+from hwfsdp.features.offload import check_shards_are_there
+
+_CLAIMED = "_hwfsdp_claimed"
+
+
+def check(call: Call) -> None:
+    """The modules and the arguments."""
+    for module in call.modules:
+        check_module(module)
+    check_arguments(call)
+
+
+def check_params(call: Call) -> None:
+    """The parameters found."""
+    for param, fqn, _ in call.found:
+        check_param(fqn, param)
+
+
+def choose(call: Call) -> None:
+    """A root checks that its model can run."""
+    call.states.append(CheckedState)
+
+
+def joined(call: Call, state: FSDPState) -> None:
+    """The model has sharded parameters in place of these."""
+    for param, fqn, _ in call.found:
+        setattr(param, _CLAIMED, fqn)
+
+
+def claimed_as(param: Any) -> str | None:
+    """The name under which a sharded parameter took the place of this one; None if none did."""
+    name: str | None = getattr(param, _CLAIMED, None)
+    return name
+
+
+def check_module(module: Any) -> None:
+    """Raise UsageError if it is no module, has no forward, or was sharded before."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            "fully_shard",
+            expected="an nn.Module, or a list of them",
+            got=type(module).__name__,
+            remedy="Pass the module whose parameters are to be sharded.",
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise UsageError(
+            "fully_shard",
+            expected="a module with a forward",
+            got=f"nn.{type(module).__name__}, which has none",
+            remedy="Shard its children one by one.",
+        )
+    if state_of(module) is not None:
+        raise UsageError(
+            "fully_shard",
+            expected="a module that was not sharded yet",
+            got=f"{type(module).__name__}, which was",
+            remedy="Call it once per module, children before their parents.",
+        )
+
+
+def check_arguments(call: Call) -> None:
+    """Raise UsageError if an argument is of a type that cannot be used."""
+    policy, offload = call.mp_policy, call.offload_policy
+    dtypes = [getattr(policy, name, "") for name in ("param_dtype", "reduce_dtype", "output_dtype")]
+    mesh, reshard, dims, comm_ctx = call.mesh, call.reshard_after_forward, call.dp_mesh_dims, call.comm_ctx
+    usable = {
+        "mesh, a DeviceMesh": (mesh, mesh is None or isinstance(mesh, DeviceMesh)),
+        "reshard_after_forward, True, False, None or a number of ranks": (
+            reshard,
+            reshard is None or isinstance(reshard, int),
+        ),
+        "mp_policy, a MixedPrecisionPolicy of torch.dtypes": (
+            policy,
+            all(dtype is None or isinstance(dtype, torch.dtype) for dtype in dtypes),
+        ),
+        "offload_policy, an OffloadPolicy": (offload, type(offload).__name__.endswith("OffloadPolicy")),
+        "dp_mesh_dims, a DataParallelMeshDims": (dims, dims is None or hasattr(dims, "shard_names")),
+        "comm_ctx, an FSDPCommContext": (comm_ctx, comm_ctx is None or isinstance(comm_ctx, FSDPCommContext)),
+    }
+    for argument, (given, fits) in usable.items():
+        if not fits:
+            raise UsageError(
+                "fully_shard", expected=argument, got=repr(given), remedy="Pass one, or leave it out."
+            )
+
+
+def check_param(name: str, param: nn.Parameter) -> None:
+    """Raise if a parameter cannot be cut into rows, or is cut already by another group."""
+    subject = f"fully_shard: parameter {name!r}"
+    if claimed_as(param) is not None:
+        raise UsageError(
+            subject,
+            expected="a parameter of one group only",
+            got="one that is tied to a parameter of another group",
+            remedy="Shard the modules that share it in one call: fully_shard([a, b]), or that of a module above both.",
+        )
+    if param.ndim == 0:
+        raise UsageError(
+            subject,
+            expected="at least one dimension to shard",
+            got="a scalar",
+            remedy="Make it 1D with one element: nn.Parameter(torch.tensor([value])).",
+        )
+    local = local_of(param) if isinstance(param, DTensor) else param
+    if not local.is_contiguous():
+        raise UnsupportedError(
+            subject,
+            expected="contiguous memory",
+            got=f"shape {tuple(param.shape)} with strides {param.stride()}",
+            remedy="Assign a contiguous copy first: nn.Parameter(p.detach().contiguous()).",
+        )
+
+
+class CheckedState(FSDPState):
+    """A state that looks before it runs."""
+
+    def before_unshard(self) -> None:
+        """Before the first forward, which would check, the user gathers by hand."""
+        super().before_unshard()  # type: ignore[misc]
+        if self.group and not self.root.states:
+            self.group.adopt_registered()
+            check_ready(self.group)
+
+    def become_root(self) -> None:
+        """The root is one module, the first to run a forward, and every group below it can run.
+
+        Raises:
+            StateError: a module below it ran a forward before, or has parameters on the meta device.
+            UsageError: a group cannot be reduced as one, or is asked to be the root with several modules.
+        """
+        if len(self.modules) > 1:
+            raise UsageError(
+                "fully_shard: the module whose forward comes first",
+                expected="a single module, the root",
+                got=f"one of the {len(self.modules)} of a group",
+                remedy="Call fully_shard on the model as well, and run the forward of that.",
+            )
+        for fqn, module in self.modules[0].named_modules():
+            state = state_of(module)
+            if state is not None and state.root.states:
+                raise StateError(
+                    f"fully_shard: module {fqn!r}",
+                    expected="the root to run the first forward",
+                    got="a forward of this module before that of its root",
+                    remedy="Run the whole model once before calling a part of it by itself.",
+                )
+        super().become_root()
+        try:
+            for group in self.root.groups:
+                check_ready(group)
+        except (StateError, UsageError):
+            self.root.states = []  # it has not begun: the user may put it right, and try again
+            raise
+
+
+def check_ready(group: ParamGroup) -> None:
+    """Raise if the group cannot run.
+
+    Raises:
+        StateError: a parameter is still on the meta device, or offloaded and not in host memory.
+        UsageError: trainable parameters of several original dtypes.
+    """
+    on_meta = [p.fqn for p in group.params if p.sharded_param.is_meta]
+    if on_meta:
+        raise StateError(
+            f"parameter group {group.fqn!r}",
+            expected="materialized parameters at the first forward",
+            got=f"{', '.join(on_meta)} on the meta device",
+            remedy="Call model.to_empty(device=…) and initialize the shards, or load a checkpoint.",
+        )
+    dtypes = {p.dtypes.orig for p in group.params if p.sharded_param.requires_grad}
+    if len(dtypes) > 1:
+        raise UsageError(
+            f"parameter group {group.fqn!r}",
+            expected="trainable parameters of one dtype",
+            got=" and ".join(sorted(map(str, dtypes))),
+            remedy="Cast them, or wrap the modules with the other dtype in a fully_shard of their own.",
+        )
+    check_shards_are_there(group)

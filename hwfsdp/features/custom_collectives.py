@@ -1,0 +1,105 @@
+"""Other ways to move bytes. Seam: the transport.
+
+By default ranks of one machine's CPU read each other's memory, and every call is noted, so that ranks that part can be told
+(`hwfsdp.collectives`). A user may put collectives of their own in place, or have buffers from the process group's allocator.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from hwfsdp.collectives import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    GroupAllocAllGather,
+    GroupAllocReduceScatter,
+    GroupTransport,
+    ReduceScatter,
+)
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.state import FSDPState
+from hwfsdp.errors import StateError, UnsupportedError
+from hwfsdp.features.call import Call
+
+_DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupAllocReduceScatter)
+
+
+def joined(call: Call, state: FSDPState) -> None:
+    """The group's bytes move by a transport that notes and can be exchanged."""
+    for group in state.groups:
+        group.transport = GroupTransport(group.mesh.shard, group.mesh.device)
+
+
+def transport_of(group: ParamGroup) -> GroupTransport:
+    """The group's transport."""
+    assert isinstance(group.transport, GroupTransport)
+    return group.transport
+
+
+class CustomCollectives:
+    """Methods of sharded modules."""
+
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        raise NotImplementedError
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """How this module's own group gathers; for example `collectives.RingAllGather()`."""
+        for group in self._groups(recurse=False):
+            transport_of(group).gather = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """How this module's own group reduces; for example `collectives.RingReduceScatter()`."""
+        for group in self._groups(recurse=False):
+            transport_of(group).scatter = comm
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether gradients are reduced in a process group of their own, beside the gathers of others.
+
+        Collective: every rank of the mesh has to call it. Modules sharded over the same ranks share the group.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            transport = transport_of(group)
+            if enable and transport.ranks.group is not None:
+                ranks = tuple(dist.get_process_group_ranks(transport.ranks.group))
+                if ranks not in made:
+                    made[ranks] = transport.reduce_group or dist.new_group(
+                        list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+                    )
+                transport.reduce_group = made[ranks]
+            elif not enable:
+                transport.reduce_group = None
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether buffers come from the process group's own allocator, where it has one.
+
+        Raises:
+            StateError: custom collectives are set, which allocate their own.
+        """
+        for group in self._groups(recurse=False):
+            transport = transport_of(group)
+            custom = [c for c in (transport.gather, transport.scatter) if type(c) not in _DEFAULTS]
+            if custom:
+                raise StateError(
+                    "set_allocate_memory_from_process_group_for_comm",
+                    expected="the default collectives",
+                    got=type(custom[0]).__name__,
+                    remedy="Allocate in the custom collective's own `allocate`.",
+                )
+            shard = transport.ranks.group
+            reduce = transport.reduce_group or shard
+            transport.gather = GroupAllocAllGather(shard) if enable else DefaultAllGather(shard)
+            transport.scatter = GroupAllocReduceScatter(reduce) if enable else DefaultReduceScatter(reduce)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Not built: raises UnsupportedError, which names the alternative."""
+        raise UnsupportedError(
+            f"set_symm_mem_for_comm({backend!r})",
+            expected="a feature that is built",
+            got="buffers in symmetric memory, which is not",
+            remedy="Use set_allocate_memory_from_process_group_for_comm(True), or an AllGather of your own whose "
+            "`allocate` takes symmetric memory, with set_custom_all_gather.",
+        )

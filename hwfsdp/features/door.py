@@ -1,0 +1,123 @@
+"""The door that users call: `fully_shard` with all its arguments.
+
+It does what the heart's does (`core.wrap`), with parts that features have chosen from the arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hwfsdp import features
+from hwfsdp.core.context import FSDPCommContext
+from hwfsdp.core.form import Layout
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.ranks import shard_mesh
+from hwfsdp.core.state import FSDPState
+from hwfsdp.core.wrap import become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
+from hwfsdp.features.call import Call
+from hwfsdp.features.hybrid_sharding import DataParallelMeshDims
+from hwfsdp.features.offload import OffloadPolicy
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    module_fqn: str | None = None,
+    comm_ctx: FSDPCommContext | None = None,
+) -> M:
+    """Shards the parameters of `module` over the ranks of `mesh`, in place.
+
+    Arguments, defaults and effect are those of `torch.distributed.fsdp.fully_shard` (torch 2.13), but for the last two.
+
+    Args:
+        module: implements `forward`. Its parameters that no call has claimed yet become one group: gathered in one collective,
+            reduced in one. They become DTensors, `Shard(0)`, original dtype. A list of modules makes one group of all of them.
+        mesh: 1D, or 2D with names: replicated over the first axis, sharded over the second. By default all ranks, on the
+            accelerator if there is one. Parameters may be DTensors on other axes of the same mesh.
+        reshard_after_forward: True frees the whole parameters after forward and gathers them again in backward; False keeps
+            them. None: False for the root, True for all others. A number, a factor of the number of shards: keeps them
+            sharded over so many ranks.
+        shard_placement_fn: returns the `Shard` of a parameter, None for `Shard(0)`. Dimensions other than 0 have to be
+            multiples of the number of shards.
+        mp_policy: dtypes; see `MixedPrecisionPolicy`.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and so optimizer states in host memory.
+        ignored_params: stay as they are: neither sharded nor reduced.
+        dp_mesh_dims: `mesh` is that of all parallelisms, these are its data-parallel axes, and all parameters are DTensors on
+            it, replicated over those.
+        module_fqn: the module's name in errors and traces; by default its name from the root.
+        comm_ctx: streams to share with other roots; by default new ones.
+
+    Returns:
+        `module`, which now is an `FSDPModule` too.
+
+    Raises:
+        UsageError: the module, a parameter or the mesh cannot be sharded.
+        UnsupportedError: an argument asks for what is not built.
+        StateError: no process group. The module is unchanged after an error.
+    """
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    call = Call(
+        modules,
+        mesh,
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        set(ignored_params or ()),
+        dp_mesh_dims,
+        comm_ctx,
+    )
+    ask("check", call)
+    call.ranks = call.ranks or shard_mesh(mesh)
+    call.found = unclaimed_params(call.modules, call.ignored_params)
+    ask("check_params", call)
+    call.layouts = [Layout(param, call.ranks) for param, _, _ in call.found]
+    ask("choose", call)
+    state = shard(call)
+    state.fqn = module_fqn or ""
+    ask("joined", call, state)
+    return module
+
+
+def shard(call: Call) -> FSDPState:
+    """Shard the parameters of a call, by the parts that were chosen; return the state of its modules."""
+    assert call.ranks is not None
+    move_to(call.device, call.modules, call.found)
+    comm_ctx = call.comm_ctx or FSDPCommContext(call.device.type)
+    params = [
+        FSDPParam(param, places, fqn, call.mp_policy, layout, call.home, call.make_form)
+        for (param, fqn, places), layout in zip(call.found, call.layouts, strict=True)
+    ]
+    group = call.make_group(params, call.ranks, comm_ctx) if params else None
+    if group:
+        keeps = call.reshard_after_forward is False or call.ranks.shard.group is None
+        group.reshard_after_forward = call.reshard and not keeps
+        follow_state_dicts(group)
+    auto = call.reshard_after_forward is None
+    state = call.state_class()(call.modules, group, comm_ctx, call.mp_policy, call.device, auto)
+    for module in call.modules:
+        become_fsdp_module(module, call.module_class)
+    return state
+
+
+def ask(what: str, *arguments: Any) -> None:
+    """Call the function of this name of every feature that has one."""
+    for name in features.FEATURES:
+        function = getattr(importlib.import_module(f"hwfsdp.features.{name}"), what, None)
+        if function is not None:
+            function(*arguments)

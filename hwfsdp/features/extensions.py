@@ -1,0 +1,154 @@
+"""Parameters that travel in a form of their own. Seam: the form.
+
+A sharded parameter's local part may be a tensor subclass that says how it is gathered, for example quantized: one tensor of
+int8 values and one of scales in place of one of fp32. It has two methods, which torch's FSDP2 defined:
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+        The tensors to gather. Of an unevenly sharded parameter they have the shape of the padded shard. A method that
+        takes `mesh` only is called with that.
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner) or None
+        What was gathered, each output having world size times its input's rows, as the unsharded tensor; `inner` are
+        tensors with memory of their own that is to be freed with it. Later calls get `out`, the tensor made by the
+        first, to fill again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core import form as storage
+from hwfsdp.core.compat import local_of
+from hwfsdp.core.form import Form
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.errors import UsageError
+from hwfsdp.features.call import Call
+from hwfsdp.features.hybrid_sharding import shard_axis
+from hwfsdp.features.layouts import contiguous_strides
+
+METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def check_params(call: Call) -> None:
+    """Refuse a tensor with one of the two methods."""
+    for param, fqn, _ in call.found:
+        has_methods(local_of(param) if isinstance(param, DTensor) else param, fqn)
+
+
+def choose(call: Call) -> None:
+    """The form of a parameter follows from its local part, which may be exchanged later."""
+    otherwise = call.make_form
+    call.make_form = lambda param: make_form(param, otherwise)
+
+
+def make_form(param: FSDPParam, otherwise: Callable[[FSDPParam], Form]) -> Form:
+    """The extension's form if the local part has its methods, else the usual one."""
+    return ExtensionForm(param) if has_methods(param.local, param.fqn) else otherwise(param)
+
+
+def has_methods(local: Tensor, fqn: str) -> bool:
+    """Whether a local part says how it is gathered.
+
+    Raises:
+        UsageError: it has only one of the two methods.
+    """
+    missing = [name for name in METHODS if not hasattr(local, name)]
+    if len(missing) == 1:
+        raise UsageError(
+            f"parameter {fqn!r}",
+            expected=f"both {' and '.join(METHODS)}, or neither",
+            got=f"{type(local).__name__} without {missing[0]}",
+            remedy="Define the missing method.",
+        )
+    return not missing
+
+
+class ExtensionForm(Form):
+    """One parameter's gathers by the methods of its local part.
+
+    Attributes:
+        tensors: memory that the gathers write to, one flat tensor per input; it comes and goes.
+        inner: memory that the unsharded tensor holds besides.
+    """
+
+    reads_rows = False
+
+    def __init__(self, param: FSDPParam) -> None:
+        super().__init__(param)
+        self.tensors: list[Tensor] = []
+        self.inner: list[Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._metadata: Any = None
+        self._sizes: list[torch.Size] = []
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        return self._dtypes
+
+    def inputs(self) -> list[Tensor]:
+        """What the local part wants to be gathered, each flat."""
+        param, layout = self.param, self.param.layout
+        local: Any = param.local
+        if not local.is_meta and local.device != layout.mesh.device:
+            local = local.to(layout.mesh.device, non_blocking=True)
+        arguments = (
+            shard_axis(layout.mesh),
+            layout.shape,
+            contiguous_strides(layout.shape),
+            param.places[0].module,
+            param.policy,
+        )
+        only_mesh = len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1
+        inputs, self._metadata = local.fsdp_pre_all_gather(*(arguments[:1] if only_mesh else arguments))
+        padded = tuple(layout.padded_shape)
+        uneven = tuple(local.shape) != padded
+        if uneven and not only_mesh and any(tuple(t.shape) != padded for t in inputs):
+            raise UsageError(
+                f"{type(local).__name__}.fsdp_pre_all_gather",
+                expected=f"tensors of the padded shard's shape, {padded}, for an unevenly sharded parameter",
+                got=str([tuple(t.shape) for t in inputs]),
+                remedy="Pad dim 0 with zeros; rows beyond the parameter's end are dropped after the gather.",
+            )
+        self._sizes = [t.shape for t in inputs]
+        self._dtypes = [t.dtype for t in inputs]
+        return [t.reshape(-1) for t in inputs]
+
+    def outputs(self) -> list[Tensor]:
+        mesh = self.param.layout.mesh
+        if not self.tensors:
+            inputs = zip(self._sizes, self._dtypes, strict=True)
+            self.tensors = [
+                torch.empty(mesh.size * s.numel(), dtype=d, device=mesh.device) for s, d in inputs
+            ]
+        for tensor in self.tensors:
+            storage.allocate(tensor)
+        return [tensor.view(mesh.size, -1) for tensor in self.tensors]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Have the local part make the unsharded tensor; the first time without the padding rows."""
+        param, shape = self.param, self.param.layout.shape
+        local: Any = param.local
+        with torch.inference_mode(False):
+            for tensor in self.inner:
+                storage.allocate(tensor)
+            aliases = [t.data for t in self.tensors]  # `form`, Note [Writing without being noticed]
+            outputs = tuple(t.view(-1, *s[1:]) for t, s in zip(aliases, self._sizes, strict=True))
+            metadata, self._metadata = self._metadata, None
+            dtype, out = param.dtypes.compute, param.unsharded_param
+            if out is not None:
+                local.fsdp_post_all_gather(outputs, metadata, dtype, out=out)
+                return
+            whole, inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
+            self.inner = list(inner)
+            strides = contiguous_strides(shape)
+            param.set_unsharded(whole if whole.shape == shape else whole.as_strided(shape, strides))
+
+    def free(self) -> None:
+        for tensor in (*self.tensors, *self.inner):
+            storage.free(tensor)

@@ -1,0 +1,319 @@
+"""Hybrid sharding: shards that are replicated. Seams: the ranks, and the reducer.
+
+Parameters are sharded over one axis of the mesh, and the shards replicated over another. Gathers stay within a host, and only
+shards of gradients cross hosts: what the reduce-scatter leaves on a rank is all-reduced over the replicas.
+
+    copy-in, reduce-scatter as in the heart                    (reduce-scatter stream)
+    all-reduce of its result over the replicas                 (all-reduce stream)
+    divide, add to the shards' gradients                       (all-reduce stream)
+
+Note [Partial gradients]
+    Gradients may be accumulated after the reduce-scatter and before the all-reduce: a shard's size, not the whole parameter's.
+    They are kept per parameter, because another micro-batch may reach other parameters. The reduction that ends with an
+    all-reduce takes them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from hwfsdp import compat
+from hwfsdp.collectives import GroupTransport
+from hwfsdp.core.collectives import Mean, Reducing, mean_over
+from hwfsdp.core.compat import no_autograd
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.observer import moment
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.ranks import Axis, ShardMesh, axis_along, default_mesh, device_of
+from hwfsdp.core.state import FSDPState
+from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.errors import UsageError
+from hwfsdp.features.call import Call
+from hwfsdp.features.reductions import SteeredReducer
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh are data-parallel, when it has others too; see `fully_shard(dp_mesh_dims=…)`.
+
+    Attributes:
+        shard: name of the axis to shard over; several names are taken as one axis. None: replicate only.
+        replicate: name of the axis to replicate over, or several. None: shard only.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise UsageError(
+                "DataParallelMeshDims",
+                expected="names of axes in shard, in replicate, or in both",
+                got="neither",
+                remedy="Name the data-parallel axis: DataParallelMeshDims(shard='dp').",
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def check(call: Call) -> None:
+    """A mesh of one or two axes, or of more with names."""
+    dims = call.dp_mesh_dims and DataParallelMeshDims(call.dp_mesh_dims.shard, call.dp_mesh_dims.replicate)
+    call.ranks = hybrid_mesh(call.mesh, dims)
+
+
+def joined(call: Call, state: FSDPState) -> None:
+    """A group on such a mesh reduces over the replicas, too."""
+    for group in state.groups:
+        if replicas_of(group.mesh).group is not None:
+            group.reducer = HybridReducer(group)
+
+
+# --- The mesh ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HybridMesh(ShardMesh):
+    """The ranks over which parameters are sharded, and those over which the shards are replicated.
+
+    Attributes:
+        mesh: its data-parallel axes: (shard), (replicate, shard) or (replicate).
+        shard: ranks that hold different rows. Of size 1, without a group, if there is no such axis.
+        replicate: ranks that hold the same rows. Of size 1, without a group, if there is no such axis.
+        dims: the names of these axes in `around`, the mesh of all axes, if the parameters are DTensors on that.
+    """
+
+    replicate: Axis = Axis()
+    dims: DataParallelMeshDims | None = None
+    around: DeviceMesh | None = None
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Of a plain parameter that is sharded along its dimension `dim`: one placement for each axis of `mesh`.
+
+        `Replicate()` over the axis of replicas, if there is one (`replicate` has a group), then `Shard(dim)` over the axis of
+        shards, if there is one. An axis may be there and have one rank only.
+        """
+        replicate = (Replicate(),) if self.replicate.group else ()
+        return (*replicate, Shard(dim)) if self.shard.group else replicate
+
+
+def replicas_of(mesh: ShardMesh) -> Axis:
+    """The ranks that hold the same rows."""
+    return getattr(mesh, "replicate", Axis())
+
+
+def shard_axis(mesh: ShardMesh) -> DeviceMesh:
+    """The 1D mesh of the ranks that hold different rows."""
+    names = mesh.mesh.mesh_dim_names
+    return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh
+
+
+def hybrid_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> HybridMesh:
+    """Check the mesh given to `fully_shard` (None: all ranks) and resolve it.
+
+    Raises:
+        UsageError: the mesh has three or more axes, or two without names, and `dims` does not say which to take; or `dims`
+            names axes that the mesh does not have.
+        StateError: no mesh is given and no process group is initialized.
+    """
+    mesh = default_mesh() if mesh is None else mesh
+    if dims is not None:
+        return _named_axes(mesh, dims)
+    if mesh.ndim > 2:
+        raise UsageError(
+            "fully_shard(mesh=…)",
+            expected="a 1D mesh, or a named 2D mesh",
+            got=f"a {mesh.ndim}D mesh of shape {tuple(mesh.shape)}",
+            remedy="Take the data-parallel axis out of it: mesh['dp'], or name it in dp_mesh_dims.",
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise UsageError(
+            "fully_shard(mesh=…)",
+            expected="names for the axes of a 2D mesh (first replicated, second sharded)",
+            got=f"an unnamed mesh of shape {tuple(mesh.shape)}",
+            remedy="Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh.",
+        )
+    shard, replicate = data_parallel_axes(mesh)
+    return HybridMesh(mesh, shard, device_of(mesh.device_type), replicate)
+
+
+def data_parallel_axes(mesh: DeviceMesh) -> tuple[Axis, Axis]:
+    """The axis to shard over and the one to replicate over, as this process sees them.
+
+    Args:
+        mesh: 1D: (shard); or 2D: (replicate, shard). An axis may have one rank only. `axis_along(mesh, dim)` makes the `Axis`
+            of one dimension. An axis that the mesh does not have is `Axis()`: no group, one rank.
+
+    Returns:
+        (shard, replicate), in this order.
+    """
+    replicate = axis_along(mesh, 0) if mesh.ndim == 2 else Axis()
+    return axis_along(mesh, mesh.ndim - 1), replicate
+
+
+def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> HybridMesh:
+    names = (*dims.replicate_names, *dims.shard_names)
+    if unknown := [name for name in names if name not in (mesh.mesh_dim_names or ())]:
+        raise UsageError(
+            "fully_shard(dp_mesh_dims=…)",
+            expected=f"names of axes of the mesh, {mesh.mesh_dim_names}",
+            got=", ".join(map(repr, unknown)),
+            remedy="Name the axes in init_device_mesh(mesh_dim_names=…) and use those names.",
+        )
+    parts = [flat_axis(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
+    shard = axis_along(parts[-1], 0) if dims.shard_names else Axis()
+    replicate = axis_along(parts[0], 0) if dims.replicate_names else Axis()
+    joined = parts[0] if len(parts) == 1 else compat.join_meshes(parts)
+    return HybridMesh(joined, shard, device_of(mesh.device_type), replicate, dims, mesh)
+
+
+def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1D mesh of these axes of `mesh`, several taken as one."""
+    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])
+
+
+# --- Gradients -----------------------------------------------------------------------------------------------
+
+
+class HybridReducer(SteeredReducer):
+    """Scatter, all-reduce over the replicas, divide, add.
+
+    Attributes:
+        replicas: over which to all-reduce. all_reduce_grads: off, partial gradients add up (Note [Partial gradients]).
+        partial_grads: this rank's rows, reduced within the shard axis only, by parameter: `local_shape`, reduce dtype.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        super().__init__(group)
+        self.replicas = replicas_of(group.mesh)
+        self.all_reduce_grads = True
+        self.partial_grads: dict[FSDPParam, Tensor] = {}
+
+    def mean(self, dtype: torch.dtype) -> Mean:
+        """How the reduce-scatter takes its part in the mean over all ranks; `replica_operation` says the other part."""
+        if self._backend_divides(dtype):
+            return Mean(1, dist.ReduceOp.AVG, 1)
+        return mean_over(self.group.mesh.size * self.replicas.size, dtype, self.divide_factor, only_sum=True)
+
+    def replica_operation(self, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
+        """What to all-reduce with: the backend divides here, too, unless sums are divided by another number."""
+        both = self._backend_divides(dtype) and self.divide_factor is None
+        return dist.ReduceOp.AVG if both else dist.ReduceOp.SUM
+
+    def _backend_divides(self, dtype: torch.dtype) -> bool:
+        """Whether means are left to the backend: where there is range to spare, and the divisor is one of its own."""
+        shards = self.group.mesh.size
+        usual = self.divide_factor is None or self.divide_factor == shards > 1
+        several = shards * self.replicas.size > 1
+        return dtype in (torch.float32, torch.bfloat16) and several and usual and not self.force_sum
+
+    def stand_in(self, param: FSDPParam) -> Tensor | None:
+        """A partial gradient is still to go to the replicas: zeros take it along."""
+        waiting = param in self.partial_grads and self.all_reduce_grads
+        return self.zeros(param) if waiting else super().stand_in(param)
+
+    def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
+        """Say what becomes of a reduction over the shard axis, which may still be under way; return at once.
+
+        With `all_reduce_grads` off, the result is kept for later (`add_partial_grads`), and nothing reaches the shards'
+        gradients. Otherwise what was kept is added to it (`take_partial_grads`), and it goes on over the replicas
+        (`reduce_over_replicas`); with one replica, to the shards' gradients at once (`finish_shards`). What the all-reduce works on
+        is held (`comm_ctx.hold`) until the backward is over.
+
+        Each is handed to `reducing.stream.then` inside `reducing.stream.run()`, and must not refer to `reducing.flat`.
+
+        Returns:
+            An event after which `reducing.flat` may be reused.
+        """
+        result, divisor = reducing.result, reducing.mean.after
+        with reducing.stream.run():
+            if not self.all_reduce_grads:
+                reducing.stream.then(lambda: self.add_partial_grads(params, result))
+                return reducing.stream.record()
+            if any(param in self.partial_grads for param in params):
+                reducing.stream.then(lambda: self.take_partial_grads(params, result))
+        if self.replicas.size == 1:
+            return self.finish_shards(params, reducing)
+        reduced = reducing.stream.record()
+        with reducing.stream.run():
+            reducing.stream.then(lambda: self.reduce_over_replicas(params, result, divisor, reduced))
+        self.group.comm_ctx.hold(result, self.group.comm_ctx.streams.all_reduce)
+        return reducing.stream.record()
+
+    def finish_shards(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
+        """What the heart does: divide, add; with a hook in between, if there is one."""
+        return super().finish(params, reducing)
+
+    def reduce_over_replicas(
+        self, params: Sequence[FSDPParam], result: Tensor, divisor: float, reduced: StreamEvent
+    ) -> None:
+        """Go on across the replicas: all-reduce what the reduce-scatter has left on this rank, in place.
+
+        Ranks that replicate hold the same rows, so only these have to cross, 1/S of what the reduce-scatter worked on. Called once,
+        when the reduce-scatter is over, or, on a device, as soon as it is issued; `reduced` is the event after it and after
+        `take_partial_grads`.
+
+        The all-reduce stream (`self.group.comm_ctx.streams.all_reduce`) waits for that event. On it, the collective is started
+        (`start_all_reduce`), and the division and the shards' gradients follow (`add_divided`). Nobody else waits: not compute,
+        not the host, and not the reduce-scatter stream, which has the next group to reduce.
+        """
+        stream = self.group.comm_ctx.streams.all_reduce
+        stream.wait(reduced)
+        with stream.run():
+            self.start_all_reduce(result, stream)
+            self.add_divided(stream, params, result, divisor)
+
+    def start_all_reduce(self, tensor: Tensor, stream: Stream) -> None:
+        """Issue an all-reduce of `tensor` over the replicas, in place, on `stream`, which is current; return at once."""
+        transport, operation = self.group.transport, self.replica_operation(tensor.dtype)
+        assert isinstance(transport, GroupTransport)
+        with moment("all_reduce", transport):
+            stream.add(transport.all_reduce(tensor, operation, self.replicas, stream.is_host))
+
+    def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
+        """Keep the result of a reduction over the shard axis only; the replicas have not heard of it yet.
+
+        Args:
+            params: those that were reduced. result: [n], reduce dtype; `self.group.pieces(params, result)` cuts it. Views of it
+                may be kept, except if the mesh has one shard only: then `result` is the flat buffer of the gradients, whose
+                memory belongs to the compute stream, and what is kept has to be a copy.
+
+        Afterwards the entry of each of `params` in `partial_grads` has its piece added, in place, or is the piece.
+        """
+        with no_autograd():
+            if self.group.mesh.size == 1:  # the result is the input, which belongs to the compute stream
+                result = result.clone()
+            for param, grad in self.group.pieces(params, result):
+                kept = self.partial_grads.get(param)
+                self.partial_grads[param] = grad if kept is None else kept.add_(grad)
+
+    def take_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
+        """Add partial gradients to the result of a reduction that goes on over the replicas; each counts once.
+
+        Args:
+            params: those that are being reduced. result: [n], reduce dtype; `self.group.pieces` cuts it. Changed in place.
+        """
+        with no_autograd():
+            for param, grad in self.group.pieces(params, result):
+                if param in self.partial_grads:
+                    grad.add_(self.partial_grads.pop(param))
+
+    def drop(self) -> None:
+        self.partial_grads.clear()

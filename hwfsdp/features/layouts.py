@@ -1,0 +1,274 @@
+"""Other layouts: parameters that tensor parallelism has cut before, and other dimensions than 0. Seam: the layout.
+
+A plain parameter becomes a DTensor on the data-parallel mesh. A parameter may also be a DTensor before, because tensor
+parallelism (TP) has cut it over other ranks. Then FSDP cuts the part that this rank holds once more, over the ranks that hold
+the same part:
+
+    rows 0…7 of a weight                 tp 0          tp 1
+    TP cuts rows over 2 ranks            0 1 2 3       4 5 6 7
+    FSDP cuts each part over 2   dp 0    0 1           4 5
+                                 dp 1    2 3           6 7
+
+The sharded DTensor lies on the mesh of both, `(dp, tp)`. Read from left to right, `(Shard(0), Shard(0))` would say that dp cut
+first, and give rows 2 and 3 to the wrong rank. Since TP cut first, dp's placement is the strided
+`_StridedShard(0, split_factor=2)`: a cut after two parts had been made. See `hwfsdp.layout` for the arithmetic.
+
+Note [Rows]
+    The heart speaks of rows, that is, of slices along dim 0. A parameter that is cut along another dimension is seen with one
+    row per rank. That is a view of the whole parameter, so gathers write through it and gradients are read through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hwfsdp import compat
+from hwfsdp.core.compat import dtensor, local_of
+from hwfsdp.core.form import Layout
+from hwfsdp.core.ranks import ShardMesh
+from hwfsdp.core.sharding import padded_local_shape
+from hwfsdp.errors import UnsupportedError, UsageError
+from hwfsdp.features.call import Call
+from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, flat_axis
+
+
+def choose(call: Call) -> None:
+    """A layout of its own for each parameter that is a DTensor, or that is to be cut along another dimension."""
+    assert call.ranks is not None
+    for index, (param, fqn, _) in enumerate(call.found):
+        dim = chosen_dim(fqn, param, call.shard_placement_fn, call.ranks)
+        named = isinstance(call.ranks, HybridMesh) and call.ranks.dims is not None
+        if dim or isinstance(param, DTensor) or named:
+            call.layouts[index] = CutLayout(param, dim, call.ranks, fqn)
+
+
+def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> int:
+    """The dimension along which `choose`, the user's function, wants this parameter cut; 0 without one."""
+    placement = choose(param) if choose else None
+    subject = f"fully_shard(shard_placement_fn=…): parameter {name!r}"
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        error = UnsupportedError if hasattr(placement, "mesh_info") else UsageError
+        raise error(
+            subject,
+            expected="a Shard, or None for Shard(0)",
+            got=repr(placement),
+            remedy="Parameters on meshes of their own need a fully_shard call of their own.",
+        )
+    local = local_of(param) if isinstance(param, DTensor) else param
+    dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < local.ndim:
+        raise UsageError(
+            subject,
+            expected=f"a dimension of shape {tuple(local.shape)}",
+            got=repr(placement),
+            remedy="Return Shard(dim) with -ndim <= dim < ndim.",
+        )
+    if dim and local.shape[dim] % mesh.size:
+        raise UnsupportedError(
+            subject,
+            expected=f"a multiple of {mesh.size} ranks in dimension {dim}",
+            got=f"shape {tuple(local.shape)}",
+            remedy="Only dimension 0 is padded: return Shard(0) for it, or another dimension.",
+        )
+    return dim
+
+
+@dataclass(frozen=True)
+class MeshPlacements:
+    """A mesh, and what each of its axes does to a tensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+class CutLayout(Layout):
+    """The layout of a parameter that is cut along `dim`, and may have been cut by others before.
+
+    Attributes:
+        unsharded: where the unsharded parameter lies; None if that is a plain tensor.
+    """
+
+    def __init__(self, param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> None:
+        super().__init__(local_of(param) if isinstance(param, DTensor) else param, mesh)
+        self.dim = dim
+        self.global_shape, self.stride = param.shape, param.stride()
+        sharded, self.unsharded = placements_of(param, dim, mesh, fqn)
+        self.device_mesh, self.placements = sharded.mesh, sharded.placements
+        if dim:
+            self.rows = torch.Size(rows_shape(self.shape, dim, mesh.size))
+            self.local_shape = self.rows[1:]
+            self.padded_shape = padded_local_shape(self.rows, mesh.size)
+            self.padded_numel = prod(self.padded_shape)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        if self.dim == 0:
+            return whole
+        rows: Tensor = whole.unflatten(self.dim, (self.mesh.size, -1)).movedim(self.dim, 0)
+        return rows
+
+    def by_rank(self, gathered: Tensor) -> Tensor:
+        return super().by_rank(gathered) if self.dim == 0 else self.rows_of(gathered.view(self.shape))
+
+    def as_whole(self, whole: Tensor) -> Tensor:
+        if self.unsharded is None:
+            return whole
+        grid = self.unsharded
+        return dtensor(whole, grid.mesh, grid.placements, self.global_shape, self.stride)
+
+    def own_grad(self, grad: Tensor) -> Tensor:
+        """The part of a tensor-parallel gradient that belongs to this rank's part of the parameter."""
+        if not isinstance(grad, DTensor) or self.unsharded is None:
+            return grad
+        own, dims = self.unsharded, getattr(self.mesh, "dims", None)
+        names = (*dims.shard_names, *dims.replicate_names) if dims else ()
+        axes = own.mesh.mesh_dim_names or ("",) * own.mesh.ndim
+        # over the data-parallel axes it stays a sum to be made: that is what the reduction is for
+        wanted = tuple(
+            now if name in names else placement
+            for name, now, placement in zip(axes, grad.placements, own.placements, strict=True)
+        )
+        part = grad if wanted == grad.placements else grad.redistribute(placements=wanted)
+        local: Tensor = part.to_local()
+        return local
+
+
+def rows_shape(shape: Sequence[int], dim: int, world_size: int) -> tuple[int, ...]:
+    """The shape whose dim 0 is dealt out to the ranks when a tensor of this shape is cut along `dim`.
+
+    For dim 0 it is `shape`. For any other, whose length must be a multiple of `world_size`, it is that of the ranks' chunks,
+    stacked: (4, 6) cut along dim 1 for 3 ranks gives (3, 4, 2).
+    """
+    if dim == 0:
+        return tuple(shape)
+    return (world_size, *shape[:dim], shape[dim] // world_size, *shape[dim + 1 :])
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape: `(2, 3, 4)` → `(12, 4, 1)`."""
+    return tuple(accumulate((max(n, 1) for n in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
+
+
+def placements_of(
+    param: Tensor, dim: int, mesh: ShardMesh, fqn: str
+) -> tuple[MeshPlacements, MeshPlacements | None]:
+    """Where `param` will lie, sharded and unsharded, when FSDP cuts dimension `dim`, 0 <= dim < param.ndim.
+
+    Raises:
+        UsageError: `param` is a DTensor whose mesh does not fit `mesh`.
+    """
+    dims = getattr(mesh, "dims", None)
+    if not isinstance(param, DTensor):
+        if dims:
+            raise UsageError(
+                f"fully_shard(dp_mesh_dims=…): parameter {fqn!r}",
+                expected="a DTensor on the whole mesh",
+                got="a plain tensor",
+                remedy="Distribute it first: distribute_module, or distribute_tensor with Replicate().",
+            )
+        return MeshPlacements(mesh.mesh, mesh.placements(dim)), None
+    before = MeshPlacements(param.device_mesh, tuple(param.placements))
+    if dims:
+        return _over_all_axes(before, dim, mesh, dims, fqn), before
+    return _over_other_axes(before, dim, mesh, fqn), before
+
+
+def cut_after(placements: Iterable[tuple[Placement, int]], dim: int) -> Placement:
+    """FSDP's placement when it cuts tensor dim `dim` after others did: how one axis of the mesh says what came before it.
+
+    Args:
+        placements: of the axes on the right of FSDP's, which have made their cuts already, each with the number of
+            ranks along its axis.
+
+    Returns:
+        `compat.strided_shard(dim, parts)`, where `parts` is the number of parts that these cuts have made of `dim`. A plain
+        `Shard(dim)` if it is 1, and the tensor dim is still in one piece. `compat.is_shard` tells which placements cut, and
+        these have a `dim`, which may be another one.
+    """
+    parts = prod(size for p, size in placements if compat.is_shard(p) and getattr(p, "dim", None) == dim)
+    return compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
+
+
+def joined_placements(
+    own: Sequence[Placement], before: Sequence[Placement], sizes: Sequence[int], dim: int
+) -> tuple[Placement, ...]:
+    """Placements of a sharded parameter that was a DTensor before, on the mesh of both: data-parallel axes come first.
+
+    Args:
+        own: what FSDP would say of a plain parameter: `(Shard(dim),)`, or `(Replicate(), Shard(dim))` under hybrid sharding.
+        before: the parameter's placements before FSDP, one for each of its axes. They stay as they are.
+        sizes: the number of ranks along each of these axes.
+        dim: the tensor dim that FSDP cuts.
+
+    Returns:
+        One placement for each axis of the joined mesh. Where `own` cuts, it has to say that `before` has cut already
+        (`cut_after`); where it replicates, it still does.
+    """
+    cut = cut_after(zip(before, sizes, strict=True), dim)
+    return (*(cut if compat.is_shard(p) else p for p in own), *before)
+
+
+def _over_other_axes(before: MeshPlacements, dim: int, mesh: ShardMesh, fqn: str) -> MeshPlacements:
+    """The DTensor lies on axes that are not data-parallel: those are appended to the data-parallel ones."""
+    try:
+        joined = compat.join_meshes([mesh.mesh, before.mesh])
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UsageError(
+            f"fully_shard: parameter {fqn!r}",
+            expected="a DTensor on another axis of the mesh that the data-parallel mesh was taken from",
+            got=f"one on {before.mesh}, which cannot be joined with {mesh.mesh} ({error})",
+            remedy="Make one named mesh, init_device_mesh(…, mesh_dim_names=('dp', 'tp')), and slice both from it.",
+        ) from error
+    sizes = [before.mesh.size(i) for i in range(before.mesh.ndim)]
+    return MeshPlacements(joined, joined_placements(mesh.placements(dim), before.placements, sizes, dim))
+
+
+def _over_all_axes(
+    before: MeshPlacements, dim: int, mesh: ShardMesh, axes: DataParallelMeshDims, fqn: str
+) -> MeshPlacements:
+    """The DTensor lies on the whole mesh and replicates over the data-parallel axes: FSDP cuts those."""
+    names = before.mesh.mesh_dim_names or ()
+    dims = (*axes.shard_names, *axes.replicate_names)
+    placed = dict(zip(names, before.placements, strict=True)) if names else {}
+    around = getattr(mesh, "around", None)
+    if before.mesh != around or any(not isinstance(placed[name], Replicate) for name in dims):
+        raise UsageError(
+            f"fully_shard(dp_mesh_dims=…): parameter {fqn!r}",
+            expected=f"a DTensor on the mesh given, Replicate() over {', '.join(dims)}",
+            got=f"one on {before.mesh} with placements {before.placements}",
+            remedy="Distribute it over the same mesh, and leave the data-parallel axes to fully_shard.",
+        )
+    if not axes.shard_names:
+        return before
+    first = names.index(axes.shard_names[0])
+    right = [(before.placements[i], before.mesh.size(i)) for i in range(first + 1, len(names))]
+    placed[axes.shard_names[0]] = cut_after(right, dim)
+    if len(axes.shard_names) == 1:
+        return MeshPlacements(before.mesh, tuple(placed.values()))
+    return _with_flat_axis(before.mesh, placed, axes.shard_names, axes.replicate_names)
+
+
+def _with_flat_axis(
+    mesh: DeviceMesh, placed: dict[str, Placement], shard: tuple[str, ...], replicate: tuple[str, ...]
+) -> MeshPlacements:
+    """Several axes to shard over are one axis of the sharded DTensor, at the place of the first."""
+    meshes, placements = [], []
+    for name, placement in placed.items():
+        if name == shard[0]:
+            meshes += [flat_axis(mesh, part) for part in (replicate, shard) if part]
+            placements += [*([Replicate()] if replicate else []), placement]
+        elif name not in (*shard, *replicate):
+            meshes.append(mesh[name])
+            placements.append(placement)
+    return MeshPlacements(compat.join_meshes(meshes), tuple(placements))

@@ -1,0 +1,118 @@
+"""Several modules, one group: `fully_shard([a, b])`, and parts that are called by themselves. Seam: the state.
+
+The first of the modules to run opens the forward, the last one ends it. If the root's forward is over before all have run, it
+ends then. A member may be called by itself afterwards, as a head that computes a long sequence's loss in chunks. Each call
+gathers if it must, and a backward that reaches the input of such a call reduces. The parameters stay whole until then, since
+nothing says how many calls will follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hwfsdp.core import compat
+from hwfsdp.core.autograd_hooks import WatchedOutputs
+from hwfsdp.core.observer import moment
+from hwfsdp.core.context import Phase
+from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.errors import UsageError
+from hwfsdp.features.call import Call
+
+
+def check(call: Call) -> None:
+    """Leave out modules that are below others of the list."""
+    if not call.modules:
+        raise UsageError(
+            "fully_shard", expected="at least one module", got="an empty list", remedy="Leave the call out."
+        )
+    if all(isinstance(module, nn.Module) for module in call.modules):
+        below = {child for module in call.modules for child in module.modules() if child is not module}
+        call.modules = [module for module in dict.fromkeys(call.modules) if module not in below]
+
+
+def choose(call: Call) -> None:
+    """Lists have a state of their own."""
+    if len(call.modules) > 1:
+        call.states.append(SeveralModules)
+
+
+class SeveralModules(FSDPState):
+    """The state of several modules.
+
+    Attributes:
+        to_run: modules whose forward the one in progress waits for.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.to_run: set[nn.Module] = set()
+        super().__init__(*args)
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self.opens_forward():
+            self.to_run = set(self.modules)
+        return super().pre_forward(module, args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Only the last of the modules ends the forward."""
+        if self.phase is Phase.PRE_BACKWARD:
+            return super().post_forward(module, args, output)
+        self.to_run.discard(module)
+        with moment("post_forward", self):
+            outermost = self.root.forward_root is self
+            if not self.to_run:
+                self.end_forward(output)
+            elif outermost or self.root.forward_root is None:  # called by itself
+                self.watch_part(output)
+            if outermost:
+                output = self.end_iteration_forward(output)
+            return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
+
+    def end_forward(self, output: Any) -> None:
+        super().end_forward(output)
+        self.to_run.clear()
+
+    def end_with_root(self, output: Any) -> Any:
+        """Not all modules have run, and none will."""
+        if self.root.forward_root is self or self.phase is not Phase.FORWARD:
+            return output
+        with moment("post_forward", self):
+            self.end_forward(output)
+            return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
+
+    def post_backward(self) -> None:
+        """After the backward of modules called by themselves nobody comes to wait later, so compute waits now."""
+        by_themselves = self.phase is Phase.FORWARD
+        super().post_backward()
+        if by_themselves:
+            self.comm_ctx.finish_reductions()
+
+    # --- a part called by itself ---
+
+    def watch_part(self, output: Any) -> None:
+        """Have the parameters gathered, should they not be there, for the backward of one module of the group."""
+
+        def gather() -> None:
+            if self.group:
+                self.group.unshard()
+                self.group.wait_for_gather()
+                self.group.copy_out()
+            self.queue_part()
+
+        if torch.is_grad_enabled():
+            WatchedOutputs(gather, lambda: self.root.backwards).watch(output)
+
+    def queue_part(self) -> None:
+        """Have `finish_part` called when this backward is over."""
+        compat.call_after_backward(self.finish_part)
+
+    def finish_part(self) -> None:
+        """The backward of a module called by itself is over: reduce gradients that came after post-backward.
+
+        Those of a module whose inputs need no gradient wait for the model's own backward.
+        """
+        if self.group and self.group.has_late_gradients and self.phase is Phase.POST_BACKWARD:
+            self.post_backward()
+            self.comm_ctx.finish_reductions()

@@ -1,0 +1,87 @@
+"""Shards in host memory. Seam: the home of the shards.
+
+Shards, their gradients, and so optimizer states live on the host. A gather copies them to the device as part of its copy-in. A
+reduced gradient is copied to the host on the stream that made it, and the host waits for all of them when a backward is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.param import Home
+from hwfsdp.core.streams import StreamSet
+from hwfsdp.errors import StateError
+from hwfsdp.features.call import Call
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading: shards live on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, sharded gradients and optimizer state live in host memory.
+
+    Attributes:
+        pin_memory: page-lock them, so that copies to and from the device overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
+def choose(call: Call) -> None:
+    """torch's policy says the same as ours."""
+    if hasattr(call.offload_policy, "pin_memory"):
+        call.home = HostMemory(call.device, call.offload_policy.pin_memory)
+
+
+class HostMemory(Home):
+    """Host memory.
+
+    Args:
+        device: that computes. pin: page-lock the memory.
+    """
+
+    def __init__(self, device: torch.device, pin: bool) -> None:
+        self.device, self.pin = device, pin
+
+    def keep(self, shard: Tensor) -> Tensor:
+        return shard if shard.is_meta else in_host_memory(shard, self.device, self.pin)
+
+    def keep_grad(self, grad: Tensor, used_at_once: bool) -> Tensor:
+        return grad.to("cpu", non_blocking=self.pin and not used_at_once)
+
+    def settle(self, streams: StreamSet) -> None:
+        """The host waits: it is about to read gradients."""
+        streams.compute.synchronize()
+
+
+def in_host_memory(tensor: Tensor, device: torch.device, pin: bool) -> Tensor:
+    """`tensor`, or its copy in host memory; if `pin`, page-locked where `device` is an accelerator."""
+    tensor = tensor.cpu()
+    return tensor.pin_memory() if pin and device.type != "cpu" and not tensor.is_pinned() else tensor
+
+
+def is_offloaded(group: ParamGroup) -> bool:
+    """Whether the shards of a group live in host memory."""
+    return any(isinstance(param.home, HostMemory) for param in group.params)
+
+
+def check_shards_are_there(group: ParamGroup) -> None:
+    """Raise StateError if a shard that should be in host memory is on the device."""
+    offloaded = [param for param in group.params if isinstance(param.home, HostMemory)]
+    on_device = [
+        p.fqn for p in offloaded if not p.padded_shard.is_meta and p.padded_shard.device.type != "cpu"
+    ]
+    if on_device:
+        raise StateError(
+            f"parameter group {group.fqn!r}",
+            expected="offloaded parameters in host memory",
+            got=f"{', '.join(on_device)} on {group.mesh.device}",
+            remedy='Call model.to_empty(device="cpu"), or load a state dict that is on the CPU.',
+        )

@@ -1,0 +1,78 @@
+"""torch's profiler shows the ranges that FSDP2 shows. Seam: the observer.
+
+The instrument sits in the slot as long as nothing else does, and asks at every moment whether a profiler is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from hwfsdp.compat import profiler_is_running, profiler_range
+from hwfsdp.core import observer
+from hwfsdp.core.ranks import Transport
+from hwfsdp.core.context import Phase
+from hwfsdp.core.state import FSDPState
+from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.features.call import Call
+
+_NOTHING = nullcontext()
+_NAMES = {  # of moments that FSDP2 calls otherwise
+    "forward_prefetch": "forward_prefetch for",
+    "backward_prefetch": "backward_prefetch for",
+    "copy_out": "all_gather_copy_out",
+    "finish_backward": "root_post_backward_callback",
+}
+_OTHERS = (
+    "copy_in",
+    "reduce_scatter",
+    "all_reduce",
+    "wait_for_reduction",
+    "post_backward",
+)  # it does not show
+_OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # of states that have one
+_NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", "root_pre_forward")
+
+
+def choose(call: Call) -> None:
+    """Into the slot, or behind the instrument that is there."""
+    if observer.slot is None:
+        observer.put(ProfilerRanges())
+    elif getattr(observer.slot, "behind", observer.slot) is None:
+        vars(observer.slot)["behind"] = ProfilerRanges()
+
+
+def shown(name: str, of: Any) -> AbstractContextManager[Any]:
+    """The range of a moment, while a profiler is running; nothing where FSDP2 shows none."""
+    if not profiler_is_running() or name in _OTHERS or (isinstance(of, Transport) and of.ranks.size == 1):
+        return _NOTHING
+    if name in _OF_GROUPS and isinstance(of, FSDPState) and (not of.group or of.phase is Phase.PRE_BACKWARD):
+        return _NOTHING
+    if name == "post_backward_rs_wait" and not of.comm_ctx.is_full:
+        return _NOTHING
+    nameless = name in _NAMELESS or name == "finish_backward"
+    return profiler_range(_NAMES.get(name, name), "" if nameless else of.module_fqn)
+
+
+class ProfilerRanges:
+    """The observer."""
+
+    def moment(
+        self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> AbstractContextManager[Any]:
+        return shown(name, of)
+
+    def made(self, buffer: Tensor) -> None:
+        pass
+
+    def recorded(self, event: StreamEvent) -> None:
+        pass
+
+    def waiting(self, stream: Stream, event: StreamEvent) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        return current

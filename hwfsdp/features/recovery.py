@@ -1,0 +1,291 @@
+"""What an exception leaves, and how it is put back. Seam: the state.
+
+Two rules, and no list of places where an exception may be raised. First, a whole parameter is valid until the next optimizer
+step: an iteration that begins after one frees all that was gathered before. Second, `break_off` ends whatever is unfinished.
+
+For a forward, the outermost module's hook calls it, since torch calls that hook after an exception, too; or the next forward
+does, after a KeyboardInterrupt. For a backward, only autograd holds what it is to call at the end (`Callbacks` refers to it
+weakly): gone without a call, the backward was broken off, and whoever comes next finds out, for all models that share the
+context. A forward inside a backward ends nothing: checkpointing stops it by an exception.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hwfsdp import compat
+from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
+from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.observer import moment
+from hwfsdp.core.param import FSDPParam, ShardedState
+from hwfsdp.core.context import Phase
+from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.errors import StateError
+from hwfsdp.features.call import Call
+from hwfsdp.features.reductions import SteeredReducer
+
+# Begun and ended, of optimizers that hold DTensors: what was gathered before the last one is not what the shards hold now.
+# Others do not count: a rank may have one of its own, and all ranks have to gather again at the same time.
+optimizer_steps = 0
+_counting = False
+
+Callbacks = dict[
+    tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"
+]  # None: that of the root itself
+
+
+def choose(call: Call) -> None:
+    """The outermost part of every state; from now on, steps of optimizers are counted."""
+    global _counting
+    call.states.insert(0, RecoveringState)
+    if not _counting:
+        count: Any = torch.compiler.disable(_count_step, reason="it counts")
+        register_optimizer_step_pre_hook(count)
+        register_optimizer_step_post_hook(count)
+        _counting = True
+
+
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    global optimizer_steps
+    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        optimizer_steps += 1
+
+
+def callbacks_of(comm_ctx: FSDPCommContext) -> Callbacks:
+    """What the backward in progress will call at its end, for each root or part of a model that it came to."""
+    found: Callbacks = vars(comm_ctx).setdefault("callbacks", {})
+    return found
+
+
+def backward_broke(comm_ctx: FSDPCommContext) -> bool:
+    """Whether a backward ended without calling what it was to call."""
+    return any(callback() is None for callback in callbacks_of(comm_ctx).values())
+
+
+class RecoveringState(FSDPState):
+    """A state that finds what an exception has left.
+
+    Attributes:
+        steps: of optimizers, when what is whole now was gathered; of the root.
+        handled: the id of the exception that was being handled when the forward began; one raised since has another.
+        accumulated: whether the last backward that ended left gradients that are not reduced over all ranks.
+    """
+
+    always_call = True
+
+    def __init__(self, *args: Any) -> None:
+        self.steps, self.handled, self.accumulated = optimizer_steps, 0, False
+        super().__init__(*args)
+
+    @property
+    def head(self) -> RecoveringState:
+        """The state of the root, or this one as long as there is no root."""
+        head = self.root.states[0] if self.root.states else self
+        assert isinstance(head, RecoveringState)
+        return head
+
+    # --- is something unfinished? ---
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self.phase is not Phase.IDLE and self.is_left_over():
+            self.break_off()
+        return super().pre_forward(module, args, kwargs)
+
+    def is_left_over(self) -> bool:
+        """Whether the phase, which is not IDLE, is that of a forward or backward that an exception ended."""
+        if in_backward():
+            return backward_broke(self.comm_ctx)
+        entered_again = self.phase is Phase.FORWARD and (self.head is self or self.is_stale())
+        return bool(callbacks_of(self.comm_ctx)) or (entered_again and not self.is_inside_forward())
+
+    def is_inside_forward(self) -> bool:
+        """Whether the outermost forward, before which this state was entered, is still running.
+
+        One that a KeyboardInterrupt ended is not, although no hook was called. Slow: it looks at the stack. So it is asked
+        only when something is odd: a module calls itself, a method calls the forward, or an optimizer steps in a forward.
+        """
+        outermost = self.root.forward_root
+        return outermost is not None and compat.calls_in_progress(outermost.modules) > (outermost is self)
+
+    def is_stale(self) -> bool:
+        """Whether an optimizer stepped since the last iteration began; in a backward, it may step for some parameters."""
+        return self.head.steps != optimizer_steps and not in_backward()
+
+    def is_outermost(self) -> bool:
+        return super().is_outermost() or (self.is_stale() and not self.is_inside_forward())
+
+    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Shards are as the optimizer left them, and nothing is left of an iteration before."""
+        if not self.root.states:
+            with no_autograd():
+                self.become_root()
+        if (callbacks_of(self.comm_ctx) or self.root.forward_root) and not in_backward():
+            self.break_off()
+        self.free_stale()
+        self.handled = id(sys.exc_info()[1])
+        for state in self.root.states:
+            if state.phase is Phase.FORWARD:  # a module called by itself has left its group whole
+                state.phase = Phase.IDLE
+                for group in state.groups:
+                    group.reshard()
+        return super().begin_iteration(args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Called after an exception in the forward, too; if that leaves the outermost one, the iteration is broken off."""
+        outermost = self.root.forward_root is self
+        if outermost and id(sys.exc_info()[1]) != self.handled and not in_backward():
+            with moment("post_forward", self):
+                self.break_off()
+            return output
+        return super().post_forward(module, args, output)
+
+    def free_stale(self) -> None:
+        """Free what was gathered before the last optimizer step."""
+        if self.is_stale():
+            self.head.steps = optimizer_steps
+            for group in self.root.groups or self.groups:
+                group.drop_gather()
+                if group.params[0].state is not ShardedState.SHARDED:
+                    group.reshard()
+
+    def before_unshard(self) -> None:
+        """The user is about to gather by hand."""
+        if backward_broke(self.comm_ctx):
+            self.break_off()
+        self.free_stale()
+        super().before_unshard()  # type: ignore[misc]
+
+    # --- the end of a backward ---
+
+    def queue_final_callback(self) -> None:
+        self.queue_callback((self.root, None), self.finish_backward)
+
+    def queue_part(self) -> None:
+        self.queue_callback((self.root, self), self.finish_part)
+
+    def queue_callback(self, key: tuple[RootContext, FSDPState | None], callback: Callable[[], None]) -> None:
+        """Have `callback` called when this backward is over, once; one before that never came to its end is broken off."""
+        callbacks = callbacks_of(self.comm_ctx)
+        queued = callbacks.get(key)
+        if queued is not None and queued() is not None:
+            return
+        if backward_broke(self.comm_ctx):
+            self.break_off()
+        call_after_backward(callback)
+        callbacks[key] = ref(callback)
+
+    def finish_part(self) -> None:
+        callbacks_of(self.comm_ctx).pop((self.root, self), None)
+        super().finish_part()  # type: ignore[misc]
+
+    def finish_states(self) -> None:
+        super().finish_states()
+        for state in self.root.states:
+            if isinstance(state, RecoveringState):
+                state.accumulated = any(map(has_accumulated, state.groups))
+        callbacks_of(self.comm_ctx).pop((self.root, None), None)
+
+    # --- putting back ---
+
+    def reset_iteration(self) -> None:
+        """After an exception in forward or backward: every state below the root is as before an iteration.
+
+        Raises:
+            StateError: this is not the root.
+        """
+        if self.head is not self:
+            raise StateError(
+                f"reset_iter_state of {self.fqn}",
+                expected="the root module",
+                got="a module below it",
+                remedy="Call it on the module that is called first in a forward.",
+            )
+        self.break_off()
+        self.comm_ctx.finish_reductions()
+        self.comm_ctx.forget_forwards()
+        for state in self.root.states or [self]:
+            state.forward_order = ForwardOrder()
+            for group in state.groups:
+                group.drop_gather()
+                group.reshard()
+                for param in group.params:
+                    drop_grads(param)
+                if isinstance(group.reducer, SteeredReducer):
+                    group.reducer.drop()
+        self.root.guessed.clear()
+
+    def break_off(self) -> None:
+        """End what is unfinished: every state is idle, modules have their shards, no reduction is in flight.
+
+        Gathers in flight are left to whoever comes next, who has time to wait for them (`free_stale`).
+        """
+        # also of other models on the same wire: their reductions would end here, too, after their zero_grad
+        callbacks = callbacks_of(self.comm_ctx)
+        broken = dict.fromkeys(root for root, _ in callbacks)
+        for root in broken:
+            root.backwards += 1
+        if broken:
+            finish_broken_backward([state for root in broken for state in root.states], self.comm_ctx)
+        callbacks.clear()
+        self.comm_ctx.release_gather_buffer()
+        self.comm_ctx.forget_forwards(keep=0 if broken else self.root.forwards_before)
+        for root in {**broken, self.root: None}:
+            self._end_unfinished(root)
+
+    def _end_unfinished(self, root: RootContext) -> None:
+        """`break_off` for the states of one root, this state's or that of another model."""
+        for state in root.states or [self]:
+            with moment("broken_off", state):
+                state.phase = Phase.IDLE
+                getattr(state, "to_run", set()).clear()
+                state.forward_order.forget()
+                for group in state.groups:
+                    group.reshard()
+        root.forward_root = None
+        (root.states or [self])[0].steps = -1  # type: ignore[attr-defined]
+
+
+def has_accumulated(group: ParamGroup) -> bool:
+    """Whether a group that does not reduce over all ranks has gradients left by a backward."""
+    partial = getattr(group.reducer, "partial_grads", {})
+    reduces = group.reduce_grads and getattr(group.reducer, "all_reduce_grads", True)
+    return not reduces and (bool(partial) or any(p.has_unreduced_grad for p in group.params))
+
+
+def drop_grads(param: FSDPParam) -> None:
+    """Forget gradients that were not reduced."""
+    param.accumulated_grad = None
+    if param.unsharded_param is not None:
+        param.unsharded_param.grad = None
+
+
+def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -> None:
+    """End the reductions that a broken backward started, and drop its gradients that are not on the shards yet.
+
+    The user may have cleared or used the shards' gradients since, so that nothing may be added to them now. But where earlier
+    backwards left gradients without reducing them (`accumulated`), what is there holds these, too, and is kept.
+    """
+    groups = [g for state in states if not getattr(state, "accumulated", False) for g in state.groups]
+    dropped = [(param, param.sharded_param) for group in groups for param in group.params]
+    with no_autograd():
+        for param, shard in dropped:  # a stand-in without hooks, whose gradient nobody reads
+            param.sharded_param = nn.Parameter(shard.detach(), requires_grad=shard.requires_grad)
+        try:
+            comm_ctx.finish_reductions()
+        finally:
+            for param, shard in dropped:
+                param.sharded_param = shard
+                drop_grads(param)
+            for group in groups:
+                if isinstance(group.reducer, SteeredReducer):
+                    group.reducer.drop()

@@ -1,0 +1,86 @@
+"""Sums in place of means, other divisors, hooks on what was reduced, parameters without a gradient. Seam: the reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hwfsdp.core.collectives import Mean, Reducing, mean_over
+from hwfsdp.core.group import ParamGroup, Reducer, divided
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.state import FSDPState
+from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.features.call import Call
+
+
+def joined(call: Call, state: FSDPState) -> None:
+    """Groups whose reducer is the heart's get one that can be steered."""
+    for group in state.groups:
+        if type(group.reducer) is Reducer:
+            group.reducer = SteeredReducer(group)
+
+
+class SteeredReducer(Reducer):
+    """A reducer that does what `FSDPModule`'s setters say.
+
+    Attributes:
+        divide_factor: what sums of gradients are divided by; None: the number of ranks.
+        force_sum: the backend only sums, and divisions are made apart.
+        hook: called with each reduced flat gradient, before it is divided; may change it. hook_stream: where, if not on the
+            all-reduce stream.
+        reduce_unused: parameters without a gradient are reduced as zeros, since other ranks may have one.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        super().__init__(group)
+        self.divide_factor: float | None = None
+        self.force_sum = self.reduce_unused = False
+        self.hook: Callable[[Tensor], None] | None = None
+        self.hook_stream: Stream | None = None
+
+    def mean(self, dtype: torch.dtype) -> Mean:
+        shards = self.group.mesh.size
+        if self.divide_factor == shards > 1 and not self.force_sum:
+            return mean_over(shards, dtype)
+        return mean_over(shards, dtype, self.divide_factor, self.force_sum)
+
+    def stand_in(self, param: FSDPParam) -> Tensor | None:
+        """Zeros for a parameter that is trained, and was gathered at least once: nobody has run it otherwise."""
+        trained = param.sharded_param.requires_grad and param.unsharded_param is not None
+        return self.zeros(param) if self.reduce_unused and trained else None
+
+    def zeros(self, param: FSDPParam) -> Tensor:
+        """A whole gradient of zeros."""
+        return torch.zeros(param.layout.shape, dtype=param.dtypes.compute, device=param.mesh.device)
+
+    def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
+        """With a hook, go on on another stream as soon as the result is there."""
+        if self.hook is None:
+            return super().finish(params, reducing)
+        comm_ctx, reduced = self.group.comm_ctx, reducing.stream.record()
+        stream = self.hook_stream or comm_ctx.streams.all_reduce
+        result, divisor = reducing.result, reducing.mean.after
+
+        def go_on() -> None:
+            stream.wait(reduced)
+            with stream.run():
+                self.add_divided(stream, params, result, divisor)
+
+        with reducing.stream.run():
+            reducing.stream.then(go_on)
+        comm_ctx.hold(result, stream)
+        return reducing.stream.record()
+
+    def add_divided(
+        self, stream: Stream, params: Sequence[FSDPParam], result: Tensor, divisor: float
+    ) -> None:
+        """Have `result` divided and added to the shards' gradients, on `stream`, which is current; before that, the hook."""
+        hook, group = self.hook, self.group
+        if hook is not None:
+            stream.then(lambda: hook(result))
+        stream.then(lambda: group.add_sharded_grads(params, divided(result, divisor)))
+
+    def drop(self) -> None:
+        """Forget what was kept of reductions that are not over; here there is nothing."""

@@ -1,0 +1,200 @@
+"""What ranks run with the heart alone, and with torch's FSDP2: the same program, given the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from hwfsdp import core
+
+
+class Block(nn.Module):
+    """Rows that no number of ranks divides, a bias, and a vector shorter than the ranks are many."""
+
+    def __init__(self, width: int, recompute: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 11), nn.Linear(11, width, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and self.training:
+            result: Tensor = checkpoint(self.compute, x, use_reentrant=False)
+            return result
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """An embedding, whose input needs no gradient; blocks; a head that may share the embedding's weight."""
+
+    def __init__(self, recompute: bool = False, tied: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 7)
+        self.blocks = nn.ModuleList(Block(7, recompute) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 13, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if frozen:
+            self.blocks[1].requires_grad_(False)
+            self.norm.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Case(NamedTuple):
+    """A model and how it is trained.
+
+    Attributes:
+        micro: batches per step; accumulate: only the last of them reduces. keep: parameters stay whole between them.
+    """
+
+    build: Callable[[], Model] = Model
+    reshard: bool | None = None
+    policy: dict[str, Any] = {}
+    wrap_embedding: bool = False
+    micro: int = 1
+    accumulate: bool = False
+    keep: bool = False
+
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+CASES = {
+    "plain": Case(),
+    "wrapped embedding": Case(wrap_embedding=True),
+    "whole between forward and backward": Case(reshard=False),
+    "root freed, too": Case(reshard=True),
+    "tied": Case(lambda: Model(tied=True)),
+    "frozen": Case(lambda: Model(frozen=True)),
+    "recomputed": Case(lambda: Model(recompute=True)),
+    "recomputed and kept": Case(lambda: Model(recompute=True), reshard=False),
+    "bf16, reduced in fp32": Case(policy=BF16),
+    "bf16 throughout": Case(policy={"param_dtype": torch.bfloat16, "output_dtype": torch.float32}),
+    "fp16 reductions": Case(policy={"reduce_dtype": torch.float16}),
+    "two micro-batches": Case(micro=2),
+    "accumulation": Case(micro=3, accumulate=True),
+    "accumulation, kept whole": Case(micro=3, accumulate=True, keep=True),
+    "accumulation in bf16": Case(policy=BF16, micro=2, accumulate=True),
+}
+
+
+def trained(case: Case, library: Any) -> dict[str, Any]:
+    """Losses of three steps; this rank's rows of gradients and parameters after each."""
+    torch.manual_seed(0)
+    model = case.build()
+    policy = library.MixedPrecisionPolicy(**case.policy)
+    for module in [*model.blocks, *([model.embedding] if case.wrap_embedding else [])]:
+        inner = library.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
+        library.fully_shard(module, reshard_after_forward=case.reshard, mp_policy=inner)
+    sharded: Any = library.fully_shard(model, reshard_after_forward=case.reshard, mp_policy=policy)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found: dict[str, Any] = {}
+    for step in range(3):
+        for micro in range(case.micro):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+            tokens = torch.randint(13, (4, 5), generator=generator)
+            last = micro == case.micro - 1
+            sharded.set_requires_gradient_sync(last or not case.accumulate)
+            sharded.set_reshard_after_backward(last or not case.keep)
+            logits = model(tokens)
+            loss = mse_loss(logits.float(), torch.ones_like(logits, dtype=torch.float32))
+            loss.backward()
+            found[f"loss {step}.{micro}"] = loss.item()
+        for name, param in model.named_parameters():
+            found[f"grad of {name} {step}"] = None if param.grad is None else local(param.grad).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            found[f"{name} {step}"] = local(param).detach().clone()
+    return found
+
+
+def local(tensor: Any) -> Tensor:
+    rows: Tensor = tensor.to_local()
+    return rows
+
+
+def both() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What every case gives with the heart, and with torch's FSDP2."""
+    return {name: (trained(case, core), trained(case, fsdp)) for name, case in CASES.items()}
+
+
+# --- One step, watched ---------------------------------------------------------------------------------------
+
+
+class Watched:
+    """An instrument in the slot: writes down what the heart says that it does."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def moment(self, name: str, of: Any, *_: Any) -> Any:
+        self.seen.append(f"{name} {of.module_fqn or 'root'}")
+        return nullcontext()
+
+    def made(self, buffer: Tensor) -> None: ...
+
+    def recorded(self, event: Any) -> None: ...
+
+    def waiting(self, stream: Any, event: Any) -> Any:
+        self.seen.append(f"{stream.name} waits for {event.stream.name}")
+        return nullcontext()
+
+    def running(self, stream: Any, current: Any) -> Any:
+        return current
+
+
+def observed() -> tuple[list[str], dict[str, int]]:
+    """Gathers and reductions of the second step, in order; and the bytes of whole parameters at five moments."""
+    from hwfsdp.core import observer, state
+
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        core.fully_shard(block)
+    core.fully_shard(model)
+
+    def whole() -> int:
+        groups = [state.state_of(m).groups for m in (*model.blocks, model)]  # type: ignore[union-attr]
+        forms = [p.form.gathered for each in groups for group in each for p in group.params]
+        return sum(g.untyped_storage().nbytes() for g in forms if g is not None)
+
+    tokens = torch.arange(5)
+    model(tokens).sum().backward()
+    alive = {"between steps": whole()}
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(
+            lambda *_, number=number: alive.update({f"after block {number}": whole()})
+        )
+    watched = Watched()
+    before = observer.put(watched)  # type: ignore[arg-type]
+    out = model(tokens)
+    alive["after forward"] = whole()
+    out.sum().backward()
+    observer.put(before)
+    alive["after backward"] = whole()
+    sizes = {}
+    for module in (*model.blocks, model):
+        found = state.state_of(module)
+        assert found is not None and found.group is not None
+        gathered = [p.form.gathered for p in found.group.params]
+        sizes[found.module_fqn] = sum(g.nbytes for g in gathered if g is not None)
+    return [s for s in watched.seen if s.startswith(("all_gather", "reduce")) and "waits" not in s], {
+        **alive,
+        **sizes,
+    }

@@ -1,0 +1,73 @@
+"""The heart by itself is a working FSDP2: bit-equal to torch's, with every other part of the package out of reach."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hwfsdp.core
+from core import alone, programs
+
+HEART = Path(hwfsdp.core.__file__).parent
+CHAPTERS = re.findall(r"^    (\w+)  +\S", hwfsdp.core.__doc__ or "", re.MULTILINE)
+APPENDIX = ["compat", "errors"]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return alone.run(programs.both, request.param)
+
+
+@pytest.mark.parametrize("case", programs.CASES)
+def test_losses_gradients_and_weights_are_those_of_fsdp2_in_every_bit(compared: list[Any], case: str) -> None:
+    for found in compared:
+        ours, theirs = found[case]
+        assert ours.keys() == theirs.keys()
+        different = [name for name in ours if not same(ours[name], theirs[name])]
+        assert different == []
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backward() -> None:
+    seen, alive = alone.run(programs.observed, 2)[0]
+    names = ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert [s for s in seen if s.startswith("all_gather")] == [
+        f"all_gather {name}" for name in names + names[:0:-1]
+    ]
+    assert [s for s in seen if s.startswith("reduce")] == [f"reduce_scatter {name}" for name in names[::-1]]
+    root, block = alive[""], alive["blocks.0"]
+    assert alive["between steps"] == alive["after backward"] == 0
+    assert alive["after forward"] == root, "the root stays whole for the backward that follows at once"
+    assert (
+        alive["after block 1"] == root
+    ), "a block is freed when its forward is over; the next one is still on its way"
+    assert block > 0
+
+
+def test_every_chapter_is_listed_once_and_uses_only_those_below_it() -> None:
+    files = sorted(path.stem for path in HEART.glob("*.py") if path.stem != "__init__")
+    assert sorted(CHAPTERS + APPENDIX) == files
+    order = CHAPTERS + APPENDIX
+    for number, chapter in enumerate(order):
+        source = (HEART / f"{chapter}.py").read_text()
+        code = source.replace(checked_only(source), "")
+        used = set(re.findall(r"from hwfsdp\.core\.(\w+) import", code))
+        for line in re.findall(r"from hwfsdp\.core import (.+)", code):
+            used |= {name.strip() for name in line.split(",")}
+        assert used <= set(order[number + 1 :]), chapter
+        assert not re.search(r"^\s*(?:from|import) hwfsdp\.(?!core)", source, re.MULTILINE), chapter
+
+
+def checked_only(source: str) -> str:
+    """The imports that only a type checker makes."""
+    found = re.search(r"^if TYPE_CHECKING:\n(?:    .*\n)+", source, re.MULTILINE)
+    return found.group() if found else ""
