@@ -1,13 +1,14 @@
-"""Training of the models that stations are tried on is calm: what a right answer rounds otherwise stays below what laws allow."""
+"""Stations' models train calmly, so what a right answer rounds otherwise stays below what laws allow; and memory is counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from hwfsdp.learn.stations import laws, scenarios
+from hwfsdp.learn.stations import facts, laws, scenarios
 from hwfsdp.learn.stations.course import BROKEN, GRADUAL, NAIVE
 from hwfsdp.learn.stations.scenarios import Built, Scenario
 
@@ -45,3 +46,27 @@ def test_weights_that_differ_by_a_rounding_give_the_same_gradients(
             if grad is not None:
                 most = laws.TIGHT * float(grad.abs().max()) + 1e-7
                 assert float((found[name] - grad).abs().max()) < most, (name, seed)
+
+
+def test_a_buffer_let_go_late_is_not_counted_beside_a_few_bytes_that_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facts, "_left", 1000)
+    monkeypatch.setattr(facts.time, "sleep", lambda seconds: None)
+    few, unit = 84, 10_000
+    for kept in [0, few] * 100:  # moments at which nothing is in flight
+        nothing: Any = Alive([kept])
+        facts._wait_for_threads(nothing, 0, unit)
+    late: Any = Alive([unit + few] * 500 + [few])
+    facts._wait_for_threads(late, 0, unit)
+    assert late.alive() == few
+
+
+class Alive:
+    """A witness that sees this, look by look; the last for ever."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def alive(self) -> int:
+        return self.seen.pop(0) if len(self.seen) > 1 else self.seen[0]

@@ -23,13 +23,12 @@ from torch import Tensor
 from hwfsdp.layout import local_extent_of
 from hwfsdp.learn.diagnose import first_difference, ratio
 from hwfsdp.learn.stations import scenarios
-from hwfsdp.learn.stations.facts import LR, places_of
+from hwfsdp.learn.stations.facts import LR, MOST_UNITS, places_of
 from hwfsdp.learn.stations.scenarios import Scenario
 from hwfsdp.learn.verdict import Finding
 
 TIGHT = 3e-4  # of the largest element; roundings of three steps stay below it (`test_station_models`)
 ABSURD = 1e9  # times the largest element: what memory holds by chance, not what a wrong formula gives
-MOST_UNITS = 0.6  # of the largest unit, where all should be freed; small tensors come and go
 Facts = Sequence[Mapping[str, Any]]  # by rank
 NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces"}
 
