@@ -32,7 +32,7 @@ $(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(
 	@echo "Installing $(TORCH_SPEC), the package and its tools; this takes minutes."
 	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) "$(TORCH_SPEC)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	@$(BIN)/python -c 'from hwfsdp.verbs.health import installed; print(installed())'
+	@$(BIN)/python -c 'from hwfsdp.cli.health import installed; print(installed())'
 	@printf '%s' "$(CHOICE)" > $(STAMP)
 
 .PHONY: force
@@ -52,18 +52,18 @@ check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m mypy
 	$(FORMAT) --check
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
-	$(BIN)/python -m hwfsdp.learn check
-	$(BIN)/python -m hwfsdp.learn.lab check
+	$(BIN)/python -m hwfsdp.course check
+	$(BIN)/python -m hwfsdp.course.lab check
 
 exercises: setup  ## write starters and solutions from the package, and draw the pictures
-	$(BIN)/python -m hwfsdp.learn write
-	$(BIN)/python -m hwfsdp.learn pictures
-	$(BIN)/python -m hwfsdp.learn.capstone write
-	$(BIN)/python -m hwfsdp.learn.capstone picture
-	$(BIN)/python -m hwfsdp.learn.lab
+	$(BIN)/python -m hwfsdp.course write
+	$(BIN)/python -m hwfsdp.course pictures
+	$(BIN)/python -m hwfsdp.course.capstone write
+	$(BIN)/python -m hwfsdp.course.capstone picture
+	$(BIN)/python -m hwfsdp.course.lab
 
 mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4 ranks; writes docs/grading.md; takes long
-	$(BIN)/python -m hwfsdp.learn mutants
+	$(BIN)/python -m hwfsdp.course mutants
 
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.records import Check, Record, Spread, ratio
 from benchmarks.timing import stopwatch
-from hwfsdp.learn.manifest import find_course
+from hwfsdp.course.manifest import find_course
 
 CLASSES = (1, 2, 4)  # submissions
 TARGET = 60.0  # seconds for one, on two cores

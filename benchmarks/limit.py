@@ -20,8 +20,9 @@ import torch.distributed as dist
 from benchmarks.contenders import FORWARD_BACKWARD, FSDP2, HWFSDP, UNSHARDED, Shape, build
 from benchmarks.records import Record, Spread, ratio
 from benchmarks.timing import Action, Samples, timed
-from hwfsdp import compat, shared_memory
-from hwfsdp.accounting import GroupSizes
+from hwfsdp import compat
+from hwfsdp.comm import shared_memory
+from hwfsdp.observe.accounting import GroupSizes
 
 Collective = Callable[[], None]
 COLLECTIVES = "collectives"  # the lap under which their times are found

@@ -12,7 +12,7 @@ What is reported:
     peak                everything: shards, gradients, buffers, activations
     in shared memory    as much of it as lies in memory that ranks share
     whole parameters    storages that come and go by being resized, which is how both libraries free parameters; for
-                        hwfsdp there is a closed form of their peak (`hwfsdp.accounting`)
+                        hwfsdp there is a closed form of their peak (`hwfsdp.observe.accounting`)
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from benchmarks.contenders import BATCH, DDP, FSDP2, HWFSDP, SIZES, UNSHARDED, S
 from benchmarks.records import Check, Record, Spread
 from benchmarks.timing import meet
 from hwfsdp import launch
-from hwfsdp.accounting import GroupSizes, peak_unsharded_bytes
 from hwfsdp.compat import local_of, storage_key
+from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes
 
 MIB = 2**20
 STEPS = 4  # each of which has a peak of its own; the first one only warms up

@@ -1,7 +1,7 @@
-"""The book of the package, written when the site is built: a page per part, a section per chapter, from the sources themselves.
+"""The book of the package, made from the sources when the site is built: a page per folder, a section per chapter.
 
-The table of contents is that of `hwfsdp/__init__.py`; a chapter's text is its module's docstring, notes included; its tests are those
-that import it. Nothing is kept twice.
+The docstring of `hwfsdp/__init__.py` lists folders, and theirs list chapters. A chapter's text is its module's docstring,
+notes included; its tests are those that import it. Nothing is kept twice.
 """
 
 from __future__ import annotations
@@ -19,43 +19,53 @@ TESTS = 4  # that a chapter names
 
 
 class Chapter(NamedTuple):
-    """A module, or a package, and what the table of contents says of it."""
+    """A module, or a package, below hwfsdp, and what its folder says of it."""
 
     name: str
     about: str
 
 
 class Part(NamedTuple):
-    """Chapters under one Roman number."""
+    """The chapters of one folder."""
 
-    number: str
     title: str
     chapters: list[Chapter]
 
 
 def read_contents() -> list[Part]:
-    """The parts of the table of contents, in order."""
-    parts: list[Part] = []
-    docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())) or ""
-    for line in docstring.splitlines():
-        if part := re.fullmatch(r" {4}([IVX]+)\s+(\S.*)", line):
-            parts.append(Part(part[1], part[2], []))
-        elif chapter := re.fullmatch(r" {9}(\w+)\s+(\S.*)", line):
-            parts[-1].chapters.append(Chapter(chapter[1], chapter[2]))
+    """A part for FSDP itself, then one for each folder, as hwfsdp/__init__.py lists them."""
+    parts = [Part("FSDP itself", [])]
+    for name, said in _listed(PACKAGE):
+        if (PACKAGE / name).is_dir():
+            chapters = [Chapter(f"{name}.{each}", about) for each, about in _listed(PACKAGE / name)]
+            parts.append(Part(f"`{name}`: {said}", chapters))
+        elif len(parts) == 1:
+            parts[0].chapters.append(Chapter(name, said))
+        else:  # a door of its own among the folders
+            parts.append(Part(f"`{name}`: {said}", [Chapter(name, said)]))
     return parts
+
+
+def _listed(folder: Path) -> list[tuple[str, str]]:
+    """The modules that the docstring of a folder lists, each with what it says of it."""
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    there = {path.stem for path in folder.iterdir()}
+    found = re.findall(r"^ *(\w+)  +(\S.*)$", said, re.MULTILINE)
+    return [(name, text) for name, text in found if name in there]
 
 
 def sources_of(chapter: Chapter) -> list[Path]:
     """Its files, the one with the chapter's own docstring first."""
-    module = PACKAGE / f"{chapter.name}.py"
-    return [module] if module.exists() else sorted((PACKAGE / chapter.name).glob("*.py"))
+    path = PACKAGE.joinpath(*chapter.name.split("."))
+    return [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(path.glob("*.py"))
 
 
 def tests_of(chapter: Chapter) -> list[str]:
     """Paths of the tests that import it, those named after it first."""
-    wanted = re.compile(rf"\bfrom hwfsdp\.{chapter.name}\b|\bfrom hwfsdp import [^\n]*\b{chapter.name}\b")
+    package, _, name = f"hwfsdp.{chapter.name}".rpartition(".")
+    wanted = re.compile(rf"\bfrom {package}\.{name}\b|\bfrom {package} import [^\n]*\b{name}\b")
     paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if wanted.search(path.read_text())]
-    paths.sort(key=lambda path: path.stem != f"test_{chapter.name}")
+    paths.sort(key=lambda path: path.stem != f"test_{name}")
     return [str(path.relative_to(ROOT)) for path in paths[:TESTS]]
 
 
@@ -76,23 +86,19 @@ def section(chapter: Chapter) -> Iterator[str]:
 
 
 def write_book(app: Any = None) -> None:
-    """Writes the pages into docs/book/, and takes away those of parts that there are no more."""
+    """Writes the pages into docs/book/."""
     FOLDER.mkdir(exist_ok=True)
-    parts = read_contents()
-    for page in FOLDER.glob("[0-9][0-9].md"):
-        if int(page.stem) > len(parts):
-            page.unlink()
-    for number, part in enumerate(parts, 1):
-        lines = [f"# {part.number} · {part.title}", *(line for c in part.chapters for line in section(c))]
+    for number, part in enumerate(read_contents(), 1):
+        lines = [f"# {number} · {part.title}", *(line for c in part.chapters for line in section(c))]
         _write(FOLDER / f"{number:02d}.md", "\n".join(lines) + "\n")
-    _write(FOLDER / "index.md", "\n".join(_index(parts)) + "\n")
+    _write(FOLDER / "index.md", "\n".join(_index(read_contents())) + "\n")
 
 
 def _index(parts: list[Part]) -> Iterator[str]:
     yield from (
         "# The book of the package",
         "",
-        "Chapters are modules. Each imports only from those before it; a test holds them to that.",
+        "Parts are folders of the package, chapters are modules, in reading order.",
     )
     yield from (
         "",
@@ -105,7 +111,7 @@ def _index(parts: list[Part]) -> Iterator[str]:
     for number, part in enumerate(parts, 1):
         yield from (
             "",
-            f"**[{part.number} · {part.title}]({number:02d}.md)**",
+            f"**[{number} · {part.title}]({number:02d}.md)**",
             "",
             "| chapter | is about |",
             "| --- | --- |",

@@ -42,7 +42,7 @@ from hwfsdp import (
     record,
     register_fsdp_forward_method,
 )
-from hwfsdp.events import Event, active
+from hwfsdp.observe.events import Event, active
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.lanes import ROW_INCHES, draw_band, frame_band, keys_of, lanes_of, name_time_axis
 from hwfsdp.plot.loss import plot_losses

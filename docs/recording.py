@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from hwfsdp.learn import holes
-from hwfsdp.learn.stations.stages import stage
+from hwfsdp.course import holes
+from hwfsdp.course.stations.stages import stage
 
 ROOT = Path(__file__).parent.parent
 CAST = ROOT / "docs" / "_static" / "demo.cast"

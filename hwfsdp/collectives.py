@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwfsdp import compat, divergence, history, shared_memory
+from hwfsdp import compat
+from hwfsdp.comm import divergence, history, shared_memory
+from hwfsdp.comm.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.observer import moment
 from hwfsdp.core.ranks import Axis, Transport
 from hwfsdp.core.streams import Stream, StreamEvent, Work
 from hwfsdp.errors import CollectiveError
-from hwfsdp.ring import ring_all_gather, ring_reduce_scatter
 
 Group = dist.ProcessGroup | None
 pending_collective = ""  # what the host is blocked in, for whoever has to say where a rank hangs

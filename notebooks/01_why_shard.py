@@ -8,7 +8,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -24,8 +24,8 @@ lesson.begin()
 # %%
 import torch
 
-from hwfsdp.accounting import StateBytes, Strategy, model_state_bytes
-from hwfsdp.models import zoo
+from hwfsdp.observe.accounting import StateBytes, Strategy, model_state_bytes
+from hwfsdp.train.models import zoo
 from hwfsdp.plot.states import MeasuredState, plot_model_states
 
 with torch.device("meta"):
@@ -65,8 +65,8 @@ for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
 
 # %%
 from hwfsdp import fully_shard, launch, record
-from hwfsdp.models import GPT, GPTConfig
-from hwfsdp.train import build_model, shard_model
+from hwfsdp.train.models import GPT, GPTConfig
+from hwfsdp.train.loop import build_model, shard_model
 
 config = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 

@@ -9,7 +9,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -20,7 +20,7 @@ lesson.begin()
 # %% [markdown]
 # ## Two that FSDP needs
 #
-# Four processes on this machine, each a rank with a tensor of its own. They call the two collectives of `hwfsdp.ring`, which
+# Four processes on this machine, each a rank with a tensor of its own. They call the two collectives of `hwfsdp.comm.ring`, which
 # are made of nothing but sends and receives. The pictures are drawn from the numbers that came back; numbers that are not what
 # the collective should give would be refused.
 
@@ -28,7 +28,8 @@ lesson.begin()
 import torch
 import torch.distributed as dist
 
-from hwfsdp import launch, ring
+from hwfsdp import launch
+from hwfsdp.comm import ring
 from hwfsdp.plot.cartoon import plot_collective
 
 
@@ -99,7 +100,7 @@ draw("all_reduce", [(shares, whole) for shares, whole, _ in ran])
 # time. The picture is of four real ranks: a row for what they hold after each step.
 
 # %%
-from hwfsdp.plot.lessons import ring as walks
+from hwfsdp.course.pictures import ring as walks
 
 walks.draw()
 
@@ -117,7 +118,7 @@ walks.draw()
 
 # %%
 from hwfsdp import record
-from hwfsdp.accounting import on_the_wire
+from hwfsdp.observe.accounting import on_the_wire
 
 
 def bytes_sent(elements):

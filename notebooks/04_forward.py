@@ -10,7 +10,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -145,8 +145,8 @@ lesson.explore(compare, gather_ms=(2, 3, 4, 5))
 # Memory. Here are real ranks again, and what rank 0 of two holds in a forward. Each layer has 1 MiB of weights.
 
 # %%
-from hwfsdp.accounting import GroupSizes, peak_unsharded_bytes
-from hwfsdp.memory import Ledger
+from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes
+from hwfsdp.observe.memory import Ledger
 from hwfsdp.plot.memory import plot_memory
 
 

@@ -14,7 +14,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -107,8 +107,8 @@ for (loss, rows, divide_by), value in zip(CASES, found):
 from torch.nn.functional import cross_entropy
 
 from hwfsdp.collectives import RingReduceScatter
-from hwfsdp.models import GPTConfig
-from hwfsdp.train import build_model, shard_model
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.train.loop import build_model, shard_model
 
 small = GPTConfig(dim=64, layers=4, heads=4, seq_len=32)
 tokens = torch.randint(256, (4, small.seq_len + 1), generator=torch.Generator().manual_seed(0))
@@ -197,7 +197,7 @@ from dataclasses import replace
 
 from hwfsdp import EventLog
 from hwfsdp.plot.comparison import plot_comparison
-from hwfsdp.plot.lessons.backward_prefetch import waiting
+from hwfsdp.course.pictures.backward_prefetch import waiting
 from hwfsdp.virtual import simulate
 from hwfsdp.virtual.devices import DEVICES
 

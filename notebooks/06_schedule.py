@@ -12,7 +12,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "

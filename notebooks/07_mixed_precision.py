@@ -10,7 +10,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -26,7 +26,7 @@ lesson.begin()
 # policies. A bar is as long as it has bytes.
 
 # %%
-from hwfsdp.plot.lessons import mixed_precision
+from hwfsdp.course.pictures import mixed_precision
 
 mixed_precision.draw()
 
@@ -44,10 +44,10 @@ mixed_precision.draw()
 import torch
 
 from hwfsdp import EventLog, MixedPrecisionPolicy, fully_shard, launch, record
-from hwfsdp.accounting import GroupSizes, step_traffic
-from hwfsdp.models import GPTConfig
+from hwfsdp.observe.accounting import GroupSizes, step_traffic
+from hwfsdp.train.models import GPTConfig
 from hwfsdp.plot.traffic import plot_traffic
-from hwfsdp.train import build_model, shard_model
+from hwfsdp.train.loop import build_model, shard_model
 
 FP32, BF16 = torch.float32, torch.bfloat16
 POLICIES = {

@@ -10,7 +10,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -72,13 +72,13 @@ plot_mesh({"replicate": 2, "shard": 2}, node=2)
 # ## What one micro-batch moves
 #
 # Four real ranks run the program with one micro-batch under four settings. Filled bars are measured, hollow ones are the closed
-# forms of `hwfsdp.accounting`, which know shapes and nothing of what happened.
+# forms of `hwfsdp.observe.accounting`, which know shapes and nothing of what happened.
 
 # %%
 import torch.distributed as dist
 
 from hwfsdp import EventLog, launch, record
-from hwfsdp.accounting import GroupSizes, MeshShape, Strategy, bytes_sent, strategy_traffic
+from hwfsdp.observe.accounting import GroupSizes, MeshShape, Strategy, bytes_sent, strategy_traffic
 from hwfsdp.plot.traffic import plot_traffic
 
 STEPS = ("reduce_each", "all_reduce_each", "stay_whole")  # the switches of take_step

@@ -10,7 +10,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -130,7 +130,7 @@ for how, whole in {
 # a chunk. 7 rows, dp 3, tp 2:
 
 # %%
-from hwfsdp.plot.lessons import strided_shards
+from hwfsdp.course.pictures import strided_shards
 
 strided_shards.draw()
 
@@ -145,12 +145,12 @@ strided_shards.draw()
 # "Strided" comes from looking at it from outside: the ranks of one dp index hold stripes of the tensor together, here 0 1 and 4. So
 # one might step through the tensor, give each dp index its stripes, and have tp divide them. It looks right. The oracle is nested
 # chunking with `torch.chunk`: what tp keeps, cut again. The three ways are a few lines each, side by side in
-# `hwfsdp/learn/cuts.py`; guess in which sizes the second is wrong before you run the cell.
+# `hwfsdp/course/cuts.py`; guess in which sizes the second is wrong before you run the cell.
 
 # %%
 from itertools import product
 
-from hwfsdp.learn.cuts import by_stripes, from_placements, is_right
+from hwfsdp.course.cuts import by_stripes, from_placements, is_right
 
 sizes = list(product(range(1, 25), range(1, 5), range(1, 5)))  # rows, dp, tp
 even = [(rows, dp, tp) for rows, dp, tp in sizes if rows % (dp * tp) == 0]

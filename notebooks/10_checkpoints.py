@@ -9,7 +9,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -34,9 +34,9 @@ import torch.distributed as dist
 
 from hwfsdp import launch
 from hwfsdp.errors import CheckpointError, RankError
-from hwfsdp.models import GPTConfig
-from hwfsdp.snapshots import SnapshotConfig
-from hwfsdp.train import TrainConfig, build_model, train
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.train.snapshots import SnapshotConfig
+from hwfsdp.train.loop import TrainConfig, build_model, train
 
 temporary = tempfile.TemporaryDirectory()
 folder = Path(temporary.name) / "checkpoint"

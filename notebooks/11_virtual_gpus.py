@@ -8,7 +8,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -26,7 +26,7 @@ lesson.begin()
 # The model has 6 blocks of the width of an 8B Llama: thick enough to be real, and few enough to wait for.
 
 # %%
-from hwfsdp.models.llama import LlamaConfig
+from hwfsdp.train.models.llama import LlamaConfig
 from hwfsdp.virtual import simulate
 
 MODEL = LlamaConfig(dim=4096, layers=6, heads=32, kv_heads=8, hidden=14336, seq_len=4096, vocab=32000)
@@ -131,7 +131,7 @@ import torch
 import torch.nn.functional as F
 
 from hwfsdp import MixedPrecisionPolicy, fully_shard
-from hwfsdp.models import zoo
+from hwfsdp.train.models import zoo
 
 
 def step_of(modules_of):

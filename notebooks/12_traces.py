@@ -9,7 +9,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from hwfsdp import EventLog, fully_shard, launch, record
 from hwfsdp.errors import RankError
-from hwfsdp.models import GPTConfig, next_byte_loss
-from hwfsdp.train import build_model, shard_model, train_step
+from hwfsdp.train.models import GPTConfig, next_byte_loss
+from hwfsdp.train.loop import build_model, shard_model, train_step
 
 CONFIG = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 
@@ -56,8 +56,8 @@ healthy = EventLog.merge(launch(train_and_record, 2))
 # it is.
 
 # %%
-from hwfsdp.trace.findings import examine
-from hwfsdp.trace.findings_text import describe
+from hwfsdp.observe.findings import examine
+from hwfsdp.observe.findings_text import describe
 
 print(describe(examine(healthy), "healthy"))
 
@@ -98,8 +98,8 @@ plot_traffic(looking, {"closed form": expected})
 # forward. The trace says where they are: the first event that healthy and broken do not have in common.
 
 # %%
-from hwfsdp.trace.comparison import compare
-from hwfsdp.trace.comparison_text import describe as describe_difference
+from hwfsdp.observe.comparison import compare
+from hwfsdp.observe.comparison_text import describe as describe_difference
 
 print("\n".join(describe_difference(compare(healthy, looking), ("healthy", "looking")).splitlines()[:14]))
 
@@ -203,7 +203,7 @@ except RankError as error:
 # %%
 from dataclasses import replace
 
-from hwfsdp.order import find_races
+from hwfsdp.observe.races import find_races
 
 
 def without_waits(log):

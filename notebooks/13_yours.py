@@ -9,7 +9,7 @@
 
 # %%
 try:
-    from hwfsdp import lesson
+    from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
         f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
@@ -25,7 +25,7 @@ SEED = 7  # of the inputs that checks draw
 # ## Whose code this is
 
 # %%
-from hwfsdp.learn.replay import replay
+from hwfsdp.course.replay import replay
 
 yours = replay(EXERCISE, SEED)
 print(yours.introduction)
@@ -80,7 +80,7 @@ picture
 # The log of an elective also says what became of each parameter group: when it was gathered, and when it was freed.
 
 # %%
-from hwfsdp.lifetimes import find_lifetimes
+from hwfsdp.observe.lifetimes import find_lifetimes
 from hwfsdp.plot.lifetimes import plot_lifetimes
 
 if logs and not yours.exercise.is_station and all(

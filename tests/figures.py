@@ -14,8 +14,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 from hwfsdp import Event, EventLog
-from hwfsdp.events import Sample
-from hwfsdp.memory import KINDS
+from hwfsdp.observe.events import Sample
+from hwfsdp.observe.memory import KINDS
 from hwfsdp.plot.scaling import ScalingPoint
 
 MIB = 2**20

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import MixedPrecisionPolicy, UsageError, fully_shard, launch, record
-from hwfsdp.accounting import (
+from hwfsdp.observe.accounting import (
     GroupSizes,
     MeshShape,
     StateBytes,
@@ -32,7 +32,7 @@ from hwfsdp.accounting import (
     strategy_traffic,
     unsharded_bytes,
 )
-from hwfsdp.memory import Ledger
+from hwfsdp.observe.memory import Ledger
 from models import Convolution, Model, even, stem, uneven
 from oracles import fresh, objective, wrap
 

@@ -15,7 +15,7 @@ from benchmarks.limit import TRANSPORTS, block_numels
 from benchmarks.records import Check, Record, Spread, load, of_part, ratio, save
 from benchmarks.report import as_markdown, as_text, number, tables
 from benchmarks.timing import slowest, take_turns, timed
-from hwfsdp.accounting import GroupSizes, step_traffic
+from hwfsdp.observe.accounting import GroupSizes, step_traffic
 
 SMALLEST = "0.2 M"
 POINTS = {scaling.LAYERS: (2,), scaling.PARAMETERS: (4,), scaling.GROUPS: (3,), scaling.RANKS: (1,)}

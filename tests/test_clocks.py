@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hwfsdp import EventLog, clocks, events, launch, record, recording
-from hwfsdp.clocks import Offset, RankClock, answer_with_time, measure_offset, shifts_to_one_axis
-from hwfsdp.events import HostMark
+from hwfsdp import EventLog, launch, record
+from hwfsdp.observe import clocks, events, recording
+from hwfsdp.observe.clocks import Offset, RankClock, answer_with_time, measure_offset, shifts_to_one_axis
+from hwfsdp.observe.events import HostMark
 
 AHEAD = 1e9  # µs that each rank's clock is ahead of the one before
 

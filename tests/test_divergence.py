@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwfsdp import RankError, cli
-from hwfsdp.divergence import Report, describe_divergence, place_in
-from hwfsdp.history import SLOTS, Call, State
+from hwfsdp import RankError
+from hwfsdp.cli import command
+from hwfsdp.comm.divergence import Report, describe_divergence, place_in
+from hwfsdp.comm.history import SLOTS, Call, State
 
 # --- Made-up histories -------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ def test_a_place_is_the_innermost_line_of_the_user() -> None:
         return f'  File "{path}", line {line}, in {name}\n    code\n'
 
     inside = (
-        frame(threading.__file__, 3, "wait") + frame(torch.__file__, 4, "f") + frame(cli.__file__, 5, "g")
+        frame(threading.__file__, 3, "wait") + frame(torch.__file__, 4, "f") + frame(command.__file__, 5, "g")
     )
     user = frame("/elsewhere/train.py", 1, "main") + frame("/elsewhere/data.py", 2, "load")
     assert place_in(user + inside) == "/elsewhere/data.py:2, in load"
@@ -213,12 +214,12 @@ def test_a_place_is_the_innermost_line_of_the_user() -> None:
 def test_the_command_prints_the_first_line_and_the_table_but_no_traceback(capsys, monkeypatch):
     error = RankError(1, "KeyError: 'x'", "Traceback\n  of rank 1", "The traceback below is that rank's.")
     error.table = "a sentence.\n\n> a table"
-    assert cli._fail(error, 1) == 1
+    assert command._fail(error, 1) == 1
     err = capsys.readouterr().err
     assert err.splitlines() == [
         *("hwfsdp: a sentence.", "", "> a table", ""),
         "rank 1 raised KeyError: 'x'. (HWFSDP_TRACEBACK=1 shows its traceback.)",
     ]
     monkeypatch.setenv("HWFSDP_TRACEBACK", "1")
-    cli._fail(error, 1)
+    command._fail(error, 1)
     assert [*capsys.readouterr().err.splitlines()][-2:] == ["Traceback", "  of rank 1"]

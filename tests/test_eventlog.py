@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwfsdp import UsageError
-from hwfsdp.clocks import RankClock
-from hwfsdp.eventlog import EventLog, Interval, clocks_about, intersect, length, subtract, union
-from hwfsdp.events import Event, Sample
-from hwfsdp.perfetto import to_trace
+from hwfsdp.observe.clocks import RankClock
+from hwfsdp.observe.eventlog import EventLog, Interval, clocks_about, intersect, length, subtract, union
+from hwfsdp.observe.events import Event, Sample
+from hwfsdp.observe.perfetto import to_trace
 
 
 def events_of(rank: int, *rows: tuple[Any, ...]) -> list[Event]:
@@ -234,7 +234,7 @@ def test_an_empty_log_has_a_summary_of_zeros() -> None:
     assert set(summary) == set(EventLog(events_of(0, *STEP)).summary())
 
 
-# --- What happened before what: for one rank, see tests/test_order.py ---------------------------------------
+# --- What happened before what: for one rank, see tests/test_races.py ---------------------------------------
 
 
 def test_nothing_happens_before_itself_or_before_events_of_another_rank() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hwfsdp import events
-from hwfsdp.events import Event, HostMark, Recorder
+from hwfsdp.observe import events
+from hwfsdp.observe.events import Event, HostMark, Recorder
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from hwfsdp import cli, explain, fully_shard, launch
-from hwfsdp.blueprint import explain_on_paper, find_blocks, find_builder
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.inspection import Explanation, ParamRow, Totals, fold
-from hwfsdp.models import zoo
-from hwfsdp.models.gpt import GPTConfig
+from hwfsdp.layout.blueprint import explain_on_paper, find_blocks, find_builder
+from hwfsdp.layout.explain import Explanation, ParamRow, Totals, fold
+from hwfsdp.train.models import zoo
+from hwfsdp.train.models.gpt import GPTConfig
 
 SMALL = GPTConfig(dim=12, layers=3, heads=2, seq_len=7, vocab=10)
 

@@ -19,11 +19,11 @@ import pytest
 import torch.version
 
 from hwfsdp.cli import build_parser, main
-from hwfsdp.learn.manifest import Course, find_course
-from hwfsdp.learn.progress import Progress
-from hwfsdp.learn.submission import solution, starter
-from hwfsdp.learn.verdict import Grade
-from hwfsdp.verbs.health import look_at_ranks
+from hwfsdp.cli.health import look_at_ranks
+from hwfsdp.course.manifest import Course, find_course
+from hwfsdp.course.progress import Progress
+from hwfsdp.course.submission import solution, starter
+from hwfsdp.course.verdict import Grade
 
 ROOT = Path(__file__).parent.parent
 
@@ -118,7 +118,7 @@ def test_help_has_every_verb_below_a_heading(capsys: pytest.CaptureFixture[str])
 
 def looked(name: str, *prefix: str, **environ: str) -> dict[str, Any]:
     """What one look finds, in a process of its own; its standard error must stay empty."""
-    code = f"import json; from hwfsdp.verbs import health; print(json.dumps(health.{name}._asdict()))"
+    code = f"import json; from hwfsdp.cli import health; print(json.dumps(health.{name}._asdict()))"
     done = subprocess.run(
         [*prefix, sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environ
     )
@@ -300,7 +300,7 @@ def test_a_second_setup_does_nothing_and_needs_no_network(checkout: Path) -> Non
 
 
 def test_setup_ends_with_the_build_of_torch_and_the_way_to_another() -> None:
-    code = "from hwfsdp.verbs.health import installed; print(installed())"
+    code = "from hwfsdp.cli.health import installed; print(installed())"
     assert code.partition(";")[0] in (ROOT / "Makefile").read_text()
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert f"torch {torch.version.__version__}, built for" in said and "make setup TORCH_SPEC=" in said

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwfsdp import collectives, fully_shard, history, launch, record
+from hwfsdp import collectives, fully_shard, launch, record
+from hwfsdp.comm import history
+from hwfsdp.comm.history import SIZE, SLOT, SLOTS, State
 from hwfsdp.errors import CollectiveError
-from hwfsdp.history import SIZE, SLOT, SLOTS, State
 
 
 class Group:

@@ -1,6 +1,6 @@
 """Holes: what is cut out and put back is the same byte for byte, and a hole says what is to be done.
 
-The holes of the course, and the modules that its solutions restore, are those of tests/learn/test_workbook.py.
+The holes of the course, and the modules that its solutions restore, are those of tests/course/test_workbook.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import pytest
 
 from hwfsdp import UsageError
-from hwfsdp.learn.holes import blank, extract, functions, splice
+from hwfsdp.course.holes import blank, extract, functions, splice
 
 EXAMPLE = '''\
 """A module."""

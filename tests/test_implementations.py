@@ -17,10 +17,10 @@ import torch
 
 from hwfsdp import EventLog, launch
 from hwfsdp.cli import main
-from hwfsdp.data import draw_batch, load_text
-from hwfsdp.models import GPTConfig
-from hwfsdp.snapshots import SnapshotConfig
-from hwfsdp.train import TrainConfig, TrainResult, build_model, train, train_step
+from hwfsdp.train.data import draw_batch, load_text
+from hwfsdp.train.loop import TrainConfig, TrainResult, build_model, train, train_step
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.train.snapshots import SnapshotConfig
 
 ROOT = Path(__file__).parent.parent
 HOMEWORK = ROOT / "solutions" / "capstone" / "hw_fsdp.py"
@@ -238,7 +238,9 @@ def test_an_implementation_that_cannot_be_is_refused_before_ranks_are_started(
     argv: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hwfsdp.ranks.run_ranks", lambda *args, **kwargs: pytest.fail("ranks are started"))
+    monkeypatch.setattr(
+        "hwfsdp.launcher.ranks.run_ranks", lambda *args, **kwargs: pytest.fail("ranks are started")
+    )
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1

@@ -1,101 +1,252 @@
-"""The chapters can be read in order: each module imports only from those listed before it."""
+"""The house holds: what a folder may import, what it lists, and how long its files are."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import hwfsdp
 
 PACKAGE = Path(hwfsdp.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-ORDER = re.findall(r"^         (\w+)  +\S", hwfsdp.__doc__ or "", re.MULTILINE)
-OUTSIDE = {"__init__", "__main__"}  # the package's door and the interpreter's, not chapters
+
+BASE = {"core", "flat"}  # flat: errors, doors, compat, streams, which are in no folder
+INSTRUMENTS = BASE | {"features", "collectives", "comm", "observe"}
+PAPER = INSTRUMENTS | {"layout", "launcher", "checkpoint", "optim"}
+MAY: dict[str, set[str]] = {  # folder → the folders that it may import, besides itself
+    "core": set(),
+    "flat": {"core"},
+    "comm": BASE,
+    "collectives": BASE | {"comm"},
+    "features": BASE | {"comm", "collectives"},
+    "optim": BASE,
+    "observe": INSTRUMENTS,
+    "layout": BASE | {"features"},
+    "launcher": INSTRUMENTS,
+    "checkpoint": BASE | {"features", "layout"},
+    "train": PAPER,
+    "virtual": PAPER | {"train"},
+    "plot": BASE | {"observe", "layout", "virtual"},
+    "course": PAPER | {"train", "virtual", "plot"},
+    "cli": PAPER | {"train", "virtual", "plot", "course"},
+}
+KNOWN = {
+    "comm.history imports observe.events",
+    "comm.shared_memory imports observe.events",
+    "features.advice imports observe.events",
+    "layout.blueprint imports comm.divergence",
+    "layout.blueprint imports train.models.zoo",
+    "train.demo imports plot.loss",
+    "train.demo imports plot.memory",
+    "train.demo imports plot.timeline",
+}  # what is against the rule still; may only shrink
+DOORS = {"__init__", "__main__"}  # hwfsdp's own
+OUT_OF_ORDER = {
+    "core",
+    "features",
+    "course",
+}  # the heart is read from the door inwards; the course has circles
+LONGEST = 250  # lines of code of a file
+LONG = {
+    "checkpoint/agreement.py": 279,
+    "checkpoint/dcp.py": 275,
+    "checkpoint/distribute.py": 260,
+    "checkpoint/matching.py": 332,
+    "checkpoint/meta.py": 326,
+    "checkpoint/partition.py": 256,
+    "checkpoint/parts.py": 295,
+    "checkpoint/plan.py": 278,
+    "checkpoint/staging.py": 399,
+    "checkpoint/state_dict.py": 288,
+    "cli/command.py": 420,
+    "comm/divergence.py": 288,
+    "comm/shared_memory.py": 397,
+    "course/checks/checkpoints.py": 318,
+    "course/checks/checkpoints_pairs.py": 259,
+    "course/checks/hybrid_sharding.py": 280,
+    "course/checks/hybrid_sharding_runs.py": 259,
+    "course/checks/meta_start.py": 283,
+    "course/checks/meta_start_runs.py": 262,
+    "course/checks/strided_shards.py": 275,
+    "course/checks/strided_shards_runs.py": 304,
+    "course/doors.py": 328,
+    "course/gradebook/archives.py": 255,
+    "course/gradebook/grading.py": 259,
+    "course/mutants.py": 319,
+    "course/run.py": 385,
+    "course/stations/facts.py": 278,
+    "course/stations/laws.py": 314,
+    "course/stations/my_fsdp.py": 302,
+    "launcher/ranks.py": 353,
+    "layout/extents.py": 261,
+    "observe/events.py": 282,
+    "observe/recording.py": 293,
+}  # files that are longer still, with their lines; may only shrink
 
 
-def chapter_of(path: Path) -> str:
-    """The name in the table of contents: a module's, or that of the subpackage it is in."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+# --- What imports what -------------------------------------------------------------------------------------
 
 
-def chapters_imported_by(path: Path) -> set[str]:
-    """Every chapter of hwfsdp that the source imports, at any depth, type checking included."""
-    found = set()
+def module_of(path: Path) -> str:
+    """`observe.events`; of a folder's `__init__.py`, `observe`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def folder_of(module: str) -> str:
+    first = module.partition(".")[0]
+    return first if first in MAY else "flat"
+
+
+def imported_by(path: Path) -> Iterator[str]:
+    """Every module of hwfsdp that the source imports, at any depth, type checking included."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "hwfsdp":
-            found |= {alias.name for alias in node.names if alias.name in ORDER}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hwfsdp."):
-            found.add(str(node.module).split(".")[1])
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hwfsdp":
+            package = str(node.module).partition(".")[2]
+            for alias in node.names:
+                whole = f"{package}.{alias.name}".strip(".")
+                yield whole if whole in MODULES else package
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("hwfsdp.")}
+            yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("hwfsdp."))
+
+
+def wrong_edges() -> list[str]:
+    """ "events imports comm.history", for each import against the table."""
+    found = set()
+    for module, path in MODULES.items():
+        folder = folder_of(module)
+        for imported in imported_by(path) if module not in DOORS else ():
+            if imported and folder_of(imported) not in MAY[folder] | {folder}:
+                found.add(f"{module} imports {imported}")
+    return sorted(found)
+
+
+def test_a_folder_imports_only_what_the_table_allows() -> None:
+    assert set(wrong_edges()) == KNOWN
+
+
+# --- What folders list -------------------------------------------------------------------------------------
+
+
+def listed_in(path: Path) -> list[str]:
+    """The modules that a docstring lists, in its order."""
+    said = ast.get_docstring(ast.parse(path.read_text())) or ""
+    there = {each.stem for each in path.parent.iterdir()} - DOORS
+    return [name for name in re.findall(r"^ *(\w+)  +\S", said, re.MULTILINE) if name in there]
+
+
+FOLDERS = ["."] + sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def chapters_of(folder: str) -> set[str]:
+    """The modules and folders in a folder."""
+    there = [
+        *(PACKAGE / folder).glob("*.py"),
+        *(path.parent for path in (PACKAGE / folder).glob("*/__init__.py")),
+    ]
+    return {each.stem for each in there} - DOORS
+
+
+def wrongly_listed() -> list[str]:
+    found = []
+    for folder in FOLDERS:
+        listed = listed_in(PACKAGE / folder / "__init__.py")
+        if sorted(listed) != sorted(chapters_of(folder)):
+            found.append(f"{folder}: {sorted({*listed} ^ chapters_of(folder))}")
     return found
 
 
-def test_every_chapter_is_in_the_table_of_contents_once() -> None:
-    chapters = {chapter_of(path) for path in SOURCES} - OUTSIDE
-    assert sorted(ORDER) == sorted(chapters)
+def test_every_module_is_listed_once_in_the_docstring_of_its_folder() -> None:
+    assert wrongly_listed() == []
 
 
-def test_a_chapter_imports_only_earlier_ones() -> None:
+def out_of_order() -> list[str]:
+    """Modules that import a later one of their folder; the flat core is a folder, too."""
     found = []
-    for path in SOURCES:
-        chapter = chapter_of(path)
-        for imported in chapters_imported_by(path) if chapter not in OUTSIDE else ():
-            own = imported == chapter and path.parent != PACKAGE
-            if not own and ORDER.index(imported) >= ORDER.index(chapter):
-                found.append(f"{path.relative_to(PACKAGE)} imports {imported}")
-    assert found == []
+    for folder in {*FOLDERS} - OUT_OF_ORDER:
+        order = listed_in(PACKAGE / folder / "__init__.py")
+        front = "" if folder == "." else f"{folder}."
+        for module, path in MODULES.items():
+            own = module.removeprefix(front).partition(".")[0]
+            if module == folder or not module.startswith(front) or own not in order or own in MAY:
+                continue
+            for imported in imported_by(path):
+                other = imported.removeprefix(front).partition(".")[0]
+                beside = imported.startswith(front) and other in order and other not in MAY
+                if beside and order.index(other) > order.index(own):
+                    found.append(f"{module} imports {imported}")
+    return sorted(found)
 
+
+def test_modules_are_listed_in_reading_order() -> None:
+    assert out_of_order() == []
+
+
+# --- How long files are ------------------------------------------------------------------------------------
+
+
+def code_lines(path: Path) -> int:
+    """Lines without those that are blank, comment or docstring."""
+    text = path.read_text()
+    layout = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for said in _docstrings(ast.parse(text)):
+        lines.difference_update(range(said.lineno, (said.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def too_long() -> dict[str, int]:
+    counts = {str(path.relative_to(PACKAGE)): code_lines(path) for path in SOURCES}
+    return {name: lines for name, lines in counts.items() if lines > LONGEST}
+
+
+def test_files_are_short_and_long_ones_do_not_grow() -> None:
+    found = too_long()
+    assert {name: lines for name, lines in found.items() if lines > LONG.get(name, LONGEST)} == {}
+    assert {*LONG} <= {*found}, "some are short now: take them off the list"
+
+
+# --- What is private ---------------------------------------------------------------------------------------
 
 PRIVATE = re.compile(
     r"torch\._(?!_)|\._(?:local_tensor|spec|cdata|base|parameters|execution_engine|foreach\w*)\b"
 )
 
 
-def test_private_torch_api_is_used_in_one_module() -> None:
-    used = {path.relative_to(PACKAGE): PRIVATE.findall(code_of(path)) for path in SOURCES}
-    closing = "learn/rules.py"  # names what a learner's file may not use
-    assert {str(path) for path, names in used.items() if names} == {"compat.py", "core/compat.py", closing}
+def test_private_torch_api_is_used_in_modules_called_compat() -> None:
+    users = [path.relative_to(PACKAGE) for path in SOURCES if PRIVATE.search(code_of(path))]
+    closing = "course/rules.py"  # names what a learner's file may not use
+    assert {str(path) for path in users} == {"compat.py", "core/compat.py", closing}
 
 
 def code_of(path: Path) -> str:
-    return ast.unparse(_without_docstrings(ast.parse(path.read_text())))
+    tree = ast.parse(path.read_text())
+    for said in _docstrings(tree):
+        said.value = ast.Constant("")
+    return ast.unparse(tree)
 
 
-def _without_docstrings(tree: ast.Module) -> ast.Module:
+def _docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
             if isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
-                body[0].value.value = ""
-    return tree
+                yield body[0]
 
 
-def test_only_the_streams_know_the_device() -> None:
-    finds_devices = ("streams", "ranks", "wrap")
-    codes = {path.stem: code_of(path) for path in HEART if path.stem not in finds_devices}
-    assert [chapter for chapter, code in codes.items() if re.search(r"cuda|\.type\b|is_cpu", code)] == []
-
+# --- The heart ---------------------------------------------------------------------------------------------
 
 HEART = sorted((PACKAGE / "core").glob("*.py"))
-
-
-def code_lines(path: Path) -> int:
-    """Lines of code: no blanks, comments, docstrings."""
-    source = path.read_text()
-    documented = set[int]()
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            documented |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = enumerate(source.splitlines(), 1)
-    return sum(
-        bool(text.strip()) and not text.strip().startswith("#") and n not in documented for n, text in lines
-    )
 
 
 def test_the_heart_is_small_and_imports_torch_and_itself_only() -> None:
@@ -107,7 +258,7 @@ def test_the_heart_is_small_and_imports_torch_and_itself_only() -> None:
     assert not any(imported.values()), imported
 
 
-def test_features_import_the_heart_and_what_moves_bytes() -> None:
-    allowed = {"core", "features", "errors", "compat", "events", "history", "collectives"}
-    found = {path.stem: chapters_imported_by(path) - allowed for path in (PACKAGE / "features").glob("*.py")}
-    assert not any(found.values()), found
+def test_only_the_streams_know_the_device() -> None:
+    finds_devices = ("streams", "ranks", "wrap")
+    codes = {path.stem: code_of(path) for path in HEART if path.stem not in finds_devices}
+    assert [chapter for chapter, code in codes.items() if re.search(r"cuda|\.type\b|is_cpu", code)] == []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hwfsdp import lesson
+from hwfsdp.course import lesson
 from hwfsdp.errors import UsageError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.memory import KINDS, Identities, Ledger
+from hwfsdp.observe.memory import KINDS, Identities, Ledger
 
 
 def floats(n: int) -> Tensor:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from hwfsdp import EventLog, FSDPModule, events, launch, record
-from hwfsdp.accounting import GroupSizes, peak_unsharded_bytes, unsharded_bytes
+from hwfsdp import EventLog, FSDPModule, launch, record
 from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter
 from hwfsdp.core.sharding import local_shape, padded_local_numel
+from hwfsdp.observe import events
+from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes, unsharded_bytes
 from oracles import Policy, Training, ours
 
 WORLD_SIZE = 3  # nothing divides evenly

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hwfsdp import UsageError
-from hwfsdp.data import draw_batch, load_text, share
-from hwfsdp.models import GPT, GPTConfig, next_byte_loss
+from hwfsdp.train.data import draw_batch, load_text, share
+from hwfsdp.train.models import GPT, GPTConfig, next_byte_loss
 
 SMALL = GPTConfig(dim=16, layers=2, heads=2, seq_len=12)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import hwfsdp
 from hwfsdp import UsageError
-from hwfsdp.learn.holes import extract, functions
-from hwfsdp.learn.mutants import Mutant, mutants, sample
+from hwfsdp.course.holes import extract, functions
+from hwfsdp.course.mutants import Mutant, mutants, sample
 
 PACKAGE = Path(hwfsdp.__file__).parent
 EVERY = 50  # functions of the package: one of so many is looked at
@@ -182,7 +182,7 @@ def test_examples_of_each_kind(operator: str, line: str, expected: list[str] | N
 
 
 def test_there_is_an_example_of_every_kind() -> None:
-    source = (PACKAGE / "learn" / "mutants.py").read_text()
+    source = (PACKAGE / "course" / "mutants.py").read_text()
     assert set(re.findall(r'_Edit\(\s*"(.*?)"', source)) == {operator for operator, _, _ in EXAMPLES}
 
 

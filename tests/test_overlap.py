@@ -13,7 +13,7 @@ import pytest
 
 import models
 from hwfsdp import Event, EventLog, launch, record
-from hwfsdp.order import find_races
+from hwfsdp.observe.races import find_races
 from oracles import Training, ours
 
 FIRST, SECOND = 0, 1  # steps

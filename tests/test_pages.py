@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hwfsdp.learn.stations.stages import stage
+from hwfsdp.course.stations.stages import stage
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,8 +149,8 @@ NOT_RUN = {  # and why
     "make test": "as above",
     "source .venv/bin/activate": "it changes the reader's shell",
     "jupyter lab notebooks": "it opens a browser",
-    "hwfsdp watch": "it runs until Ctrl-C; tests/learn/test_commands.py has its turns",
-    "hwfsdp release OUT": "it needs a checkout of the course; tests/learn/test_release.py has one",
+    "hwfsdp watch": "it runs until Ctrl-C; tests/course/test_commands.py has its turns",
+    "hwfsdp release OUT": "it needs a checkout of the course; tests/course/test_release.py has one",
     "pytest tests/exercises --submission DIR": "tests/exercises are a part of this suite",
     "torchrun --nproc-per-node 8 train.py": "it needs 8 GPUs, or 8 cores",
     f"{CLUSTER} train.py": "it needs several machines",

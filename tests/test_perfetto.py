@@ -20,10 +20,10 @@ from oracles import ours, wrap
 from trace_rules import broken_rules
 
 from hwfsdp import launch, record
-from hwfsdp.eventlog import EventLog
-from hwfsdp.events import OPS, STREAMS, Event, Sample
-from hwfsdp.lifetimes import STATES, find_lifetimes
-from hwfsdp.perfetto import from_trace, nested_intervals, to_trace
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
+from hwfsdp.observe.lifetimes import STATES, find_lifetimes
+from hwfsdp.observe.perfetto import from_trace, nested_intervals, to_trace
 
 Entry = dict[str, Any]
 Track = tuple[int, int]

@@ -27,8 +27,8 @@ from figures import (
     training_log,
 )
 from hwfsdp import EventLog, plot
-from hwfsdp.events import OPS
-from hwfsdp.memory import KINDS
+from hwfsdp.observe.events import OPS
+from hwfsdp.observe.memory import KINDS
 from hwfsdp.plot import lanes, style
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory

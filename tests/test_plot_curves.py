@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from figures import assert_everything_is_on_the_sheet, legend_of, points_of
-from hwfsdp.accounting import StateBytes, Strategy, model_state_bytes
+from hwfsdp.observe.accounting import StateBytes, Strategy, model_state_bytes
 from hwfsdp.plot.scaling import MeasuredSpeed, number, plot_scaling
 from hwfsdp.plot.states import MeasuredState, plot_model_states
 

@@ -24,8 +24,8 @@ from figures import (
 )
 from hwfsdp import EventLog, UsageError, plot
 from hwfsdp.compat import strided_shard
-from hwfsdp.inspection import Explanation, ParamRow
-from hwfsdp.plot import gallery
+from hwfsdp.course import gallery
+from hwfsdp.layout.explain import Explanation, ParamRow
 from hwfsdp.plot.cartoon import plot_collective
 from hwfsdp.plot.comparison import plot_comparison
 from hwfsdp.plot.grid import LaidOut, plot_sharding
@@ -41,7 +41,7 @@ from hwfsdp.plot.timeline import plot_timeline
 from hwfsdp.plot.traffic import plot_traffic
 
 DOCS = Path(__file__).parent.parent / "docs"
-ROOMS = {path.stem for path in Path(plot.__file__).parent.glob("[!_]*.py")} | {"lessons"}
+ROOMS = {path.stem for path in Path(plot.__file__).parent.glob("[!_]*.py")}
 
 
 @pytest.fixture(scope="module")

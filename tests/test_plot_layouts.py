@@ -18,7 +18,7 @@ import suites
 from figures import assert_everything_is_on_the_sheet, boxes, luma
 from hwfsdp import explain, fully_shard, launch
 from hwfsdp.compat import strided_shard
-from hwfsdp.inspection import Explanation, ParamRow
+from hwfsdp.layout.explain import Explanation, ParamRow
 from hwfsdp.plot.cartoon import plot_collective
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
 from hwfsdp.plot.meshmap import letter_of, plot_mesh

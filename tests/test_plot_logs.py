@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from figures import boxes, event, gathered_and_freed, legend_of, lifetime_log, training_log
 from hwfsdp import EventLog
-from hwfsdp.accounting import GroupSizes, Strategy, strategy_traffic
+from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
 from hwfsdp.plot import style
 from hwfsdp.plot.comparison import plot_comparison
 from hwfsdp.plot.lifetimes import plot_lifetimes

@@ -91,7 +91,7 @@ def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None
 
 
 PARTS = "dcp distribute meta parts staging state_dict traverse".split()  # of a checkpoint
-PROMISED = "checkpoint layout optim plot plot.timeline recording virtual virtual.devices".split()
+PROMISED = "checkpoint layout optim plot plot.timeline virtual virtual.devices".split()
 PROMISED += [f"checkpoint.{part}" for part in PARTS]
 
 

@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch, ranks
+from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.errors import CollectiveError
-from hwfsdp.messages import read_message
-from hwfsdp.ranks import run_ranks
+from hwfsdp.launcher import ranks
+from hwfsdp.launcher.messages import read_message
+from hwfsdp.launcher.ranks import run_ranks
 
 
 def all_end(pids: list[int], seconds: float = 20) -> bool:

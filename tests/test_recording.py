@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d, irecv, isend
 from torch.distributed.distributed_c10d import P2POp, batch_isend_irecv
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hwfsdp import EventLog, StateError, events, launch, record
+from hwfsdp import EventLog, StateError, launch, record
 from hwfsdp.compat import functional_operators
+from hwfsdp.observe import events
 from models import Stem, stem
 from oracles import Library, objective, ours, theirs, wrap
 

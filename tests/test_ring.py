@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp import compat, launch, record
-from hwfsdp.accounting import on_the_wire
 from hwfsdp.collectives import RingAllGather, RingReduceScatter
-from hwfsdp.ring import exchange, ring_all_gather, ring_reduce_scatter
+from hwfsdp.comm.ring import exchange, ring_all_gather, ring_reduce_scatter
+from hwfsdp.observe.accounting import on_the_wire
 
 CASES = [*product((1, 5), (torch.float32, torch.float64, torch.int64))]  # elements of a block, dtype
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from hwfsdp import MixedPrecisionPolicy, compat, fully_shard, launch, record, shared_memory
+from hwfsdp import MixedPrecisionPolicy, compat, fully_shard, launch, record
 from hwfsdp.collectives import BackendAllGather, BackendReduceScatter, DefaultAllGather, DefaultReduceScatter
-from hwfsdp.shared_memory import SharedMemoryGroup
+from hwfsdp.comm import shared_memory
+from hwfsdp.comm.shared_memory import SharedMemoryGroup
 from suites import long
 from together import Together, run_all
 

@@ -15,8 +15,8 @@ from torch import nn
 import suites
 from benchmarks import published
 from hwfsdp import UsageError, fully_shard
-from hwfsdp.models.gpt import GPT, GPTConfig
-from hwfsdp.models.zoo import build
+from hwfsdp.train.models.gpt import GPT, GPTConfig
+from hwfsdp.train.models.zoo import build
 from hwfsdp.virtual import DEVICES, Device, Simulation, simulate
 from hwfsdp.virtual.allocator import ACTIVATION
 from hwfsdp.virtual.devices import GIB

@@ -20,11 +20,12 @@ import pytest
 import suites
 import torch
 
-from hwfsdp import EventLog, RankError, UsageError, checkpoint, launch, ranks, worker
+from hwfsdp import EventLog, RankError, UsageError, checkpoint, launch
 from hwfsdp.cli import main
-from hwfsdp.models import GPTConfig
-from hwfsdp.snapshots import ROWS, SnapshotConfig
-from hwfsdp.train import TrainConfig, train
+from hwfsdp.launcher import ranks, worker
+from hwfsdp.train.loop import TrainConfig, train
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.train.snapshots import ROWS, SnapshotConfig
 
 TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "6"]
 CONFIG = TrainConfig(GPTConfig(dim=32, layers=2, heads=1, seq_len=16), batch=6, steps=9)

@@ -1,6 +1,6 @@
 """Starters differ from their solutions in bodies only, and what they name of the package is described as it is.
 
-What is made of the course's own manifests is held against the files of the course: tests/learn/test_workbook.py.
+What is made of the course's own manifests is held against the files of the course: tests/course/test_workbook.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 
 import hwfsdp
 from hwfsdp import UsageError
-from hwfsdp.learn.manifest import find_course
-from hwfsdp.learn.provided import Provided, described
-from hwfsdp.learn.starters import Hole, render
+from hwfsdp.course.manifest import find_course
+from hwfsdp.course.provided import Provided, described
+from hwfsdp.course.starters import Hole, render
 
 PACKAGE = Path(hwfsdp.__file__).parent
 

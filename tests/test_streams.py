@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hwfsdp import UsageError, collectives, events, stream_clocks
+from hwfsdp import UsageError, collectives
 from hwfsdp.collectives import GroupTransport
 from hwfsdp.core import observer
 from hwfsdp.core import streams as core_streams
 from hwfsdp.core.ranks import Axis
 from hwfsdp.core.streams import HostStream, Stream, StreamEvent, StreamSet
 from hwfsdp.errors import CollectiveError
-from hwfsdp.events import STREAMS, HostMark, Recorder
-from hwfsdp.instrument import Instrument
+from hwfsdp.observe import events, stream_clocks
+from hwfsdp.observe.events import STREAMS, HostMark, Recorder
+from hwfsdp.observe.instrument import Instrument
 from hwfsdp.streams import streams_for
 
 NAMES = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")

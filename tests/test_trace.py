@@ -25,17 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import suites
 from hwfsdp import EventLog, MixedPrecisionPolicy, UsageError, fully_shard, launch, record
-from hwfsdp.about import describe_run, read_about
 from hwfsdp.cli import main
-from hwfsdp.events import Event, Sample
-from hwfsdp.trace import comparison_text, runs
-from hwfsdp.trace.capture import Capture
-from hwfsdp.trace.comparison import compare
-from hwfsdp.trace.export import PICTURES, View, draw
-from hwfsdp.trace.findings import Multiple, Traffic, examine
-from hwfsdp.trace.findings_text import describe
-from hwfsdp.trace.runs import Target, trace_run
-from hwfsdp.trace.steps import Steps, read_steps
+from hwfsdp.launcher.capture import Capture
+from hwfsdp.launcher.steps import Steps, read_steps
+from hwfsdp.observe import comparison_text
+from hwfsdp.observe.comparison import compare
+from hwfsdp.observe.events import Event, Sample
+from hwfsdp.observe.findings import Multiple, Traffic, examine
+from hwfsdp.observe.findings_text import describe
+from hwfsdp.observe.run_info import describe_run, read_about
+from hwfsdp.plot.export import PICTURES, View, draw
+from hwfsdp.train import traced_run
+from hwfsdp.train.traced_run import Target, trace_run
 
 # --- Which steps -------------------------------------------------------------------------------------------
 
@@ -572,7 +573,7 @@ def test_gpus_that_are_not_there_are_refused_before_any_rank_starts(
     gpus: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(runs, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
+    monkeypatch.setattr(traced_run, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
     out = tmp_path / "t.json"
     said = run("run", script(tmp_path, "train()"), "--device", "cuda", "--out", out)
     assert_refused(said, "--device cuda", "a GPU for each of 2 ranks")
@@ -583,7 +584,9 @@ def test_while_a_script_runs_its_trace_is_not_there_so_that_no_end_leaves_an_emp
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, seen = tmp_path / "t.json", []
-    monkeypatch.setattr(runs, "trace_run", lambda *args, **kwargs: seen.append(out.exists()) or by_hand())
+    monkeypatch.setattr(
+        traced_run, "trace_run", lambda *args, **kwargs: seen.append(out.exists()) or by_hand()
+    )
     assert run("run", "demo", "--out", out).status == 0
     assert seen == [False] and EventLog.load(out) == by_hand()
     before = out.read_bytes()

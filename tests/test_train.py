@@ -11,7 +11,7 @@ import pytest
 
 from hwfsdp import EventLog, UsageError
 from hwfsdp.cli import main
-from hwfsdp.train import TrainConfig
+from hwfsdp.train.loop import TrainConfig
 
 TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
 
@@ -74,7 +74,7 @@ def test_what_a_verb_does_not_know_is_refused_with_its_own_usage(
 def test_a_folder_for_saves_that_cannot_be_is_said_before_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hwfsdp.ranks.launch", lambda *args, **kwargs: pytest.fail("it trains"))
+    monkeypatch.setattr("hwfsdp.launcher.ranks.launch", lambda *args, **kwargs: pytest.fail("it trains"))
     (tmp_path / "file").touch()
     assert main(["train", "--save-every", "1", "--checkpoint", str(tmp_path / "file" / "run")]) == 2
     assert capsys.readouterr().err == f"hwfsdp: cannot write '{tmp_path / 'file' / 'run'}': Not a directory\n"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwfsdp import events
-from hwfsdp.recording import record
+from hwfsdp.observe import events
+from hwfsdp.observe.recording import record
 from hwfsdp.virtual.clock import Clock, VirtualEvent, virtual_streams
 from hwfsdp.virtual.devices import DEVICES
 

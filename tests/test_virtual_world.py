@@ -23,14 +23,21 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import optimizer as optimizers
 
 import suites
-from hwfsdp import StateError, UsageError, events, fully_shard, launch, record, streams
-from hwfsdp.accounting import GroupSizes, Strategy, gathers_per_step, model_state_bytes, strategy_traffic
+from hwfsdp import StateError, UsageError, fully_shard, launch, record, streams
 from hwfsdp.compat import DispatchMode
-from hwfsdp.eventlog import EventLog
-from hwfsdp.models.gpt import GPTConfig
-from hwfsdp.models.llama import LlamaConfig
+from hwfsdp.observe import events
+from hwfsdp.observe.accounting import (
+    GroupSizes,
+    Strategy,
+    gathers_per_step,
+    model_state_bytes,
+    strategy_traffic,
+)
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.train.models.gpt import GPTConfig
+from hwfsdp.train.models.llama import LlamaConfig
+from hwfsdp.train.models.zoo import build
 from hwfsdp.virtual import DEVICES, simulate
-from hwfsdp.models.zoo import build
 from hwfsdp.virtual.costs import Cost
 from hwfsdp.virtual.programs import Plan, program
 from hwfsdp.virtual.topology import Span, collective_us

@@ -6,7 +6,7 @@
     python tests/worth.py show [TEST]                what is known: totals, or the mistakes that one test notices
     python tests/worth.py cover                      a cheap set of tests that notices all that is noticed
 
-`tests/worth.json` keeps what was found. Mistakes are those of `hwfsdp.learn.mutants`: one operator, constant, argument
+`tests/worth.json` keeps what was found. Mistakes are those of `hwfsdp.course.mutants`: one operator, constant, argument
 or statement of one function. A run takes what `make test` has of the area's files, cheap ones first, and ends at twelve
 failures: enough to know who notices. Only where nobody does it goes on with the long tests, up to the first failure. A
 test that hangs notices, too. Some mistakes change nothing (an equivalent mutant); `run` cannot know which.
@@ -49,25 +49,25 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
         " test_warnings.py test_watch.py test_hsdp.py test_resharding.py test_tensor_parallel.py test_composition.py",
     ),
     "collectives": (
-        "collectives.py ring.py shared_memory.py divergence.py history.py",
+        "collectives.py comm/ring.py comm/shared_memory.py comm/divergence.py comm/history.py",
         "test_collectives.py test_ring.py test_shared_memory.py test_divergence.py test_history.py test_parity.py"
-        " test_accounting.py test_overlap.py test_order.py test_mixed_precision.py test_hsdp.py",
+        " test_accounting.py test_overlap.py test_races.py test_mixed_precision.py test_hsdp.py",
     ),
     "streams": (
-        "streams.py clocks.py events.py recording.py order.py eventlog.py",
-        "test_streams.py test_streams_on_a_device.py test_clocks.py test_events.py test_recording.py test_order.py"
+        "streams.py observe/clocks.py observe/events.py observe/recording.py observe/races.py observe/eventlog.py",
+        "test_streams.py test_streams_on_a_device.py test_clocks.py test_events.py test_recording.py test_races.py"
         " test_eventlog.py test_overlap.py test_schedule.py test_trace.py test_virtual_clock.py test_history.py"
         " test_divergence.py",
     ),
     "store": ("checkpoint/*.py", "checkpoint/test_*.py"),
     "layout": (
-        "layout.py filling.py placement.py sharding.py mesh.py",
+        "layout/extents.py layout/init_shards.py placement.py sharding.py mesh.py",
         "test_layout.py test_sharding.py test_start.py test_hsdp.py test_resharding.py test_tensor_parallel.py test_plot_layouts.py"
         " checkpoint/test_boxes.py checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
     ),
     "grader": (
-        "learn/*.py learn/stations/*.py learn/gradebook/*.py learn/capstone/*.py learn/lab/*.py learn/release/*.py",
-        "learn/test_*.py test_holes.py test_starters.py test_mutants.py test_first_contact.py",
+        "course/*.py course/stations/*.py course/gradebook/*.py course/capstone/*.py course/lab/*.py course/release/*.py",
+        "course/test_*.py test_holes.py test_starters.py test_mutants.py test_first_contact.py",
     ),
 }
 LEFT_OUT = {"mutants.py", "misconceptions.py"}  # a generator of mistakes, and texts
@@ -121,8 +121,8 @@ def files_of(patterns: str, folder: Path) -> list[Path]:
 
 def draw(area: str, count: int, seed: int) -> list[Record]:
     """`count` mistakes of an area, no two in one function."""
-    from hwfsdp.learn.holes import extract, functions
-    from hwfsdp.learn.mutants import mutants
+    from hwfsdp.course.holes import extract, functions
+    from hwfsdp.course.mutants import mutants
 
     chance = random.Random(f"{area} {seed}")
     everything = []
@@ -153,8 +153,8 @@ def draw(area: str, count: int, seed: int) -> list[Record]:
 
 def mutated(record: Record) -> str:
     """The module with the mistake in it."""
-    from hwfsdp.learn.holes import extract, splice
-    from hwfsdp.learn.mutants import mutants
+    from hwfsdp.course.holes import extract, splice
+    from hwfsdp.course.mutants import mutants
 
     source = (ROOT / record["module"]).read_text()
     mutant = list(mutants(extract(source, record["function"])))[record["number"]]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Shard
 from hwfsdp import compat
 from hwfsdp.compat import StridedShard
 from hwfsdp.core.sharding import chunk_extent
-from hwfsdp.layout import (
+from hwfsdp.layout.extents import (
     LocalExtent,
     SHARDS,
     check_shards,
@@ -32,7 +32,7 @@ from hwfsdp.layout import (
 #     function   is_shard(placement: Placement) -> bool
 # hwfsdp.core.sharding
 #     function   chunk_extent(n: int, world_size: int, rank: int) -> Extent
-# hwfsdp.layout
+# hwfsdp.layout.extents
 #     constant   SHARDS = (StridedShard, Shard)
 #     class      LocalExtent(shape: tuple[int, ...], offset: tuple[int, ...])
 #     function   impossible_factor(mesh_shape: Sequence[int], mesh_dim: int, placement: Placement,

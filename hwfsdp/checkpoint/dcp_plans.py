@@ -40,7 +40,7 @@ from hwfsdp.checkpoint.traverse import Path as Keys
 from hwfsdp.checkpoint.traverse import leaves_of, show
 from hwfsdp.compat import local_of
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.layout import compute_local_shape_and_global_offset
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
 class Entry(NamedTuple):

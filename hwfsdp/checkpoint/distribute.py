@@ -34,7 +34,7 @@ from hwfsdp.checkpoint.state_dict import bytes_of, check_data, refuse_sharded_te
 from hwfsdp.checkpoint.traverse import Path, items_of, leaves_of, map_leaves, show
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
-from hwfsdp.layout import shard_of
+from hwfsdp.layout.extents import shard_of
 
 Plan = dict[Path, Any]  # what will come there: a TensorInfo, an EmptyContainer, or the value itself
 

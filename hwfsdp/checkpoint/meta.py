@@ -51,11 +51,11 @@ from torch.optim import Optimizer
 
 from hwfsdp.checkpoint.traverse import Path, leaves_of, show
 from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
-from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
+from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
 from hwfsdp.features.offload import is_offloaded
-from hwfsdp.layout import compute_local_shape_and_global_offset, compute_local_stride
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset, compute_local_stride
 
 SHOWN = 4  # names in a message; the rest is counted
 

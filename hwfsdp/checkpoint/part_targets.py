@@ -29,7 +29,7 @@ from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
 from hwfsdp.checkpoint.traverse import Path, brief, show
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import UsageError, WrongTypeError
-from hwfsdp.layout import shard_of
+from hwfsdp.layout.extents import shard_of
 
 
 def several(value: Any) -> list[Any]:

@@ -42,7 +42,7 @@ from hwfsdp.checkpoint.traverse import child_of, items_of, map_leaves, show
 from hwfsdp.checkpoint.values import dtype_named, encode
 from hwfsdp.compat import is_shard, local_of
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.layout import compute_local_shape_and_global_offset
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
 @dataclass

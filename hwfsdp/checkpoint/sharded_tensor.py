@@ -19,7 +19,7 @@ from torch import Tensor
 from hwfsdp.checkpoint.traverse import Path, show
 from hwfsdp.compat import all_gather_single, device_types, group_of_sharded_tensor, is_sharded_tensor
 from hwfsdp.errors import UsageError
-from hwfsdp.layout import LocalExtent, slices_of
+from hwfsdp.layout.extents import LocalExtent, slices_of
 
 
 class Box(NamedTuple):

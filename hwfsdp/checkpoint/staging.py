@@ -76,7 +76,7 @@ from hwfsdp.compat import (
     wrap_like,
 )
 from hwfsdp.errors import FSDPError, UnsupportedError, UsageError
-from hwfsdp.layout import compute_local_stride
+from hwfsdp.layout.extents import compute_local_stride
 
 T = TypeVar("T")
 Storage = torch.UntypedStorage

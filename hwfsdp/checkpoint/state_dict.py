@@ -52,7 +52,7 @@ from hwfsdp.compat import (
     wrap_like,
 )
 from hwfsdp.errors import StateError, UnsupportedError, UsageError
-from hwfsdp.layout import compute_local_shape_and_global_offset, local_extent_of, unshard_strided
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset, local_extent_of, unshard_strided
 
 # (tensor, pg, device, companion or None) → what takes the tensor's place
 TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]

@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hwfsdp import compat, events, history
+from hwfsdp import compat
 from hwfsdp.collectives import run_named
+from hwfsdp.comm import history
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.ranks import Axis
 from hwfsdp.core.state import FSDPState
 from hwfsdp.features.call import Call
 from hwfsdp.features.checks import claimed_as
 from hwfsdp.features.hybrid_sharding import replicas_of
+from hwfsdp.observe import events
 
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → calls when it was looked at
 _warned: WeakSet[Optimizer] = WeakSet()

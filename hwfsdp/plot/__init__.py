@@ -25,8 +25,7 @@
     loss        loss curves laid over each other
     scaling     speed, time, memory, exposed communication against the number of GPUs
 
-    gallery     one of every kind, for docs/pictures.md
-    lessons     the pictures of the exercises
+    export      a log as a picture, for a spreadsheet, for a viewer
 
 Every function returns a `matplotlib.figure.Figure` and does nothing else: no window opens, no file is
 written, no state of pyplot changes. `figure.savefig(path)` writes it; a notebook shows it when it is a

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hwfsdp.errors import UsageError
-from hwfsdp.eventlog import EventLog
-from hwfsdp.events import Event
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import Event
 
 
 def chosen(log: EventLog, subject: str, *, rank: int | None = None, step: int | None = None) -> list[Event]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from hwfsdp.compat import is_shard
 from hwfsdp.errors import UsageError
-from hwfsdp.layout import LocalExtent, local_extent_of
+from hwfsdp.layout.extents import LocalExtent, local_extent_of
 from hwfsdp.plot import sheet, style
 
 MOST_RANKS = 64

@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
-from hwfsdp.events import COLLECTIVES, STREAMS, Event
-from hwfsdp.perfetto import ROUNDING, nested_intervals
+from hwfsdp.observe.events import COLLECTIVES, STREAMS, Event
+from hwfsdp.observe.perfetto import ROUNDING, nested_intervals
 from hwfsdp.plot import sheet, style
 
 MAX_ARROWS = 120  # per rank; with more, they hide the bars

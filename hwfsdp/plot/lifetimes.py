@@ -1,6 +1,6 @@
 """What becomes of each parameter group over time: a shard, being gathered, full, freed.
 
-One row per group, in the order in which they are first gathered (`hwfsdp.lifetimes` says how that is read from the
+One row per group, in the order in which they are first gathered (`hwfsdp.observe.lifetimes` says how that is read from the
 log). A thin line is a group of which the rank holds its shard only. Gathering begins with the copy-in and ends when the
 copy-out has filled the parameters; from then on the group is full, until the last of its storages is freed. A bar inside
 says when the group computed, so one sees what it was gathered for, how far ahead, and how long it stayed.
@@ -17,8 +17,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from hwfsdp.errors import UsageError
-from hwfsdp.eventlog import EventLog
-from hwfsdp.lifetimes import Lifetime, find_lifetimes
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.lifetimes import Lifetime, find_lifetimes
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from hwfsdp.errors import UsageError
-from hwfsdp.eventlog import EventLog
-from hwfsdp.events import Sample
-from hwfsdp.memory import KINDS
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import Sample
+from hwfsdp.observe.memory import KINDS
 from hwfsdp.plot import sheet, style
 
 _HEIGHT, _LEFT, _AXES_WIDTH, _AXES_HEIGHT, _BOTTOM = 5.2, 0.85, 7.6, 3.9, 0.6  # inches

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hwfsdp.eventlog import EventLog, Interval, intersect, length, subtract, union
-from hwfsdp.events import COLLECTIVES, COMPUTE_OPS, Event
+from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, subtract, union
+from hwfsdp.observe.events import COLLECTIVES, COMPUTE_OPS, Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 

@@ -1,4 +1,4 @@
-"""The table of a model's parameters as a picture: `inspection.explain`, with this rank's rows drawn.
+"""The table of a model's parameters as a picture: `layout.explain`, with this rank's rows drawn.
 
 A line per parameter, in blocks, one per parameter group. The strip at the right is the dimension that is cut, from its
 first row to its last: what this rank holds is filled, padding that it sends behind them is hatched. The bar beside it
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from hwfsdp.errors import UsageError
-from hwfsdp.inspection import Block, Explanation, ParamRow, fold
+from hwfsdp.layout.explain import Block, Explanation, ParamRow, fold
 from hwfsdp.plot import sheet, style
 
 _LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 2.4, 1.3  # inches

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hwfsdp.accounting import FP32_ADAM, StateBytes, Strategy, model_state_bytes
 from hwfsdp.errors import UsageError
+from hwfsdp.observe.accounting import FP32_ADAM, StateBytes, Strategy, model_state_bytes
 from hwfsdp.plot import sheet, style
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 8.6, 4.0, 0.95, 0.55  # inches; the height is the frame's

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
-from hwfsdp.eventlog import EventLog
-from hwfsdp.events import Event
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import name_of_steps
 from hwfsdp.plot.lanes import (

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
-from hwfsdp.eventlog import EventLog
-from hwfsdp.events import COLLECTIVES
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.plot import sheet, style
 
 _WIDTH, _BOTTOM, _BAR, _GAP, _MOST_FOR_NAMES = 11.0, 0.55, 0.26, 0.22, 3.0  # inches

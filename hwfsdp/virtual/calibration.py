@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp.collectives import DefaultAllGather
 from hwfsdp.compat import DispatchMode
-from hwfsdp.ranks import launch
-from hwfsdp.train import TrainConfig, train
+from hwfsdp.launcher.ranks import launch
+from hwfsdp.train.loop import TrainConfig, train
 from hwfsdp.virtual.costs import Cost, cost_of
 from hwfsdp.virtual.devices import THIS_MACHINE, Device
 from hwfsdp.virtual.run import simulate

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from hwfsdp import events, stream_clocks
 from hwfsdp.core.streams import Stream, StreamEvent, StreamSet, Work
-from hwfsdp.events import STREAMS
+from hwfsdp.observe import events, stream_clocks
+from hwfsdp.observe.events import STREAMS
 from hwfsdp.virtual.devices import Device
 
 _VIEW = 0.4  # of the time to launch a kernel, what the host needs for a view

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hwfsdp.blueprint import find_blocks, find_classes
 from hwfsdp.compat import is_fake
-from hwfsdp.errors import UsageError
-from hwfsdp.models.zoo import Config, build, config_of
 from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.errors import UsageError
 from hwfsdp.features.door import fully_shard
+from hwfsdp.layout.blueprint import find_blocks, find_classes
+from hwfsdp.train.models.zoo import Config, build, config_of
 
 CHECKPOINTS = ("none", "selective", "full")
 Step = Callable[[], Any]

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.about import read_about
 from hwfsdp.compat import local_of
 from hwfsdp.errors import UsageError
-from hwfsdp.eventlog import EventLog
-from hwfsdp.memory import Ledger
-from hwfsdp.models.gpt import GPTConfig
-from hwfsdp.models.llama import LlamaConfig
-from hwfsdp.models.zoo import config_of
-from hwfsdp.recording import record
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.memory import Ledger
+from hwfsdp.observe.recording import record
+from hwfsdp.observe.run_info import read_about
+from hwfsdp.train.models.gpt import GPTConfig
+from hwfsdp.train.models.llama import LlamaConfig
+from hwfsdp.train.models.zoo import config_of
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.devices import GIB, Device, device_named
 from hwfsdp.virtual.programs import Plan, Target, program

@@ -43,7 +43,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hwfsdp import events, history
+from hwfsdp.comm import history
+from hwfsdp.comm.divergence import place_in
 from hwfsdp.compat import (
     DispatchMode,
     fake_process_group,
@@ -55,10 +56,10 @@ from hwfsdp.compat import (
     is_fake,
     unseen_by_modes,
 )
-from hwfsdp.divergence import place_in
-from hwfsdp.errors import StateError, UsageError
 from hwfsdp.core.streams import StreamSet, backend
-from hwfsdp.stream_clocks import use_newest
+from hwfsdp.errors import StateError, UsageError
+from hwfsdp.observe import events
+from hwfsdp.observe.stream_clocks import use_newest
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.costs import cost_of, tensors_in

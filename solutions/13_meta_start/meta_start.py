@@ -10,19 +10,19 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.core import compat
 from hwfsdp.core.compat import address_of, local_of
-from hwfsdp.filling import Init, Part, require_memory, reshard_all
-from hwfsdp.layout import compute_local_shape_and_global_offset
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
+from hwfsdp.layout.init_shards import Init, Part, require_memory, reshard_all
 
 # The package's own, that the docstrings name:
 #
 # hwfsdp.core.compat
 #     function   local_of(tensor: DTensor) -> Tensor
 #     function   replace_local(tensor: DTensor, local: Tensor) -> None
-# hwfsdp.layout
+# hwfsdp.layout.extents
 #     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
 #                    placements: Sequence[Placement], skip_offset: bool = False) -> tuple[tuple[int, ...],
 #                    tuple[int, ...]]
-# hwfsdp.filling
+# hwfsdp.layout.init_shards
 #     class      Part(local: Tensor, offset: tuple[int, ...])
 #     constant   Init = Callable[[str, Tensor, torch.Generator], object]
 #     function   reshard_all(model: nn.Module) -> None

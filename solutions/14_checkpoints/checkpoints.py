@@ -18,7 +18,7 @@ from hwfsdp.checkpoint.matching import Match, Need
 from hwfsdp.checkpoint.plan import _refuse
 from hwfsdp.checkpoint.saves import CURRENT, MANIFEST, _NEW, _current_bytes, _put_back
 from hwfsdp.checkpoint.traverse import Path as KeyPath
-from hwfsdp.layout import compute_local_shape_and_global_offset
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 # The package's own, that the docstrings name:
 #
@@ -26,7 +26,7 @@ from hwfsdp.layout import compute_local_shape_and_global_offset
 #     class      Box(offset: tuple[int, ...], shape: tuple[int, ...])
 #     property   Box.slices -> tuple[slice, ...]
 #     function   find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None
-# hwfsdp.layout
+# hwfsdp.layout.extents
 #     function   compute_local_shape_and_global_offset(global_shape: Sequence[int], mesh: DeviceMesh,
 #                    placements: Sequence[Placement], skip_offset: bool = False) -> tuple[tuple[int, ...],
 #                    tuple[int, ...]]

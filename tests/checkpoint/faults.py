@@ -29,7 +29,7 @@ from torch import Tensor
 from hwfsdp.checkpoint.traverse import leaves_of, map_leaves, show
 from hwfsdp.compat import local_of, read_debug_level
 from hwfsdp.errors import FSDPError
-from hwfsdp.server import start_server
+from hwfsdp.launcher.fork_server import start_server
 
 CURRENT, MANIFEST = "CURRENT", "manifest.json"
 

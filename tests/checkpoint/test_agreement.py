@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import suites
 
-from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch, ranks
+from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch
 from hwfsdp.checkpoint import agreement as agreement_module
 from hwfsdp.checkpoint.agreement import Abandoned, Agreement
 from hwfsdp.compat import receive_bytes, send_bytes
+from hwfsdp.launcher import ranks
 
 LATER = threading.Event()  # never set
 

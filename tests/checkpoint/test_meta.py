@@ -34,7 +34,7 @@ from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import CheckpointError, StateError, UnsupportedError, UsageError
 from hwfsdp.layout import compute_local_shape_and_global_offset
-from hwfsdp.models import GPT, GPTConfig
+from hwfsdp.train.models import GPT, GPTConfig
 
 CONFIG = GPTConfig(dim=10, layers=1, heads=2, seq_len=7, vocab=11)  # no dim divides by 4
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.learn.grade import Options, grade
-from hwfsdp.learn.manifest import Course, find_course
-from hwfsdp.learn.run import Runs
-from hwfsdp.learn.submission import check_folder
-from hwfsdp.learn.verdict import Grade
+from hwfsdp.course.grade import Options, grade
+from hwfsdp.course.manifest import Course, find_course
+from hwfsdp.course.run import Runs
+from hwfsdp.course.submission import check_folder
+from hwfsdp.course.verdict import Grade
 
 Grader = Callable[[str], Grade]
 GRADER = pytest.StashKey[Grader]()

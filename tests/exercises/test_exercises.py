@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.learn.grade import checks_of
-from hwfsdp.learn.manifest import Exercise, find_course
-from hwfsdp.learn.misconceptions import MISCONCEPTIONS
-from hwfsdp.learn.verdict import Finding, Grade
+from hwfsdp.course.grade import checks_of
+from hwfsdp.course.manifest import Exercise, find_course
+from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.verdict import Finding, Grade
 
 COURSE = find_course(Path(__file__))
 IS_OURS = (COURSE.root / "solutions").is_dir()  # or a student's edition, where each run grades all exercises

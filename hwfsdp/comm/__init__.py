@@ -1,0 +1,9 @@
+"""How bytes really move between ranks, and who is late.
+
+    ring           all-gather and reduce-scatter from send and receive
+    shared_memory  collectives between ranks of one machine
+    history        what each rank called last
+    divergence     where ranks part
+
+A rank of one machine moves bytes through shared memory; every other rank uses `torch.distributed`.
+"""

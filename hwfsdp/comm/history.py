@@ -1,0 +1,330 @@
+"""What each rank called last: a ring of notes about its collectives, always on.
+
+Ranks that do not call the same collectives in the same order wait for each other until time runs out, or fail with an
+error that knows one side only. So each rank notes what it calls, and `divergence` lays the notes of all ranks side by
+side. A note says what was called, by which parameter group, in which process group, and how far it got (`State`).
+
+Collectives of FSDP are noted where they are called (`collectives`), those of the user while a recording is active.
+Messages from one rank to another are not, nor what ranks agree upon by themselves.
+
+Note [A ring that outlives its rank]
+    A rank that was killed cannot be asked, and one that hangs may not answer. Under `launch` the ring of each rank lies
+    in a file whose path the caller passes in the environment, so the caller reads it whatever became of the rank. Elsewhere
+    it lies in ordinary memory. Ranks whose collectives fail exchange copies through the store in which they met
+    (`exchange`); under torchrun, whose store outlives the ranks, a thread of each rank waits there to be asked.
+
+Note [What a note costs]
+    About 2 µs: a line of text into a slot of fixed size, where the oldest note was; after that one byte whenever its
+    state changes. Nothing is synchronized and nothing is kept alive. So the state is what the host knows without asking:
+    on an accelerator, where nobody waits on the host, a collective stays "open".
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import mmap
+import os
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from types import FrameType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from hwfsdp import compat
+from hwfsdp.observe import events
+
+SLOTS, SLOT = 96, 160  # notes, and bytes of each
+SIZE = SLOTS * SLOT  # bytes
+PATH = "HWFSDP_HISTORY"  # environment variable: the file that the caller of this rank reads
+_LONGEST_RANKS = 40  # characters
+
+
+class State(IntEnum):
+    """How far a collective got, as far as the host knows; the value is its byte in a note.
+
+    Attributes:
+        WAIT: called, and the host has not come back: it prepares, issues or waits for it.
+        OPEN: issued; nobody waits for it yet.
+        DONE, FAILED: the host waited for it, and it ended so.
+    """
+
+    WAIT = ord("w")
+    OPEN = ord("o")
+    DONE = ord("d")
+    FAILED = ord("f")
+
+
+class Call(NamedTuple):
+    """A note, read.
+
+    Attributes:
+        serial: place among all collectives of the rank, from 1. number: among those of the process group, from 1.
+        own_number: among FSDP's own of the process group; 0 for the user's.
+        group: the process group, as all its ranks call it (`members_of`).
+        op, dtype: such as "all_gather", "float32". nbytes: of the whole tensor, as in `events`.
+        owner: fqn of the parameter group, "" for the user's own collectives.
+        sees_users: a recording was active, so the user's own were noted, too.
+    """
+
+    serial: int
+    number: int
+    own_number: int
+    group: str
+    op: str
+    dtype: str
+    nbytes: int
+    owner: str
+    state: State
+    sees_users: bool = False
+
+
+class _Track:
+    """A process group: what to call it, and how many collectives were called in it."""
+
+    __slots__ = ("group", "label", "called", "called_by_user")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        name = "".join(str(group.group_name).split())[:40]
+        self.group = ref(group)
+        self.label = f"{name}:{_as_text(dist.get_process_group_ranks(group))}"
+        self.called = self.called_by_user = 0
+
+
+class Note:
+    """A collective that was called; it keeps its own state up to date."""
+
+    __slots__ = ("_ring", "_serial")
+
+    def __init__(self, ring: _Ring, serial: int) -> None:
+        self._ring, self._serial = ring, serial
+
+    def mark(self, state: State) -> None:
+        """Sets the state, unless the slot is another note's by now."""
+        if self._ring.serial - self._serial < SLOTS:
+            self._ring.memory[self._serial % SLOTS * SLOT] = state
+
+    def watch(self, call: Callable[[], Any]) -> Any:
+        """`call()`, the user's own collective, whose work is the user's to wait for."""
+        try:
+            work = call()
+        except BaseException:
+            self.mark(State.FAILED)
+            raise
+        self.mark(State.OPEN if isinstance(work, dist.Work) else State.DONE)
+        if isinstance(work, dist.Work):
+            with suppress(RuntimeError):  # some have no futures
+                work.get_future().add_done_callback(lambda _: self.mark(State.DONE))
+        return work
+
+
+class _Ring:
+    """The last notes of this rank, in `SIZE` bytes of memory."""
+
+    def __init__(self) -> None:
+        self.memory: bytearray | mmap.mmap = bytearray(SIZE)
+        self.is_collected = False
+        self.serial = 0
+        self._tracks: dict[int, _Track] = {}  # by identity of the group, which may pass to a later one
+        with suppress(KeyError, OSError, ValueError), open(os.environ[PATH], "r+b") as file:
+            self.memory, self.is_collected = mmap.mmap(file.fileno(), SIZE), True
+
+    def add(
+        self, op: str, owner: str | None, group: dist.ProcessGroup | None, dtype: str, nbytes: int
+    ) -> Note:
+        """Notes a call; without an owner it is the user's."""
+        group = group or dist.group.WORLD
+        assert group is not None, "no process group"
+        track = self._tracks.get(id(group))
+        if track is None or track.group() is not group:
+            track = self._tracks[id(group)] = _Track(group)
+        track.called += 1
+        own_number = track.called - track.called_by_user
+        if owner is None:
+            track.called_by_user += 1
+            owner, own_number = "", 0
+        self.serial = serial = self.serial + 1
+        sees_users = int(events.active() is not None)
+        numbers = f"{serial} {track.called} {own_number} {sees_users}"
+        text = f"w{numbers} {track.label} {op} {dtype} {nbytes} {owner}"
+        at = serial % SLOTS * SLOT
+        self.memory[at : at + SLOT] = text.encode()[:SLOT].ljust(SLOT, b"\0")
+        return Note(self, serial)
+
+
+_ring: _Ring | None = None
+_issuing = False  # a collective of FSDP is being issued, by functions that a recording watches
+_dtype_name = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def set_issuing(value: bool) -> None:
+    """From now on, or no more, what is called is a collective of FSDP, which is noted already."""
+    global _issuing
+    _issuing = value
+
+
+def is_issuing() -> bool:
+    """Whether a collective of FSDP is being issued."""
+    return _issuing
+
+
+def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dtype, nbytes: int) -> Note:
+    """Notes that this rank calls a collective now, even if it cannot issue it yet.
+
+    Args:
+        op: such as "all_gather". owner: fqn of the parameter group. group: None for that of all ranks.
+        nbytes: of the whole tensor: the output of an all-gather, the input of a reduce-scatter.
+    """
+    return (_ring or _start()).add(op, owner, group, _dtype_name(dtype), nbytes)
+
+
+def watch(call: Callable[[], Any], op: str, group: object, dtype: str, nbytes: int) -> Any:
+    """`call()`, a collective that a recording sees, noted unless it is FSDP's own or no matter of all ranks."""
+    if _issuing or op in ("send", "recv") or not isinstance(group, dist.ProcessGroup | None):
+        return call()
+    return (_ring or _start()).add(op, None, group, dtype or "-", nbytes).watch(call)
+
+
+def _start() -> _Ring:
+    global _ring
+    _ring = _Ring()
+    _listen(_ring)
+    return _ring
+
+
+# --- Reading -----------------------------------------------------------------------------------------------
+
+
+def read(memory: bytes) -> list[Call]:
+    """The notes of a ring, oldest first. What is no note is left out: whoever wrote it may be at fault."""
+    found = []
+    for at in range(0, min(len(memory), SIZE), SLOT):
+        with suppress(ValueError):
+            found.append(_parse(memory[at : at + SLOT].rstrip(b"\0")))
+    return sorted(found, key=lambda call: call.serial)
+
+
+def _parse(note: bytes) -> Call:
+    text = note[1:].decode(errors="replace")
+    if not note or not text.isprintable():
+        raise ValueError("no note")
+    serial, number, own_number, sees_users, group, op, dtype, nbytes, owner = text.split(" ", 8)
+    members_of(group)
+    numbers = int(serial), int(number), int(own_number)
+    state, seen = State(note[0]), bool(int(sees_users))
+    return Call(*numbers, group, op, dtype, int(nbytes), owner, state, seen)
+
+
+def _as_text(ranks: list[int]) -> str:
+    """Ranks in evenly spaced order as "first-last/step", others as "a,b,c", "" if that gets long."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if step > 0 and ranks == list(range(ranks[0], ranks[-1] + 1, step)):
+        return f"{ranks[0]}-{ranks[-1]}/{step}"
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= _LONGEST_RANKS else ""
+
+
+def members_of(group: str) -> list[int]:
+    """The ranks of a process group, from what notes call it; [] if that does not say.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    text = group.rpartition(":")[2]
+    if "-" not in text:
+        return [int(rank) for rank in text.split(",") if rank]
+    first, last = text.partition("/")[0].split("-")
+    found = range(int(first), int(last) + 1, int(text.partition("/")[2]))
+    if len(found) > 1 << 20:
+        raise ValueError("more ranks than there are")
+    return list(found)
+
+
+# --- Exchanging --------------------------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """What a rank says of itself: its last calls, and the stack of its main thread as text."""
+
+    calls: list[Call]
+    stack: str
+
+
+_LENGTH = 4  # bytes that say how long a packed ring is
+_PAUSE = 0.02  # seconds between two looks at the store
+_exchanges = 0
+
+
+def exchange(patience: float = 3.0) -> dict[int, Told | None]:
+    """What every rank tells, through the store that they met in; for ranks whose collective has failed.
+
+    Args:
+        patience: seconds to wait for the others. A rank that says nothing until then is None.
+
+    Returns:
+        By rank; nothing at all if there is no store, no other rank, or a caller who collects the rings.
+    """
+    global _exchanges
+    if _ring is None or _ring.is_collected or not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    _exchanges += 1
+    told: dict[int, Told | None] = dict.fromkeys(range(dist.get_world_size()))
+    own = _packed(_ring, sys._getframe())
+    with suppress(
+        Exception
+    ):  # the store may be gone; the error that is being raised stays the one that is raised
+        store = compat.default_store()
+        store.set(_key(_exchanges, dist.get_rank()), own)
+        store.set(_key(_exchanges, _ASKED), b"")
+        until = time.monotonic() + patience
+        while (silent := [rank for rank in told if told[rank] is None]) and time.monotonic() < until:
+            for rank in silent:
+                if store.check([_key(_exchanges, rank)]):
+                    told[rank] = _unpacked(store.get(_key(_exchanges, rank)))
+            time.sleep(_PAUSE)
+    told[dist.get_rank()] = _unpacked(own)
+    return told
+
+
+_ASKED = -1  # in the place of a rank: somebody wants to know
+
+
+def _key(exchange: int, rank: int) -> str:
+    return f"hwfsdp/history/{exchange}/{rank}"
+
+
+def _packed(ring: _Ring, frame: FrameType) -> bytes:
+    memory = zlib.compress(bytes(ring.memory))
+    return len(memory).to_bytes(_LENGTH) + memory + "".join(traceback.format_stack(frame)).encode()
+
+
+def _unpacked(said: bytes) -> Told:
+    end = _LENGTH + int.from_bytes(said[:_LENGTH])
+    return Told(read(zlib.decompress(said[_LENGTH:end])), said[end:].decode(errors="replace"))
+
+
+def _answer(ring: _Ring, store: Any, rank: int, main_thread: int) -> None:
+    """Says where this rank is whenever another one asks: it may hang, or wait longer than the one that asks."""
+    with suppress(RuntimeError):  # the store is gone, and so is everything
+        for number in itertools.count(1):
+            store.wait([_key(number, _ASKED)], timedelta(days=365))
+            store.set(_key(number, rank), _packed(ring, sys._current_frames()[main_thread]))
+
+
+def _listen(ring: _Ring) -> None:
+    """Starts to answer others, under torchrun: its store outlives the ranks, so waiting for a question disturbs no end."""
+    if not ring.is_collected and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = compat.default_store_by_itself()
+        if store is not None:
+            arguments = ring, store, dist.get_rank(), threading.main_thread().ident
+            threading.Thread(target=_answer, args=arguments, daemon=True).start()

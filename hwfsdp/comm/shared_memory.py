@@ -1,0 +1,640 @@
+"""Collectives between ranks of one machine: bytes through shared memory, words through Unix sockets.
+
+Ranks of one machine need no network. Each keeps blocks of memory that the others can read. The buffers of collectives
+lie in them. In a collective, a rank tells the others where its part is, and goes on. When the result is needed, it
+waits until the others have told, and reads their parts:
+
+    rank 0   copy-in a0 | tell | compute …         | wait | read a1
+    rank 1   copy-in a1 | tell | compute …         | wait | read a0
+
+The backend's own collectives copy each byte into the network stack and out again, by threads that compete with
+compute for the cores. Here the rank itself copies it once (figures: docs/performance.md).
+
+Note [Words]
+    What ranks tell each other is a record of fixed size (`_Record`): the number of the collective, what it is, and
+    where its bytes lie. A record travels over a socket, so the kernel orders it after the bytes it is about, a rank that
+    waits sleeps, and a rank that died is noticed at once. Every rank checks that the others call the same collective
+    as itself. All of that would be missing from a flag in shared memory.
+
+Note [When a block is free]
+    A block may be written again when the tensor in it is gone and all others have read it. Nobody waits for that: each
+    record also says up to which collective its sender has read, and after the last reduction of a backward ranks say so
+    at once. If no block is known to be free, another one is made; a training needs about four, of the size of its largest
+    flat buffer. They are kept, for touching new memory takes longer than copying. Only its owner decides about a block,
+    so ranks need not agree on anything.
+
+Note [The order of a sum]
+    Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
+    order of its ring: it cuts the input into chunks, one per rank, and the sum of a chunk starts at the rank before its
+    own and goes round, down, to its own. Gloo's chunks have an even number of elements; if those of the ranks do not, a
+    rank has the last elements of the chunk before, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hwfsdp import compat
+from hwfsdp.observe import events
+
+_REDUCE_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_ALL = 2**63  # more than any number of collectives
+_LONGEST = 2**31 - 1  # ms that a poll can take
+_PATIENCE = 30.0  # seconds for ranks to find each other
+_LOOKS = 40  # at a socket that has nothing yet, before sleeping: a neighbor is seldom far behind
+
+
+class Transfer(dist.Work):
+    """A collective in flight; `wait` finishes it.
+
+    Args:
+        read: reads what the other ranks give.
+        is_over: called when this one needs nothing more, be it that it was read, that this failed, or that nobody waits.
+    """
+
+    def __init__(self, read: Callable[[], None], is_over: Callable[[], None]) -> None:
+        super().__init__()
+        self._read: Callable[[], None] | None = read
+        self._is_over = is_over
+        self._future: torch.futures.Future[None] | None = None
+        self._error: BaseException | None = None
+
+    @compat.outside_transforms
+    def wait(self, timeout: Any = None) -> bool:
+        """Blocks until the output is there. The timeout is that of the process group.
+
+        Raises:
+            RuntimeError: a rank is gone, is too late, or called another collective.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._read is not None:
+            read, self._read = self._read, None
+            try:
+                with torch.inference_mode():  # the caller's may be off, and the tensors of a block that had it on
+                    read()
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                self._is_over()
+            if self._future is not None:
+                self._future.set_result(None)
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """Done when `wait` has returned. To be asked for before that."""
+        self._future = self._future or torch.futures.Future()
+        return self._future
+
+    def __del__(self) -> None:
+        if self._read is not None:
+            self._is_over()
+
+
+def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
+    """The group to call for collectives of `group` over tensors on `device`.
+
+    Returns:
+        A `SharedMemoryGroup` of the same ranks, if they are all on one machine, compute on its CPU, and `group` uses
+        gloo; else `group`.
+
+    The first call for a group finds out together with its other ranks. `HWFSDP_SHARED_MEMORY=0` in the environment of
+    a rank means no.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "no process group"
+    return (_find(group) if device.type == "cpu" else None) or group
+
+
+def adds(op: object) -> bool:
+    """Whether reductions by this operation can run here: sums and means."""
+    return op in _REDUCE_OPS
+
+
+def allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor that other ranks may read where it lies, contents undefined. Its memory is reused when it is gone."""
+    return _pool.allocate(size, dtype)
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+class _Block:
+    """Memory that one rank writes and others read.
+
+    Attributes:
+        capacity: bytes. address: where it begins in this process.
+        tensor: the buffer of the tensor that lies in it, as long as it lives.
+        readers: neighbors that were told of it, and the number of the collective that they were told of.
+    """
+
+    def __init__(self, file: int, capacity: int) -> None:
+        self.file, self.capacity, self.memory = file, capacity, mmap.mmap(file, capacity)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.tensor: Callable[[], memoryview | None] = lambda: None
+        self.readers: dict[Neighbors, int] = {}
+
+    @property
+    def is_free(self) -> bool:
+        """Note [When a block is free]."""
+        if self.tensor() is not None:
+            return False
+        for neighbors, number in list(self.readers.items()):
+            if number > neighbors.read_by_all:
+                neighbors.catch_up()
+            if number <= neighbors.read_by_all:
+                del self.readers[neighbors]
+        return not self.readers
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
+class _Pool:
+    """The blocks that this process writes."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self._index_at: dict[int, int] = {}  # by address
+
+    def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = prod(size) * dtype.itemsize
+        block = self.blocks[self._free(nbytes)]
+        buffer = memoryview(block.memory)[: max(nbytes, dtype.itemsize)]
+        block.tensor = weakref.ref(buffer)
+        return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
+
+    def _free(self, nbytes: int) -> int:
+        """Index of the smallest free block that is large enough, made if there is none."""
+        free = [(block.capacity, index) for index, block in enumerate(self.blocks) if block.is_free]
+        if large_enough := [place for place in free if place[0] >= nbytes]:
+            return min(large_enough)[1]
+        index = max(free)[1] if free else len(self.blocks)  # a small one makes room for it
+        block = _Block(_anonymous_file(capacity := max(nbytes, mmap.PAGESIZE)), capacity)
+        self.blocks[index : index + 1] = [block]
+        self._index_at = {block.address: index for index, block in enumerate(self.blocks)}
+        return index
+
+    def find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Where a tensor lies: index of its block, and offset in bytes; None if it lies elsewhere."""
+        index = self._index_at.get(tensor.untyped_storage().data_ptr())
+        return None if index is None else (index, int(tensor.storage_offset()) * tensor.element_size())
+
+
+def _anonymous_file(nbytes: int) -> int:
+    """A file in memory that has no name, so that nothing is left of it when its users are gone."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("hwfsdp")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, nbytes)
+    return file
+
+
+_pool = _Pool()
+
+
+# --- One group ---------------------------------------------------------------------------------------------
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group whose gathers and reductions are those of `Neighbors`.
+
+    It is called by the functions of `torch.distributed`, so that whoever watches those sees its collectives, too; and
+    they are shown to dispatch modes, such as the one that counts communication (`compat.show_collective`).
+
+    Torch keeps tables of its groups: their backends, ranks, names. This group is in none of them, and is found in all: it
+    equals the group whose ranks it has. So a question about it has that group's answer, and whoever goes through a table,
+    as a profiler does, meets torch's own groups only.
+    """
+
+    def __init__(self, neighbors: Neighbors, group: dist.ProcessGroup) -> None:
+        super().__init__(neighbors.rank, neighbors.size)  # type: ignore[call-arg]  # declared without this form
+        self.neighbors, self._name = neighbors, group.group_name
+        self._hash, self._group = hash(group), weakref.ref(
+            group
+        )  # the group keeps this one alive, not the reverse
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (other is not None and other is self._group())
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def group_name(self) -> Any:
+        """That of the group whose ranks it has."""
+        return self._name
+
+    def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Transfer:
+        """`output` [W * n] receives every rank's `input` [n], in rank order; it may lie in the output.
+
+        Both are contiguous. The input is not to be written as long as it lives.
+        """
+        compat.show_collective("all_gather", self, output, input, options)
+        return self.neighbors.all_gather(output, input)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Any) -> Transfer:
+        """`output` [n] receives this rank's part of the sum, or mean, of all ranks' `input` [W * n].
+
+        The input is not to be written as long as it lives. Sums are in the tensors' dtype (Note [The order of a sum]).
+        """
+        compat.show_collective("reduce_scatter", self, output, input, options)
+        return self.neighbors.reduce_scatter(output, input, mean=options.reduceOp == dist.ReduceOp.AVG)
+
+    # their names before torch 2.13
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # parameters have other names
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+
+class _Record(NamedTuple):
+    """What one rank tells another about a collective; all integers.
+
+    Attributes:
+        number: of the collective, from 1; the same on every rank. 0: there is none, only `read` is new.
+        call: operation and dtype (`_code`). nbytes: of the sender's input.
+        read: all collectives up to this number have been read by the sender.
+        block, offset: where the input is: in which of the sender's blocks, and at which byte.
+        capacity: of that block if the receiver does not have it yet, and then its file follows; else 0.
+    """
+
+    number: int
+    call: int
+    nbytes: int
+    read: int
+    block: int
+    offset: int
+    capacity: int
+
+
+_LAYOUT = struct.Struct("=7q")
+_OPS = ("all_gather", "reduce_scatter by sum", "reduce_scatter by mean")
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def _code(op: int, dtype: torch.dtype) -> int:
+    """Operation and dtype as one number, the same for all ranks of a machine."""
+    return op * len(_DTYPES) + _DTYPES.index(dtype)
+
+
+def _described(call: int, nbytes: int, ranks: int) -> str:
+    """In words, with the bytes of the whole tensor, as `history` and tables have them; `nbytes`: of a rank's input."""
+    op, dtype = divmod(call, len(_DTYPES))
+    whole = nbytes * ranks if op == _OPS.index("all_gather") else nbytes
+    return f"{_OPS[op]} of {whole:,} bytes of {_DTYPES[dtype]}"
+
+
+class Neighbors:
+    """The other ranks of a group, all on this machine.
+
+    Args:
+        rank: this one's number in the group.
+        sockets: to the other ranks, by their numbers.
+        timeout: seconds that a rank may be late.
+
+    Attributes:
+        read_by_all: all collectives up to this number have been read by all others.
+    """
+
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        self.rank, self.size = rank, len(sockets) + 1
+        self._sockets, self._timeout, self._process = sockets, timeout, os.getpid()
+        self._given: dict[int, _Block] = {}  # blocks that the others have, by index
+        self._theirs: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}  # blocks, by index
+        self._told: dict[int, dict[int, _Record]] = {peer: {} for peer in sockets}  # by number, not yet used
+        self._read_by: dict[int, int] = dict.fromkeys(sockets, 0)
+        self._issued = 0  # number of the last collective
+        self._unread: dict[int, None] = {}  # numbers of those in flight, in order
+        self._looks = _LOOKS if self.size <= (os.cpu_count() or 1) else 0
+
+    @property
+    def read_by_all(self) -> int:
+        return min(self._read_by.values())
+
+    # --- the collectives ---
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Transfer:
+        call, nbytes = _code(0, input.dtype), input.nbytes
+        number = self._tell(call, input)
+        rows = output.view(self.size, -1)
+        if rows[self.rank].data_ptr() != input.data_ptr():
+            rows[self.rank].copy_(input)
+
+        def read() -> None:
+            for peer in self._sockets:
+                rows[peer].copy_(self._part(peer, number, call, nbytes, 0, rows[peer]))
+
+        return Transfer(read, lambda: self._over(number))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, mean: bool) -> Transfer:
+        call, nbytes = _code(2 if mean else 1, input.dtype), input.nbytes
+        number = self._tell(call, input)
+        own, start = input.view(self.size, -1)[self.rank], self.rank * output.nbytes
+
+        def read() -> None:
+            parts = [
+                own if rank == self.rank else self._part(rank, number, call, nbytes, start, output)
+                for rank in range(self.size)
+            ]
+            for begin, end, last in self._sums(output):
+                order = [(last - step) % self.size for step in range(1, self.size + 1)]
+                first, second, *rest = [parts[rank][begin:end] for rank in order]
+                total = torch.add(first, second, out=output[begin:end])
+                for term in rest:
+                    total.add_(term)
+            if mean:
+                output.div_(self.size)
+
+        return Transfer(read, lambda: self._over(number, acknowledge=True))
+
+    def _sums(self, output: Tensor) -> list[tuple[int, int, int]]:
+        """Note [The order of a sum]: which elements of the output to add in the order of which ring's last rank."""
+        if not output.numel():
+            return []
+        begin, end = self.rank * output.numel(), (self.rank + 1) * output.numel()  # in the input
+        chunk = output.numel() + output.numel() % 2
+        return [
+            (max(begin, last * chunk) - begin, min(end, (last + 1) * chunk) - begin, last)
+            for last in range(begin // chunk, (end - 1) // chunk + 1)
+        ]
+
+    def _part(self, peer: int, number: int, call: int, nbytes: int, start: int, like: Tensor) -> Tensor:
+        """What `peer` gives to a collective, once it has told: from byte `start` on, as much as `like` has.
+
+        Raises:
+            RuntimeError: it called something else.
+        """
+        told = self._told[peer]
+        while number not in told:
+            self._listen(peer)
+        record = told[number]
+        if (record.call, record.nbytes) != (call, nbytes):
+            raise RuntimeError(
+                f"ranks call different collectives: number {number} of their group is "
+                f"{_described(call, nbytes, self.size)} on rank {self.rank}, "
+                f"{_described(record.call, record.nbytes, self.size)} on rank {peer}"
+            )
+        if not like.numel():
+            return like
+        memory = self._theirs[peer][record.block]
+        return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=record.offset + start)
+
+    # --- telling ---
+
+    def _tell(self, call: int, input: Tensor) -> int:
+        """Tells the others where the input is, in a copy if it is in no block; returns the collective's number."""
+        place = _pool.find(input)
+        if place is None:
+            input = allocate(input.shape, input.dtype).copy_(input)
+            place = _pool.find(input)
+            assert place is not None, "what was just allocated is in no block"
+        self._issued += 1
+        number, (index, offset) = self._issued, place
+        self._unread[number] = None
+        block = _pool.blocks[index]
+        block.readers[self] = number
+        is_new = self._given.get(index) is not block
+        self._given[index] = block
+        capacity = block.capacity if is_new else 0
+        record = _LAYOUT.pack(number, call, input.nbytes, self._read, index, offset, capacity)
+        for peer in self._sockets:
+            self._send(peer, record, block.file if is_new else None)
+        return number
+
+    @property
+    def _read(self) -> int:
+        """All collectives up to this number have been read here."""
+        return next(iter(self._unread), self._issued + 1) - 1
+
+    def _over(self, number: int, acknowledge: bool = False) -> None:
+        """This rank needs nothing more for a collective.
+
+        The others learn of it with the next one. Should there be none for long, as after the last reduction of a
+        backward, they are told at once.
+        """
+        self._unread.pop(number, None)
+        for told in self._told.values():
+            told.pop(number, None)
+        if acknowledge and not self._unread:
+            record = _LAYOUT.pack(0, 0, 0, self._read, 0, 0, 0)
+            for peer in self._sockets:
+                with contextlib.suppress(RuntimeError):  # it is gone, and its memory with it
+                    self._send(peer, record, None)
+
+    def _send(self, peer: int, record: bytes, file: int | None) -> None:
+        connection = self._sockets[peer]
+        try:
+            self._retry(peer, lambda: connection.send(record, socket.MSG_DONTWAIT))
+            if file is not None:
+                self._retry(peer, lambda: socket.send_fds(connection, [b"f"], [file], socket.MSG_DONTWAIT))
+        except OSError as error:
+            raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
+
+    def _retry(self, peer: int, send: Callable[[], int]) -> None:
+        """Until there is room for it. Meanwhile this rank listens, since the others may be waiting for the same."""
+        while True:
+            try:
+                send()
+                return
+            except BlockingIOError:
+                if not self._hear(self._timeout, room_for=peer):
+                    raise RuntimeError(
+                        f"Timed out after {self._timeout:g} s: rank {peer} of the group takes nothing in"
+                    ) from None
+
+    # --- listening ---
+
+    def catch_up(self) -> None:
+        """Takes in what the others have told by now. Who has left reads no more."""
+        while self._hear(0):
+            pass
+
+    def _hear(self, timeout: float, room_for: int | None = None) -> bool:
+        """Takes in a record of every rank that has told something; waits for that, or for room to tell a rank.
+
+        Returns:
+            Whether anything happened in time.
+        """
+        poll = select.poll()
+        peers = {self._sockets[peer].fileno(): peer for peer in self._sockets if self._read_by[peer] < _ALL}
+        for file, peer in peers.items():
+            poll.register(file, select.POLLIN | (select.POLLOUT if peer == room_for else 0))
+        found = poll.poll(min(timeout * 1e3, _LONGEST))
+        for file, happened in found:
+            if happened & ~select.POLLOUT:
+                try:
+                    self._listen(peers[file])
+                except RuntimeError:
+                    self._read_by[peers[file]] = _ALL
+        return bool(found)
+
+    def _listen(self, peer: int) -> None:
+        """Takes in the next record of `peer`."""
+        connection = self._sockets[peer]
+        record = _Record._make(_LAYOUT.unpack(self._receive(peer, connection)))
+        if record.capacity:
+            self._sleep(peer, connection)
+            _, (file,), _, _ = socket.recv_fds(connection, 1, 1)
+            self._theirs[peer][record.block] = mmap.mmap(file, record.capacity)
+            os.close(file)
+        self._read_by[peer] = record.read
+        if record.number in self._unread or record.number > self._issued:
+            self._told[peer][record.number] = record
+
+    def _receive(self, peer: int, connection: socket.socket) -> bytes:
+        data, looks = b"", self._looks
+        while len(data) < _LAYOUT.size:
+            try:
+                more = connection.recv(_LAYOUT.size - len(data), socket.MSG_DONTWAIT)
+                if not more:
+                    raise ConnectionResetError
+                data += more
+            except BlockingIOError:
+                looks -= 1
+                if looks < 0:
+                    self._sleep(peer, connection)
+            except OSError as error:
+                raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
+        return data
+
+    def _sleep(self, peer: int, connection: socket.socket) -> None:
+        """Until there is something to receive."""
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        if not poll.poll(min(self._timeout * 1e3, _LONGEST)):
+            raise RuntimeError(f"Timed out after {self._timeout:g} s waiting for rank {peer} of the group")
+
+    # --- leaving ---
+
+    def leave(self) -> None:
+        """This rank reads no more."""
+        for connection in self._sockets.values() if os.getpid() == self._process else ():
+            with contextlib.suppress(OSError):  # the other one has left before
+                connection.shutdown(socket.SHUT_WR)
+
+    def __del__(self) -> None:
+        for connection in self._sockets.values():
+            connection.close()
+
+
+# --- Finding each other ------------------------------------------------------------------------------------
+
+_UNKNOWN = "not asked yet"
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryGroup | None] = weakref.WeakKeyDictionary()
+
+
+def _find(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
+    """The group for the same ranks, None if they share no memory. All ranks call the first time."""
+    known = _found.get(group, _UNKNOWN)
+    if not isinstance(known, str):
+        return known
+    found = None
+    if compat.cpu_backend(group) == "gloo" and dist.get_world_size(group) > 1:
+        with events.paused(), compat.unseen_by_modes():
+            found = _meet(group)
+    _found[group] = found
+    if found is not None:
+        weakref.finalize(group, found.neighbors.leave).atexit = False
+    return found
+
+
+def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
+    """Connects the ranks of `group`, if they all run on one machine and find one directory there."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    place = _agree(group, _new_directory() if rank == 0 else "")[0]
+    wanted = os.environ.get("HWFSDP_SHARED_MEMORY", "1") != "0" and hasattr(socket, "AF_UNIX")
+    timeout = compat.timeout_of(group)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX)) if wanted and place else None
+        here = listener is not None and _listen_at(listener, Path(place) / str(rank)) and _may_share_memory()
+        machines = _agree(group, _machine() if here else "")
+        sockets = None
+        if listener is not None and set(machines) == {_machine()}:
+            sockets = _connect(listener, Path(place), rank, size, min(timeout, _PATIENCE))
+        connected = all(_agree(group, sockets is not None))
+    if rank == 0 and place:
+        shutil.rmtree(place, ignore_errors=True)
+    if not connected or sockets is None:
+        return None
+    return SharedMemoryGroup(Neighbors(rank, sockets, timeout), group)
+
+
+def _agree(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's value, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _new_directory() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="hwfsdp-")
+    except OSError:  # then there is no place to meet
+        return ""
+
+
+def _machine() -> str:
+    """What tells this machine from others that may see the same directories."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _may_share_memory() -> bool:
+    """Whether the system lets this process have a block at all."""
+    try:
+        _Block(_anonymous_file(mmap.PAGESIZE), mmap.PAGESIZE)
+    except OSError:
+        return False
+    return True
+
+
+def _listen_at(listener: socket.socket, address: Path) -> bool:
+    try:
+        listener.bind(str(address))
+        listener.listen(64)
+    except OSError:  # no such directory: another machine; or the path is too long
+        return False
+    return True
+
+
+def _connect(
+    listener: socket.socket, place: Path, rank: int, size: int, timeout: float
+) -> dict[int, socket.socket] | None:
+    """Sockets to all others: this rank calls those below it, and is called by those above. None if one fails."""
+    found: dict[int, socket.socket] = {}
+    listener.settimeout(timeout)
+    try:
+        for below in range(rank):
+            found[below] = socket.socket(socket.AF_UNIX)
+            found[below].settimeout(timeout)
+            found[below].connect(str(place / str(below)))
+            found[below].sendall(rank.to_bytes(4, "little"))
+        for _ in range(rank + 1, size):
+            caller, _ = listener.accept()
+            caller.settimeout(timeout)
+            found[int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "little")] = caller
+    except OSError:
+        for connection in found.values():
+            connection.close()
+        return None
+    for connection in found.values():
+        connection.settimeout(None)
+    return dict(sorted(found.items()))

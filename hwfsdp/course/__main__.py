@@ -1,0 +1,76 @@
+"""Starters, solutions and pictures of the exercises; see `workbook`.
+
+python -m hwfsdp.course write            writes starters and solutions
+python -m hwfsdp.course check [NN …]     says what does not hold, of these exercises or of all
+python -m hwfsdp.course pictures [NN …]  draws their pictures
+python -m hwfsdp.course mutants [NN …]   grades machine-made mistakes, and right answers on 1 to 4 ranks; all of them: docs/grading.md
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from hwfsdp.course import grader_report, workbook
+from hwfsdp.course.manifest import Course, Exercise, find_course
+from hwfsdp.course.pool import grading_pool
+from hwfsdp.errors import UsageError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what the first argument says; returns the exit status."""
+    verb, *numbers = arguments or ("",)
+    course = find_course()
+    chosen = [course.exercise(number) for number in numbers] or list(course.exercises)
+    if verb == "write":
+        for path in workbook.write(course):
+            print(f"wrote {path.relative_to(course.root)}")
+        return 0
+    if verb == "check":
+        return _check(course, chosen)
+    if verb == "pictures":
+        for exercise in chosen:
+            name = f"hwfsdp.course.pictures.{exercise.topic}"
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name).draw().savefig(exercise.folder / "picture.png")
+        return 0
+    if verb == "mutants":
+        return _mutants(course, chosen if numbers else grader_report.everything(course))
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+def _check(course: Course, chosen: Sequence[Exercise]) -> int:
+    found = list(workbook.problems(course))
+    for exercise in chosen:
+        workbook.compiles_alone(exercise)
+    with grading_pool(course) as pool:
+        for problems in [pool.find_problems(exercise) for exercise in chosen]:
+            found += problems.result()
+    for problem in found:
+        print(problem, file=sys.stderr)
+    if not found:
+        print(f"{len(chosen)} exercises: starters, solutions, holes and checks fit.")
+    return 1 if found else 0
+
+
+def _mutants(course: Course, chosen: Sequence[Exercise]) -> int:
+    reports = []
+    for report in grader_report.examine(course, chosen):
+        reports.append(report)
+        print(report.rate, f"    {report.runs} right answers graded", sep="\n", flush=True)
+        for each in report.rate.survived:
+            print(f"    survived: {each}", flush=True)
+        for where in report.false_failures:
+            print(f"    failed: {where}", flush=True)
+    if len(chosen) == len(grader_report.everything(course)):
+        (course.root / "docs" / "grading.md").write_text(grader_report.written(reports))
+    return 1 if any(report.rate.survived or report.false_failures for report in reports) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UsageError as unusable:
+        sys.exit(f"hwfsdp: {unusable}")

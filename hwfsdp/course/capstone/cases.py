@@ -1,0 +1,35 @@
+"""What the homework is tried on: scenarios of the stations' kit.
+
+Those of the tasks and of the first bonuses ask for no more than the homework's skeleton: rows that ranks divide, modules sharded
+side by side. Those of our own bonuses have a sharded root, and sizes that ranks do not divide.
+"""
+
+from __future__ import annotations
+
+from hwfsdp.course.stations.course import BF16, FP32, Together
+from hwfsdp.course.stations.scenarios import Scenario
+
+LOW = (("param_dtype", BF16), ("reduce_dtype", FP32))
+
+PLAIN = Scenario("an even model", "even")
+MIXED = Scenario("bf16, reduced in fp32", "even", policy=LOW)
+DEEP = Scenario("a deep model", "even and deep")
+RECOMPUTED = Scenario("checkpointing, non-reentrant", "even and recomputed", steps=2)
+REENTRANT = Scenario("checkpointing, reentrant", "even and recomputed, reentrant", steps=2)
+WHOLE = Scenario("reshard_after_forward=False", "even", reshard=False, steps=2)
+KEPT = Scenario("set_reshard_after_backward(False)", "even", micros=3, keep=True, steps=2)
+SUMMED = Scenario("set_requires_gradient_sync(False)", "even", micros=3, sync_last=True, steps=2)
+SUMMED_MIXED = SUMMED._replace(name=f"{SUMMED.name}, bf16 reduced in fp32", policy=LOW)
+UNEVEN = Scenario("an uneven model", "gained", peeked=True)
+CASTS = Scenario("an uneven model in bf16", "gained", peeked=True, policy=(*LOW, ("output_dtype", FP32)))
+FROZEN = Scenario("frozen parameters", "gained and frozen")
+TIED = Scenario("tied parameters", "gained and tied")
+NESTED = Scenario("nested modules", "gained and nested")
+
+TASKS = Together((PLAIN, MIXED))
+BONUSES = Together(
+    (
+        *(RECOMPUTED, REENTRANT, WHOLE, KEPT, SUMMED, SUMMED_MIXED),
+        *(UNEVEN, CASTS, FROZEN, TIED, NESTED),
+    )
+)

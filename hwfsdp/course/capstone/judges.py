@@ -1,0 +1,314 @@
+"""Task 1 and the bonuses, judged by the stations' laws: what is registered, computed, kept in memory, sent.
+
+Of several reasons for one wrong number, the one that causes the others is told: memory that is read too early, then a
+gather that is missing, then the number (`causes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwfsdp.core.sharding import padded_local_numel
+from hwfsdp.course.capstone import cases
+from hwfsdp.course.capstone.overlap import FORWARD_PEAK
+from hwfsdp.course.capstone.runs import probe_parts, two_halves
+from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.run import Broken, Ranks, Unreported
+from hwfsdp.course.stations import laws, scenarios
+from hwfsdp.course.stations.course import THREE, memory_of, plainly
+from hwfsdp.course.stations.machines import compare_peak, figures, refuse_races
+from hwfsdp.course.stations.scenarios import Scenario
+from hwfsdp.course.verdict import Finding
+
+Data = dict[str, Any]
+
+
+def task_ranks(ranks: Ranks) -> int:
+    """How many ranks task 1 is run with: with two, a sum over the ranks looks like a gradient that counts twice."""
+    return max(THREE, ranks.world_size)
+
+
+def part_of(ranks: Ranks, seed: int, name: str) -> list[Any]:
+    """By rank, what a step of task 1 came to."""
+    with plainly():
+        return ranks.run(probe_parts, task_ranks(ranks), seed=seed, scenario=cases.PLAIN)[name]
+
+
+@contextmanager
+def causes(
+    ranks: Ranks, seed: int, scenario: Scenario | None = None, found: laws.Facts = ()
+) -> Iterator[None]:
+    """Around a comparison of numbers: raises what makes them wrong, if that is known, in place of a finding that is vague.
+
+    Args:
+        scenario: whose collectives, in `found`, are looked at, too, unless parts are recomputed.
+    """
+    try:
+        yield
+    except Finding as finding:
+        if MISCONCEPTIONS[finding.misconception].vague:
+            try:
+                refuse_races(ranks, seed)
+            except (Unreported, Broken):
+                pass  # it does not run there; then this is all that is known
+            if scenario is not None and "recomputed" not in scenario.model:
+                compare_traffic(found, scenario, seed)
+        raise
+
+
+def compare_numbers(ranks: Ranks, seed: int, found: laws.Facts, scenario: Scenario) -> None:
+    with causes(ranks, seed, scenario, found):
+        laws.same_numbers(found, scenario, seed)
+
+
+# --- What travels ------------------------------------------------------------------------------------------
+
+
+def padded_bytes(scenario: Scenario, seed: int, world_size: int, dtype: str) -> int:
+    """Bytes of all parameters when whole, padding included; `dtype`: which one of the policy's."""
+    params = scenarios.build(scenario, seed).model.parameters()
+    size = dict(scenario.policy).get(dtype, torch.float32).itemsize
+    return sum(world_size * padded_local_numel(p.shape, world_size) * size for p in params)
+
+
+def compare_traffic(found: laws.Facts, scenario: Scenario, seed: int) -> None:
+    """Every parameter is gathered once where it has to be, and reduced once."""
+    if len(found) == 1:
+        return  # no other rank: a collective would move nothing
+    gathered, reduced = (
+        padded_bytes(scenario, seed, len(found), f"{kind}_dtype") for kind in ("param", "reduce")
+    )
+    again = gathered if scenario.reshard is not False else 0
+    for micro in range(scenario.micros):
+        sync = micro == scenario.micros - 1 or not scenario.sync_last
+        forward, backward = f"forward {micro}", f"backward {micro}"
+        kinds = ("gathered-again", "not-gathered")
+        laws.carried(found, scenario, forward, "all_gather", gathered, kinds)
+        laws.carried(found, scenario, backward, "all_gather", again, ("gathered-again", "never-resharded"))
+        if "frozen" not in scenario.model:
+            kinds = ("reduced-too-often", "not-reduced")
+            laws.carried(found, scenario, forward, "reduce_scatter", 0, kinds)
+            laws.carried(found, scenario, backward, "reduce_scatter", reduced if sync else 0, kinds)
+
+
+# --- Task 1 ------------------------------------------------------------------------------------------------
+
+
+def judge_shards(ranks: Ranks, seed: int) -> None:
+    """Placements and rows, right after `fully_shard`."""
+    compare_params(part_of(ranks, seed, "shards"), cases.PLAIN, seed)
+
+
+def compare_params(found: laws.Facts, scenario: Scenario, seed: int) -> None:
+    laws.same_rows(found, scenario, seed)
+    laws.placed_by_rows(found, scenario, seed)
+
+
+def judge_gathers(ranks: Ranks, seed: int) -> None:
+    """`unshard`, `wait_for_unshard` and `reshard` by hand, before and after an update: nothing else has to be written."""
+    model: Any = scenarios.build(cases.PLAIN, seed).model
+    for rank, times in enumerate(part_of(ranks, seed, "gathers")):
+        for time, found in enumerate(times):
+            for name, param in model.blocks[0].named_parameters():
+                where = f"Rank {rank}, blocks.0.{name}{' after an update of the shards' if time else ''}"
+                with causes(ranks, seed):
+                    _compare_whole(where, found, name, param.detach() + time)
+
+
+def _compare_whole(where: str, found: Data, name: str, expected: Tensor) -> None:
+    whole = found["whole"].get(name)
+    if whole is None or whole.shape != expected.shape:
+        got = "the shard" if whole is None else tuple(whole.shape)
+        message = f"{where}: registered after wait_for_unshard is {got}."
+        raise Finding("not-gathered", message, "the whole", got)
+    if not torch.allclose(whole, expected):
+        message = f"{where}: the whole parameter is wrong {first_difference(whole, expected)}."
+        raise Finding("update-not-seen" if "update" in where else "wrong-value", message)
+    kind = found["kinds"].get(name)
+    if kind not in ("Parameter", "DTensor"):
+        message = f"{where}: registered after reshard is a {kind}."
+        raise Finding("not-registered", message, "the sharded parameter", kind)
+    if found["alive"]:
+        message = f"{where}: after reshard, {found['alive']:,} B of whole parameters are still alive."
+        raise Finding("not-freed", message, 0, found["alive"])
+
+
+def judge_forward(ranks: Ranks, seed: int) -> None:
+    """Outputs are those of the model that is not sharded; the second forward gathers everything once more, for it was freed."""
+    found, model = part_of(ranks, seed, "forward"), scenarios.build(cases.PLAIN, seed).model
+    whole = padded_bytes(cases.PLAIN, seed, len(found), "param_dtype")
+    for rank, of_rank in enumerate(found):
+        if of_rank["gathered"] != whole and len(found) > 1:
+            message = f"Rank {rank}: a second forward gathers {of_rank['gathered']:,} B, expected {whole:,} B: every parameter once."
+            more = of_rank["gathered"] > whole
+            raise Finding("gathered-again" if more else "not-freed", message, whole, of_rank["gathered"])
+        for number, output in enumerate(of_rank["outputs"]):
+            with torch.no_grad():
+                expected = model(scenarios.batch_of(model, seed, rank, number))
+            if not torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
+                where = first_difference(output, expected)
+                with causes(ranks, seed):
+                    raise Finding(
+                        "wrong-value", f"Rank {rank}: the output of forward {number + 1} differs {where}."
+                    )
+
+
+def judge_backward(ranks: Ranks, seed: int) -> None:
+    """Backward gathers what forward freed: the gradient inside the last module is right, whatever becomes of parameters'."""
+    for rank, found in enumerate(_gone_back(ranks, seed)):
+        model, x = two_halves(seed, rank)
+        last: Any = model[1]
+        model(x).square().sum().backward()
+        got, expected = found["between"][0], last.between[0]
+        is_right = torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
+        if not found["gathers"]:
+            message = f"Rank {rank}: the backward of the last module gathers nothing."
+            raise Finding("never-resharded" if is_right else "not-gathered", message, "an all-gather", "none")
+        if not is_right:
+            where = first_difference(got, expected)
+            raise Finding(
+                "wrong-value", f"Rank {rank}: inside the last module, the gradient is wrong {where}."
+            )
+
+
+def _gone_back(ranks: Ranks, seed: int) -> list[Data]:
+    try:
+        return part_of(ranks, seed, "backward")
+    except Finding as finding:
+        if (
+            finding.misconception == "read-while-freed"
+        ):  # nothing is freed here but by a forward; gathered was another module
+            raise Finding("not-gathered", finding.message) from None
+        raise
+
+
+def judge_parity(ranks: Ranks, seed: int) -> None:
+    """With three ranks, and with as many as the bonuses have."""
+    for size in dict.fromkeys((task_ranks(ranks), ranks.world_size)):
+        compare_numbers(ranks, seed, cases.TASKS.found(ranks, seed, cases.PLAIN, size), cases.PLAIN)
+
+
+def judge_memory(ranks: Ranks, seed: int) -> None:
+    """Freed after forward and after backward, by giving memory back; one group of many is whole at a time."""
+    found = memory_of(ranks, seed, cases.DEEP)
+    laws.freed(found, cases.DEEP, "rest")
+    laws.freed(
+        found, cases.DEEP, "between", kind="replaced-not-resized"
+    )  # a forward without autograd did free
+    laws.freed(found, cases.DEEP, "after", kind="grad-not-freed")
+    forward = figures(ranks, seed, "forward")
+    compare_peak("A forward on the virtual host", forward, FORWARD_PEAK, "unbounded-prefetch")
+    compare_traffic(cases.TASKS.found(ranks, seed, cases.PLAIN, task_ranks(ranks)), cases.PLAIN, seed)
+
+
+def judge_mixed(ranks: Ranks, seed: int) -> None:
+    _judge_precise(ranks, seed, cases.MIXED)
+
+
+def _judge_precise(ranks: Ranks, seed: int, scenario: Scenario) -> None:
+    """Dtypes on the wire, and FSDP2's numbers: of two ranks, whose sums are the same in any order, and so bit for bit."""
+    group = cases.TASKS if scenario in cases.TASKS.scenarios else cases.BONUSES
+    found, policy = group.found(ranks, seed, scenario, 2), dict(scenario.policy)
+    for rank, facts in enumerate(found):
+        if facts["output"] != str(policy.get("output_dtype", policy["param_dtype"])):
+            message = f"{scenario.name}, rank {rank}: the model returns {facts['output']}."
+            raise Finding("wrong-dtype", message, str(policy.get("output_dtype")), facts["output"])
+    for op, kind in (("all_gather", "gathered"), ("reduce_scatter", "reduced")):
+        dtype = policy["param_dtype" if op == "all_gather" else "reduce_dtype"]
+        laws.dtypes(found, scenario, op, str(dtype).removeprefix("torch."), f"{kind}-in-wrong-dtype")
+    with causes(ranks, seed, scenario, found):
+        laws.same_bits(found, group.fsdp2(ranks, seed, scenario, 2), scenario)
+
+
+# --- Bonuses -----------------------------------------------------------------------------------------------
+
+
+def bonus(ranks: Ranks, seed: int, scenario: Scenario) -> Sequence[Data]:
+    """By rank, what the learner's file came to."""
+    return cases.BONUSES.found(ranks, seed, scenario, ranks.world_size)
+
+
+def judge_recomputed(ranks: Ranks, seed: int) -> None:
+    """Activation checkpointing, around a sharded module and inside one, as torch has it in both modes."""
+    for scenario in (cases.RECOMPUTED, cases.REENTRANT):
+        compare_numbers(ranks, seed, bonus(ranks, seed, scenario), scenario)
+
+
+def judge_whole(ranks: Ranks, seed: int) -> None:
+    """reshard_after_forward=False: backward gathers nothing."""
+    found = bonus(ranks, seed, cases.WHOLE)
+    compare_traffic(found, cases.WHOLE, seed)
+    compare_numbers(ranks, seed, found, cases.WHOLE)
+
+
+def judge_kept(ranks: Ranks, seed: int) -> None:
+    """set_reshard_after_backward(False): later micro-batches gather nothing in forward; a backward gathers what a forward freed."""
+    found = bonus(ranks, seed, cases.KEPT)
+    whole = padded_bytes(cases.KEPT, seed, len(found), "param_dtype")
+    for micro in range(cases.KEPT.micros if len(found) > 1 else 0):
+        expected, kinds = whole if micro == 0 else 0, ("gathered-again", "not-gathered")
+        laws.carried(found, cases.KEPT, f"forward {micro}", "all_gather", expected, kinds)
+    compare_numbers(ranks, seed, found, cases.KEPT)
+
+
+def judge_summed(ranks: Ranks, seed: int) -> None:
+    """set_requires_gradient_sync(False): whole gradients add up, in the reduce dtype, and travel once."""
+    for scenario in (cases.SUMMED, cases.SUMMED_MIXED):
+        compare_traffic(bonus(ranks, seed, scenario), scenario, seed)
+    compare_numbers(ranks, seed, bonus(ranks, seed, cases.SUMMED), cases.SUMMED)
+    _judge_precise(ranks, seed, cases.SUMMED_MIXED)
+
+
+def judge_uneven(ranks: Ranks, seed: int) -> None:
+    """Placements and rows, where ranks get different numbers of rows, or none; and training with them."""
+    judge_params(cases.UNEVEN, ranks, seed)
+
+
+def judge_frozen(ranks: Ranks, seed: int) -> None:
+    judge_params(cases.FROZEN, ranks, seed)
+
+
+def judge_params(scenario: Scenario, ranks: Ranks, seed: int) -> None:
+    found = bonus(ranks, seed, scenario)
+    compare_params(found, scenario, seed)
+    compare_numbers(ranks, seed, found, scenario)
+
+
+def judge_casts(ranks: Ranks, seed: int) -> None:
+    """Arguments that come in another dtype than parameters, and an output in a dtype of its own."""
+    _judge_precise(ranks, seed, cases.CASTS)
+
+
+def judge_tied(ranks: Ranks, seed: int) -> None:
+    """One parameter at all its places, before and after; its gradient is the sum of them all."""
+    laws.same_places(bonus(ranks, seed, cases.TIED), cases.TIED, seed)
+    judge_params(cases.TIED, ranks, seed)
+
+
+def judge_nested(ranks: Ranks, seed: int) -> None:
+    """Every parameter belongs to the innermost module that was sharded; bytes travel once, in one collective of the group."""
+    scenario, units = cases.NESTED, len(scenarios.build(cases.NESTED, seed).units)
+    try:
+        found = bonus(ranks, seed, scenario)
+    except Unreported as unreported:
+        for raised in unreported.run.raised:
+            if "DTensor" in raised.message:
+                message = f"Rank {raised.rank}: a parameter that is sharded already is taken again: {raised.message.strip()[:150]}"
+                raise Finding("claimed-twice", message) from None
+        raise
+    laws.same_rows(found, scenario, seed)
+    if len(found) > 1:
+        for phase, op, fewer in (
+            ("forward", "all_gather", "not-gathered"),
+            ("backward", "reduce_scatter", "not-reduced"),
+        ):
+            laws.counts(found, scenario, phase, op, units, "one-by-one", fewer)
+        whole = padded_bytes(scenario, seed, len(found), "param_dtype")
+        laws.carried(found, scenario, "forward", "all_gather", whole, ("claimed-twice", "not-gathered"))
+    judge_params(scenario, ranks, seed)

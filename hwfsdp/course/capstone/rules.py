@@ -1,0 +1,177 @@
+"""What a file that stands by itself may use and has to define: that of the stations, and the homework's.
+
+It is found out from the text, before anything of it runs.
+
+Of hwfsdp it may use `hwfsdp.streams` and `hwfsdp.collectives`, so that the virtual clock and the instruments see what it does,
+but not what these import from the rest of it. Sharding, schedule and bookkeeping are its own: neither hwfsdp's nor those of
+torch's FSDP.
+"""
+
+from __future__ import annotations
+
+import ast
+import symtable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hwfsdp.course import holes, rules
+from hwfsdp.course.manifest import module_source
+from hwfsdp.course.submission import NOT_PYTHON, Source
+from hwfsdp.course.verdict import Finding
+
+ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
+TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
+FROM_TORCHS_OWN = {"MixedPrecisionPolicy", *rules.RECORDS}  # the policy is an argument
+ROUND_ABOUT = set(
+    "importlib __import__ imp runpy pkgutil exec eval compile open io builtins __builtins__ globals".split()
+)
+NEEDED = {  # functions by name, with the arguments that the grader, or the homework, calls them with
+    "fully_shard": ("module", "module_fqn", "comm_ctx", "mesh", "reshard_after_forward", "mp_policy"),
+    "FSDPCommContext.__init__": ("self", "device_type"),
+    "FSDPParam.__init__": (*("self", "param", "module_info", "param_fqn", "mesh", "device", "mp_policy"),),
+    "pre_forward": ("module",),
+    "post_forward": ("module",),
+    "pre_backward": ("module",),
+    "post_backward": ("module",),
+    **{
+        f"FSDPModule.{name}": ("self",)
+        for name in ("unshard", "wait_for_unshard", "reshard", "record_post_forward", "_backward_prefetch")
+    },
+}
+
+
+class Use(NamedTuple):
+    """Something of the file that it should do without: what, and in which line."""
+
+    what: str
+    line: int
+
+
+def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) -> None:
+    """Read the file as Python would.
+
+    Args:
+        needed: functions that it has to define, with the arguments that they need.
+
+    Raises:
+        Finding: it is not Python, does not define what it has to, or uses what it may not.
+    """
+    assert source.text is not None, "a file that is there"
+    name = source.path.name
+    try:
+        tree = ast.parse(source.text)
+        compile(source.text, name, "exec", dont_inherit=True)
+        defined = dict(holes.definitions(source.text))
+    except NOT_PYTHON as error:
+        line = getattr(error, "lineno", None)
+        where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
+        what = getattr(error, "msg", None) or str(error) or "nested too deeply"
+        raise Finding("not-python", f"{name}, {where}{what}.") from None
+    for function, arguments in needed.items():
+        if function not in defined:
+            raise Finding("missing", f"{name} does not define {function}.", function, "nothing")
+        given = _arguments(defined[function])
+        if lacking := [a for a in arguments if a not in given and "*" not in given]:
+            message = f"{name}: {function} has no argument {lacking[0]!r}."
+            raise Finding("wrong-signature", message, ", ".join(arguments), ", ".join(given))
+    if use := next(forbidden_uses(tree, source.text), None):
+        message = f"{name}, line {use.line}: {use.what}."
+        raise Finding("not-alone", message, " and ".join(ALLOWED), use.what)
+    rules.check_rules(name, source.text)
+
+
+def _arguments(node: holes.Function) -> list[str]:
+    given = node.args
+    names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [*names, *("*" for star in (given.vararg, given.kwarg) if star)]
+
+
+def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
+    """What the file uses and may not, in no particular order."""
+    aliases: dict[str, str] = {}  # names under which the two modules, or hwfsdp itself, are known
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _imported_module(alias.name, node.lineno)
+                if alias.name.partition(".")[0] == "hwfsdp":
+                    aliases[alias.asname or "hwfsdp"] = alias.name if alias.asname else "hwfsdp"
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield from _imported_name(node.module or "", node.level, alias.name, node.lineno)
+                if node.module == "hwfsdp":
+                    aliases[alias.asname or alias.name] = f"hwfsdp.{alias.name}"
+    yield from _built_in(symtable.symtable(text, "the file", "exec"), tree)
+    plain = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _names_plainly(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "getattr" and id(node) not in plain:
+            yield Use("getattr of a name that is put together", node.lineno)
+        elif isinstance(node, ast.Attribute):
+            yield from _attribute(ast.unparse(node), aliases, node.lineno)
+
+
+def _built_in(scope: symtable.SymbolTable, tree: ast.Module) -> Iterator[Use]:
+    """What is Python's own under such a name; a variable of a function may be called `open`."""
+    for symbol in scope.get_symbols():
+        own = scope.get_type() == "function" and not symbol.is_global()
+        if symbol.get_name() in ROUND_ABOUT and symbol.is_referenced() and not own:
+            names = (
+                node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == symbol.get_name()
+            )
+            line = min((node.lineno for node in names if node.lineno >= scope.get_lineno()), default=0)
+            yield Use(f"{symbol.get_name()}, which gets at anything", line)
+    for inner in scope.get_children():
+        yield from _built_in(inner, tree)
+
+
+def _names_plainly(call: ast.Call) -> bool:
+    """Whether the second argument, an attribute's name, is a text or a variable."""
+    return len(call.args) > 1 and isinstance(call.args[1], ast.Constant | ast.Name | ast.Attribute)
+
+
+def _imported_module(name: str, line: int) -> Iterator[Use]:
+    if name.partition(".")[0] == "hwfsdp" and name not in ALLOWED:
+        yield Use(f"import {name}", line)
+    if name.startswith(TORCHS_OWN) or name in ROUND_ABOUT:
+        yield Use(f"import {name}", line)
+
+
+def _imported_name(module: str, level: int, name: str, line: int) -> Iterator[Use]:
+    whole = f"{module}.{name}"
+    if level or (module == "hwfsdp" and whole not in ALLOWED):
+        yield Use(f"from {'.' * level}{module} import {name}", line)
+    elif module.startswith("hwfsdp.") and (module not in ALLOWED or name in _borrowed(module)):
+        yield Use(f"from {module} import {name}", line)
+    elif (module.startswith(TORCHS_OWN) or whole.startswith(TORCHS_OWN)) and name not in FROM_TORCHS_OWN:
+        yield Use(f"from {module} import {name}", line)
+    elif module in ROUND_ABOUT or (module, name) == ("sys", "modules"):
+        yield Use(f"from {module} import {name}", line)
+
+
+def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]:
+    """`streams.compat`, `hwfsdp.core`, `torch.distributed.fsdp.fully_shard`, `sys.modules`."""
+    first, _, rest = dotted.partition(".")
+    whole = f"{aliases[first]}.{rest}" if first in aliases else dotted
+    parts = whole.split(".")
+    if (
+        whole in ("sys.modules", "sys.meta_path", "sys.path", "sys.path_hooks")
+        or "__globals__" in parts
+        or "__builtins__" in parts
+    ):
+        yield Use(f"{dotted}, which gets at anything", line)
+    elif parts[0] == "hwfsdp" and first in aliases:
+        module = ".".join(parts[:2])
+        if module not in ALLOWED or (len(parts) > 2 and parts[2] in _borrowed(module)):
+            yield Use(dotted, line)
+    elif whole.startswith(TORCHS_OWN) and parts[-1] not in FROM_TORCHS_OWN:
+        if whole not in TORCHS_OWN:
+            yield Use(dotted, line)
+
+
+def _borrowed(module: str) -> set[str]:
+    """Names that one of the two modules has from others of the package; only those that it gives (`as` itself) are its own."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(module_source(module))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hwfsdp":
+            if node.module not in ALLOWED:
+                found |= {a.asname or a.name for a in node.names if a.asname != a.name}
+    return found

@@ -1,0 +1,108 @@
+"""What ranks do with the parts of task 1, one after the other, and report. Training and memory are facts of the stations' kit."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.course.checks.lifetimes import bytes_alive, ready, watch
+from hwfsdp.course.run import Report
+from hwfsdp.course.stations import scenarios
+from hwfsdp.course.stations.facts import Guarded, attempt_together, learners_shard, sharded, shards_of
+from hwfsdp.course.stations.scenarios import EVEN, Scenario
+from hwfsdp.observe.recording import record
+
+
+def probe_parts(report: Report, seed: int, scenario: Scenario) -> None:
+    """The learner's file, one step of task 1 after the other; each part reports for itself."""
+    ready()
+    for name, part in {"shards": shards_of, "gathers": gathers, "forward": forwards}.items():
+        attempt_together(report, name, partial(part, scenario, seed))
+    attempt_together(report, "backward", partial(goes_back, seed))
+
+
+def gathers(scenario: Scenario, seed: int) -> list[dict[str, Any]]:
+    """A block gathered and freed by hand, twice; in between one is added to every element, as an optimizer would.
+
+    Returns:
+        Of each time: whole, by name, None for a DTensor; kinds, afterwards; alive, bytes of the wholes afterwards.
+    """
+    model: Any = scenarios.build(scenario, seed).model
+    block = model.blocks[0]
+    learners_shard()(block, "blocks.0")
+    found = []
+    for _ in range(2):
+        block.unshard()
+        block.wait_for_unshard()
+        wholes = dict(block.named_parameters())
+        whole = {name: None if isinstance(p, DTensor) else p.detach().clone() for name, p in wholes.items()}
+        watched = [watch(p) for p in wholes.values() if not isinstance(p, DTensor)]
+        del wholes
+        block.reshard()
+        kinds = {name: type(p).__name__ for name, p in block.named_parameters()}
+        found.append({"whole": whole, "kinds": kinds, "alive": bytes_alive(watched)})
+        with torch.no_grad():
+            for p in block.parameters():
+                if isinstance(p, DTensor):
+                    p.to_local().add_(1)
+    return found
+
+
+def forwards(scenario: Scenario, seed: int) -> dict[str, Any]:
+    """Two forwards without autograd: both outputs, and the bytes that the second one gathers."""
+    model = sharded(scenarios.build(scenario, seed), scenario, learners_shard())
+    with torch.no_grad(), Guarded():  # type: ignore[no-untyped-call]
+        outputs = [model(scenarios.batch_of(model, seed, dist.get_rank(), 0))]
+        with record() as log:
+            outputs.append(model(scenarios.batch_of(model, seed, dist.get_rank(), 1)))
+    return {"outputs": outputs, "gathered": sum(e.bytes for e in log.select("all_gather"))}
+
+
+class Halves(nn.Module):
+    """Two layers; keeps the gradient of what goes from one to the other, which only the second one's weight decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(EVEN, EVEN), nn.Linear(EVEN, EVEN)
+        self.between: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lower(x).tanh()
+        x.register_hook(lambda grad: self.between.append(grad.detach().clone()))
+        out: Tensor = self.upper(x)
+        return out
+
+
+def two_halves(seed: int, rank: int) -> tuple[nn.Sequential, Tensor]:
+    """A model of two modules, the same on every rank, and an input [2, EVEN] of the rank's own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Halves(), Halves())
+    return model, torch.randn(2, EVEN, generator=torch.Generator().manual_seed(seed + rank))
+
+
+def goes_back(seed: int) -> dict[str, Any]:
+    """The beginning of a backward, up to where gradients of parameters may be missing yet: nobody need reduce them.
+
+    Returns:
+        between: the gradient inside the last module; gathers: of the backward.
+    """
+    model, x = two_halves(seed, dist.get_rank())
+    shard = learners_shard()
+    for name, module in model.named_children():
+        shard(module, name)
+    loss, raised = model(x).square().sum(), None
+    with record() as log, Guarded() as guarded:  # type: ignore[no-untyped-call]
+        guarded.begin("backward")
+        try:
+            loss.backward()
+        except Exception as error:  # by then the gradient in question is there, or this is why not
+            raised = error
+    last: Any = model[1]
+    if raised is not None and not last.between:
+        raise raised
+    return {"between": last.between[:1], "gathers": len(log.select("all_gather"))}

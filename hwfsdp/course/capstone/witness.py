@@ -1,0 +1,134 @@
+"""A witness of every operator on a rank: which memory is alive, and who reads and writes it on which stream.
+
+The homework's file packs, copies and frees as it likes; no instrument of the package is in it. So what it does is seen where
+every operator passes, and where the streams of `hwfsdp.streams` say which of them is current. With a recording active,
+operators become events of the log, from which `races.find_races` tells whether anything is read before it is there. What they
+make counts as a buffer (`events.buffer_made`): once it is let go, the stream that it was made on may write there again.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.compat import DispatchMode, arguments_of
+from hwfsdp.core.streams import HostStream
+from hwfsdp.observe import events
+
+LEAST = 256  # bytes of a storage that is looked at: smaller ones are counters and the like
+
+
+class Witness(DispatchMode):
+    """Sees the operators called in its block, those of autograd too.
+
+    Attributes:
+        peak: the most bytes alive at once, of storages that were made in the block, since `mark`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id of the storage
+        self._waiting = False
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls operators on its local parts, which are seen
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        made = list(_tensors((out,)))
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= LEAST:
+                self._made.setdefault(
+                    id(storage), weakref.ref(storage, functools.partial(self._gone, id(storage)))
+                )
+        self.peak = max(self.peak, self.alive())
+        recorder = events.active()
+        quiet = self._waiting or recorder is None or recorder.inside_collective or op.namespace != "aten"
+        if recorder is not None and not quiet:
+            self._log(recorder, op, args, kwargs, made)
+        return out
+
+    def _gone(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        if self._made.get(key) is ref:
+            del self._made[key]
+
+    def alive(self) -> int:
+        """Bytes alive, of storages that were made in the block."""
+        found = (ref() for ref in list(self._made.values()))
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
+    def mark(self) -> int:
+        """Bytes alive; `peak` counts from here."""
+        self.peak = self.alive()
+        return self.peak
+
+    def _log(
+        self,
+        recorder: events.Recorder,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        made: list[Tensor],
+    ) -> None:
+        """One event, unless the operator only looks at memory in another way."""
+        given = {a.name: value for a, value in zip(arguments_of(op), args, strict=False)} | kwargs
+        written = [t for a in arguments_of(op) if a.is_written for t in _tensors((given.get(a.name),))]
+        read = list(_tensors(given.values()))
+        name = op.name().partition("::")[2].partition(".")[0]
+        if name.startswith("new_") or name.endswith("_like"):  # they look at shapes only
+            read = []
+        known = {id(t.untyped_storage()) for t in read}
+        fresh = [t for t in made if id(t.untyped_storage()) not in known]
+        if not written and not fresh:
+            return
+        own = {id(t) for t in written}
+        stream = recorder.stream or "compute"
+        for tensor in fresh:
+            if tensor.untyped_storage().nbytes() >= LEAST:
+                recorder.buffer_made(tensor)
+        recorder.instant(name, stream, reads=[t for t in read if id(t) not in own], writes=[*written, *fresh])
+
+    def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose operators are no events: it waits, and what it does meanwhile is in the order of what it waits for."""
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            outer, self._waiting = self._waiting, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._waiting = outer
+
+        return wrapped
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+@contextmanager
+def witnessed() -> Iterator[Witness]:
+    """Around all that a probe does."""
+    witness = Witness()
+    with ExitStack() as stack:
+        for owner, name in ((HostStream, "finish"), (dist.Work, "wait")):
+            stack.enter_context(mock.patch.object(owner, name, witness.unseen(getattr(owner, name))))
+        stack.enter_context(witness)
+        yield witness

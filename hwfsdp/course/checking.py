@@ -1,0 +1,135 @@
+"""What the commands do that grade: check, watch.
+
+Each returns the exit status: 0 when what was asked for holds, 1 when it does not. They load torch and start ranks, which takes
+seconds; what needs neither is in `commands`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hwfsdp.course.capstone.grading import grade_capstone
+from hwfsdp.course.capstone.homework import Homework
+from hwfsdp.course.certificate import STATION, write_certificate
+from hwfsdp.course.commands import shown_path, wanted_exercise
+from hwfsdp.course.grade import Options, grade
+from hwfsdp.course.manifest import Course, Exercise, find_course
+from hwfsdp.course.progress import Progress
+from hwfsdp.course.report import Style, shown
+from hwfsdp.course.run import warm_up
+from hwfsdp.course.submission import check_folder, find_source
+from hwfsdp.course.verdict import Grade
+from hwfsdp.errors import UsageError
+
+_Stamp = tuple[int, int, int]  # of a file: when it was written, its size, which one it is
+POLL_SECONDS = 0.1  # between two looks at the files in `watch`
+
+
+def check(
+    number: str, submission: Path | None, mine: bool, seed: int | None, as_json: bool, began: float
+) -> int:
+    """Grades one exercise and prints the verdict; `began`, by the monotonic clock, is when the command did."""
+    course = find_course()
+    exercise = wanted_exercise(course, number)
+    folder = _folder(course, submission, exercise)
+    options = Options(mine=mine or exercise.is_station, seed=seed)
+    warm_up()
+    before = Progress.load(course).measured if submission is None else {}
+    result: Grade
+    if isinstance(exercise, Homework):
+        result = grade_capstone(folder, course, options)
+    else:
+        result = grade(exercise, folder, course, options)
+        if submission is None:
+            _remember(course, result)
+    result.seconds = time.monotonic() - began
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        print(shown(result, shown_path(find_source(exercise, folder).path), Style(), before))
+        if (
+            submission is None
+            and exercise.number == STATION
+            and (path := write_certificate(course, Progress.load(course)))
+        ):
+            print(f"  You wrote FSDP. To keep, or to show: {shown_path(path)}")
+    return 0 if result.status == "passed" else 1
+
+
+def _folder(course: Course, submission: Path | None, wanted: Exercise) -> Path:
+    if submission is None:
+        return course.root / "exercises"
+    check_folder(submission, (*course.exercises, wanted))
+    return submission
+
+
+def _remember(course: Course, result: Grade) -> None:
+    text = find_source(result.exercise, course.root / "exercises").text
+    if text is not None:
+        Progress.load(course).note(result, text)
+
+
+def watch(number: str | None, mine: bool) -> int:
+    """Checks an exercise, then again whenever its file is saved, until interrupted. Without a number: whichever is saved."""
+    course = find_course()
+    progress = Progress.load(course)
+    unfinished = (e for e in course.exercises if progress.standing(e).status != "passed")
+    first = course.exercise(number) if number else current(course, next(unfinished, course.exercises[-1]))
+    chosen = [first] if number else list({e.path: e for e in course.exercises}.values())
+    saves = saved(chosen, time.sleep)
+    warm_up()
+    print(f"Watching {'exercise ' + first.number if number else 'all exercises'}; Ctrl-C ends.\n", flush=True)
+    _check_again(course, first, mine)
+    for exercise in saves:
+        _check_again(course, exercise if number else current(course, exercise), mine)
+    return 0
+
+
+def current(course: Course, exercise: Exercise) -> Exercise:
+    """The exercise to check when this one's file is saved: of `my_fsdp.py` the station after the last one that has passed, or was
+    written by `hwfsdp catchup`.
+    """
+    progress = Progress.load(course)
+    same = [each for each in course.exercises if each.path == exercise.path]
+    over = {each.number for each in same if progress.standing(each).status == "forgone"} | progress.passed
+    done = [place for place, each in enumerate(same, 1) if each.number in over]
+    return same[min(max(done, default=0), len(same) - 1)]
+
+
+def saved(exercises: Sequence[Exercise], sleep: Callable[[float], None]) -> Iterator[Exercise]:
+    """Each exercise as soon as its file has changed since this was called; between two looks at the files it calls `sleep`."""
+    return _changed({exercise: _stamp(exercise) for exercise in exercises}, sleep)
+
+
+def _changed(known: dict[Exercise, _Stamp | None], sleep: Callable[[float], None]) -> Iterator[Exercise]:
+    """`known`: the files as they were seen last."""
+    while True:
+        for exercise in known:
+            stamp = _stamp(exercise)
+            if stamp != known[exercise] and stamp is not None:  # editors replace files; wait for the new one
+                known[exercise] = stamp
+                yield exercise
+        sleep(POLL_SECONDS)
+
+
+def _stamp(exercise: Exercise) -> _Stamp | None:
+    try:
+        found = exercise.path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
+    try:
+        options = Options(mine=mine or exercise.is_station)
+        result = grade(exercise, course.root / "exercises", course, options)
+    except UsageError as unreadable:  # as it is now; the next save may mend it
+        print(f"hwfsdp: {unreadable}\n", flush=True)
+        return
+    before = Progress.load(course).measured
+    _remember(course, result)
+    print(shown(result, shown_path(exercise.path), Style(), before), end="\n\n", flush=True)

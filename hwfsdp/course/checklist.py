@@ -1,0 +1,37 @@
+"""The checks as data: `checks.toml` lists them by id, in the order in which they run.
+
+A misconception has a question of its own, which is asked unless it is vague: "the result is not the right one". Then the question is
+that of the check.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.verdict import Check
+
+ENTRIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("checks.toml").read_text())
+
+
+def checks_of(*exercises: str) -> tuple[Check, ...]:
+    """The checks of exercises, with their judges."""
+    chosen = [check for exercise in exercises for check in ENTRIES if check.startswith(f"{exercise}.")]
+    return tuple(_check(check, ENTRIES[check]) for check in chosen)
+
+
+def _check(check: str, entry: dict[str, Any]) -> Check:
+    module, _, name = entry["judge"].partition(":")
+    judge = getattr(importlib.import_module(f"hwfsdp.course.{module}"), name)
+    judge = partial(judge, *entry.get("arguments", ()))
+    return Check(check, entry["sentence"], entry["points"], judge, tuple(entry.get("needs", ())))
+
+
+def question_of(check: str, misconception: str) -> str:
+    """What is asked of who has this misconception."""
+    found = MISCONCEPTIONS[misconception]
+    return str(ENTRIES.get(check, {}).get("question", found.question)) if found.vague else found.question

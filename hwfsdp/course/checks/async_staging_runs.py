@@ -1,0 +1,282 @@
+"""What each rank of 15 does alone: stagings of all kinds of tensors, over and over."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hwfsdp import compat
+from hwfsdp.checkpoint.staging import StateDictStager
+from hwfsdp.course.checks import piece
+from hwfsdp.course.checks.lifetimes import bytes_alive, ready, watch
+from hwfsdp.course.run import Report, attempt
+
+TURNS = 5
+HOLDS = ("the dict", "a view of one tensor", "an array of one tensor", "the storage of one tensor")
+Data = dict[str, Any]
+
+
+def probe_staging(report: Report, seed: int) -> None:
+    """Stagings alone, part by part; nothing is communicated."""
+    ready()
+    attempt(report, "snapshot", lambda: _snapshot(seed))
+    attempt(report, "turns", lambda: {hold: _turns(seed, hold) for hold in ("nothing", *HOLDS)})
+    attempt(report, "twins", lambda: _twins(seed))
+    attempt(report, "bound", lambda: _bound(seed))
+    attempt(report, "released", lambda: _released(seed))
+    attempt(report, "untold", lambda: _untold(seed))
+
+
+# --- A snapshot --------------------------------------------------------------------------------------------
+
+
+class Thing:
+    """A leaf that is no tensor, and can change."""
+
+    def __init__(self, value: int, friend: Thing | None = None) -> None:
+        self.value, self.friend = value, friend
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    """By name; some share memory. Sizes and values by the seed; no two elements of a tensor are the same."""
+    draw = random.Random(seed)
+    rows, columns = draw.randint(3, 9), draw.randint(2, 6)
+    flat = _numbers(4 * rows * columns, 1)
+    matrix = nn.Parameter(_numbers(rows * columns, 2).view(rows, columns))
+    wide = _numbers(rows * 40, 3).view(rows, 40)
+    return {
+        "matrix": matrix,
+        "tied": matrix,
+        "transposed": matrix.detach().t(),
+        "flat": flat,
+        "first slice": flat[: rows * columns],
+        "second slice": flat[rows * columns : 3 * rows * columns].view(2 * rows, columns),
+        "column": wide[:, 3],
+        "other column": wide[:, 20],
+        "expanded": _numbers(columns, 4).expand(rows, columns),
+        "ints": torch.arange(rows) - 2,
+        "half": _numbers(rows, 5).bfloat16(),
+        "one number": torch.tensor(float(seed)),
+        "nothing": torch.zeros(0, columns),
+        "conjugated": torch.complex(_numbers(rows, 6), _numbers(rows, 7)).conj(),
+    }
+
+
+def _numbers(count: int, kind: int) -> Tensor:
+    return torch.arange(count).float() + 1000 * kind
+
+
+def values_before(seed: int) -> list[Tensor]:
+    """What every tensor of the snapshot holds when it is taken, in order, resolved."""
+    return [tensor.detach().resolve_conj().clone() for tensor in tensors(seed).values()]
+
+
+def shared_memory(found: dict[str, Tensor]) -> dict[str, int]:
+    """For every two tensors that share memory, how many bytes the second begins after the first; by "first, second"."""
+    entries = [(name, tensor) for name, tensor in found.items() if tensor.numel()]
+    return {
+        f"{name}, {other_name}": other.data_ptr() - one.data_ptr()
+        for name, one in entries
+        for other_name, other in entries
+        if compat.storage_key(one) == compat.storage_key(other)
+    }
+
+
+def _snapshot(seed: int) -> Data:
+    """One staging; what it says after everything in the source has changed."""
+    found = tensors(seed)
+    dtensor = make_dtensor(seed)
+    friend = Thing(5)
+    settings: Data = {"lr": 0.5, "betas": [0.9, 0.99], "thing": Thing(3, friend), "friend": (friend, "text")}
+    state: Data = {"model": found, "sharded": dtensor, "settings": settings, "list": [1, found["flat"]]}
+    staged = StateDictStager().stage(state)
+    _spoil(found, dtensor, settings)
+    copies = {name: staged["model"][name] for name in found}
+    local = compat.local_of(staged["sharded"]) if isinstance(staged["sharded"], DTensor) else None
+    return {
+        "values": [copy.detach().resolve_conj().clone() for copy in copies.values()],
+        "plain": [type(copy) is Tensor and not copy.requires_grad for copy in copies.values()],
+        "aliased": [_share(copy, source) for copy, source in zip(copies.values(), found.values())],
+        "nothing": [copies["nothing"].untyped_storage().nbytes(), int(copies["nothing"].storage_offset())],
+        "tied": copies["matrix"] is copies["tied"] and staged["list"][1] is copies["flat"],
+        "shared": shared_memory(copies),
+        "sharded": None if local is None else local.clone(),
+        "sharded is": [
+            type(staged["sharded"]).__name__,
+            local is not None and str(staged["sharded"].placements) == str(dtensor.placements),
+            local is not None and tuple(staged["sharded"].shape) == tuple(dtensor.shape),
+        ],
+        "sharded aliased": local is not None and _share(local, compat.local_of(dtensor)),
+        "settings": _plain(staged["settings"]),
+        "one thing": getattr(staged["settings"]["thing"], "friend", None) is staged["settings"]["friend"][0],
+        "kinds": [type(staged[key]).__name__ for key in ("model", "settings", "list")],
+    }
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return bool(one.numel()) and compat.storage_key(one) == compat.storage_key(other)
+
+
+def _plain(settings: Data) -> list[Any]:
+    value = getattr(settings["thing"], "value", None)
+    return [settings["lr"], list(settings["betas"]), value, settings["friend"][1]]
+
+
+@torch.no_grad()
+def _spoil(found: dict[str, Tensor], dtensor: DTensor, settings: Data) -> None:
+    """What an optimizer and a scheduler do in the next step: everything changes in place."""
+    for name, tensor in found.items():
+        if name != "expanded":
+            tensor.mul_(0).add_(77)
+    found["expanded"][0].fill_(77)
+    compat.local_of(dtensor).fill_(77)
+    settings["lr"], settings["thing"].value = 0.1, 4
+    settings["betas"].append(0.1)
+
+
+def make_dtensor(seed: int) -> DTensor:
+    """Uneven rows over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = sharded_whole(seed)
+    local = piece(whole, mesh.size(), mesh.get_local_rank())
+    return compat.dtensor(local.clone(), mesh, (Shard(0),), whole.shape, whole.stride())
+
+
+def sharded_whole(seed: int) -> Tensor:
+    return _numbers(3 * (3 + seed % 4), 9).view(-1, 3)
+
+
+# --- Buffers -----------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Counts bytes of new memory on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {compat.storage_key(a) for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)}
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                if compat.storage_key(tensor) not in given:
+                    self.nbytes += tensor.untyped_storage().nbytes()
+        return found
+
+
+def sizes(seed: int) -> list[int]:
+    """Elements of three tensors; no two have as many."""
+    draw = random.Random(seed + 1)
+    return draw.sample(range(50, 400), 3)
+
+
+def _turns(seed: int, hold: str) -> Data:
+    """Staged over and over, each time after an update. What is held is let go two turns later, as a background save would.
+
+    Reports by turn: bytes that were allocated, whether the values are those of the turn, whether what is held has changed.
+    """
+    state = {f"tensor {i}": torch.zeros(n) for i, n in enumerate(sizes(seed))}
+    stager = StateDictStager()
+    held: Any = None
+    found: Data = {"allocated": [], "right": [], "kept": []}
+    for turn in range(TURNS):
+        for index, tensor in enumerate(state.values()):
+            tensor.copy_(_numbers(tensor.numel(), turn + 10 * index))
+        with Allocations() as counted:
+            staged = stager.stage(state)
+        expected = [_numbers(t.numel(), turn + 10 * i) for i, t in enumerate(state.values())]
+        found["allocated"].append(counted.nbytes)
+        found["right"].append(all(map(torch.equal, staged.values(), expected)))
+        found["kept"].append(held is None or _is_kept(hold, held, turn - 1))
+        held = None if hold == "nothing" else _held(hold, staged)
+        del staged
+    return found
+
+
+def _held(hold: str, staged: dict[str, Tensor]) -> Any:
+    middle = staged["tensor 1"]
+    kinds: dict[str, Callable[[], Any]] = {
+        HOLDS[0]: lambda: staged,
+        HOLDS[1]: lambda: middle[3:],
+        HOLDS[2]: lambda: middle.numpy(),
+        HOLDS[3]: lambda: middle.untyped_storage(),
+    }
+    return kinds[hold]()
+
+
+def _is_kept(hold: str, held: Any, turn: int) -> bool:
+    if hold == HOLDS[0]:
+        return all(torch.equal(t, _numbers(t.numel(), turn + 10 * i)) for i, t in enumerate(held.values()))
+    if hold == HOLDS[1]:
+        return torch.equal(held, _numbers(len(held) + 3, turn + 10)[3:])
+    tensor = torch.from_numpy(held) if hold == HOLDS[2] else torch.empty(0).set_(held)
+    return torch.equal(tensor, _numbers(len(tensor), turn + 10))
+
+
+def _twins(seed: int) -> Data:
+    """Two parts of one large tensor, far from each other and of one size; then a part of another size; each with its values."""
+    n = sizes(seed)[0]
+    large = _numbers(n * 20, 0)
+    stager = StateDictStager()
+    parts = {"first": large[:n], "last": large[-n:]}
+    with Allocations() as first:
+        staged = stager.stage(parts)
+    right = [torch.equal(staged[name], part) for name, part in parts.items()]
+    del staged
+    with Allocations() as second:
+        staged = stager.stage(parts)
+    right += [torch.equal(staged[name], part) for name, part in parts.items()]
+    longer = {"first": large[: n + 5], "last": large[-n:]}
+    again = stager.stage(longer)
+    right += [torch.equal(again[name], part) for name, part in longer.items()]
+    right += [torch.equal(staged[name], part) for name, part in parts.items()]
+    return {"right": right, "allocated": [first.nbytes, second.nbytes], "elements": n}
+
+
+def _bound(seed: int) -> Data:
+    """Many copies at a time, then one: how many bytes are kept."""
+    source = {"only": torch.zeros(sizes(seed)[0])}
+    stager = StateDictStager()
+    copies = [stager.stage(source) for _ in range(6)]
+    kept = [stager.nbytes]
+    copies.clear()
+    last = stager.stage(source)
+    kept.append(stager.nbytes)
+    with Allocations() as counted:
+        second = stager.stage(source)
+    del last, second
+    return {"kept": kept, "one": source["only"].untyped_storage().nbytes(), "allocated": counted.nbytes}
+
+
+def _released(seed: int) -> list[int]:
+    """Bytes of copies that are alive after nobody refers to copy and source: in all, and as the stager counts."""
+    source = {"only": torch.ones(sizes(seed)[0]), "parts": torch.ones(100)[:30]}
+    stager = StateDictStager()
+    staged = stager.stage(source)
+    watched = [watch(tensor) for tensor in staged.values()]
+    del staged, source
+    gc.collect()
+    return [bytes_alive(watched), stager.nbytes]
+
+
+def _untold(seed: int) -> list[bool]:
+    """Two copies, the second where torch does not count references: whether the first keeps its values, and its memory."""
+    source = {"only": _numbers(sizes(seed)[0], 1)}
+    before, stager = source["only"].clone(), StateDictStager()
+    first = stager.stage(source)  # its buffer is in the pool
+    source["only"].fill_(77)
+    with mock.patch.object(compat, "USE_COUNT", "of no torch"):
+        second = stager.stage(source)
+    return [torch.equal(first["only"], before), not _share(first["only"], second["only"])]

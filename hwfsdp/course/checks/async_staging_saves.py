@@ -1,0 +1,244 @@
+"""What ranks of 15 do together: saves whose background stands still where it matters.
+
+Note [Races without a clock]
+    A race shows when one side is held back. Threads of saves begin only when the gate is open, and the gate opens when the
+    main thread has gone on, or is about to wait for one of them: so updates always come before anything that the thread
+    does, and nobody waits for ever. Who waits, stages or writes, in which thread, is noted in the order in which it happened.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hwfsdp import compat
+from hwfsdp.checkpoint import background, blocks, saving, store
+from hwfsdp.checkpoint.staging import StateDictStager
+from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.course.checks.async_staging_runs import Allocations, Data, make_dtensor, sizes
+from hwfsdp.course.run import Report, attempt
+
+
+class Stage:
+    """The gate, and notes of what happened (Note [Races without a clock])."""
+
+    def __init__(self) -> None:
+        self.gate, self.main = threading.Event(), threading.current_thread()
+        self.gate.set()
+        self.notes: list[list[Any]] = []
+        self.escaped: list[BaseException] = []  # what threads have raised to nobody
+        self._starting = False
+
+    def note(self, what: str, of: str = "") -> None:
+        """Notes also whether it is the main thread."""
+        self.notes.append([what, threading.current_thread() is self.main, of])
+
+    @contextmanager
+    def set_up(self) -> Iterator[None]:
+        """Everything in the block is watched."""
+        with ExitStack() as stack:
+            for target, replaced in self._replaced():
+                stack.enter_context(mock.patch(target, replaced))
+            stack.enter_context(mock.patch.object(StateDictStager, "stage", self._staged()))
+            stack.enter_context(mock.patch.object(blocks, "write_file", self._written()))
+            try:
+                yield
+            finally:
+                self.gate.set()
+
+    def _replaced(self) -> list[tuple[str, Any]]:
+        run, start, join = threading.Thread.run, threading.Thread.start, threading.Thread.join
+        is_alive, wait = threading.Thread.is_alive, threading.Condition.wait
+
+        def run_at_the_gate(thread: threading.Thread) -> None:
+            if not thread.daemon:
+                self.gate.wait()
+            run(thread)
+
+        def started(thread: threading.Thread) -> None:
+            before, self._starting = self._starting, True
+            start(thread)
+            self._starting = before
+
+        def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+            closed = self._about_to_wait(thread.name)
+            join(thread, timeout)
+            if closed:
+                self.note("joined", thread.name)
+                self.gate.clear()
+
+        def asked(thread: threading.Thread) -> bool:
+            self._about_to_wait(thread.name)
+            return is_alive(thread)
+
+        def waited(condition: threading.Condition, timeout: float | None = None) -> bool:
+            if not self._starting:
+                self._about_to_wait("something")
+            return wait(condition, timeout)
+
+        names = ("run", "start", "join", "is_alive")
+        found: list[tuple[str, Any]] = [
+            (f"threading.Thread.{name}", function)
+            for name, function in zip(names, (run_at_the_gate, started, joined, asked), strict=True)
+        ]
+
+        def escape(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None:
+                self.escaped.append(args.exc_value)
+
+        return [*found, ("threading.Condition.wait", waited), ("threading.excepthook", escape)]
+
+    def _about_to_wait(self, name: str) -> bool:
+        """Opens the gate, if the main thread would wait for what stands behind it; returns whether it was closed."""
+        if threading.current_thread() is not self.main or self.gate.is_set():
+            return False
+        self.note("waits", name)
+        self.gate.set()
+        return True
+
+    def _staged(self) -> Callable[..., Any]:
+        stage, stagers = StateDictStager.stage, list[StateDictStager]()
+
+        def staged(stager: StateDictStager, state_dict: Any) -> Any:
+            if stager not in stagers:
+                stagers.append(stager)
+            self.note("stage", f"by stager {stagers.index(stager)}")
+            return stage(stager, state_dict)
+
+        return staged
+
+    def _written(self) -> Callable[..., Any]:
+        write_file = blocks.write_file
+
+        def written(path: Path, *rest: Any) -> Any:
+            if path.suffix == ".bin":
+                self.note("write", path.parent.parent.name)
+            return write_file(path, *rest)
+
+        return written
+
+
+def probe_saves(report: Report, seed: int) -> None:
+    """Two saves with updates in between, and saves that fail. All ranks do the same, so that none waits for another."""
+    found = [tempfile.mkdtemp(prefix="hwfsdp-async-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    folder = Path(found[0])
+    stage = Stage()
+    with stage.set_up():
+        try:
+            attempt(report, "saves", lambda: _saves(seed, folder, stage))
+            stage.gate.set()
+            attempt(report, "errors", lambda: _errors(seed, folder))
+        finally:
+            stage.gate.set()
+            background._queue.last = None  # whatever became of it, the end of this process need not tell
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _state(seed: int) -> Data:
+    rows = sizes(seed)[0]
+    weight = torch.zeros(rows, 2)
+    return {
+        "sharded": make_dtensor(seed),
+        "weight": weight,
+        "tied": weight,
+        "optim": {"lr": 0.5, "moment": weight + 1},
+    }
+
+
+@torch.no_grad()
+def _update(state: Data, turn: int) -> None:
+    """In place, as optimizers do."""
+    for tensor in (compat.local_of(state["sharded"]), state["weight"], state["optim"]["moment"]):
+        tensor.fill_(turn)
+    state["optim"]["lr"] = float(turn)
+
+
+def _saves(seed: int, folder: Path, stage: Stage) -> Data:
+    """Three saves, the first two into the faces of updates. The handles are kept, as users do."""
+    state, handles, allocated = _state(seed), [], []
+    stage.gate.clear()
+    for turn in (1, 2, 3):
+        _update(state, turn)
+        stage.note("call", str(turn))
+        with Allocations() as counted:
+            handles.append(store.async_save(state, folder / str(turn)))
+        stage.note("returned", str(turn))
+        allocated.append(counted.nbytes)
+    _update(state, 4)
+    stage.gate.set()
+    ids = [handle.wait() for handle in handles]
+    if stage.escaped:
+        raise stage.escaped[0]
+    notes = list(stage.notes)
+    found: Data = {"notes": notes, "allocated": allocated, "ids": ids, "loaded": []}
+    sources = {id(s): s for s in (t.untyped_storage() for t in _tensors(state))}
+    found["nbytes"] = sum(s.nbytes() for s in sources.values())
+    for turn in (1, 2, 3):
+        target = _state(seed)
+        _update(target, 99)
+        try:
+            store.load(target, folder / str(turn))
+            values = [sorted(set(tensor.flatten().tolist())) for tensor in _tensors(target)]
+            found["loaded"].append([values, target["optim"]["lr"]])
+        except Exception as error:
+            found["loaded"].append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return found
+
+
+def _tensors(state: Data) -> list[Tensor]:
+    """On this rank, those that have elements."""
+    leaves = [leaf for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+    parts = [compat.local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    return [part for part in parts if part.numel()]
+
+
+def _errors(seed: int, folder: Path) -> Data:
+    """Saves that fail, each followed by one that could do well: who hears of it."""
+    state, taken = _state(seed), folder / "1"
+    found: Data = {}
+    handle = store.async_save(state, taken)  # there is a checkpoint, and none may be overwritten
+    found["a target that is there"] = [_raised(handle.wait), _raised(handle.wait)]
+    found["kept by the handle"] = type(handle._state_dict).__name__
+    found["after it was heard"] = [_raised(lambda: store.async_save(state, folder / "a").wait())]
+    _raised(lambda: store.async_save(state, taken))
+    found["nobody waits"] = [_raised(lambda: store.async_save(state, folder / "b"))]
+    found["after that"] = [_raised(lambda: store.async_save(state, folder / "c").wait())]
+    broken = {**state, "broken": torch.zeros(3, device="meta")}
+    handles: list[background.SaveHandle] = []
+    at_once = _raised(lambda: handles.append(store.async_save(broken, folder / "d")))
+    found["a copy that cannot be made"] = [at_once, *(_raised(handle.wait) for handle in handles)]
+    with mock.patch.object(saving._Saving, "run", _ended):
+        found["a save that is ended"] = [_raised(lambda: store.async_save(state, folder / "e").wait())]
+    found["at the end"] = [_raised(background.finish_saves)]
+    return found
+
+
+class Ended(BaseException):
+    """What is no Exception, as KeyboardInterrupt and SystemExit are none."""
+
+
+def _ended(*_: Any) -> str:
+    raise Ended("by a signal")
+
+
+def _raised(call: Callable[[], Any]) -> str | None:
+    """The kind and text of what it raises."""
+    try:
+        call()
+    except (Exception, Ended) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None

@@ -1,0 +1,354 @@
+"""What ranks of 14 do together: parts on every mesh, and saves that are loaded on other meshes.
+
+Four ranks save and load every state on meshes of the first 1, 2, 3 and 4 of them, so that one run has all sixteen pairs.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hwfsdp import compat
+from hwfsdp.checkpoint import matching, plan, store
+from hwfsdp.checkpoint.boxes import Box
+from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from hwfsdp.checkpoint.traverse import leaves_of, show
+from hwfsdp.course.checks import piece
+from hwfsdp.course.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
+from hwfsdp.course.run import FAILED, Report, attempt
+from hwfsdp.errors import FSDPError
+from hwfsdp.features.door import fully_shard
+
+
+class Sizes(NamedTuple):
+    """Of the state: rows, and columns of its matrices."""
+
+    rows: int
+    columns: int
+
+
+def sizes(seed: int) -> Sizes:
+    draw = random.Random(seed + 5)
+    return Sizes(draw.choice((5, 7, 9, 10, 11)), draw.randint(2, 4))
+
+
+class Net(nn.Module):
+    """Uneven rows, fewer rows than ranks, a tied pair, and a buffer that is whole on every rank."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.first = nn.Linear(size.columns, size.rows)
+        self.tied = nn.Linear(size.columns, size.rows, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm = nn.Linear(size.rows, 2)
+        self.register_buffer("scale", torch.zeros(size.columns))
+
+
+class Spread(NamedTuple):
+    """A tensor of the state that is no parameter: its shape, and how it is cut on a mesh of so many ranks."""
+
+    shape: Numbers
+    mesh: Numbers
+    placements: tuple[Placement, ...]
+
+
+def spreads(seed: int, ranks: int) -> dict[str, Spread]:
+    """Columns cut, copies, and on four ranks two dims cut, and replicas that are cut."""
+    rows, columns = sizes(seed)
+    line, shape = (ranks,), (rows, columns)
+    found = {
+        "columns": Spread(shape, line, (Shard(1),)),
+        "copies": Spread(shape, line, (Replicate(),)),
+        "grid": Spread(shape, line, (Shard(0),)),
+        "replicas": Spread(shape, line, (Shard(1),)),
+    }
+    if ranks == 4:
+        found["grid"] = Spread(shape, (2, 2), (Shard(0), Shard(1)))
+        found["replicas"] = Spread(shape, (2, 2), (Replicate(), Shard(0)))
+    return found
+
+
+def values_of(name: str, shape: Sequence[int], seed: int, ranks: int) -> Tensor:
+    """The whole tensor of this name as `ranks` ranks save it: no two elements of a state are the same, none is negative."""
+    start = random.Random(f"{name} {seed} {ranks}").randrange(1 << 12)
+    return torch.arange(prod(shape)).view(tuple(shape)).float() + start * 1024
+
+
+def cut(whole: Tensor, spread: Spread, coordinate: Sequence[int]) -> Tensor:
+    """What the rank there has: nested chunks, none of it the package's. Dims of the mesh from left to right."""
+    for placement, size, index in zip(spread.placements, spread.mesh, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            whole = piece(whole, size, index, placement.dim)
+    return whole
+
+
+def coordinate(rank: int, mesh: Numbers) -> Numbers:
+    return (rank,) if len(mesh) == 1 else divmod(rank, mesh[1])
+
+
+def spread_of(path: str, shape: Numbers, seed: int, ranks: int) -> Spread:
+    """How a tensor of the state is cut, by its path as text."""
+    extra = path.partition("extra.")[2]
+    if extra:
+        return spreads(seed, ranks)[extra]
+    if path.endswith(("scale", "step")):
+        return Spread(shape, (ranks,), (Replicate(),))
+    return Spread(shape, (ranks,), (Shard(0),))
+
+
+def probe_parts(report: Report, seed: int) -> None:
+    """What every rank has on every mesh. Nothing is communicated but what meshes need, so nobody waits for anybody."""
+    meshes = {w: _meshes(w) for w in WORLDS}
+    report["parts"] = {str(w): _parts(seed, w, meshes[w]) for w in WORLDS}
+    for w in WORLDS:
+        attempt(report, f"needs {w}", lambda w=w: _needs(seed, w, meshes[w]))  # type: ignore[misc]
+
+
+def probe_pairs(report: Report, seed: int) -> None:
+    """Every state is saved by the ranks of its mesh, then loaded on every mesh into other values."""
+    here = dist.get_rank()
+    folder = _shared_folder()
+    meshes = {w: _meshes(w) for w in WORLDS}
+    report["raised"], report["loaded"] = {}, {}
+    states = {w: _state(seed, w, meshes[w]) for w in WORLDS if here < w}
+    for w, state in states.items():
+        _fill(state, seed, w, is_target=False)
+        _try(report, f"save {w}", lambda w=w, state=state: _save(state, folder / str(w), meshes[w]))  # type: ignore[misc]
+    dist.barrier()
+    for v in WORLDS:
+        if here < v:
+            target = _reordered(states[v])
+            for w in WORLDS:
+                _fill(target, seed, v, is_target=True)
+                pair = f"{w} to {v}"
+                _try(report, pair, lambda w=w: report["loaded"].update({pair: _load(target, folder / str(w), meshes[v])}))  # type: ignore[misc]
+    if "causes" not in report.get(FAILED, {}):
+        report["causes"] = None
+    dist.barrier()
+    if here == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+Meshes = Mapping[Numbers, DeviceMesh]
+
+
+def _shared_folder() -> Path:
+    """A new directory that all ranks know."""
+    found = [tempfile.mkdtemp(prefix="hwfsdp-pairs-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    return Path(found[0])
+
+
+def _meshes(ranks: int) -> Meshes:
+    """By shape; every rank makes all of them, also those that it is not in."""
+    found: dict[Numbers, DeviceMesh] = {
+        (ranks,): DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("shard",))
+    }
+    if ranks == 4:
+        found[2, 2] = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("outer", "inner"))
+    return found
+
+
+def _try(report: Report, key: str, part: Callable[[], None]) -> None:
+    try:
+        part()
+    except Exception as error:
+        report["raised"][key] = [type(error).__name__, " ".join(str(error).split())[:400]]
+        cause = error.__cause__ or error
+        if not isinstance(cause, FSDPError):
+            attempt(report, "causes", lambda: _raise(cause))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _spread_out(path: str, spread: Spread, meshes: Meshes, seed: int, ranks: int) -> DTensor:
+    whole, mesh = values_of(path, spread.shape, seed, ranks), meshes[spread.mesh]
+    at = mesh.get_coordinate()
+    local = torch.empty(0) if at is None else cut(whole, spread, at).clone()
+    return compat.dtensor(local, mesh, spread.placements, whole.shape, whole.stride())
+
+
+def _parts(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
+    """What `box_of` says of tensors on a mesh, by name; on ranks that are not in it, too."""
+    found: dict[str, Any] = {}
+    for name, spread in {**spreads(seed, ranks), **more_spreads(ranks)}.items():
+        attempt(found, name, lambda s=spread: plain_box(plan.box_of(_spread_out("", s, meshes, seed, ranks))))  # type: ignore[misc]
+    attempt(found, "plain", lambda: plain_box(plan.box_of(torch.zeros(3, 2))))
+    attempt(found, "one number", lambda: plain_box(plan.box_of(torch.tensor(3.0))))
+    attempt(found, "nothing", lambda: plain_box(plan.box_of(torch.zeros(0, 2))))
+    return found
+
+
+def more_spreads(ranks: int) -> dict[str, Spread]:
+    """Shapes whose parts are integers only: uneven, fewer rows than ranks, no rows at all."""
+    found = {f"{n} rows": Spread((n, 2), (ranks,), (Shard(0),)) for n in range(ROWS + 1)}
+    if ranks == 4:
+        found |= {
+            f"{n} rows cut twice": Spread((n, 2), (2, 2), (Shard(0), Shard(0))) for n in range(1, ROWS + 1)
+        }
+    return found
+
+
+SAVED = ("grid", "columns", "copies")  # of `spreads`
+TIED = "tied"  # in the save, one object with the first of these
+
+
+def saved_parts(name: str, seed: int, ranks: int) -> list[Part]:
+    """Offset and shape of what so many ranks have saved of a tensor: each part once, as `torch.chunk` cuts."""
+    spread = spreads(seed, ranks)[SAVED[0] if name == TIED else name]
+    numbers = torch.arange(prod(spread.shape)).view(spread.shape)
+    found = dict[Part, None]()
+    for rank in range(ranks):
+        mine = cut(numbers, spread, coordinate(rank, spread.mesh))
+        if mine.numel():
+            found[tuple(divmod(int(mine.flatten()[0]), spread.shape[1])), tuple(mine.shape)] = None
+    return list(found)
+
+
+def _needs(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
+    """By how many ranks have saved, what `needs_of` says on a mesh of `ranks`: path, chunk, box and shared of each."""
+    if dist.get_rank() >= ranks:
+        return {}
+    of = spreads(seed, ranks)
+    targets = {name: _spread_out(name, of[name], meshes, seed, ranks) for name in SAVED}
+    targets[TIED] = _spread_out(TIED, of[SAVED[0]], meshes, seed, ranks)
+    found = {}
+    for saved in WORLDS:
+        manifest = _manifest(seed, saved)
+        matched = matching.Match(manifest)
+        for name, target in targets.items():
+            if compat.local_of(target).numel():
+                matched.tensors["model", name] = target
+        needs: Any = matching.needs_of(matched)
+        if not isinstance(needs, Iterable):
+            return {"instead": type(needs).__name__}
+        found[str(saved)] = [_plain_need(need) for need in needs]
+    return found
+
+
+def _manifest(seed: int, ranks: int) -> Manifest:
+    """Of a save by so many ranks, as far as `needs_of` looks at it."""
+    entries = dict[tuple[str | int, ...], Any]()
+    for name in SAVED:
+        chunks = [Chunk(i, 0, Box(*part)) for i, part in enumerate(saved_parts(name, seed, ranks))]
+        shape = spreads(seed, ranks)[name].shape
+        entries["model", name] = TensorEntry(("model", name), torch.float32, shape, tuple(chunks))
+    first = entries["model", SAVED[0]]
+    entries["model", TIED] = replace(first, path=("model", TIED), chunks=(), same_as=first.path)
+    return Manifest("000001-0a1b2c3d", (), {(): "dict", ("model",): "dict"}, entries)
+
+
+def _plain_need(need: Any) -> Any:
+    """What a `Need` says; as text if it is none, or its fields are of other types."""
+    if type(need) is not matching.Need:
+        return f"a {type(need).__name__} in place of a Need"
+    for name, value, kind in (("entry", need.entry, TensorEntry), ("chunk", need.chunk, Chunk)):
+        if not isinstance(value, kind):
+            return f"a Need whose {name} is a {type(value).__name__}, expected a {kind.__name__}"
+    boxes = [plain_box(box) for box in (need.chunk.box, need.box, need.shared)]
+    return [str(need.entry.path[-1]), *boxes]
+
+
+def _state(seed: int, ranks: int, meshes: Meshes) -> dict[str, Any]:
+    """Model, optimizer and more on a mesh; what AdamW has after a step is put there without one, which is faster."""
+    net = Net(sizes(seed))
+    fully_shard(net, mesh=meshes[(ranks,)])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    for param in net.parameters():
+        assert isinstance(param, DTensor)
+        like = [compat.wrap_like(torch.zeros_like(compat.local_of(param)), param) for _ in range(2)]
+        optimizer.state[param] = {"step": torch.zeros(()), "exp_avg": like[0], "exp_avg_sq": like[1]}
+    extra = {
+        name: _spread_out(name, spread, meshes, seed, ranks) for name, spread in spreads(seed, ranks).items()
+    }
+    return {
+        "extra": extra,
+        "model": net.state_dict(),
+        "optim": optimizer.state_dict(),
+        "step": 100 + ranks,
+    }
+
+
+def _reordered(state: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors, the keys in another order: no two state dicts need agree in that."""
+    found = {key: state[key] for key in reversed(state)}
+    found["extra"] = {key: state["extra"][key] for key in reversed(state["extra"])}
+    of_params = {
+        index: {key: of[key] for key in reversed(of)} for index, of in state["optim"]["state"].items()
+    }
+    found["optim"] = {**state["optim"], "state": of_params}
+    return found
+
+
+@torch.no_grad()
+def _fill(state: dict[str, Any], seed: int, ranks: int, is_target: bool) -> None:
+    """Numbers that are known, or -1 everywhere."""
+    for path, leaf in leaves_of(state):
+        if not isinstance(leaf, Tensor):
+            continue
+        name, shape = named(path), tuple(leaf.shape)
+        spread = spread_of(name, shape, seed, ranks)
+        values = values_of(name, shape, seed, ranks)
+        mine = cut(values, spread, coordinate(dist.get_rank(), spread.mesh))
+        local = compat.local_of(leaf) if isinstance(leaf, DTensor) else leaf
+        local.fill_(-1) if is_target else local.copy_(mine)
+    if is_target:
+        state["step"], state["optim"]["param_groups"][0]["lr"] = -1, 0.25
+
+
+def named(path: tuple[Any, ...]) -> str:
+    """The path as text; a tied pair has one name."""
+    return (
+        show(path).replace("tied.weight", "first.weight").replace("[", ".").replace("]", "").replace("'", "")
+    )
+
+
+def _save(state: dict[str, Any], path: Path, meshes: Meshes) -> None:
+    store.save(state, path, process_group=next(iter(meshes.values())).get_group())
+
+
+def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
+    """The local parts after a load, one after the other, how long each is, and how much was read for it."""
+    read: dict[str, int] = {}
+    needs_of = matching.needs_of
+
+    def counted(match: Any) -> Iterator[Any]:
+        for need in needs_of(match):
+            name = show(need.entry.path)
+            read[name] = read.get(name, 0) + need.shared.numel
+            yield need
+
+    setattr(matching, "needs_of", counted)
+    try:
+        group = next(iter(meshes.values())).get_group()
+        store.load(state, save, process_group=group)
+    finally:
+        setattr(matching, "needs_of", needs_of)
+    found: dict[str, Any] = {"names": [], "paths": [], "lengths": [], "shapes": []}
+    parts: list[Tensor] = []
+    for path, leaf in leaves_of(state):
+        if isinstance(leaf, Tensor):
+            local = compat.local_of(leaf) if isinstance(leaf, DTensor) else leaf
+            parts.append(local.detach().reshape(-1).float())
+            found["names"].append(named(path))
+            found["paths"].append(show(path))
+            found["lengths"].append(local.numel())
+            found["shapes"].append(list(leaf.shape))
+    found["values"] = torch.cat(parts)
+    found["read"] = [read.get(name, 0) for name in found["paths"]]
+    found["others"] = [state["step"], state["optim"]["param_groups"][0]["lr"]]
+    return found

@@ -1,0 +1,213 @@
+"""11, numbers: gradients of a mesh against those of the model without sharding, and what a wrong one is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hwfsdp.core.sharding import chunk_extent
+from hwfsdp.course.checks.hybrid_sharding_models import Model
+from hwfsdp.course.checks.hybrid_sharding_runs import Setting, micro_batches, parts_of
+from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.run import Run
+from hwfsdp.course.verdict import Finding
+
+ROUGH = 0.02  # of a gradient that is taken for a sum of parts: how much rounding may explain
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh that was graded: what ran on it, and its ranks, number r * shards + s at (r, s)."""
+
+    run: Run
+    replicas: int
+    shards: int
+
+    @property
+    def world_size(self) -> int:
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:
+        return f"mesh of {self.replicas} × {self.shards}"
+
+    def shard_ranks(self, rank: int) -> list[int]:
+        first = rank - rank % self.shards
+        return list(range(first, first + self.shards))
+
+    def replicate_ranks(self, rank: int) -> list[int]:
+        return list(range(rank % self.shards, self.world_size, self.shards))
+
+    def __getitem__(self, key: str) -> list[Any]:
+        """By rank, what was reported of a part, or of a setting."""
+        return self.run[f"{self.replicas} {key}"]
+
+
+def oracle(
+    parts: Sequence[Sequence[Mapping[str, Tensor | None]]], setting: Setting, shards: int
+) -> list[Any]:
+    """Per micro-batch, the whole gradients that replicas have after it."""
+    moments: list[dict[str, Tensor | None]] = []
+    grads: dict[str, Tensor | None] = dict.fromkeys(parts[0][0])
+    pending: dict[str, Tensor] = {}
+    divisor = shards if setting.factor else len(parts)
+    for micro, (step, how, _) in enumerate(micro_batches(setting)):
+        if micro and step != micro_batches(setting)[micro - 1].step:
+            grads = dict.fromkeys(grads)
+        for name in grads:
+            for grad in (of_rank[micro][name] for of_rank in parts):
+                if grad is not None:
+                    pending[name] = pending[name] + grad if name in pending else grad
+        if how == "a":
+            for name, total in pending.items():
+                before, mean = grads[name], total / divisor
+                grads[name] = mean if before is None else before + mean
+            pending = {}
+        moments.append(dict(grads))
+    return moments
+
+
+def compare_gradients(mesh: Mesh, setting: Setting, seed: int) -> None:
+    parts = parts_of(setting, seed, mesh.world_size)
+    expected = oracle(parts, setting, mesh.shards)
+    by_rank = mesh[f"{setting.name} moments"]
+    for micro, whole in enumerate(expected):
+        wrong = [
+            (rank, name)
+            for rank, moments in enumerate(by_rank)
+            for name, grad in whole.items()
+            if not _is_right(moments[micro][name], grad, mesh, rank)
+        ]
+        if wrong:
+            numel = {name: param.numel() for name, param in Model().named_parameters()}
+            rank, name = max(wrong, key=lambda each: numel[each[1]])  # whose weights can be told
+            moments = [of_rank[micro] for of_rank in by_rank]
+            raise _gradient_finding(Wrong(mesh, setting, micro, rank, name), moments, whole[name], parts)
+
+
+def _is_right(found: Tensor | None, whole: Tensor | None, mesh: Mesh, rank: int) -> bool:
+    if whole is None or found is None:
+        return found is whole
+    rows = _rows(whole, mesh, rank)
+    return found.shape == rows.shape and torch.equal(found, rows)
+
+
+def _rows(whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    extent = chunk_extent(len(whole), mesh.shards, rank % mesh.shards)
+    return whole.narrow(0, extent.start, extent.length)
+
+
+class Wrong(NamedTuple):
+    """A gradient that is wrong, after a micro-batch."""
+
+    mesh: Mesh
+    setting: Setting
+    micro: int
+    rank: int
+    name: str
+
+
+def _gradient_finding(
+    wrong: Wrong,
+    moments: Sequence[Mapping[str, Tensor | None]],
+    whole: Tensor | None,
+    parts: Sequence[Sequence[Mapping[str, Tensor | None]]],
+) -> Finding:
+    mesh, setting, micro, rank, name = wrong
+    grads = [of_rank[name] for of_rank in moments]
+    place = f"{mesh}, {setting.name}: after micro-batch {micro}, the gradient of {name} on rank {rank}"
+    grad = grads[rank]
+    if whole is None or grad is None:
+        if whole is not None:
+            forgotten = setting.reduces[0][:1] != "a"
+            return Finding("partial-forgotten" if forgotten else "grad-lost", f"{place} is missing.")
+        return Finding(
+            "reduced-too-often", f"{place} is there, before anything was all-reduced.", "none", grad
+        )
+    rows = _rows(whole, mesh, rank)
+    if grad.shape != rows.shape:
+        return Finding("wrong-rows", f"{place} has another shape.", tuple(rows.shape), tuple(grad.shape))
+    difference = first_difference(grad, rows)
+    seen = [[micros[name] for micros in of_rank[: micro + 1]] for of_rank in parts]
+    weights = fit_weights([grads[r] for r in mesh.shard_ranks(rank)], seen)
+    told = _told(weights, mesh, rank, setting) if weights is not None else None
+    if told is None:
+        others = [r for r in mesh.replicate_ranks(rank) if not _same(grads[r], grad)]
+        if others:
+            text = f"{place} differs from that of rank {others[0]}, which has the same rows ({difference})."
+            return Finding("drifted", text, rows, grad)
+        return Finding("wrong-value", f"{place} is not that of the model without sharding, {difference}.")
+    return Finding(told[0], f"{place} {told[1]} ({difference}).", rows, grad)
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.shape == other.shape and torch.equal(one, other)
+
+
+def _told(weights: Tensor, mesh: Mesh, rank: int, setting: Setting) -> tuple[str, str] | None:
+    """What the weights of ranks and micro-batches say; 1 is what all should be."""
+    weights = weights / mesh.world_size * (mesh.shards if setting.factor else mesh.world_size)
+    inner, outer = mesh.shard_ranks(rank), mesh.replicate_ranks(rank)
+    counted = [r for r in range(mesh.world_size) if not _near(weights[r], 0)]
+    if counted != list(range(mesh.world_size)) and counted in (inner, outer, [rank]):
+        axis = {str(inner): "its replica", str(outer): "one rank of each replica"}.get(str(counted), "itself")
+        return "drifted", f"has the batches of {axis} only, ranks {counted}"
+    sizes = {"all ranks": mesh.world_size, "replicas": mesh.replicas, "shards": mesh.shards}
+    for what, number in sizes.items():
+        if number > 1 and _near(weights, number):
+            return "summed-not-averaged", f"is {number} times, the number of {what}, too large"
+        if number > 1 and _near(weights, 1 / number):
+            return "averaged-twice", f"is 1/{number} of what it should be; {number} is the number of {what}"
+    means = weights.mean(0)
+    counts = ", ".join(f"{round(float(mean), 2) + 0.0:g}" for mean in means)
+    if any(_near(mean, 0) for mean in means):
+        return "partial-forgotten", f"lacks a micro-batch: they count {counts} times"
+    if any(float(mean) > 1.4 for mean in means):
+        return "grad-kept", f"has a micro-batch more than once: they count {counts} times"
+    per_micro = [
+        r for r in range(mesh.world_size) if any(_near(weights[r, m], 0) for m in range(weights.shape[1]))
+    ]
+    if per_micro:
+        return "drifted", f"lacks batches of ranks {per_micro}"
+    return None
+
+
+def _near(weights: Tensor, value: float) -> bool:
+    return bool((weights - value).abs().max() < 0.1 * max(value, 0.5))
+
+
+def fit_weights(shards: Sequence[Tensor | None], parts: Sequence[Sequence[Tensor | None]]) -> Tensor | None:
+    """By how much of each part a gradient consists: [ranks, micro-batches], 1 being what it should be.
+
+    Args:
+        shards: by rank, the rows of one gradient. parts: by rank and micro-batch, that parameter's whole gradient, if
+            it has one.
+
+    Returns:
+        None if the gradient is no such sum, or has too few elements to tell.
+    """
+    found = [shard for shard in shards if shard is not None]
+    used = {
+        (r, m): part.double().flatten()
+        for r, of_rank in enumerate(parts)
+        for m, part in enumerate(of_rank)
+        if part is not None and part.any()
+    }
+    if len(found) < len(shards) or not used:
+        return None
+    whole = torch.cat([shard.double() for shard in found]).flatten()
+    columns = torch.stack([*used.values()], dim=1)
+    if len(columns) != len(whole) or len(whole) <= len(used) or not whole.isfinite().all():
+        return None
+    if torch.linalg.matrix_rank(columns, rtol=1e-3) < len(used):
+        return None
+    solution = torch.linalg.lstsq(columns, whole).solution
+    if (columns @ solution - whole).norm() > ROUGH * max(float(whole.norm()), float(columns.norm()) / 8):
+        return None
+    weights = torch.ones(len(parts), len(parts[0]), dtype=torch.double)
+    for (rank, micro), weight in zip(used, solution, strict=True):
+        weights[rank, micro] = weight * len(parts)
+    return weights

@@ -1,0 +1,401 @@
+"""11, on the ranks: meshes of replicas and shards, parts of a group by themselves, and training steps.
+
+Weights and inputs are integers and halves, and each loss is multiplied by the number of ranks, so that in fp32 no sum and no
+mean has to round, over whichever axis it is made first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import hwfsdp
+from hwfsdp.collectives import GroupTransport
+from hwfsdp.comm import history
+from hwfsdp.core.collectives import Mean, Reducing
+from hwfsdp.core.context import FSDPCommContext, InFlight
+from hwfsdp.core.form import Layout
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.param import FSDPParam, Place
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.ranks import Axis
+from hwfsdp.core.streams import HostStream, Stream
+from hwfsdp.course.checks.hybrid_sharding_models import ALL, batch, build
+from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, ready, watch
+from hwfsdp.course.run import Report, attempt, log_data
+from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, data_parallel_axes
+from hwfsdp.observe import events
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import COLLECTIVES
+
+Shape = tuple[int, int]  # of a mesh: ranks that replicate, ranks that shard
+NAMES = ("replicate", "shard")
+KEPT_OPS = (*COLLECTIVES, "copy_in", "backward", "wait")
+
+
+class Setting(NamedTuple):
+    """Steps of several micro-batches.
+
+    Attributes:
+        reduces: per step, what each micro-batch reduces: "n" nothing, "s" over the shards only, "a" all. Between two steps,
+            gradients are set to None.
+        paths: per micro-batch of a step, the layers that its forward runs.
+        factor: divide by the number of shards, instead of that of all ranks. force_sum: collectives only sum.
+    """
+
+    name: str
+    reduces: tuple[str, ...] = ("a",)
+    paths: tuple[tuple[int, ...], ...] = (ALL,)
+    factor: bool = False
+    force_sum: bool = False
+
+
+ONE = Setting("one batch")
+PARTS = Setting("three micro-batches, two of them reduced in part", ("ssa", "a"), (ALL, ALL, ALL))
+SKIPPED = Setting("layers that later micro-batches skip", ("ssa",), (ALL, (0, 1), (0,)))
+MIXED = Setting("unreduced, reduced in part, all-reduced", ("nsa",), (ALL, ALL, ALL))
+LATE = Setting("a step that ends before its all-reduce", ("s", "a"))
+FACTOR = Setting("divided by the number of shards", factor=True)
+SUMS = Setting("with collectives that only sum", force_sum=True)
+SETTINGS = (ONE, PARTS, SKIPPED, MIXED, LATE, FACTOR, SUMS)
+ON_OTHERS = (ONE, PARTS, FACTOR)  # on meshes whose one axis has one rank
+
+
+class MicroBatch(NamedTuple):
+    """One backward: of which step, what it reduces, and the layers that run."""
+
+    step: int
+    reduces: str
+    path: tuple[int, ...]
+
+
+def micro_batches(setting: Setting) -> list[MicroBatch]:
+    """Of all steps."""
+    return [
+        MicroBatch(step, how, path)
+        for step, pattern in enumerate(setting.reduces)
+        for how, path in zip(pattern, setting.paths, strict=False)
+    ]
+
+
+def loss_of(
+    model: nn.Module, seed: int, rank: int, micro: int, path: Sequence[int], world_size: int
+) -> Tensor:
+    x, counts = batch(seed, rank, micro)
+    output: Tensor = model(x, path)
+    return (output * counts).sum() * world_size
+
+
+# --- Axes --------------------------------------------------------------------------------------------------
+
+
+def _described(axis: Axis) -> list[Any]:
+    ranks = None if axis.group is None else dist.get_process_group_ranks(axis.group)
+    return [ranks, axis.size, axis.rank]
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, Any]:
+    """(shard, replicate) of the mesh, and of the 1D mesh of its second axis."""
+    found = {"2D": mesh, "1D": mesh[NAMES[1]]}
+    return {key: [_described(axis) for axis in data_parallel_axes(each)] for key, each in found.items()}
+
+
+def axis_by_hand(mesh: DeviceMesh, dim: int) -> Axis:
+    return Axis(mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim))
+
+
+def mesh_by_hand(mesh: DeviceMesh) -> HybridMesh:
+    return HybridMesh(mesh, axis_by_hand(mesh, 1), torch.device("cpu"), axis_by_hand(mesh, 0))
+
+
+def _placements(mesh: DeviceMesh) -> list[list[str]]:
+    """Of dims 0 and 1: with both axes, with that to shard over only, with that of replicas only."""
+    shard, replicate = axis_by_hand(mesh, 1), axis_by_hand(mesh, 0)
+    meshes = [(mesh, shard, replicate), (mesh[NAMES[1]], shard, Axis()), (mesh[NAMES[0]], Axis(), replicate)]
+    made = [HybridMesh(grid, s, torch.device("cpu"), r) for grid, s, r in meshes]
+    return [[repr(p) for p in each.placements(dim)] for each in made for dim in (0, 1)]
+
+
+# --- Functions of a group by themselves --------------------------------------------------------------------
+
+
+class Held:
+    """A collective that is over when somebody waits for it.
+
+    Attributes:
+        asked: whether somebody has.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def wait(self) -> None:
+        self.asked = True
+
+
+def held_stream(work: Held) -> HostStream:
+    """A stream on which this collective was issued."""
+    stream = HostStream("reduce_scatter")
+    with stream.run():
+        stream.add(work)
+    return stream
+
+
+def shapes_of(seed: int, shards: int) -> list[tuple[int, ...]]:
+    """Rows that do not divide, and rows that do."""
+    more = torch.randint(1, 4, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [(2 * shards + 1, more[0]), (shards,), (1, more[1]), (shards * more[2], 2)]
+
+
+def _reducer(seed: int, mesh: HybridMesh) -> HybridReducer:
+    """Of a group by itself."""
+    params = []
+    for number, shape in enumerate(shapes_of(seed, mesh.size)):
+        module, param = nn.Module(), nn.Parameter(torch.ones(shape))
+        module.register_parameter("weight", param)
+        places, layout = [Place(module, "weight")], Layout(param, mesh)
+        params.append(FSDPParam(param, places, f"p{number}", MixedPrecisionPolicy(), layout))
+    group = ParamGroup(params, mesh, FSDPCommContext("cpu"))
+    group.transport = GroupTransport(mesh.shard, mesh.device)
+    group.rename("group", "group")
+    group.reducer = reducer = HybridReducer(group)
+    return reducer
+
+
+CHOSEN = ((0, 1, 2), (2, 0), (3,), (0, 1, 2, 3))  # parameters that one reduction after the other is of
+
+
+def reduced(group_sizes: Sequence[int], number: int) -> Tensor:
+    """The result of a reduction: no two elements are the same."""
+    return torch.arange(1.0, 1.0 + sum(group_sizes)) * 2.0 ** (8 * number)
+
+
+def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
+    """After each of three reductions in part, what is kept; then what is taken, by a fourth and by a fifth."""
+    reducer, found = _reducer(seed, mesh), dict[str, Any]()
+    group, partials = reducer.group, reducer.partial_grads
+    shared, kept = [], []
+    for number, chosen in enumerate(CHOSEN[:3]):
+        params = [group.params[i] for i in chosen]
+        result = reduced([p.padded_numel for p in params], number)
+        memory = result.untyped_storage().data_ptr()
+        reducer.add_partial_grads(params, result)
+        shared.append(any(_memory(partials.get(p)) == memory for p in group.params))
+        kept.append([_copied(partials.get(p)) for p in group.params])
+    found["kept"], found["shared"] = kept, shared
+    taken = []
+    for chosen in ((0, 1, 3), CHOSEN[3]):
+        params = [group.params[i] for i in chosen]
+        result = torch.zeros(sum(p.padded_numel for p in params))
+        reducer.take_partial_grads(params, result)
+        left = [p in partials for p in group.params]
+        taken.append({"result": result, "left": left})
+    found["taken"] = taken
+    return found
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _memory(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or not tensor.numel() else tensor.untyped_storage().data_ptr()
+
+
+class Finish(NamedTuple):
+    """A call of `HybridReducer.finish` on a rank that has no replicas to wait for: their axis has one rank.
+
+    Attributes:
+        all_reduce: of the group. partial: p0 has a partial gradient.
+    """
+
+    all_reduce: bool
+    partial: bool = False
+
+
+FINISHES = (Finish(False), Finish(True), Finish(True, True), Finish(False, True))
+
+
+def _finishes(seed: int, mesh: HybridMesh, alone: dist.ProcessGroup) -> list[Any]:
+    """What is there before the reduction is over, and after; `alone`: the group of this rank."""
+    found = []
+    for case in FINISHES:
+        reducer, work = _reducer(seed, mesh), Held()
+        group = reducer.group
+        reducer.replicas, reducer.all_reduce_grads = Axis(alone, 1, 0), case.all_reduce
+        if case.partial:
+            first = group.params[0]
+            reducer.partial_grads[first] = torch.full(first.layout.local_shape, 512.0)
+        result, stream = reduced([p.padded_numel for p in group.params], 0), held_stream(work)
+        reducing = Reducing(result, result, Mean(1, dist.ReduceOp.SUM, 4.0), stream)
+        reducer.finish(group.params, reducing)
+        before, early = _state(reducer), work.asked
+        stream.settle()
+        group.comm_ctx.settle()
+        after = _state(reducer)
+        found.append({"before": before, "early": early, "after": after})
+    return found
+
+
+def _state(reducer: HybridReducer) -> dict[str, Any]:
+    params = reducer.group.params
+    grads = [p.sharded_param.grad for p in params]
+    return {
+        "grads": [g.to_local().clone() if isinstance(g, DTensor) else None for g in grads],
+        "partials": [_copied(reducer.partial_grads.get(p)) for p in params],
+    }
+
+
+# --- Training ----------------------------------------------------------------------------------------------
+
+
+def _train(setting: Setting, seed: int, mesh: DeviceMesh, package: Any) -> list[dict[str, Tensor | None]]:
+    """The local gradients after each micro-batch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model: Any = build(seed)
+    for module in (*model.layers, model):
+        package.fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        if setting.factor:
+            module.set_gradient_divide_factor(float(mesh.size(1)))
+        if setting.force_sum:
+            module.set_force_sum_reduction_for_comms(True)
+    moments: list[dict[str, Tensor | None]] = []
+    steps = micro_batches(setting)
+    for micro, (step, how, path) in enumerate(steps):
+        if micro and step != steps[micro - 1].step:
+            model.zero_grad()
+        model.set_requires_gradient_sync(how != "n")
+        if how != "n":
+            model.set_requires_all_reduce(how == "a")
+        loss_of(model, seed, rank, micro, path, world_size).backward()
+        moments.append({name: _local(p.grad) for name, p in model.named_parameters()})
+    return moments
+
+
+def _local(grad: Any) -> Tensor | None:
+    return None if grad is None else grad.to_local().detach().clone()
+
+
+def _run(report: Report, key: str, setting: Setting, seed: int, mesh: DeviceMesh) -> None:
+    """With instruments: the log, over which ranks each collective went, and buffers that were kept."""
+    with hwfsdp.record() as log, _watched_reductions() as seen:
+        notes = _notes()
+        since = notes[-1].serial if notes else 0
+        report[f"{key}moments"] = _train(setting, seed, mesh, hwfsdp)
+        calls = [note for note in _notes() if note.serial > since]
+    report[f"{key}calls"] = [[c.op, c.owner, history.members_of(c.group), c.nbytes] for c in calls]
+    report[f"{key}seen"] = seen._asdict()
+    shown = [event for event in log.events if event.op in KEPT_OPS]
+    report[f"{key}log"] = log_data(EventLog(shown))
+
+
+def _notes() -> list[history.Call]:
+    ring = history._ring
+    return history.read(bytes(ring.memory)) if ring is not None else []
+
+
+class Seen(NamedTuple):
+    """What was noticed of the reductions of a step.
+
+    Attributes:
+        kept: at each, the bytes of inputs of earlier ones that are still alive.
+        goes_on: for each, the stream that it is said to be on at its end.
+        issued: for each collective, its stream, and the one that was current.
+    """
+
+    kept: list[int]
+    goes_on: list[str]
+    issued: list[list[str]]
+
+
+@contextmanager
+def _watched_reductions() -> Iterator[Seen]:
+    """Instruments around what the package does with a reduction, and with a collective."""
+    keep, hold, add = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold, HostStream.add
+    inputs, seen, going_on = list[Watched](), Seen([], [], []), list[str]()
+
+    @functools.wraps(keep)
+    def keep_until_reduced(self: FSDPCommContext, reduction: InFlight) -> None:
+        if reduction.transport.ranks.size > 1:
+            seen.kept.append(bytes_alive(inputs))
+            inputs.append(watch(reduction.buffer))
+        seen.goes_on.append(going_on.pop() if going_on else "reduce_scatter")
+        keep(self, reduction)
+
+    @functools.wraps(hold)
+    def hold_result(self: FSDPCommContext, tensor: Tensor, stream: Stream) -> None:
+        going_on.append(stream.name)
+        hold(self, tensor, stream)
+
+    @functools.wraps(add)
+    def add_work(self: HostStream, work: Any) -> None:
+        recorder = events.active()
+        seen.issued.append([self.name, str(recorder.stream) if recorder else ""])
+        add(self, work)
+
+    FSDPCommContext.keep_until_reduced = keep_until_reduced  # type: ignore[method-assign]
+    FSDPCommContext.hold = hold_result  # type: ignore[method-assign]
+    HostStream.add = add_work  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        FSDPCommContext.keep_until_reduced = keep  # type: ignore[method-assign]
+        FSDPCommContext.hold = hold  # type: ignore[method-assign]
+        HostStream.add = add  # type: ignore[method-assign]
+
+
+def _grid(replicas: int) -> DeviceMesh:
+    """All ranks, arranged."""
+    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=NAMES)
+
+
+def probe_meshes(report: Report, seed: int, replicas: tuple[int, ...]) -> None:
+    """Everything on meshes of all ranks, with so many replicas; parts before steps.
+
+    Parts are for each rank by itself: one that fails in a part leaves nobody waiting. So groups are made before.
+    """
+    ready()
+    grids = {number: _grid(number) for number in replicas}
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for number, grid in grids.items():
+        mesh, parts = mesh_by_hand(grid), dict[str, Callable[[], Any]]()
+        parts["axes"] = functools.partial(_axes, grid)
+        parts["placements"] = functools.partial(_placements, grid)
+        parts["partials"] = functools.partial(_partials, seed, mesh)
+        parts["finishes"] = functools.partial(_finishes, seed, mesh, alone)
+        for name, part in parts.items():
+            attempt(report, f"{number} {name}", part)
+    for number, grid in grids.items():
+        for setting in settings_of(number, grid.size(1)):
+            _run(report, f"{number} {setting.name} ", setting, seed, grid)
+
+
+def settings_of(replicas: int, shards: int) -> tuple[Setting, ...]:
+    return SETTINGS if min(replicas, shards) > 1 else ON_OTHERS
+
+
+def probe_fsdp2(report: Report, seed: int, replicas: int) -> None:
+    """The same steps with torch's `fully_shard`: the oracle's oracle."""
+    grid = _grid(replicas)
+    for setting in SETTINGS:
+        report[setting.name] = _train(setting, seed, grid, torch.distributed.fsdp)
+
+
+def parts_of(setting: Setting, seed: int, world_size: int) -> list[list[dict[str, Tensor | None]]]:
+    """By rank and micro-batch, the gradients of the model without sharding."""
+    model = build(seed)
+    found: list[list[dict[str, Tensor | None]]] = [[] for _ in range(world_size)]
+    for rank in range(world_size):
+        for micro, (_, _, path) in enumerate(micro_batches(setting)):
+            model.zero_grad()
+            loss_of(model, seed, rank, micro, path, world_size).backward()
+            found[rank].append({name: p.grad for name, p in model.named_parameters()})
+    return found

@@ -1,0 +1,384 @@
+"""13, on the ranks: a model from the meta device to weights, whose every new storage is seen; generators; exchanged shards.
+
+The same probe runs on one rank and on four. Four ranks start the model on meshes of two, three and four of them. What rows should hold is drawn once more, row after row of whole parameters, from
+`row_generator` itself, which has a check of its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from hwfsdp import compat, fully_shard
+from hwfsdp.compat import storage_key
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.state import state_of
+from hwfsdp.course.checks import with_nan
+from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, ready, watch
+from hwfsdp.course.checks.meta_start_held import Data, copied, held, local_part, placed
+from hwfsdp.course.run import Report, attempt
+from hwfsdp.features.hybrid_sharding import hybrid_mesh
+from hwfsdp.layout import init_shards
+from hwfsdp.observe.events import COLLECTIVES
+from hwfsdp.observe.recording import record
+
+RUNS = {1: (1,), 4: (2, 3, 4)}  # sizes of meshes, by the number of ranks of a run
+WIDTH = 12  # divides by every number of ranks
+
+
+class Model(nn.Module):
+    """Parameters of all kinds: uneven ones, one row, cut along dim 1, bf16, tied, not sharded, without dims; and a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.wide = nn.Linear(WIDTH, 48)
+        self.uneven = nn.Linear(WIDTH, draw.choice([5, 7, 9, 11]))
+        self.short = nn.Conv1d(WIDTH, 2, draw.choice([2, 3]))
+        self.columns = nn.Linear(WIDTH, draw.choice([3, 5]), bias=False)
+        self.coarse = nn.Linear(WIDTH, draw.choice([5, 7]), dtype=torch.bfloat16)
+        self.embed, self.head = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale, self.shift = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(3, 2))
+        self.register_buffer("counts", torch.zeros(4))
+
+
+def shard(model: Model, mesh: DeviceMesh) -> Model:
+    """Groups of one layer each, and the root's; the last two parameters are left out."""
+    for layer in (model.wide, model.uneven, model.coarse):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.columns, mesh=mesh, shard_placement_fn=lambda param: Shard(1))
+    fully_shard(model, mesh=mesh, ignored_params={model.scale, model.shift})
+    return model
+
+
+def started(seed: int, mesh: DeviceMesh) -> Model:
+    with torch.device("meta"):
+        model = Model(seed)
+    shard(model, mesh).to_empty(device="cpu")
+    return model
+
+
+def shapes(seed: int) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Of the whole parameters, by name."""
+    with torch.device("meta"):
+        return {name: (list(param.shape), param.dtype) for name, param in Model(seed).named_parameters()}
+
+
+ALIASES = {"head.weight": "embed.weight"}  # second names of parameters, and their first ones
+SHARDED_DIM = {"columns.weight": 1, "scale": None, "shift": None}  # 0 for all others
+
+
+def noise(fqn: str, row: Tensor, generator: torch.Generator) -> None:
+    """What models of this kind are filled with."""
+    row.normal_(generator=generator)
+
+
+def probe_start(report: Report, seed: int) -> None:
+    """All parts, whichever of them fail; ranks that a mesh does not have report None of it."""
+    ready()
+    attempt(report, "generators", lambda: _generators(seed))
+    attempt(report, "kinds", lambda: _kinds(seed))
+    attempt(report, "cuts", lambda: _cuts(seed))
+    attempt(report, "expected", lambda: _expected(seed))
+    for size in RUNS[dist.get_world_size()]:
+        part = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("shard",))
+        _probe_mesh(report, seed, part)
+    _probe_again(
+        report, seed, DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("shard",))
+    )
+
+
+def _probe_mesh(report: Report, seed: int, mesh: DeviceMesh) -> None:
+    parts: dict[str, Callable[[], Any]] = {
+        "emptied": lambda: with_nan(lambda: _paddings(started(seed, mesh))),
+        "start": lambda: with_nan(lambda: _start(seed, mesh)),
+        "memory": lambda: _memory(seed, mesh),
+        "held": lambda: with_nan(lambda: held(seed, hybrid_mesh(mesh))),
+    }
+    for name, part in parts.items():
+        attempt(report, f"{name} {mesh.size()}", part if mesh.get_coordinate() is not None else lambda: None)
+
+
+# --- Generators --------------------------------------------------------------------------------------------
+
+Key = tuple[int, str, int]  # seed, name, row
+
+
+def keys(seed: int) -> list[Key]:
+    """Seeds, names and rows that are easily taken for each other; seeds may be negative or large."""
+    seeds = [seed, seed + 1, seed + 10, -1 - seed, 2**63 + seed, 2**64 + seed]
+    names = (
+        "layers.1.weight",
+        "layers.2.weight",
+        "layers.1.thgiew",
+        "layers.11.weight",
+        "layers.1.bias",
+        "w",
+        "w1",
+    )
+    return [(s, name, row) for s in seeds for name in names for row in (0, 1, 2, 11, 12, 110, 10**9)]
+
+
+def _generators(seed: int) -> Tensor:
+    """The first numbers of each."""
+    return torch.stack([_first(init_shards.row_generator(*key)) for key in keys(seed)])
+
+
+def _first(generator: torch.Generator) -> Tensor:
+    return torch.randint(-(2**62), 2**62, (2,), generator=generator)
+
+
+def _kinds(seed: int) -> Data:
+    """What a generator is, whether asking again gives the same, and what asking changes."""
+    some = keys(seed)[:40]
+    state = torch.get_rng_state()
+    one, other = init_shards.row_generator(*some[0]), init_shards.row_generator(*some[1])
+    facts: Data = {"type": type(one).__name__, "device": str(one.device), "same object": one is other}
+    first = [_first(init_shards.row_generator(*key)) for key in some]
+    facts["global"] = not torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(seed + 17)
+    random.seed(seed + 17)
+    again = [_first(init_shards.row_generator(*key)) for key in reversed(some)][::-1]
+    facts["changed"] = [i for i, (a, b) in enumerate(zip(first, again, strict=True)) if not torch.equal(a, b)]
+    salted = []
+    for salt in (1, 2):
+        with _other_hashes(salt):
+            salted.append([_first(init_shards.row_generator(*key)) for key in some])
+    facts["hashed"] = [i for i, (a, b) in enumerate(zip(*salted, strict=True)) if not torch.equal(a, b)]
+    return facts
+
+
+@contextmanager
+def _other_hashes(salt: int) -> Iterator[None]:
+    """`hash` of texts as it is in another process."""
+    usual = builtins.hash
+
+    def salted(value: Any) -> int:
+        return usual((salt, value)) if _has_text(value) else usual(value)
+
+    builtins.hash = salted
+    try:
+        yield
+    finally:
+        builtins.hash = usual
+
+
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str | bytes) or (isinstance(value, tuple) and any(map(_has_text, value)))
+
+
+def _expected(seed: int) -> dict[str, Tensor]:
+    """Whole parameters, row after row."""
+    found = {}
+    for name, (shape, dtype) in shapes(seed).items():
+        found[name] = _rows(name, shape, dtype, seed)
+    return found
+
+
+def _rows(name: str, shape: list[int], dtype: torch.dtype, seed: int) -> Tensor:
+    rows = []
+    for number in range(shape[0] if shape else 1):
+        rows.append(torch.empty(shape[1:], dtype=dtype))
+        noise(name, rows[-1], init_shards.row_generator(seed, name, number))
+    return torch.stack(rows) if shape else rows[0]
+
+
+class Cut(NamedTuple):
+    """A part as tensor parallelism leaves it: cut along several dims, or without elements."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+CUTS = (
+    Cut((9, 8), (4, 5), (2, 3)),
+    Cut((6, 4, 5), (1, 0, 2), (3, 4, 2)),
+    Cut((3, 12), (0, 12), (3, 0)),
+    Cut((3, 12), (3, 0), (0, 12)),
+    Cut((4,), (1,), (2,)),
+    Cut((), (), ()),
+)
+
+
+def _cuts(seed: int) -> list[Data]:
+    """`fill_part` by itself: what it fills, what it should, and how often it calls init."""
+    found = []
+    for number, (shape, offset, size) in enumerate(CUTS):
+        local, name, calls = torch.zeros(size), f"cut {number}", list[list[int]]()
+
+        def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
+            calls.append(list(row.shape))
+            noise(fqn, row, generator)
+
+        init_shards.fill_part(name, init_shards.Part(local, offset), shape, init, seed)
+        whole = _rows(name, list(shape), torch.float32, seed)
+        right = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        found.append({"local": local, "right": right, "calls": len(calls)})
+    return found
+
+
+# --- A start -----------------------------------------------------------------------------------------------
+
+
+def _locals(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: copied(local_part(param)) for name, param in model.named_parameters()}
+
+
+def _start(seed: int, mesh: DeviceMesh) -> Data:
+    """What init is called with, and what shards and the memory behind them hold afterwards."""
+    model = started(seed, mesh)
+    calls: dict[str, list[Any]] = {}
+
+    def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
+        facts = [list(row.shape), row.dtype, type(row).__name__, str(row.device), generator.initial_seed()]
+        noise(fqn, row, generator)
+        calls.setdefault(fqn, []).append([*facts, row.detach().clone()])
+
+    model.get_buffer("counts").fill_(4)
+    torch.manual_seed(seed + 4711)
+    state = torch.get_rng_state()
+    objects = [id(param) for param in model.parameters()]
+    init_shards.init_shards(model, init, seed)
+    return {
+        "local": _locals(model),
+        "calls": calls,
+        "global": not torch.equal(state, torch.get_rng_state()),
+        "buffer": model.get_buffer("counts").tolist(),
+        "objects": objects == [id(param) for param in model.parameters()],
+        "refused": _refused(seed, mesh),
+    }
+
+
+def _params(model: nn.Module) -> list[FSDPParam]:
+    states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
+    return [param for state in states for group in state.groups for param in group.params]
+
+
+def _paddings(model: nn.Module) -> Data:
+    """By name, how each shard lies in its padded memory."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {names[id(p.sharded_param)]: placed(p, p.local) for p in _params(model)}
+
+
+def _refused(seed: int, mesh: DeviceMesh) -> str:
+    """What is said of a model that has no memory yet."""
+    with torch.device("meta"):
+        model = Model(seed)
+    try:
+        init_shards.init_shards(shard(model, mesh), noise, seed)
+        return "nothing"
+    except Exception as error:
+        return type(error).__name__
+
+
+def _probe_again(report: Report, seed: int, mesh: DeviceMesh) -> None:
+    """A model that has run, and was left with whole parameters, is started with another seed.
+
+    Its forward and backward gather: they come last, and only if every rank has a model. A rank that raises in them leaves,
+    and says so.
+    """
+    models = list[Model]()
+    attempt(report, "filled", lambda: models.append(_filled(seed, mesh)))
+    if not _all_of(bool(models)):
+        return
+    [model] = models
+    before = _locals(model)
+    x = torch.ones(2, WIDTH)
+    model.wide.unshard()  # type: ignore[operator]
+    model.uneven(x).sum().backward()
+    attempt(report, "again", lambda: _restarted(seed, model, before))
+
+
+def _all_of(here: bool) -> bool:
+    """Whether it is so on every rank."""
+    flag = torch.tensor(int(here))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def _filled(seed: int, mesh: DeviceMesh) -> Model:
+    """With other numbers than the seed's."""
+    model = started(seed, mesh)
+    init_shards.init_shards(model, noise, seed + 1)
+    return model
+
+
+def _restarted(seed: int, model: Model, before: dict[str, Tensor | None]) -> Data:
+    """What is held after the second start; for which parameters init was called, and which hold what they held `before`."""
+    drawn = set[str]()
+
+    def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
+        drawn.add(fqn)
+        noise(fqn, row, generator)
+
+    init_shards.init_shards(model, init, seed)
+    local = _locals(model)
+    same = [name for name, rows in local.items() if _is_same(rows, before[name])]
+    return {"local": local, "drawn": sorted(drawn), "as before": same}
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+class Spy(compat.DispatchMode):
+    """Sees every tensor that an operator returns: the largest storage, and most bytes alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watched: dict[int, Watched] = {}
+        self.largest = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for value in found if isinstance(found, list | tuple) else (found,):
+            if isinstance(value, Tensor):
+                self.see(local_part(value))
+        return found
+
+    def see(self, tensor: Tensor) -> None:
+        if tensor.is_meta or tensor.dtype == torch.uint8:
+            return  # uint8: states of generators
+        key = storage_key(tensor)
+        if key not in self.watched or self.watched[key]() is None:
+            self.watched[key] = watch(tensor)
+            self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+            self.peak = max(self.peak, self.alive())
+
+    def alive(self) -> int:
+        self.watched = {key: ref for key, ref in self.watched.items() if ref() is not None}
+        return sum(storage.nbytes() for ref in self.watched.values() if (storage := ref()) is not None)
+
+    def restart(self) -> None:
+        self.largest, self.peak = 0, self.alive()
+
+
+def _memory(seed: int, mesh: DeviceMesh) -> Data:
+    """Bytes during `to_empty`, during `init_shards`, and afterwards; and what was communicated."""
+    with torch.device("meta"):
+        model = shard(Model(seed), mesh)
+    with record() as log, Spy() as spy:
+        model.to_empty(device="cpu")
+        facts = {"to_empty": [spy.largest, spy.peak], "before": bytes_alive(spy.watched.values())}
+        spy.restart()
+        init_shards.init_shards(model, noise, seed)
+        facts["init_shards"] = [spy.largest, spy.peak]
+    gc.collect()
+    facts["after"] = bytes_alive(spy.watched.values())
+    facts["collectives"] = [event.op for event in log.events if event.op in COLLECTIVES]
+    return facts

@@ -1,0 +1,420 @@
+"""12, on the ranks: cuts on meshes of all kinds, and a tensor-parallel model under FSDP.
+
+`Cuts` says who cuts what and in which order; placements that say the same are derived from it in closed form, so that the
+learner's functions are asked what the answer is known to.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations, product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from hwfsdp import compat, fully_shard
+from hwfsdp.course.checks import piece, with_nan
+from hwfsdp.course.run import Report, attempt
+from hwfsdp.errors import UsageError
+from hwfsdp.features import layouts
+from hwfsdp.layout import extents
+
+Sizes = tuple[int, ...]
+GRID = (2, 2)  # data-parallel, tensor-parallel
+STEPS, LR = 2, 0.25
+PADDING, REPLICA = 777.0, 888.0  # what must not come back
+
+
+class Cuts(NamedTuple):
+    """Who cuts what: `orders` has, for each tensor dim, the mesh dims that cut it, the first to cut first."""
+
+    mesh: Sizes
+    orders: tuple[Sizes, ...]
+
+    def placements(self) -> list[Placement]:
+        """What says the same; the closed form of a split factor."""
+        found: list[Placement] = [Replicate()] * len(self.mesh)
+        for dim, order in enumerate(self.orders):
+            for place, mesh_dim in enumerate(order):
+                before = [j for j in order[:place] if j > mesh_dim]
+                factor = prod(self.mesh[j] for j in before)
+                found[mesh_dim] = compat.strided_shard(dim, factor) if before else Shard(dim)
+        return found
+
+    def coordinates(self) -> Iterator[Sizes]:
+        """Of all ranks, in row-major order."""
+        return product(*map(range, self.mesh))
+
+    def __str__(self) -> str:
+        return f"mesh {self.mesh}, {shown(self.placements())}"
+
+
+def shown(placements: Sequence[Placement]) -> str:
+    return f"[{', '.join(_shown(p) for p in placements)}]"
+
+
+def _shown(found: Placement) -> str:
+    kind, dim, factor = described(found)
+    if kind == "strided":
+        return f"StridedShard({dim}, split_factor={factor})"
+    return f"Shard({dim})" if kind == "shard" else f"{kind.capitalize()}()"
+
+
+def described(found: Any) -> list[Any]:
+    """[kind, dim, split factor] of a placement; a kind of "strided", "shard", "replicate", "partial", or what it is."""
+    if isinstance(found, compat.StridedShard):
+        return ["strided", found.dim, found.split_factor]
+    if isinstance(found, Shard):
+        return ["shard", found.dim, None]
+    return [type(found).__name__.lower(), None, None]
+
+
+# --- Cases -------------------------------------------------------------------------------------------------
+
+
+def small_cuts() -> list[Cuts]:
+    """Every order of cuts of one tensor dim on every mesh up to 4 x 4 and 3 x 3 x 3."""
+    meshes = [*product(range(1, 5), repeat=2), *product(range(1, 4), repeat=3)]
+    return [Cuts(mesh, (order,)) for mesh in meshes for order in permutations(range(len(mesh)))]
+
+
+def mixed_cuts(seed: int, count: int = 60) -> list[Cuts]:
+    """Meshes whose dims cut different tensor dims, or replicate; the first ones are always the same."""
+    draw = random.Random(seed)
+    found = [
+        Cuts((2, 3), ((1,),)),
+        Cuts((3, 2), ((0,),)),
+        Cuts((2, 3, 2), ((2, 0),)),
+        Cuts((2, 2, 2), ((2, 0), (1,))),
+        Cuts((3, 2, 2, 2), ((3, 1), (2, 0))),
+    ]
+    while len(found) < count:
+        mesh = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 4)))
+        ndim = draw.randint(1, 3)
+        owner = [draw.choice([None, *range(ndim)]) for _ in mesh]
+        orders = [[m for m, of in enumerate(owner) if of == dim] for dim in range(ndim)]
+        for order in orders:
+            draw.shuffle(order)
+        if prod(mesh) <= 64:
+            found.append(Cuts(mesh, tuple(map(tuple, orders))))
+    return found
+
+
+def all_cuts(seed: int) -> list[Cuts]:
+    return small_cuts() + mixed_cuts(seed)
+
+
+BOXES = list[tuple[Cuts, Sizes]]
+
+
+def boxes(seed: int) -> BOXES:
+    """Cuts, and shapes to cut: every length up to 16 on meshes of two dims, some on others."""
+    draw = random.Random(seed)
+    found: BOXES = []
+    for cuts in small_cuts():
+        lengths = range(17) if len(cuts.mesh) == 2 else draw.sample(range(28), 3)
+        found += [(cuts, (n,)) for n in lengths]
+    found += [(cuts, tuple(draw.randint(0, 9) for _ in cuts.orders)) for cuts in mixed_cuts(seed)]
+    return [*found, (Cuts((3, 2), ((1, 0),)), (7, 3)), (Cuts((2, 2), ((1, 0),)), (10**16 + 1,))]
+
+
+REFUSED: list[tuple[Sizes, list[Placement]]] = [
+    ((3, 2), [compat.strided_shard(0, 3), Shard(0)]),
+    ((2, 2), [Shard(0), compat.strided_shard(0, 2)]),
+    ((2, 2, 3), [compat.strided_shard(0, 3), Shard(0), Shard(0)]),
+    ((2, 2), [compat.strided_shard(0, 2), Shard(1)]),
+    ((2, 2), [compat.strided_shard(0, 2), Replicate()]),
+]
+
+
+class Tensors(NamedTuple):
+    """A tensor to cut."""
+
+    cuts: Cuts
+    shape: Sizes
+    dtype: torch.dtype
+
+    def whole(self) -> Tensor:
+        """No two elements are the same, none is zero; exact in all dtypes used."""
+        return torch.arange(1, prod(self.shape) + 1).to(self.dtype).view(self.shape)
+
+    def __str__(self) -> str:
+        return f"shape {self.shape}, {self.cuts}"
+
+
+def tensors(seed: int) -> list[Tensors]:
+    """Uneven ones, one where most ranks are left without, one without dims, and what the seed draws."""
+    draw = random.Random(seed)
+    shapes = (5,), (6, 4), (3, 7, 2), (9, 5)
+    found = [
+        Tensors(Cuts((3, 2), ((1, 0),)), (7,), torch.float32),
+        Tensors(Cuts((2, 2), ((1, 0), ())), (7, 3), torch.float64),
+        Tensors(Cuts((2, 2), ((1,), (0,))), (3, 5), torch.float32),
+        Tensors(Cuts((4, 2), ((1, 0),)), (2,), torch.int64),
+        Tensors(Cuts((2, 2), ((1,),)), (5,), torch.float32),
+        Tensors(Cuts((2,), ()), (), torch.float32),
+    ]
+    for cuts in mixed_cuts(seed, 30)[5:]:
+        shape = draw.choice([s for s in (*shapes, (4, 3, 5)) if len(s) >= len(cuts.orders)])
+        if prod(cuts.mesh) <= 16:
+            found.append(Tensors(cuts, shape, draw.choice([torch.float32, torch.float64])))
+    return found
+
+
+def box_of(whole: Tensor, cuts: Cuts, coordinate: Sizes) -> Tensor:
+    """The oracle: chunks of chunks."""
+    for dim, order in enumerate(cuts.orders):
+        for mesh_dim in order:
+            whole = piece(whole, cuts.mesh[mesh_dim], coordinate[mesh_dim], dim)
+    return whole
+
+
+Axes = list[tuple[Placement, int]]
+
+
+def axes(seed: int) -> list[tuple[Axes, int]]:
+    """What axes on the right of FSDP's do to a parameter, with their sizes, and the dim that FSDP cuts."""
+    draw = random.Random(seed)
+    found: list[tuple[Axes, int]] = [
+        ([(Shard(0), 2)], 0),
+        ([(Shard(0), 3)], 0),
+        ([(Replicate(), 2)], 0),
+        ([(Shard(1), 2)], 0),
+        ([], 0),
+        ([(Shard(0), 1)], 0),
+        ([(Shard(1), 4), (Shard(0), 3)], 1),
+        ([(compat.strided_shard(0, 2), 3), (Shard(0), 2)], 0),
+        ([(Partial(), 2), (Shard(0), 2)], 0),
+    ]
+    for _ in range(30):
+        kinds = [Shard(0), Shard(1), Replicate(), Shard(0), compat.strided_shard(0, 2)]
+        found.append(
+            (
+                [(draw.choice(kinds), draw.randint(1, 4)) for _ in range(draw.randint(1, 3))],
+                draw.randint(0, 1),
+            )
+        )
+    return found
+
+
+# --- Integers and tensors, on one rank ---------------------------------------------------------------------
+
+
+def probe_cuts(report: Report, seed: int) -> None:
+    """Every function on its own: one that raises hides nothing of the others."""
+    attempt(report, "cut after", lambda: [described(layouts.cut_after(*case)) for case in axes(seed)])
+    attempt(report, "joined", lambda: [_joined(*case) for case in axes(seed)])
+    attempt(report, "orders", lambda: [_order(c.mesh, c.placements()) for c in all_cuts(seed)])
+    attempt(report, "refused", lambda: [_refusal(lambda: extents.orders_of_cuts(m, p)) for m, p in REFUSED])
+    attempt(report, "boxes", lambda: _boxes(seed))
+    attempt(
+        report,
+        "shards",
+        lambda: with_nan(lambda: [_sharded(case, p) for case in tensors(seed) for p in (0, 1)]),
+    )
+    attempt(
+        report,
+        "whole",
+        lambda: with_nan(lambda: [_unsharded(case, p) for case in tensors(seed) for p in (0, 1)]),
+    )
+    attempt(report, "misfits", lambda: [_refusal(misfit) for misfit in _misfits()])
+
+
+def _joined(before: Axes, dim: int) -> list[Any]:
+    placements, sizes = [p for p, _ in before], [size for _, size in before]
+    made = [
+        layouts.joined_placements(own, placements, sizes, dim)
+        for own in ((Shard(dim),), (Replicate(), Shard(dim)))
+    ]
+    return [[described(p) for p in found] for found in made]
+
+
+def _order(mesh: Sizes, placements: list[Placement]) -> Any:
+    """[dim, mesh dims] for each tensor dim; a text if it was refused."""
+    try:
+        found = extents.orders_of_cuts(mesh, placements)
+    except UsageError as error:
+        return str(error)
+    return [[_plain(dim), [_plain(m) for m in order]] for dim, order in sorted(found.items())]
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    """ "refused", or what came of it."""
+    try:
+        return " ".join(f"returned {call()!r}".split())[:120]
+    except UsageError:
+        return "refused"
+    except (TypeError, AttributeError, NameError):  # a wrong call, not another opinion
+        raise
+    except Exception as error:
+        return f"raised {type(error).__name__}: {error}"[:120]
+
+
+def _boxes(seed: int) -> Tensor | dict[str, Any]:
+    """Shape and offset of every rank, end to end; if something is no pair of tuples of integers, the first of these."""
+    numbers: list[int] = []
+    for cuts, shape in boxes(seed):
+        orders = {dim: list(order) for dim, order in enumerate(cuts.orders) if order}
+        for coordinate in cuts.coordinates():
+            found = extents.nested_extent(shape, cuts.mesh, orders, coordinate)
+            pair = [*found] if isinstance(found, tuple) and len(found) == 2 else []
+            if [type(part) for part in pair] != [tuple, tuple] or [len(part) for part in pair] != [
+                len(shape)
+            ] * 2:
+                return {"case": _case(shape, cuts, coordinate), "shown": repr(found)[:120]}
+            both = [*pair[0], *pair[1]]
+            if any(type(number) is not int for number in both) or not hasattr(found, "offset"):
+                return {"case": _case(shape, cuts, coordinate), "shown": repr(found)[:120]}
+            numbers += both
+    return torch.tensor(numbers)
+
+
+def _case(shape: Sizes, cuts: Cuts, coordinate: Sizes) -> str:
+    return f"shape {shape}, {cuts}, coordinate {coordinate}"
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) is int else repr(value)
+
+
+def _sharded(case: Tensors, pad: int) -> dict[str, Any]:
+    whole = case.whole()
+    if case.dtype.is_floating_point:
+        whole.requires_grad_()
+    kept = whole.detach().clone()
+    shards = extents.shard_strided(whole, case.cuts.mesh, case.cuts.placements(), pad=bool(pad))
+    grad = None
+    if case.dtype.is_floating_point and any(s.requires_grad for s in shards):
+        sum((number + 1) * shard.sum() for number, shard in enumerate(shards)).backward()  # type: ignore[union-attr]
+        grad = whole.grad
+    keys = {compat.storage_key(shard) for shard in shards}
+    return {
+        "shards": [shard.detach() for shard in shards],
+        "contiguous": all(shard.is_contiguous() for shard in shards),
+        "own": len(keys) == len(shards) and compat.storage_key(whole) not in keys,
+        "views": [compat.storage_key(shard) == compat.storage_key(whole) for shard in shards],
+        "bytes": [shard.untyped_storage().nbytes() for shard in shards],
+        "same": torch.equal(whole.detach(), kept),
+        "grad": grad,
+    }
+
+
+def _unsharded(case: Tensors, pad: int) -> dict[str, Any]:
+    """From shards that the oracle cut, with padding and replicas that must not come back."""
+    cuts, seen = case.cuts, set[tuple[Any, ...]]()
+    pieces = [box_of(case.whole(), cuts, c) for c in cuts.coordinates()]
+    largest = [max(p.shape[d] for p in pieces) for d in range(len(case.shape))]
+    shards, key = [], list(cuts.coordinates())
+    for coordinate, part in zip(key, pieces, strict=True):
+        where = tuple(coordinate[m] for order in cuts.orders for m in order)
+        shard = part.new_full(largest if pad else part.shape, PADDING)
+        shard[tuple(slice(n) for n in part.shape)] = part if where not in seen else REPLICA
+        seen.add(where)
+        shards.append(shard.requires_grad_(shard.is_floating_point()))
+    before = [shard.detach().clone() for shard in shards]
+    found = extents.unshard_strided(shards, case.shape, cuts.mesh, cuts.placements())
+    keys = {compat.storage_key(shard) for shard in shards}
+    return {
+        "whole": found.detach(),
+        "grad": found.requires_grad == shards[0].requires_grad,
+        "own": compat.storage_key(found) not in keys,
+        "same": all(torch.equal(a, b) for a, b in zip(before, shards, strict=True)),
+        "laid out": torch.cat([s.flatten() for s in before]),
+    }
+
+
+def _misfits() -> list[Callable[[], object]]:
+    """Too few shards; one too small; one too large."""
+    mesh, placements, whole = (3, 2), [compat.strided_shard(0, 2), Shard(0)], torch.arange(7)
+    shards = [box_of(whole, Cuts(mesh, ((1, 0),)), c) for c in product(range(3), range(2))]
+    wrong = [shards[:-1], [shards[0][:1], *shards[1:]], [torch.arange(3), *shards[1:]]]
+    return [lambda each=each: extents.unshard_strided(each, (7,), mesh, placements) for each in wrong]  # type: ignore[misc]
+
+
+# --- FSDP over tensor parallelism, on four ranks -----------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Two linear layers, the first cut along its outputs, the second along its inputs."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        hidden = int(torch.randint(0, 4, (1,), generator=draw))
+        hidden = (7, 3, 9, 5)[hidden]  # divides neither by 2 nor by 4
+        self.up, self.down = nn.Linear(4, hidden), nn.Linear(hidden, 3)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randint(-2, 3, param.shape, generator=draw))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def batch(seed: int, step: int, index: int) -> Tensor:
+    """Integers, other ones for every data-parallel index."""
+    draw = torch.Generator().manual_seed(seed * 100 + step * 10 + index)
+    return torch.randint(-2, 3, (4, 4), generator=draw).float()
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out * torch.arange(1.0, out.shape[1] + 1)).sum() / 4
+
+
+def probe_training(report: Report, seed: int) -> None:
+    """Two steps; before and after, every parameter put together from all ranks' shards by the placements it has."""
+    mesh = init_device_mesh("cpu", GRID, mesh_dim_names=("dp", "tp"))
+    model = Model(seed)
+    parallelize_module(
+        model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    )
+    fully_shard(model, mesh=mesh["dp"])
+    report["placements"] = {name: _described(p) for name, p in model.named_parameters()}
+    report["local"] = {name: _local(p).clone() for name, p in model.named_parameters()}
+    gathered = {name: _all_shards(p) for name, p in model.named_parameters()}
+    report["before"] = {name: _put_together(p, gathered[name]) for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    report["losses"] = losses = []
+    for step in range(STEPS):
+        loss = loss_of(model(batch(seed, step, mesh.get_local_rank("dp"))))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gathered = {name: _all_shards(p) for name, p in model.named_parameters()}
+    report["after"] = {name: _put_together(p, gathered[name]) for name, p in model.named_parameters()}
+
+
+def _described(param: nn.Parameter) -> list[Any]:
+    assert isinstance(param, DTensor)
+    return [described(p) for p in param.placements]
+
+
+def _local(param: nn.Parameter) -> Tensor:
+    assert isinstance(param, DTensor)
+    return compat.local_of(param).detach()
+
+
+def _all_shards(param: nn.Parameter) -> list[Tensor]:
+    """Every rank's shard: shapes first, then values, padded to the size of the whole, which no shard exceeds."""
+    local = _local(param)
+    shape = torch.tensor(local.shape)
+    shapes = [torch.empty_like(shape) for _ in range(dist.get_world_size())]
+    dist.all_gather(shapes, shape)
+    flat = local.new_full((param.numel(),), PADDING)
+    flat[: local.numel()] = local.flatten()
+    values = [torch.empty_like(flat) for _ in shapes]
+    dist.all_gather(values, flat)
+    return [v[: prod(s.tolist())].view(s.tolist()) for v, s in zip(values, shapes, strict=True)]
+
+
+def _put_together(param: nn.Parameter, shards: list[Tensor]) -> Tensor:
+    assert isinstance(param, DTensor)
+    return extents.unshard_strided(shards, tuple(param.shape), GRID, param.placements)

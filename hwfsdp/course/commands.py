@@ -1,0 +1,173 @@
+"""What the student commands do that need no ranks, and answer at once: list, hint, status, reset, catchup. Others: `checking`.
+
+Each returns the exit status: 0 when what was asked for holds, 1 when it does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hwfsdp.course.capstone.homework import FOLDER, read_homework
+from hwfsdp.course.filemap import file_map
+from hwfsdp.course.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
+from hwfsdp.course.progress import Progress, replace_file, reset
+from hwfsdp.course.report import Style, listed
+from hwfsdp.course.stations.stages import SOURCE, caught_up, earlier_than, is_given
+from hwfsdp.errors import UsageError
+
+
+def list_exercises(as_json: bool) -> int:
+    """Prints the table of contents: of the course here, or else of the one that the package carries."""
+    try:
+        course, is_here = find_course(), True
+    except UsageError:
+        if (carried := carried_course()) is None:
+            raise
+        course, is_here = carried, False
+    exercises = course.exercises
+    if as_json:
+        rows = [
+            {
+                "exercise": e.number,
+                "title": e.title,
+                "points": e.points,
+                "file": f"exercises/{e.target}",
+                "holes": [f"{place.module}:{place.name}" for place in e.places],
+            }
+            for e in exercises
+        ]
+        print(json.dumps(rows, indent=2))
+    else:
+        print(listed(exercises))
+        if not is_here:
+            print("\nTo work on them, write the course to a folder: hwfsdp course fsdp-course")
+    return 0
+
+
+def wanted_exercise(course: Course, number: str) -> Exercise:
+    """The exercise of this number, or the homework."""
+    return read_homework(course) if number == FOLDER else course.exercise(number)
+
+
+def shown_path(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def hint(number: str, as_json: bool) -> int:
+    """Prints the hints seen so far and one more."""
+    course = find_course()
+    exercise = wanted_exercise(course, number)
+    hints = Progress.load(course).next_hint(exercise)
+    left = len(exercise.hints) - len(hints)
+    if as_json:
+        print(json.dumps({"exercise": exercise.number, "hints": hints, "left": left}, indent=2))
+        return 0
+    style = Style()
+    for index, text in enumerate(hints, 1):
+        print(style.paint(f"Hint {index} of {len(exercise.hints)}", "bold"))
+        print("\n".join(style.wrapped(text, "  ")))
+    if not left:
+        print(f"That was the last one. The check says more: hwfsdp check {exercise.short_number}")
+    return 0
+
+
+def status(as_json: bool) -> int:
+    """Prints how far the learner is."""
+    course = find_course()
+    progress = Progress.load(course)
+    standings = [progress.standing(exercise) for exercise in course.exercises]
+    score, most = sum(s.score for s in standings), sum(s.exercise.points for s in standings)
+    if as_json:
+        rows = [standing.as_dict() for standing in standings]
+        print(json.dumps({"score": score, "max_score": most, "exercises": rows}, indent=2))
+        return 0
+    style, words = Style(), {
+        "not_started": "not started",
+        "unchecked": "not checked yet",
+        "forgone": "written by hwfsdp catchup",
+    }
+    colors = {"passed": "green", "failed": "red", "error": "red"}
+    width = max(len(exercise.title) for exercise in course.exercises)
+    own = next((exercise.path for exercise in course.exercises if exercise.is_station), None)
+    contents = file_map(own.read_text(errors="replace")) if own and own.is_file() else {}
+    if contents and own:
+        print(f"{shown_path(own)}: what it defines, and in how many lines, is below each station.\n")
+    for s in standings:
+        stale = " (the file has changed since)" if s.stale else ""
+        word = words.get(s.status, s.status)
+        painted = style.paint(f"{word}{stale}", colors.get(s.status, "grey"))
+        print(
+            f"{s.exercise.number}  {s.exercise.title:<{width}} {s.score:>2} of {s.exercise.points:>2}  {painted}"
+        )
+        for line in filled(contents.get(s.exercise.number, []), style.width - 6):
+            print(style.paint(f"      {line}", "grey"))
+    done = round(30 * score / most) if most else 0
+    print(f"\n{'█' * done}{'░' * (30 - done)}  {score} of {most} points")
+    next_one = next((s for s in standings if s.status not in ("passed", "forgone")), None)
+    if next_one:
+        print(f"Next: {shown_path(next_one.exercise.folder / 'README.md')}")
+    return 0
+
+
+def catch_up(number: str, as_json: bool) -> int:
+    """Writes `my_fsdp.py` as it is before a station."""
+    course = find_course()
+    station = course.exercise(number)
+    if not station.is_station or station.number == "01":
+        raise UsageError(
+            f"catchup {number}",
+            expected=f"a station of {OWN_FILE} from 2 on",
+            got=station.title.lower(),
+            remedy="It needs no earlier ones: begin right away.",
+        )
+    if not SOURCE.exists():
+        raise UsageError(
+            f"catchup {number}",
+            expected="the instructor's edition",
+            got="a student's",
+            remedy=f"Ask your instructor for {OWN_FILE} as it is before station {station.number}.",
+        )
+    old = station.path.read_text(errors="replace") if station.path.is_file() else ""
+    theirs = {n for n in Progress.load(course).passed if not is_given(n, old)}
+    text = caught_up(station.number, theirs)
+    forgone = [n for n in earlier_than(station.number) if n not in theirs]
+    kept = replace_file(station, text)
+    if as_json:
+        print(
+            json.dumps({"exercise": station.number, "forgone": forgone, "kept": str(kept) if kept else None})
+        )
+        return 0
+    print(f"{shown_path(station.path)} is as it is before station {station.number}.")
+    if kept:
+        print(f"Your file is kept as {shown_path(kept)}.")
+    if forgone:
+        print(f"You forgo the points of {', '.join(forgone)}. The first lines of the file say so.")
+    return 0
+
+
+def filled(items: Sequence[object], width: int) -> Iterator[str]:
+    """Lines with items, separated by commas; an item is in one line."""
+    line = ""
+    for item in map(str, items):
+        if line and len(line) + 2 + len(item) > width:
+            yield line + ","
+            line = ""
+        line = f"{line}, {item}" if line else item
+    if line:
+        yield line
+
+
+def reset_exercise(number: str, as_json: bool) -> int:
+    """Puts a starter back."""
+    exercise = find_course().exercise(number)
+    kept = reset(exercise)
+    if as_json:
+        print(json.dumps({"exercise": exercise.number, "kept": str(kept) if kept else None}))
+    else:
+        where = f" Your file is kept as {shown_path(kept)}." if kept else ""
+        all_of_it = " All stations begin anew." if exercise.is_station else ""
+        print(f"{shown_path(exercise.path)} is as it was given.{all_of_it}{where}")
+    return 0

@@ -1,0 +1,206 @@
+"""What a rank may do that runs a learner's code: as little as the system can see to.
+
+    time, memory, processes, files    limits of the system and a watcher (`processes`)
+    a session of its own              so that whatever it starts can be found and ended
+    a user of its own                 if the grader is root: it cannot touch anyone else's processes or files
+    a network of its own              if the grader is root: loopback, which its ranks talk over, and nothing else
+    the files of Python only          Landlock: not the solutions, the tests, other submissions, the modules that it is graded on
+
+Each of these is taken where the system gives it; `limits_in_force` says which. `guard` is one more line of defense, which also
+says what was tried.
+
+The grader makes a plan (`confine`), which travels to each rank and is carried out there before anything else
+(`Confinement.enter`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed.fsdp
+
+from hwfsdp.course import landlock, privileges
+from hwfsdp.course.manifest import PACKAGE
+from hwfsdp.course.processes import FILE, MEMORY, PROCESSES, close_pipes, limit_this_process
+
+_SYSTEM = tuple(
+    """/usr /lib /lib32 /lib64 /bin /sbin /opt /sys /dev /proc/self /proc/cpuinfo /proc/meminfo /proc/stat /proc/sys /proc/net
+    /etc/ld.so.cache /etc/localtime /etc/hosts /etc/host.conf /etc/nsswitch.conf /etc/resolv.conf /etc/gai.conf /etc/passwd
+    /etc/group /etc/protocols /etc/services""".split()
+)
+_WRITABLE = ("/dev/null", "/dev/zero")
+_TORCHS_OWN = Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard"
+_CHECKS = tuple(PACKAGE / "course" / name for name in ("checks", "stations", "capstone", "lab"))
+_FIRST_USER, _USERS = (
+    60_600,
+    500,
+)  # ids that no distribution gives to anyone; one for each grader on the machine
+
+
+class Limit(NamedTuple):
+    """One thing that a submission cannot do; `why_not` says why it can, if the limit is not in force."""
+
+    name: str
+    in_force: bool
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What a rank gives up; it travels to the rank by value.
+
+    Attributes:
+        read, write: paths that it may use, if the system has Landlock; it starts in the first that it may write to. look: folders
+            whose entries it may list.
+        later: `read` and `look` from the moment on when it has loaded what it runs (`hide_checks`).
+        user: that it becomes; None: it keeps the grader's. reads_all: see `privileges.become`.
+        network: a path in /proc; None: it keeps the grader's.
+    """
+
+    read: tuple[Path, ...]
+    write: tuple[Path, ...]
+    look: tuple[Path, ...]
+    later: tuple[tuple[Path, ...], tuple[Path, ...]]
+    user: int | None
+    reads_all: bool
+    network: str | None
+
+    def enter(self, folder: str) -> None:
+        """Gives it all up, in the process of a rank.
+
+        Args:
+            folder: where the ranks of the run meet; its files become the new user's.
+        """
+        importlib.import_module("hwfsdp.course.run")  # what will be called, while its files can be read
+        limit_this_process(own_user=self.user is not None)
+        close_pipes()
+        os.chdir(self.write[0])
+        if self.network is not None:
+            privileges.enter_network(self.network)
+        if self.user is not None:
+            privileges.leave_shared_memory()
+            privileges.hide_environment()
+            for path in (*self.write, Path(folder)):
+                _give(path, self.user)
+        if landlock.version():
+            landlock.restrict_files(self.read, (*self.write, Path(folder)), self.look)
+        if self.user is not None:
+            privileges.become(self.user, self.reads_all)
+
+    def hide_checks(self, folder: str) -> None:
+        """From now on the rank cannot read the checks either: it has loaded what it needs of them."""
+        if landlock.version():
+            read, look = self.later
+            landlock.restrict_files(read, (*self.write, Path(folder)), look)
+
+    @property
+    def hidden(self) -> tuple[Path, ...]:
+        """What the guard keeps closed from then on: the checks, and torch's own FSDP."""
+        return (*_CHECKS, _TORCHS_OWN)
+
+
+def _give(folder: Path, user: int) -> None:
+    """A folder of a run, and what is in it, belongs to the user; devices stay whose they are."""
+    if folder.is_dir() and not str(folder).startswith("/dev"):
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, user, user, follow_symlinks=False)
+
+
+def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = ()) -> Confinement:
+    """The plan for ranks of one run.
+
+    Args:
+        folder: that they may write to.
+        modules: of the package, whose text they must not see. off_limits: other paths that they must not.
+    """
+    hidden = {path for module in modules for path in files_of(module)} | set(off_limits)
+    read, look = _readable(hidden)
+    later = _readable(hidden | {*_CHECKS})
+    reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
+    return Confinement(
+        tuple(read),
+        (folder, *map(Path, _WRITABLE)),
+        tuple(look),
+        (tuple(later[0]), tuple(later[1])),
+        _user() if privileges.may_change_user() and (landlock.version() or not reads_all) else None,
+        reads_all,
+        _network(),
+    )
+
+
+def _user() -> int:
+    return _FIRST_USER + os.getpid() % _USERS
+
+
+@functools.cache
+def _network() -> str | None:
+    fd = privileges.make_network()
+    return None if fd is None else f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def files_of(module: str) -> Iterator[Path]:
+    """A module's text, and what Python has compiled of it."""
+    path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    yield path
+    yield from (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")
+
+
+def _readable(hidden: set[Path]) -> tuple[list[Path], list[Path]]:
+    """Python, its libraries and the package, without what is hidden; and folders that have hidden files in them."""
+    roots = [*map(Path, _SYSTEM), Path(sys.base_prefix), Path(sys.prefix), PACKAGE]
+    roots += [Path(entry) for entry in sys.path if entry and not PACKAGE.is_relative_to(entry)]
+    read, look = list[Path](), list[Path]()
+    present = {path.resolve() for path in hidden if path.exists()}
+    for root in dict.fromkeys(path.resolve() for path in roots if path.exists()):
+        _split(root, present, read, look)
+    return read, look
+
+
+def _split(path: Path, hidden: set[Path], read: list[Path], look: list[Path]) -> None:
+    """Adds a path, or, if something hidden is below it, its entries one by one."""
+    if not any(each.is_relative_to(path) for each in hidden):
+        read.append(path)
+    elif path not in hidden and path.is_dir():
+        look.append(path)
+        for entry in path.iterdir():
+            _split(entry, hidden, read, look)
+
+
+def _is_open_to_all(path: Path) -> bool:
+    """Whether any user can read what is there, by the permissions of the folders on the way."""
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents)) and bool(
+        path.stat().st_mode & 0o004
+    )
+
+
+def limits_in_force() -> list[Limit]:
+    """What keeps a submission in its place on this machine, and what does not."""
+    plan, on_linux = confine(Path(os.devnull), ()), sys.platform == "linux"
+    no_root = "only root can, and the grader is not root" if os.geteuid() else "the system forbids it"
+    unreadable = "Python lies in a folder that only root may enter, and there is no Landlock"
+    return [
+        Limit("time, memory, and a session of its own", True),
+        Limit(
+            f"at most {PROCESSES} processes, {MEMORY >> 30} GiB of memory each, files of {FILE >> 30} GiB",
+            on_linux,
+            "needs Linux, to count them" if not on_linux else "",
+        ),
+        Limit(
+            "a user of its own",
+            plan.user is not None,
+            "" if plan.user is not None else unreadable if privileges.may_change_user() else no_root,
+        ),
+        Limit("no network", plan.network is not None, "" if plan.network is not None else no_root),
+        Limit(
+            "no files but Python's and its own",
+            bool(landlock.version()),
+            "" if landlock.version() else "needs Landlock, of Linux 5.13 or later, and not forbidden",
+        ),
+    ]

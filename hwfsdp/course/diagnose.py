@@ -1,0 +1,182 @@
+"""From a signature, in numbers or in a log, to the misconception behind it.
+
+A check that fails says what a learner seems to believe, with the evidence, and asks one question that leads on. It never
+gives the answer. `misconceptions` lists them; the functions below recognize the common ones:
+
+    compare_order       logs of ranks that part: an aligned table of the first collectives that differ
+    explain_failure     an exception, a collective that nobody else joined, a rank that left
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hwfsdp.course.processes import MEMORY
+from hwfsdp.course.run import Broken, Raised, Run
+from hwfsdp.course.verdict import Finding
+from hwfsdp.observe.events import Event
+
+# --- Numbers -----------------------------------------------------------------------------------------------
+
+
+def ratio(actual: Tensor, oracle: Tensor) -> float | None:
+    """The one number that `actual` is of `oracle`, up to rounding; None if there is none, or the oracle is zero."""
+    if actual.shape != oracle.shape or not oracle.any():
+        return None
+    a, b = actual.double(), oracle.double()
+    found = float((a * b).sum() / (b * b).sum())
+    return found if torch.allclose(a, found * b, rtol=1e-3, atol=1e-6 * float(b.abs().max())) else None
+
+
+def first_difference(actual: Tensor, oracle: Tensor) -> str:
+    """Where two tensors of one shape first differ, and how."""
+    different = ~((actual == oracle) | (actual.isnan() & oracle.isnan()))
+    index = tuple(different.nonzero()[0].tolist())
+    return f"at {list(index)}: {actual[index].item():g} instead of {oracle[index].item():g}"
+
+
+# --- Logs --------------------------------------------------------------------------------------------------
+
+
+def describe(event: Event) -> str:
+    """An event in a table: what, of which group, how many bytes."""
+    return f"{event.op} {event.owner or '-'} {event.bytes:,} B"
+
+
+def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
+    """Raises a Finding with an aligned table if ranks did not issue the same collectives in the same order."""
+    orders = {rank: [(e.op, e.owner, e.bytes) for e in found] for rank, found in by_rank.items()}
+    for rank, order in orders.items():
+        first = orders[0]
+        if order == first:
+            continue
+        length = min(len(order), len(first))
+        at = next((i for i in range(length) if order[i] != first[i]), length)
+        rows: list[tuple[str, ...]] = [("", "rank 0", f"rank {rank}")]
+        for index in range(max(0, at - 1), at + 3):
+            cells = [describe(by_rank[r][index]) if index < len(by_rank[r]) else "–" for r in (0, rank)]
+            rows.append((f"{index + 1}.", *cells))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        table = "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+        raise Finding(
+            "order-diverged", f"Collective number {at + 1} differs between ranks 0 and {rank}:\n{table}"
+        )
+
+
+# --- Failures ----------------------------------------------------------------------------------------------
+
+MISMATCH = (  # what torch and this package say when ranks do not run the same collectives
+    "Detected mismatch between collectives",
+    "ranks call different collectives",
+)
+
+TIMEOUT = ("Timed out", "timed out")  # of waiting for another rank
+
+
+def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Finding:
+    """Why a run did not come to report what was asked of it.
+
+    Args:
+        paths: of the learner's files; holes: names of the functions that they define.
+    """
+    if not run.raised:
+        return Finding("left-early", "A rank returned without having reported anything.")
+    raised = run.raised[0]
+    if raised.kind == "MissingHole":
+        return Finding("missing", f"{raised.message}.")
+    if raised.kind == "NotImplementedError" and raised.frames and _is_hole(raised):
+        return Finding("not-written", f"{_hole_name(raised, holes)} is called, and still a TODO.")
+    if raised.kind == "SyntaxError":
+        return Finding("not-python", raised.message)
+    if "can't allocate memory" in raised.message or raised.kind == "MemoryError":
+        text = f"Rank {raised.rank}{_place(raised, paths)}: more than {MEMORY >> 30} GiB. {_one_line(raised.message)}"
+        return Finding("too-much-memory", text.rstrip())
+    if any(sign in raised.message for sign in TIMEOUT):
+        return Finding("stuck-in", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}")
+    if raised.lost_peer:
+        gone = [rank for rank in range(len(run.reports)) if rank not in {r.rank for r in run.raised}]
+        who = f"rank {gone[0]}" if gone else "another rank"
+        text = f"Rank {raised.rank}{_place(raised, paths)} waited for {who}, which had finished already."
+        return Finding("left-early", text)
+    if any(sign in raised.message for sign in MISMATCH):
+        return Finding(
+            "order-diverged", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}"
+        )
+    where = _place(raised, paths)
+    return Finding("crashed", f"Rank {raised.rank} raised {raised.kind}{where}: {_one_line(raised.message)}")
+
+
+def _is_hole(raised: Raised) -> bool:
+    last = raised.frames[-1]
+    return "raise NotImplementedError" in last["text"] or last["file"].startswith("<hwfsdp.")
+
+
+def _hole_name(raised: Raised, holes: Sequence[str]) -> str:
+    function = str(raised.frames[-1]["function"])
+    return next((hole for hole in holes if hole.rpartition(".")[2] == function), function)
+
+
+def _place(raised: Raised, paths: Sequence[str]) -> str:
+    """The last line of the learner's that the exception came through."""
+    for frame in reversed(raised.frames):
+        if frame["file"] in paths:
+            name = str(frame["file"]).rpartition("/")[2]
+            text = f": `{frame['text']}`" if frame["text"] else ""
+            return f" in {frame['function']} ({name}, line {frame['line']}{text})"
+    return " outside your file" if raised.frames else ""
+
+
+def _one_line(message: str) -> str:
+    text = " ".join(message.split())
+    return text if len(text) <= 400 else f"{text[:397]}…"
+
+
+def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
+    """Why a run was ended; `paths` are those of the learner's files."""
+    got = _one_line(broken.got)
+    if broken.reason == "processes":
+        return Finding(
+            "too-many-processes", "More processes were running than a rank has any use for; all were ended."
+        )
+    if broken.reason == "files":
+        return Finding(
+            "too-many-files", "More was written than a rank has any use for; its ranks were ended."
+        )
+    if broken.reason == "blocked":
+        return Finding("blocked", f"On rank {broken.rank}, it {got.removesuffix('.')}.")
+    if broken.reason == "exited":
+        return Finding("left-early", f"Rank {broken.rank} left: {got}.")
+    if broken.reason == "died":
+        return Finding(
+            "died", f"Rank {broken.rank}: {got}.{_line_of_learner(broken, paths)}{_last_words(broken)}"
+        )
+    waiting = "waiting in" in broken.got
+    line = _line_of_learner(broken, paths)
+    finding = Finding("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}")
+    finding.provisional = broken.provisional
+    return finding
+
+
+def _line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
+    """The innermost line of a stack that is in a learner's file, if there is one.
+
+    Python lists the innermost last, in `File "…", line 3, in f`; a crash lists it first, in `File "…", line 3 in f`.
+    """
+    found = re.findall(r'File "(.+)", line (\d+),? in (\S+)', broken.stacks)
+    own = [line for line in found if line[0] in paths]
+    if not own:
+        return ""
+    path, number, function = own[0] if broken.reason == "died" else own[-1]
+    return f" It was in {function} ({path.rpartition('/')[2]}, line {number})."
+
+
+def _last_words(broken: Broken) -> str:
+    """What native code said of why it ended the process."""
+    found = re.findall(r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", broken.stacks)
+    return f" It said: {_one_line(found[0])}" if found else ""

@@ -1,0 +1,459 @@
+"""What a learner's code gets when it reaches for something, looked at in the moment when it does.
+
+A rule over text knows words, and words can be put together: `vars(m)["pau" + "sed"]`. So a submission is compiled so that each
+attribute it reads, sets or deletes passes `Doors`, with the object itself in hand; and its built-in functions are `Doors`'s,
+where they look up names (`getattr`), import, or run text (`exec`), whose attributes then pass here, too. What is asked is not how
+it is spelled but what comes out:
+
+    an instrument        recorder, log, clock, ledger, virtual device: they tell what a learner's code did
+    what is ready-made   torch's FSDP and DDP; for the stations and the homework, the package's own
+    a door               frames, code and variables of others, modules by a name that is put together, other ways around this one
+
+and whether something is set that is not the learner's: an attribute of a module, a class, a function, an instrument.
+
+Note [Code that has not come in by the door]
+    Code can be run by means that are not here: by a library that evaluates annotations, or imports a file that was written
+    just now. So the guard asks of all code that is run, where it is not Python's, a library's or the package's, whether it was
+    compiled here (`came_in`).
+
+Note [Out of reach]
+    Whoever could put other built-in functions into the names of a module would choose what its functions ask. So those names are
+    never handed out: `globals()` is a copy, and text that is run with a learner's own names is run in a copy of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import secrets
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+from hwfsdp.compat import NATIVE_MODULES
+from hwfsdp.course.overlay import SUBMITTED
+from hwfsdp.course.rules import (
+    ATTRIBUTES,
+    BOUND,
+    CLOSED,
+    FRAMES,
+    HOMEWORK_MAY,
+    INSTRUMENTS,
+    LOCKS,
+    NAMES,
+    ONE_BY_ONE,
+    POLICIES,
+    READY_MADE,
+    RECORDS,
+    is_below,
+)
+from hwfsdp.course.trust import ROOTS
+
+Refuse = Callable[[str], NoReturn]
+_STREAMS = "hwfsdp.core.streams"
+_CLOSED = (*CLOSED, *NATIVE_MODULES)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_ANNOTATIONS = ("annotation", "returns")
+_OWN_NAMES = ("__dict__",)  # may be asked of instances, but not of what is told
+_TOLD = (types.ModuleType, type, *_FUNCTIONS)  # what has a home of its own
+_WORDS = FRAMES | ATTRIBUTES | {*_OWN_NAMES}
+_STANDS_FOR = (super, weakref.ProxyType, weakref.CallableProxyType)  # others, whose attributes they have
+
+
+class Doors:
+    """Compiles and runs a learner's code.
+
+    Args:
+        refuse: called with what the code did, as words that follow "it"; does not return.
+        alone: it is a station or the homework, to which of the package only two modules are open.
+    """
+
+    def __init__(self, refuse: Refuse, alone: bool = False) -> None:
+        self._refuse, self._alone = refuse, alone
+        self._came_in: dict[int, types.CodeType] = {}
+        # names that nobody can write
+        self._look, self._touch, self._hold = (f"<{secrets.token_hex(8)}>" for _ in range(3))
+        self._closed: dict[int, str] = {}
+        self._passed: dict[tuple[int, str], tuple[Any, Any]] = (
+            {}
+        )  # modules and names that were asked for, with the answer
+        self._plain: set[type] = set()  # whose instances are nobody's instruments
+        self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a module's names, with them
+        self._builtins = {**vars(builtins), **self._by_name(), **self._by_text()}
+
+    def close(self) -> None:
+        """The package is loaded: from now on, what is closed one by one is known by its identity."""
+        self._closed = {id(value): name for name, value in _closed_objects()}
+
+    def came_in(self, code: types.CodeType) -> bool:
+        """Note [Code that has not come in by the door]."""
+        return id(code) in self._came_in
+
+    def run(self, text: str, path: str, names: dict[str, Any]) -> None:
+        """Runs a file whose names are these."""
+        self._execute(self._compile(text, path), names)
+
+    # --- Attributes ----------------------------------------------------------------------------------------
+
+    def look(self, value: Any, name: str) -> Any:
+        """`value.name`."""
+        if type(value) is types.ModuleType and name not in _WORDS:
+            known, found = self._passed.get((id(value), name), (None, None))
+            if known is value and getattr(value, name) is found:
+                return found
+        meant = _meant(value) if type(value) in _STANDS_FOR else value
+        if name in _WORDS or type(meant) not in self._plain:
+            self._check_name(meant, name)
+        found = getattr(value, name)
+        if isinstance(found, _TOLD) or id(found) in self._closed:
+            self._refuse_if(self._closed_as(meant, found))
+        if type(value) is types.ModuleType:
+            self._passed[id(value), name] = value, found
+        return found
+
+    def touch(self, value: Any, name: str, sets: bool) -> Any:
+        """`value`, whose attribute is read, or set, or deleted next."""
+        meant = _meant(value)
+        self._check_name(meant, name)
+        if sets and (what := self._not_own(meant)):
+            self._refuse(f"exchanges {what}.{name}")
+        return value
+
+    def copy(self, wrapped: Any, wrapper: Any, names: Iterable[str]) -> None:
+        """Attributes of `wrapped`, and all in its `__dict__`, are set of `wrapper` next, which is None if others have made it."""
+        if issubclass(type(wrapped), types.ModuleType):
+            self._refuse("copies the names of a module")
+        self._check_name(wrapped, "__doc__")
+        if wrapper is not None:
+            self.touch(wrapper, "__doc__", True)
+            for name in names:
+                self.look(wrapped, name) if hasattr(wrapped, name) else None
+
+    def _check_name(self, value: Any, name: str) -> None:
+        if name in FRAMES:
+            self._refuse(f"looks into the frames of others ({name})")
+        if name in ATTRIBUTES or (name in _OWN_NAMES and isinstance(value, _TOLD) and self._not_own(value)):
+            self._refuse(f"uses {name}")
+        kind = type(value)
+        if _is_stream(kind):
+            if name.startswith("_") or name == "clock":
+                self._refuse(f"looks into a stream ({name})")
+        elif is_below(str(kind.__module__), INSTRUMENTS):
+            self._refuse(f"looks into an instrument ({kind.__module__}.{kind.__qualname__})")
+        elif isinstance(value, types.ModuleType):
+            self._refuse_if(self._closed_module(value))
+        elif not issubclass(kind, _TOLD):
+            self._plain.add(kind)
+
+    def _refuse_if(self, reason: str) -> None:
+        if reason:
+            self._refuse(reason)
+
+    def _closed_as(self, value: Any, found: Any) -> str:
+        """Why `found`, an attribute of `value`, is closed; "" if it is open."""
+        if id(found) in self._closed:
+            return f"uses {self._closed[id(found)]}"
+        if isinstance(found, types.ModuleType):
+            return self._closed_module(found)
+        if not isinstance(found, _TOLD):
+            return ""
+        home, what = found.__module__ or "", f"{found.__module__}.{found.__qualname__}"
+        if is_below(home, READY_MADE) and found.__name__ not in (*POLICIES, *RECORDS):
+            return f"uses {what}"
+        if not isinstance(value, types.ModuleType) or _may_hold_spies(value, home):
+            return ""  # of a probe, and wrappers of a recording
+        if is_below(home, _CLOSED) and home != "builtins" and what not in LOCKS:
+            return f"uses {what}"
+        return f"uses {what}, which this file does without" if self._is_of_others(home) else ""
+
+    def _closed_module(self, module: types.ModuleType) -> str:
+        name = type(module).__getattribute__(module, "__name__")
+        if is_below(name, _CLOSED):
+            return f"uses the module {name}"
+        return f"uses {name}, which this file does without" if self._is_of_others(name) else ""
+
+    def _is_of_others(self, home: str) -> bool:
+        return self._alone and is_below(home, ("hwfsdp",)) and home not in HOMEWORK_MAY
+
+    def _not_own(self, value: Any) -> str:
+        """What something is, if it is not a learner's to change."""
+        kind = type(value)
+        if kind is types.FunctionType and self.came_in(value.__code__):
+            return ""  # whatever it wraps
+        if isinstance(value, (type, *_FUNCTIONS)):
+            home = value.__module__ or ""
+            return "" if home.startswith(SUBMITTED) else f"{home}.{value.__qualname__}"
+        if isinstance(value, types.ModuleType):
+            return "" if value.__name__.startswith(SUBMITTED) else value.__name__
+        if _is_stream(kind) or is_below(str(kind.__module__), (_STREAMS, NATIVE_MODULES[0])):
+            return f"a {kind.__qualname__}"
+        return ""
+
+    # --- Text, and built-in functions --------------------------------------------------------------------------
+
+    def _compile(self, source: Any, path: Any, mode: str = "exec") -> Any:
+        if isinstance(source, bytes | bytearray | memoryview | str):
+            tree: Any = ast.parse(source if isinstance(source, str) else bytes(source), path, mode)
+        else:
+            tree = source
+        tree = ast.fix_missing_locations(
+            _Marked((self._look, self._touch, self._hold), tree, self._refuse).visit(tree)
+        )
+        code = compile(tree, path, mode, dont_inherit=True)
+        for each in (code, *_codes_in(code)):
+            self._came_in[id(each)] = each
+            if found := BOUND & {*each.co_names, *each.co_varnames, *each.co_cellvars}:
+                self._refuse(f"uses {min(found)}")
+        return code
+
+    def _execute(self, code: types.CodeType, names: dict[str, Any]) -> Any:
+        """Runs code that was compiled here, as that of the module with these names."""
+        names["__builtins__"] = self._builtins
+        return eval(code, names)
+
+    def _execute_beside(self, code: types.CodeType, names: dict[str, Any]) -> Any:
+        """Runs code with names that the learner holds, in a copy: Note [Out of reach]."""
+        inner = dict(names)
+        found = self._execute(code, inner)
+        names.update({key: value for key, value in inner.items() if key != "__builtins__"})
+        return found
+
+    def _shown(self, names: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+        """What `globals` or `locals` gives. Where it is the names of a module, a copy, which `exec` knows to be one."""
+        if names is not whole:
+            return names
+        shown = {key: value for key, value in whole.items() if key != "__builtins__"}
+        self._copies[id(shown)] = shown, whole
+        return shown
+
+    def _by_name(self) -> dict[str, Any]:
+        """Built-in functions that look names up."""
+        missing, frame_of = object(), sys._getframe
+
+        def look_up(value: Any, name: str, default: Any = missing, /) -> Any:
+            try:
+                return self.look(value, _text(name))
+            except AttributeError:
+                if default is missing:
+                    raise
+                return default
+
+        def set_to(value: Any, name: str, new: Any, /) -> None:
+            setattr(self.touch(value, _text(name), True), _text(name), new)
+
+        def delete(value: Any, name: str, /) -> None:
+            delattr(self.touch(value, _text(name), True), _text(name))
+
+        def names_of(*value: Any) -> Any:
+            return self.look(value[0], "__dict__") if value else own_names(frame_of(1))
+
+        def own_names(frame: types.FrameType) -> dict[str, Any]:
+            return self._shown(frame.f_locals, frame.f_globals)
+
+        def all_names() -> dict[str, Any]:
+            frame = frame_of(1)
+            return self._shown(frame.f_globals, frame.f_globals)
+
+        def local_names() -> dict[str, Any]:
+            return own_names(frame_of(1))
+
+        return {
+            **{"getattr": look_up, "setattr": set_to, "delattr": delete, "vars": names_of},
+            **{"globals": all_names, "locals": local_names, "__import__": self._import},
+            **{self._look: self.look, self._touch: self.touch, self._hold: _Held},
+            # looked up at each call: a probe exchanges it for that of another process
+            "hash": lambda value, /: builtins.hash(value),
+        }
+
+    def _by_text(self) -> dict[str, Any]:
+        """Built-in functions that run a text."""
+        frame_of = sys._getframe
+
+        def run_text(source: Any, names: Any = None, own: Any = None, /) -> None:
+            self._run(source, "exec", names, own, frame_of(1))
+
+        def value_of(source: Any, names: Any = None, own: Any = None, /) -> Any:
+            return self._run(source, "eval", names, own, frame_of(1))
+
+        def compiled(source: Any, filename: Any, mode: str, flags: int = 0, *rest: Any, **more: Any) -> Any:
+            if flags & ast.PyCF_ONLY_AST:
+                return compile(source, filename, mode, flags)
+            if str(filename).startswith(ROOTS):
+                self._refuse("compiles code under a name that is not its own")
+            return self._compile(source, filename, mode)
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            self._refuse("uses breakpoint, which calls whatever the environment names")
+
+        return {"breakpoint": stop, "exec": run_text, "eval": value_of, "compile": compiled}
+
+    def _run(self, source: Any, mode: str, names: Any, own: Any, frame: types.FrameType) -> Any:
+        """`exec` or `eval`, called in this frame; names that the code binds are in `own` if there is one, else in `names`."""
+        if isinstance(source, types.CodeType):
+            if not self.came_in(source):
+                self._refuse("runs code that was compiled elsewhere")
+            code = source
+        else:
+            code = self._compile(source.strip() if mode == "eval" else source, "<string>", mode)
+        if names is None:
+            own = frame.f_locals if own is None else own
+            names = frame.f_globals
+        elif id(names) in self._copies:
+            names = self._copies[id(names)][1]
+        if own is None or own is names:
+            is_module = names is frame.f_globals
+            return self._execute(code, names) if is_module else self._execute_beside(code, names)
+        scope = {**names, **own}
+        found = self._execute_beside(code, scope)
+        own.update({key: value for key, value in scope.items() if names.get(key) is not value})
+        return found
+
+    def _import(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
+        """`__import__`, with its arguments' names."""
+        if is_below(name, _CLOSED):
+            self._refuse(f"imports {name}")
+        module = __import__(name, globals, locals, fromlist, level)
+        if fromlist and "*" in fromlist and not is_below(module.__name__, ("hwfsdp",)):
+            return self._open_part(module)
+        for each in fromlist or ():
+            wanted = _public(module) if each == "*" else [each]
+            for attribute in wanted:
+                if hasattr(module, attribute):
+                    self.look(module, attribute)
+        return module
+
+    def _open_part(self, module: types.ModuleType) -> types.ModuleType:
+        """What `from module import *` brings: all of its names but those that are closed, which nobody has asked for."""
+        self._refuse_if(self._closed_module(module))
+        found = types.ModuleType(module.__name__)
+        for name in _public(module):
+            if name not in _WORDS and not self._closed_as(module, value := getattr(module, name)):
+                setattr(found, name, value)
+        setattr(found, "__all__", [name for name in vars(found) if name in _public(module)])
+        return found
+
+
+class _Marked(ast.NodeTransformer):
+    """Each attribute asks first: `value.name` becomes `look(value, "name")`, or `touch(value, "name", sets).name`.
+
+    Annotations that are kept as text, which is made of the tree, stay as they are. So does the class of a pattern: Python
+    takes only names with dots there, and nobody gets that class. A value in a pattern, which its subject is compared with,
+    has to be an attribute: `case Color.RED` becomes `case hold(look(Color, "RED")).value`.
+    """
+
+    def __init__(self, names: tuple[str, str, str], tree: ast.AST, refuse: Refuse) -> None:
+        self._names, self._refuse = names, refuse
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        future = [alias.name for node in imports if node.module == "__future__" for alias in node.names]
+        self._as_text = "annotations" in future
+
+    def visit(self, node: ast.AST) -> Any:
+        kept: dict[str, ast.expr] = {}
+        if self._as_text:
+            kept = {name: getattr(node, name) for name in _ANNOTATIONS if getattr(node, name, None)}
+        for name in kept:
+            setattr(node, name, ast.Constant(None))
+        found = super().visit(node)
+        for name, annotation in kept.items():
+            setattr(node, name, annotation)
+        return found
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> ast.AST:
+        """A pattern looks attributes up by itself, so it may name none that could lead anywhere."""
+        told = {n for m, module in list(sys.modules.items()) if m[:6] == "hwfsdp" for n in vars(module)}
+        for name in node.kwd_attrs:
+            if name.startswith("_") or name in told | _WORDS | ONE_BY_ONE:
+                self._refuse(f"matches {name}")
+        if node.patterns and not (isinstance(node.cls, ast.Name) and node.cls.id in vars(builtins)):
+            self._refuse("matches attributes by their position (name them, as in `case Pair(left=1)`)")
+        node.patterns = [self.visit(each) for each in node.patterns]
+        node.kwd_patterns = [self.visit(each) for each in node.kwd_patterns]
+        return node
+
+    def visit_MatchValue(self, node: ast.MatchValue) -> ast.AST:
+        node.value = self._held(node.value)
+        return node
+
+    def visit_MatchMapping(self, node: ast.MatchMapping) -> ast.AST:
+        node.keys = [self._held(key) for key in node.keys]
+        node.patterns = [self.visit(each) for each in node.patterns]
+        return node
+
+    def _held(self, value: ast.expr) -> ast.expr:
+        """A value of a pattern; names with dots are looked up first."""
+        if not isinstance(value, ast.Attribute):
+            return value
+        held = ast.Call(ast.Name(self._names[2], ast.Load()), [self.visit(value)], [])
+        return ast.copy_location(ast.Attribute(held, "value", ast.Load()), value)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        look, touch = (ast.Name(name, ast.Load()) for name in self._names[:2])
+        name, reads = ast.Constant(node.attr), isinstance(node.ctx, ast.Load)
+        mangled = node.attr.startswith("__") and not node.attr.endswith("__")
+        if reads and not mangled:
+            found = ast.copy_location(ast.Call(look, [node.value, name], []), node)
+            if (last := node.end_lineno) and last > node.lineno:  # the line that has the name, as Python says
+                found.lineno, found.col_offset = last, (node.end_col_offset or 0) - len(node.attr.encode())
+            return found
+        asked = ast.Call(touch, [node.value, name, ast.Constant(not reads)], [])
+        node.value = ast.copy_location(asked, node.value)
+        return node
+
+
+class _Held(NamedTuple):
+    """A value in a pattern."""
+
+    value: Any
+
+
+def _text(name: Any) -> str:
+    """The name of an attribute, once and for all."""
+    if not issubclass(type(name), str):
+        raise TypeError(f"attribute name must be string, not '{type(name).__name__}'")
+    return str(name)
+
+
+def _meant(value: Any) -> Any:
+    """What attributes are looked up in: behind `super()`, and behind a weak proxy."""
+    if type(value) is super:
+        return super.__getattribute__(value, "__self__")
+    return value.__repr__.__self__ if type(value) in _STANDS_FOR else value
+
+
+def _is_stream(kind: type) -> bool:
+    """A stream, or an event of one, of whatever device."""
+    return any(
+        each.__module__ == _STREAMS and each.__name__ in ("Stream", "StreamEvent") for each in kind.__mro__
+    )
+
+
+def _may_hold_spies(module: types.ModuleType, home: str) -> bool:
+    """Whether something of this home is in a module of others because the package has put it there: in torch, or in `os`."""
+    name = module.__name__
+    return is_below(name, ("torch",)) or (is_below(home, ("hwfsdp",)) and not is_below(name, ("hwfsdp",)))
+
+
+def _public(module: Any) -> list[str]:
+    return list(getattr(module, "__all__", None) or [n for n in vars(module) if n[:1] != "_"])
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes_in(constant)
+
+
+def _closed_objects() -> Iterator[tuple[str, Any]]:
+    """Objects that are closed one by one, wherever they are found, with their names; an empty slot is no object."""
+    for module_name, names in NAMES.items():
+        module = sys.modules.get(module_name) or importlib.import_module(module_name)
+        for name in names:
+            if getattr(module, name, None) is not None:
+                yield f"{module_name}.{name}", getattr(module, name)

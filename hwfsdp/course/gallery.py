@@ -1,0 +1,271 @@
+"""One picture of every kind, of runs made for it: what docs/pictures.md shows.
+
+    python -m hwfsdp.course.gallery [DIR]
+
+trains a small GPT on 1, 2 and 4 ranks and under hybrid sharding, records the last two steps, and draws. Times differ
+from run to run, all else does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from hwfsdp.compat import strided_shard
+from hwfsdp.features.door import fully_shard
+from hwfsdp.launcher.ranks import launch
+from hwfsdp.layout.explain import Explanation, explain
+from hwfsdp.observe.accounting import (
+    GroupSizes,
+    MeshShape,
+    Strategy,
+    bytes_sent,
+    model_state_bytes,
+    peak_unsharded_bytes,
+    step_traffic,
+    strategy_traffic,
+)
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.recording import record
+from hwfsdp.plot.cartoon import plot_collective
+from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
+from hwfsdp.plot.lifetimes import plot_lifetimes
+from hwfsdp.plot.loss import plot_losses
+from hwfsdp.plot.memory import plot_memory
+from hwfsdp.plot.meshmap import plot_mesh
+from hwfsdp.plot.overlap import plot_overlap
+from hwfsdp.plot.parameters import plot_parameters
+from hwfsdp.plot.scaling import ScalingPoint, plot_scaling
+from hwfsdp.plot.states import MeasuredState, plot_model_states
+from hwfsdp.plot.timeline import plot_timeline
+from hwfsdp.plot.traffic import plot_traffic
+from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
+from hwfsdp.train.models import GPT, GPTConfig
+
+MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
+BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, those of them that are recorded
+WORLD_SIZES = (1, 2, 4)
+SHARDS = 2  # ranks of one copy under hybrid sharding, of 4
+_PARAMETERS, _TOKENS, _FLOPS, _WIRE = 8 * 10**9, 2**22, 3e14, 5e10  # a model, a batch, 1/s, bytes/s
+_DPI = 90
+_STATES = ("sharded_param", "sharded_grad", "optimizer_state")
+
+
+@dataclass
+class Sight:
+    """What one rank of four has seen.
+
+    Attributes:
+        hybrid: the log of a step under hybrid sharding.
+        explanation, parameters: of the model, sharded over all four.
+        exchanged: by collective, its tensor before and after.
+    """
+
+    hybrid: EventLog
+    explanation: Explanation
+    parameters: list[LaidOut]
+    exchanged: dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Runs:
+    """What the pictures are of: logs by number of ranks, losses by name, what four ranks have seen."""
+
+    logs: dict[int, EventLog]
+    losses: dict[str, list[float]]
+    sights: list[Sight]
+
+
+def draw_all(folder: Path) -> Iterator[Path]:
+    """Makes the runs, then draws every picture into `folder`; yields the path of each when it is written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = make_runs()
+    for name, draw in PICTURES.items():
+        path = folder / f"{name}.png"
+        draw(runs).savefig(path, dpi=_DPI)
+        yield path
+
+
+def make_runs() -> Runs:
+    """Trains on ranks of this machine."""
+    logs, losses = {}, {}
+    for ranks in WORLD_SIZES:
+        config = TrainConfig(MODEL, batch=BATCH // ranks, steps=STEPS, record_last=RECORDED)
+        results = launch(train, ranks, config, timeout=300)
+        logs[ranks] = EventLog.merge(result.log for result in results)
+        losses[f"{ranks} rank{'s' * (ranks > 1)}"] = results[0].losses
+    return Runs(logs, losses, launch(_look, 4, timeout=300))
+
+
+# --- On the ranks ------------------------------------------------------------------------------------------
+
+
+def _model(**options: Any) -> GPT:
+    return shard_model(build_model(MODEL, seed=0), fully_shard, **options)
+
+
+def _look() -> Sight:
+    model = _model()
+    exchanged = {op: _exchange(op) for op in ("all_gather", "reduce_scatter", "all_reduce")}
+    return Sight(_record_hybrid(), explain(model), laid_out(model), exchanged)
+
+
+def _record_hybrid() -> EventLog:
+    ranks = dist.get_world_size()
+    model = _model(
+        mesh=init_device_mesh("cpu", (ranks // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(BATCH // ranks, MODEL.seq_len, dtype=torch.long)
+    with record() as log:
+        model(tokens).mean().backward()
+        optimizer.step()
+    return log
+
+
+def _exchange(op: str) -> tuple[Tensor, Tensor]:
+    """This rank's tensor before a collective of torch, and after it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if op == "all_gather":
+        before = torch.arange(2.0) + 10 * rank
+        parts = [torch.empty(2) for _ in range(ranks)]
+        dist.all_gather(parts, before)
+        return before, torch.cat(parts)
+    before = torch.arange(2.0 * ranks) + 10 * rank
+    after = before.clone()
+    if op == "all_reduce":
+        dist.all_reduce(after)
+        return before, after
+    part = torch.empty(2)
+    dist.reduce_scatter(part, list(before.chunk(ranks)))
+    return before, part
+
+
+# --- Pictures ----------------------------------------------------------------------------------------------
+
+
+def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
+    """The root's group and those of the blocks, as `shard_model` makes them."""
+    model = build_model(MODEL, seed=0)
+    blocks = [GroupSizes([p.shape for p in block.parameters()]) for block in model.blocks]
+    inside = {id(p) for block in model.blocks for p in block.parameters()}
+    rest = [p.shape for p in model.parameters() if id(p) not in inside]
+    return GroupSizes(rest, resharded_after_forward=False), blocks
+
+
+def _memory(runs: Runs) -> Figure:
+    root, blocks = _groups()
+    return plot_memory(
+        runs.logs[2], expected={"unsharded, closed form": peak_unsharded_bytes([root], blocks, 2)}
+    )
+
+
+def _traffic(runs: Runs) -> Figure:
+    root, blocks = _groups()
+    closed = strategy_traffic([root, *blocks], Strategy.HSDP, 4, SHARDS)
+    return plot_traffic(EventLog.merge(sight.hybrid for sight in runs.sights), {"HSDP, closed form": closed})
+
+
+def _states(runs: Runs) -> Figure:
+    root, blocks = _groups()
+    shapes = [shape for group in (root, *blocks) for shape in group.shapes]
+    measured = [
+        MeasuredState(
+            Strategy.ZERO3, ranks, max(sum(s.bytes_by_kind[k] for k in _STATES) for s in log.samples[0])
+        )
+        for ranks, log in runs.logs.items()
+    ]
+    return plot_model_states(shapes, [2**n for n in range(7)], shards=8, measured=measured)
+
+
+def _scaling(runs: Runs) -> Figure:
+    """A back of an envelope: one batch of 4 Mi tokens cut for more and more GPUs."""
+    points = []
+    for gpus in [2**n for n in range(4, 12)]:
+        tokens = _TOKENS / gpus
+        compute = 6 * _PARAMETERS * tokens / _FLOPS
+        group = GroupSizes([(_PARAMETERS,)], gather_itemsize=2, reduce_itemsize=4)
+        sent = bytes_sent(step_traffic([group], gpus), MeshShape(1, gpus))
+        wire = sum(sent.values()) / _WIRE
+        step = max(compute, wire)
+        memory = sum(model_state_bytes([(_PARAMETERS,)], Strategy.ZERO3, gpus)) / 2**30
+        points.append(ScalingPoint(gpus, tokens / step, step, memory, (step - compute) / step))
+    caption = (
+        "Computed by hand: 6 operations per parameter and token at 300 TFLOP/s, every byte over a wire of 50 GB/s, compute"
+        " hides all that it can. Memory is that of the model states. Left out: attention, activations, latencies, stragglers,"
+        " and links within a node."
+    )
+    return plot_scaling(points, title="8 billion parameters, a batch of 4 Mi tokens", caption=caption)
+
+
+def _strided(runs: Runs) -> Figure:
+    rows, columns = (strided_shard(0, 2), Shard(0)), (Shard(0), Shard(1))
+    parameters = [
+        LaidOut("attention.wq.weight", (14, 8), rows),
+        LaidOut("attention.wo.weight", (8, 14), columns),
+        LaidOut("feed_forward.w1.weight", (30, 8), rows),
+        LaidOut("feed_forward.w2.weight", (8, 30), columns),
+        LaidOut("norm.weight", (8,), (Shard(0), Replicate())),
+    ]
+    return plot_sharding(parameters, {"dp": 3, "tp": 2})
+
+
+def _sharded(runs: Runs) -> Figure:
+    unlike_shapes = {(p.shape, p.placements): p for p in reversed(runs.sights[0].parameters)}
+    small = [LaidOut("five.rows", (5, 3), (Shard(0),)), LaidOut("two.rows", (2,), (Shard(0),))]
+    return plot_sharding([*reversed(unlike_shapes.values()), *small], {"shard": 4})
+
+
+def _hybrid(runs: Runs) -> Figure:
+    parameters = [LaidOut(p.name, p.shape, (Replicate(), Shard(0))) for p in runs.sights[0].parameters[:4]]
+    return plot_sharding(
+        [*parameters, LaidOut("five.rows", (5, 3), (Replicate(), Shard(0)))], {"replicate": 2, "shard": 2}
+    )
+
+
+def _collective(op: str) -> Callable[[Runs], Figure]:
+    def draw(runs: Runs) -> Figure:
+        held = [sight.exchanged[op] for sight in runs.sights]
+        return plot_collective(op, [before for before, _ in held], [after for _, after in held])
+
+    return draw
+
+
+PICTURES: dict[str, Callable[[Runs], Figure]] = {
+    "timeline": lambda runs: plot_timeline(runs.logs[4], step=RECORDED - 1),
+    "memory": _memory,
+    "sharding_1d": _sharded,
+    "sharding_hsdp": _hybrid,
+    "sharding_fsdp_tp": _strided,
+    "lifetimes": lambda runs: plot_lifetimes(runs.logs[2], step=RECORDED - 1),
+    "traffic": _traffic,
+    "states": _states,
+    "overlap": lambda runs: plot_overlap(runs.logs[4], step=RECORDED - 1),
+    "comparison": lambda runs: plot_comparison(
+        {f"{ranks} ranks": log for ranks, log in runs.logs.items() if ranks > 1}, step=RECORDED - 1
+    ),
+    "all_gather": _collective("all_gather"),
+    "reduce_scatter": _collective("reduce_scatter"),
+    "all_reduce": _collective("all_reduce"),
+    "mesh_hsdp": lambda runs: plot_mesh({"replicate": 2, "shard": 4}, node=4),
+    "mesh_fsdp_tp": lambda runs: plot_mesh({"dp": 4, "tp": 2}, node=4),
+    "loss": lambda runs: plot_losses(runs.losses),
+    "scaling": _scaling,
+    "parameters": lambda runs: plot_parameters(runs.sights[0].explanation),
+}
+
+
+if __name__ == "__main__":
+    for path in draw_all(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/pictures")):
+        print(path, flush=True)

@@ -1,0 +1,262 @@
+"""Grading: checks of an exercise against what a learner handed in.
+
+A check has an id, a sentence that says what has to hold, points, and other checks that it depends on: if one of those fails,
+it is skipped, since its own failure would say nothing new. Its *judge* asks ranks for reports, compares them with an oracle,
+and raises a `Finding` if they differ. All that judges get from a learner's code are data.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hwfsdp.course import checklist
+from hwfsdp.course.capstone.rules import check_rules as check_file
+from hwfsdp.course.diagnose import explain_broken, explain_failure
+from hwfsdp.course.manifest import Course, Exercise
+from hwfsdp.course.misconceptions import FATAL
+from hwfsdp.course.overlay import Overlay, Submitted, blanked
+from hwfsdp.course.rules import check_rules
+from hwfsdp.course.run import RUN_SECONDS, WORLD_SIZE, Broken, Ranks, Runs, Times, Unreported
+from hwfsdp.course.stations.stages import SOURCE, is_given
+from hwfsdp.course.submission import Source, find_source, inspect, is_started
+from hwfsdp.course.verdict import Check, CheckResult, Finding, Grade, OnCheck, Undecided
+from hwfsdp.errors import UsageError
+
+STATION_SECONDS = 20.0  # of one run of a station, which trains several models
+STATION_ALL_SECONDS = 60.0  # of all runs of a station
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to grade.
+
+    Attributes:
+        mine: of an elective: earlier ones come from the same submission, not from the package. Of a station: the checks of
+            earlier ones are run first.
+        seed: of the inputs; None draws one.
+        run_seconds: that one run of ranks may take before it is repeated; None: as the exercise has it.
+        repeat: runs that were late are repeated at once; off where others are graded at the same time (`run`, Note [Slow
+            or stuck]).
+        world_size: of runs whose number of ranks does not matter, 1 to 4.
+        thorough: off, nothing is judged any more once a check has failed; for who asks only whether one does.
+        only: id of a check; none but it, and those that it needs, are judged. None: all of them.
+    """
+
+    mine: bool = False
+    seed: int | None = None
+    run_seconds: float | None = None
+    repeat: bool = True
+    world_size: int = WORLD_SIZE
+    thorough: bool = True
+    only: str | None = None
+
+    def draw_seed(self) -> int:
+        return random.SystemRandom().randrange(1 << 20) if self.seed is None else self.seed
+
+
+def checks_of(exercise: Exercise) -> tuple[Check, ...]:
+    """The checks of an exercise, in order.
+
+    Raises:
+        UsageError: they do not fit its manifest.
+    """
+    checks = checklist.checks_of(exercise.number)
+    if sum(check.points for check in checks) != exercise.points:
+        raise UsageError(
+            f"checks of exercise {exercise.number}",
+            expected=f"{exercise.points} points in all",
+            got=str(sum(check.points for check in checks)),
+            remedy="Change the manifest or the checks.",
+        )
+    return checks
+
+
+def grade(
+    exercise: Exercise,
+    folder: Path,
+    course: Course,
+    options: Options = Options(),
+    on_check: OnCheck = lambda result: None,
+    new_ranks: type[Ranks] = Ranks,
+    runs: Runs | None = None,
+) -> Grade:
+    """Grades one exercise of a submission.
+
+    Args:
+        folder: of the submission: it holds `NN_topic/` folders, or the files themselves.
+        on_check: called with each check's result as soon as there is one.
+        new_ranks: what runs the probes; a subclass may look on.
+        runs: of the same submission and options, as an earlier call has left them. Stations share a file, and so runs.
+
+    Raises:
+        UsageError: the learner's file cannot be read.
+    """
+    began = time.monotonic()
+    source = find_source(exercise, folder)
+    printed: list[str] = []
+    result = Grade(exercise, [CheckResult(check) for check in checks_of(exercise)], seed=options.draw_seed())
+    if source.text is None or not is_started(exercise, source.text):
+        return result
+    try:
+        if exercise.is_station:
+            overlay, times = own_file(exercise, source, options)
+            result.before = _before(exercise, course) if options.mine else []
+        else:
+            overlay, times = _cut_out(exercise, source, folder, course, options)
+        ranks = new_ranks(overlay, printed.append, times, options.world_size, off_limits(course, folder))
+        if exercise.is_station and runs is not None:
+            ranks.runs = runs
+        submitted = overlay.submitted
+        paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
+        result.measured = ranks.measured
+        run_checks(result, ranks, paths, holes, on_check, options)
+    except Finding as finding:
+        reject(result, finding)
+    result.seconds, result.printed = time.monotonic() - began, "".join(printed)
+    return result
+
+
+def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Overlay, Times]:
+    """What ranks load of a station, and how long they may take: a file that stands by itself.
+
+    Raises:
+        Finding: it is not Python, uses what it may not, or says that the station is not the learner's work.
+    """
+    assert source.text is not None, "a file that is there"
+    if is_given(exercise.number, source.text):
+        message = f"{source.path.name} says that hwfsdp catchup wrote station {exercise.number}."
+        raise Finding("caught-up", message)
+    check_file(source, needed={})
+    all_seconds = STATION_ALL_SECONDS * (2 if options.mine else 1)  # with the checks of earlier stations
+    times = Times(options.run_seconds or STATION_SECONDS, all_seconds, options.repeat)
+    return Overlay({}, (Submitted(source.path.stem, str(source.path), source.text, ()),)), times
+
+
+def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
+    """The checks of earlier stations. Nothing needs 02, a side quest."""
+    earlier = [each for each in course.exercises if each.is_station and "02" != each.number < exercise.number]
+    return [CheckResult(check) for each in earlier for check in checks_of(each)]
+
+
+def _cut_out(
+    exercise: Exercise, source: Source, folder: Path, course: Course, options: Options
+) -> tuple[Overlay, Times]:
+    """What ranks load of an elective, and how long they may take: the package, with the learner's functions in its holes."""
+    submitted = [inspect(exercise, source)]
+    if options.mine:
+        submitted = [*_earlier(exercise, folder, course), *submitted]
+    for each in submitted:
+        check_rules(each.path, each.text)
+    exercises = [course.exercise(each.number) for each in submitted]
+    return Overlay(blanked(exercises), tuple(submitted)), Times(
+        options.run_seconds or RUN_SECONDS, repeat=options.repeat
+    )
+
+
+def off_limits(course: Course, folder: Path) -> list[Path]:
+    """What a submission's code has no business with: the course's answers, and what was handed in, by whomever."""
+    names = ("solutions", "tests", "exercises", ".git", ".hwfsdp")
+    return [*(course.root / name for name in names), folder, SOURCE]
+
+
+def reject(result: Grade, finding: Finding) -> None:
+    """Nothing of it counts; the check that found out says why, or else the first."""
+    result.status, result.finding = "error", finding
+    if all(checked.finding is not finding for checked in result.shown_results):
+        first = result.results[0]
+        first.passed, first.finding, first.dependency = False, finding, None
+
+
+def _earlier(exercise: Exercise, folder: Path, course: Course) -> list[Submitted]:
+    """The learner's own prerequisites; exercises that were not begun come from the package."""
+    found = []
+    for earlier in course.exercises:
+        if earlier.number < exercise.number and not earlier.is_station:
+            source = find_source(earlier, folder)
+            if source.text is not None and is_started(earlier, source.text):
+                found.append(inspect(earlier, source))
+    return found
+
+
+def run_checks(
+    result: Grade,
+    ranks: Ranks,
+    paths: Sequence[str],
+    holes: Sequence[str],
+    on_check: OnCheck,
+    options: Options = Options(),
+) -> None:
+    """Runs the checks in order, those that the options say. One that is undecided is skipped.
+
+    Raises:
+        Finding: nothing counts.
+    """
+    passed: dict[str, bool] = {}
+    every = [*result.before, *result.results]
+    asked = _with_needed(options.only, [checked.check for checked in every])
+    for checked in every:
+        check = checked.check
+        if check.id not in asked:
+            continue
+        checked.dependency = next((needed for needed in check.needs if not passed[needed]), None)
+        if checked.dependency is None:
+            try:
+                checked.finding = _finding(check, ranks, result.seed, paths, holes)
+                checked.passed = checked.finding is None
+            except Undecided as undecided:
+                checked.dependency = str(undecided)
+        passed[check.id] = bool(checked.passed)
+        on_check(checked)
+        if checked.finding and checked.finding.misconception in FATAL:
+            raise checked.finding
+        if checked.finding and not options.thorough:
+            break
+    result.status = "passed" if all(passed.values()) else "failed"
+
+
+def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
+    """Ids of the checks to run, if one is asked for: those that it needs, too, which come before it.
+
+    Raises:
+        UsageError: there is none of that id.
+    """
+    asked = {check.id for check in checks if only in (None, check.id)}
+    if not asked:
+        raise UsageError(
+            f"check {only}",
+            expected=f"one of {', '.join(check.id for check in checks)}",
+            got="another id",
+            remedy="Choose one of these.",
+        )
+    for check in reversed(checks):
+        if check.id in asked:
+            asked.update(check.needs)
+    return asked
+
+
+def _finding(
+    check: Check, ranks: Ranks, seed: int, paths: Sequence[str], holes: Sequence[str]
+) -> Finding | None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # oracles train tiny models, for which threads only wait for each other
+    try:
+        check.judge(ranks, seed)
+    except Undecided:
+        raise
+    except Finding as finding:
+        return finding
+    except Unreported as unreported:
+        return explain_failure(unreported.run, paths, holes)
+    except Broken as broken:
+        return explain_broken(broken, paths)
+    except Exception as error:  # data of a kind that no right answer gives
+        return Finding("wrong-value", f"What came back cannot be judged: {type(error).__name__}: {error}.")
+    finally:
+        torch.set_num_threads(threads)
+    return None

@@ -1,0 +1,374 @@
+"""What was handed in, folder or archive, as paths that can be read one by one. Nothing is written here.
+
+Whoever handed it in may mean harm, so sizes are counted while bytes arrive, not believed: an archive's own size, the number
+of files, the bytes that come out of it and how many times more these are than what went in. Links are not followed.
+
+    with open_source(path) as source:
+        source.paths            # path → None, or why it cannot be read
+        source.read(path)       # bytes; Refused if there are too many
+
+An archive is told by its first bytes, not by its name. It leaves out passwords, and archives inside archives.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import stat
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone, tzinfo
+from pathlib import Path
+from typing import IO, Any
+
+from hwfsdp.course.gradebook.layout import is_junk
+from hwfsdp.course.submission import LARGEST
+
+SUFFIXES = (".tar.gz", ".tar.bz2", ".tar.xz", ".tgz", ".tar", ".zip")
+OTHERS = {b"Rar!": "a RAR archive", b"7z\xbc\xaf": "a 7z archive", b"%PDF": "a PDF file"}
+BROKEN = (  # what readers of archives raise
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError),
+    *(NotImplementedError, RuntimeError, ValueError, OverflowError, MemoryError),
+)
+
+
+class Refused(Exception):
+    """What was handed in, or a file of it, is not read; the text says why."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is more than anyone hands in.
+
+    Attributes:
+        archive, unpacked, file: bytes: of an archive, of all that comes out of it, of one file that is graded.
+        files: in an archive or a folder. ratio: bytes out for a byte in; above `small` bytes only.
+        depth: folders in folders.
+    """
+
+    archive: int = 64 << 20
+    unpacked: int = 256 << 20
+    file: int = LARGEST
+    files: int = 10_000
+    ratio: int = 100
+    small: int = 4 << 20
+    depth: int = 12
+
+
+@dataclass
+class Source:
+    """What was handed in.
+
+    Attributes:
+        paths: relative, with `/`: None, or why this one cannot be read.
+        problems: what is wrong besides. newest: when the newest file was written; None if unknown.
+        naive: `newest` is a wall clock's, of no known place.
+    """
+
+    limits: Limits
+    paths: dict[str, str | None] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    newest: datetime | None = None
+    naive: bool = False
+
+    def read(self, path: str) -> bytes:
+        """The bytes of one path.
+
+        Raises:
+            Refused: it is a link, encrypted, broken, or larger than the limit.
+        """
+        reason = self.paths[path]
+        if reason is not None:
+            raise Refused(reason)
+        try:
+            content = self._read(path)
+        except BROKEN as error:
+            raise Refused(f"cannot be read: {str(error) or type(error).__name__}") from None
+        if len(content) > self.limits.file:
+            raise Refused(f"more than {self.limits.file:,} bytes")
+        return content
+
+    def _read(self, path: str) -> bytes:
+        raise NotImplementedError
+
+    def add(self, path: str, reason: str | None) -> None:
+        """One more path, unless its name leads out of the submission.
+
+        Raises:
+            Refused: there are too many.
+        """
+        if len(self.paths) >= self.limits.files:
+            raise Refused(f"more than {self.limits.files:,} files")
+        clean = path.replace("\\", "/")
+        parts = [part for part in clean.split("/") if part not in ("", ".")]
+        if clean.startswith("/") or ".." in parts or clean[1:2] == ":" or "\0" in clean:
+            self.problems.append(f"{path!r} leads out of the submission; it was left out")
+        elif "/".join(parts) in self.paths:
+            self.paths["/".join(parts)] = "there are two files of this name in the archive"
+        elif parts:
+            self.paths["/".join(parts)] = reason
+
+
+@contextmanager
+def open_source(path: Path, zone: tzinfo = timezone.utc, limits: Limits = Limits()) -> Iterator[Source]:
+    """What is at a path: a folder, or an archive.
+
+    Args:
+        zone: of times in zips, which are wall clock times of no known place.
+
+    Raises:
+        Refused: it is neither, or cannot be read, or is too large.
+    """
+    with ExitStack() as stack:
+        try:
+            source = _open(path, stack, zone, limits)
+        except BROKEN as error:
+            raise Refused(f"cannot be read: {_said(error)}") from None
+        yield source
+
+
+def _open(path: Path, stack: ExitStack, zone: tzinfo, limits: Limits) -> Source:
+    if path.is_symlink():
+        raise Refused("a symbolic link, which is not followed")
+    if path.is_dir():
+        return _Folder(path, limits)
+    if not path.is_file():
+        raise Refused("neither a folder nor a file")
+    return _archive(stack.enter_context(path.open("rb")), zone, limits)
+
+
+def _said(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _archive(file: IO[bytes], zone: tzinfo, limits: Limits) -> Source:
+    size = os.fstat(file.fileno()).st_size
+    magic = file.read(512)
+    file.seek(0)
+    if not size:
+        raise Refused("an empty file")
+    if size > limits.archive:
+        raise Refused(f"an archive of {size:,} bytes; the limit is {limits.archive:,}")
+    if magic.startswith((b"PK\3\4", b"PK\5\6")):
+        return _Zip(file, size, zone, limits)
+    if magic.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0")) or magic[257:262] == b"ustar":
+        return _Tar(file, size, magic, limits)
+    what = next((said for start, said in OTHERS.items() if magic.startswith(start)), "another kind of file")
+    raise Refused(f"{what}; expected a folder, a zip or a tar archive")
+
+
+def _check_sizes(total: int, packed: int, limits: Limits) -> None:
+    """Raises Refused if an archive holds far more than its size lets expect: a bomb."""
+    if total > limits.unpacked:
+        raise Refused(f"more than {limits.unpacked:,} bytes when unpacked")
+    if total > limits.small and total > limits.ratio * packed:
+        raise Refused(f"unpacks to more than {limits.ratio} times its size, as archive bombs do")
+
+
+class _Folder(Source):
+    """A folder. Links in it are listed, with the reason why they are not read."""
+
+    def __init__(self, root: Path, limits: Limits) -> None:
+        super().__init__(limits)
+        self.root, self.seen = root, 0
+        self._walk(root, ())
+
+    def _walk(self, folder: Path, above: tuple[str, ...]) -> None:
+        if len(above) > self.limits.depth:
+            self.problems.append(f"{'/'.join(above)!r} lies too deep; it was left out")
+            return
+        try:
+            with os.scandir(folder) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            self.problems.append(f"{'/'.join(above) or '.'!r} cannot be read: {_said(error)}")
+            return
+        for entry in found:
+            self.seen += 1
+            if self.seen > self.limits.files:
+                raise Refused(f"more than {self.limits.files:,} files")
+            if is_junk(entry.name):
+                continue
+            if entry.is_symlink():
+                self._link(entry.name, above)
+            elif entry.is_dir(follow_symlinks=False):
+                self._walk(Path(entry.path), (*above, entry.name))
+            else:
+                regular = entry.is_file(follow_symlinks=False)
+                self.paths["/".join((*above, entry.name))] = None if regular else "no plain file"
+
+    def _link(self, name: str, above: tuple[str, ...]) -> None:
+        path = "/".join((*above, name))
+        self.paths[path] = "a symbolic link, which is not followed"
+        if (self.root / path).is_dir():
+            self.problems.append(f"{path!r} is a symbolic link, which is not followed")
+
+    def _read(self, path: str) -> bytes:
+        number = os.open(self.root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(number, "rb") as file:
+            about = os.fstat(number)
+            if not stat.S_ISREG(about.st_mode):
+                raise Refused("no plain file")
+            return file.read(self.limits.file + 1)
+
+    def written(self, path: str) -> datetime | None:
+        """When a file was last written; None if that is a time that no calendar has."""
+        return _instant((self.root / path).lstat().st_mtime)
+
+
+class _Zip(Source):
+    """A zip. What it says of sizes is checked here; `read` counts bytes all the same."""
+
+    def __init__(self, file: IO[bytes], size: int, zone: tzinfo, limits: Limits) -> None:
+        super().__init__(limits, naive=True)
+        if _directory_bytes(file, size) > 512 * limits.files:
+            raise Refused(f"more than {limits.files:,} files")
+        self.archive = zipfile.ZipFile(file)
+        self.entries: dict[str, zipfile.ZipInfo] = {}
+        infos = [info for info in self.archive.infolist() if not info.is_dir()]
+        for info in infos:
+            self.add(info.filename, _why_not(info))
+            parts = [part for part in info.filename.replace("\\", "/").split("/") if part not in ("", ".")]
+            self.entries["/".join(parts)] = info
+        _check_sizes(sum(info.file_size for info in infos), max(1, size), limits)
+        self.newest = max((_entry_time(info, zone) for info in infos), default=None)
+
+    def _read(self, path: str) -> bytes:
+        with self.archive.open(self.entries[path]) as file:
+            return file.read(self.limits.file + 1)
+
+
+def _why_not(info: zipfile.ZipInfo) -> str | None:
+    if info.flag_bits & 0x1:
+        return "encrypted"
+    kind = stat.S_IFMT(info.external_attr >> 16)
+    if kind == stat.S_IFLNK:
+        return "a symbolic link, which is not followed"
+    return None if kind in (0, stat.S_IFREG) else "no plain file"
+
+
+def _entry_time(info: zipfile.ZipInfo, zone: tzinfo) -> datetime:
+    try:
+        return datetime(*info.date_time, tzinfo=zone)
+    except ValueError:  # a month 0, as some tools write it
+        return datetime(1980, 1, 1, tzinfo=zone)
+
+
+def _directory_bytes(file: IO[bytes], size: int) -> int:
+    """The size of a zip's list of files, so that a list of millions is not read at all.
+
+    The end record: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16.
+    """
+    file.seek(max(0, size - 65_557))
+    tail = file.read()
+    file.seek(0)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 or len(tail) < at + 22:
+        raise Refused("cannot be read: a zip without its end; was it uploaded whole?")
+    (length,) = struct.unpack_from("<I", tail, at + 12)
+    return int(length)
+
+
+class _Tar(Source):
+    """A tar archive, packed or not, read from its begin to its end each time."""
+
+    def __init__(self, file: IO[bytes], size: int, magic: bytes, limits: Limits) -> None:
+        super().__init__(limits)
+        self.file, self.size, self.magic = file, size, magic
+        times: list[datetime | None] = []
+        last = ""
+        try:
+            for member, _ in self._members():
+                last = member.name
+                if not member.isdir():
+                    self.add(member.name, _why_not_of_tar(member))
+                    times.append(_instant(float(member.mtime)))
+        except _Torn as torn:
+            if torn.name:
+                self.add(torn.name, torn.reason)
+            self.problems.append(f"the archive is damaged after {last!r}; what follows was not read")
+        known = [at for at in times if at is not None]
+        self.newest = max(known, default=None) if len(known) == len(times) else None
+
+    def _members(self) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
+        self.file.seek(0)
+        unpacked: Any = self.file
+        if self.magic.startswith(b"\x1f\x8b"):
+            unpacked = gzip.GzipFile(fileobj=self.file)
+        elif self.magic.startswith(b"BZh"):
+            unpacked = bz2.BZ2File(self.file)
+        elif self.magic.startswith(b"\xfd7zXZ\0"):
+            unpacked = lzma.LZMAFile(self.file)
+        counted = _Counted(unpacked, self.size, self.limits)
+        with tarfile.open(fileobj=counted, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
+            for member in archive:
+                yield member, archive
+
+    def _read(self, path: str) -> bytes:
+        for member, archive in self._members():
+            parts = [part for part in member.name.replace("\\", "/").split("/") if part not in ("", ".")]
+            if "/".join(parts) == path and member.isreg():
+                file = archive.extractfile(member)
+                return file.read(self.limits.file + 1) if file else b""
+        raise Refused("no longer in the archive")
+
+
+def _why_not_of_tar(member: tarfile.TarInfo) -> str | None:
+    if member.issym() or member.islnk():
+        return "a link, which is not followed"
+    return None if member.isreg() else "no plain file"
+
+
+def _instant(seconds: float) -> datetime | None:
+    """A time in seconds since 1970; None if there is none like that: not a number, or out of all bounds."""
+    try:
+        return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        return None
+
+
+class _Torn(tarfile.ReadError):
+    """A place in a tar from which on it cannot be read; the name of the file there, if that is known."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name or 'a header'}: {reason}")
+        self.name, self.reason = name, reason
+
+
+class _Member(tarfile.TarInfo):
+    """A file of a tar. `tarfile` takes a header that it cannot read for the end, and goes wherever a size leads; not so here."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _Member:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            is_end = type(error).__name__ in ("EOFHeaderError", "EmptyHeaderError")
+            if is_end or not archive.offset:
+                raise
+            raise _Torn("", str(error)) from None
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise _Torn(self.name, "a size below zero")
+        return int(super()._block(count))  # type: ignore[misc]
+
+
+class _Counted:
+    """A stream that stops being read when there is too much of it."""
+
+    def __init__(self, file: Any, packed: int, limits: Limits) -> None:
+        self.file, self.packed, self.limits, self.total = file, packed, limits, 0
+
+    def read(self, size: int) -> bytes:
+        data: bytes = self.file.read(size)
+        self.total += len(data)
+        _check_sizes(self.total, self.packed, self.limits)
+        return data

@@ -1,0 +1,103 @@
+"""A gradebook: the results of a class, with what a format needs to tell of them.
+
+Formats read results one by one, as often as they like; nothing keeps them all. What students may read of a check is made
+here, the same in every format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from hwfsdp.course.checklist import question_of
+from hwfsdp.course.grade import checks_of
+from hwfsdp.course.gradebook.late import LatePolicy, Standing
+from hwfsdp.course.gradebook.results import Result, opaque
+from hwfsdp.course.manifest import Course, Exercise
+from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.report import printable
+
+LONGEST = 4000  # characters of a message in a report
+Data = dict[str, Any]
+
+
+@dataclass
+class Gradebook:
+    """Results and their course.
+
+    Attributes:
+        results: gives them one by one, in order, from the begin each time it is called.
+        hidden: inputs of checks are hidden, so what students read must not tell of them.
+        version: of the course. made: when.
+        limits: what kept submissions in their place, as `hwfsdp doctor --json` has it.
+    """
+
+    course: Course
+    results: Callable[[], Iterator[Result]]
+    policy: LatePolicy = LatePolicy()
+    hidden: bool = False
+    version: str = ""
+    made: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    limits: Sequence[Data] = ()
+
+    def __post_init__(self) -> None:
+        found = [(exercise, check) for exercise in self.course.exercises for check in checks_of(exercise)]
+        self._sentences = {check.id: check.sentence for _, check in found}
+
+    def sentence(self, check_id: str) -> str:
+        """What a check says when it passes; its id, if this course does not have it."""
+        return self._sentences.get(check_id, check_id)
+
+    def exercise(self, number: str) -> Exercise:
+        return self.course.exercise(number)
+
+    def standing(self, result: Result) -> Standing:
+        """Points earned, taken off, and left."""
+        return self.policy.standing(result)
+
+    def for_student(self, result: Result) -> Result:
+        """What of a result its student may read."""
+        return opaque(result) if self.hidden else result
+
+    def count(self) -> int:
+        """How many results there are."""
+        return sum(1 for _ in self.results())
+
+
+def verdict(exercise: Data, check: Data) -> str:
+    """What a check came to: "passed", "failed", "skipped" (not run), or "void" (passed, but nothing of the exercise counts)."""
+    if check["passed"]:
+        return "void" if exercise["status"] == "error" and check["max_points"] else "passed"
+    return "failed" if check["passed"] is False else "skipped"
+
+
+def evidence(exercise: Data, check: Data) -> list[str]:
+    """Why a check does not count, in lines that any terminal or page can show; none for one that does."""
+    found = verdict(exercise, check)
+    if found == "passed":
+        return []
+    if found == "void":
+        return ["It holds, but nothing of this exercise counts before what failed is gone."]
+    lines: list[str] = []
+    misconception = MISCONCEPTIONS.get(check["misconception"] or "")
+    if misconception:
+        lines.append(f"{check['misconception']}: {misconception.sentence}")
+    if check["message"]:
+        lines += str(check["message"])[:LONGEST].splitlines()
+    if check["expected"] is not None:
+        lines.append(f"expected  {str(check['expected'])[:LONGEST]}")
+    if check["actual"] is not None:
+        lines.append(f"got       {str(check['actual'])[:LONGEST]}")
+    if misconception:
+        lines.append(f"→ {question_of(check['id'], check['misconception'])}")
+    if not lines:
+        lines = [_unrun(exercise, check)]
+    return [printable(line) for text in lines for line in text.splitlines()]
+
+
+def _unrun(exercise: Data, check: Data) -> str:
+    if exercise["status"] == "not_started":
+        return "not started"
+    return f"skipped, because {check['dependency']} does not hold" if check["dependency"] else "not run"

@@ -1,0 +1,322 @@
+"""What `hwfsdp grade` does: grades, writes a gradebook, says what went wrong.
+
+What could not be written is refused before anything is graded.
+
+Exit status: for one submission 0 for full marks and 1 for less; for a class, or with a file to write, 0 if everything could
+be read and graded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.course.gradebook import conditions
+from hwfsdp.course.gradebook.book import Gradebook
+from hwfsdp.course.gradebook.formats import (
+    BY_SUFFIX,
+    FORMATS,
+    check_form,
+    file_name,
+    first_results,
+    pieces,
+    try_writing,
+    write,
+    write_text,
+)
+from hwfsdp.course.gradebook.formats.github import announce
+from hwfsdp.course.gradebook.grading import NOT_GRADED, ClassRun, Settings
+from hwfsdp.course.gradebook.html_student import render_student
+from hwfsdp.course.gradebook.late import LatePolicy
+from hwfsdp.course.gradebook.progress_bar import ProgressBar
+from hwfsdp.course.gradebook.results import UNKNOWN, Result
+from hwfsdp.course.manifest import find_course
+from hwfsdp.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go.
+
+    Attributes:
+        format: one of FORMATS; None: text. out: file or folder; None: standard output.
+        folder: `out` is one. reports: a folder for a page of each student.
+    """
+
+    format: str | None = None
+    out: Path | None = None
+    folder: bool = False
+    reports: Path | None = None
+
+    @property
+    def journal(self) -> Path | None:
+        """Where results are kept as they come: beside what is written at the end."""
+        if self.out is None:
+            return None
+        return self.out.with_name(f"{self.out.name}.journal")
+
+    @property
+    def files(self) -> list[Path]:
+        """All that is written; folders with what is in them."""
+        journal = self.journal
+        journals = [journal, journal.with_name(f"{journal.name}.old")] if journal else []
+        return [path for path in (self.out, self.reports, *journals) if path is not None]
+
+    def check(self, count: int) -> None:
+        """Raises UsageError if the results of so many submissions cannot be written so."""
+        if self.format is not None:
+            check_form(self.format, count, self.folder)
+        if self.out is not None:
+            _check_place("--out", self.out, self.out / "_" if self.folder else self.out)
+        if self.reports is not None:
+            _check_place("--reports", self.reports, self.reports / "_")
+
+
+def _check_place(option: str, named: Path, path: Path) -> None:
+    try:
+        try_writing(path)
+    except OSError as error:
+        raise UsageError(
+            f"{option} {named}",
+            expected="a place that can be written",
+            got=error.strerror or type(error).__name__,
+            remedy="Give another one; nothing has been graded.",
+        ) from None
+
+
+def output(name: str | None, out: str | None, reports: Path | None) -> Output:
+    """What the command line asks for.
+
+    Raises:
+        UsageError: no format was given, and the file's name does not tell one.
+    """
+    if out is None:
+        return Output(name, None, False, reports)
+    path = Path(out)
+    chosen = name or BY_SUFFIX.get(path.suffix.lower())
+    if chosen is None:
+        raise UsageError(
+            f"--out {out}",
+            expected=f"a name that ends in one of {', '.join(BY_SUFFIX)}, or --format",
+            got="neither",
+            remedy=f"Formats: {', '.join(FORMATS)}.",
+        )
+    return Output(chosen, path, out.endswith(("/", os.sep)) or path.is_dir(), reports)
+
+
+def grade_submissions(
+    paths: Sequence[Path],
+    settings: Settings,
+    policy: LatePolicy,
+    output: Output,
+    as_json: bool,
+    isolated: bool = False,
+) -> int:
+    """Grades what is at these paths; returns the exit status.
+
+    Args:
+        isolated: not without all limits of submissions.
+
+    Raises:
+        UsageError: something cannot be graded, or written, so.
+    """
+    course, bar = find_course(), ProgressBar()
+    settings = replace(
+        settings,
+        journal=output.journal,
+        left_out=(*settings.left_out, *output.files),
+        times_count=policy.deadline is not None,
+        on_progress=bar,
+    )
+    run = ClassRun(paths, course, settings)
+    output.check(len(run.handed))
+    limits = conditions.limits(isolated)
+    if missing := conditions.in_one_line(limits):
+        print(f"hwfsdp: limits of submissions that are not in force: {missing}", file=sys.stderr)
+    with run:
+        plain = output.format is None and len(run.handed) == 1
+        book = Gradebook(
+            course, lambda: run.journal.results(run.names), policy, run.inputs.hidden, run.version
+        )
+        book.limits = [limit._asdict() for limit in limits]
+        try:
+            with _ending_as_by_hand(), _saying_how_to_go_on(output):
+                for result in run.results():
+                    bar.clear()
+                    if not plain:
+                        _complain(result)
+        except KeyboardInterrupt:
+            bar.clear()
+            graded = book.count()
+            print(
+                f"hwfsdp: stopped; {graded} of {len(run.handed)} submissions graded. {_way_on(output)}",
+                file=sys.stderr,
+            )
+            return 130
+        bar.clear()
+        if plain:
+            _refuse_nothing(book, paths[0])
+        return _finish(book, output, as_json, single=len(run.handed) == 1)
+
+
+@contextmanager
+def _ending_as_by_hand() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, so that nothing is left behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _saying_how_to_go_on(output: Output) -> Iterator[None]:
+    """What cannot be written costs no results: they are in the journal."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            str(error.filename or output.journal or "results"),
+            expected="room, and the right, to write it",
+            got=error.strerror or type(error).__name__,
+            remedy=_way_on(output),
+        ) from None
+
+
+def _way_on(output: Output) -> str:
+    if output.out is None:
+        return "Nothing was kept, for lack of --out."
+    return f"The same command with --resume goes on; what is graded is in {output.journal}."
+
+
+def _complain(result: Result) -> None:
+    """Says on standard error what could not be read or graded, by name."""
+    for error in result.errors:
+        print(f"hwfsdp: {result.name}: {error}", file=sys.stderr)
+
+
+def _refuse_nothing(book: Gradebook, path: Path) -> None:
+    """Complains of the only submission; raises UsageError if nothing in it could be graded."""
+    (result,) = first_results(book, 1)
+    begun = result.extra or any(exercise["status"] != "not_started" for exercise in result.exercises)
+    if result.errors and not begun and not any(NOT_GRADED in error for error in result.errors):
+        first = book.course.exercises[0]
+        raise UsageError(
+            f"submission {path}",
+            expected=f"files such as {first.target}",
+            got=result.errors[0].partition("; expected")[0],
+            remedy="Give the folder or archive that holds the exercises.",
+        )
+    _complain(result)
+
+
+def _finish(book: Gradebook, output: Output, as_json: bool, single: bool) -> int:
+    """Writes and prints; the exit status."""
+    if output.out is not None and output.format is not None:
+        with _saying_how_to_go_on(output):
+            written = write(book, output.format, output.out, output.folder)
+        what = written[0] if len(written) == 1 else f"{len(written)} files below {output.out}"
+        print(f"Written: {what}", file=sys.stderr)
+    elif output.format is not None:
+        sys.stdout.writelines(pieces(book, output.format))
+    if output.format == "github" and (output.out is not None or "GITHUB_ACTIONS" in os.environ):
+        for result in book.results():
+            print("\n".join(announce(result, book, os.environ)))
+    if as_json:
+        _print_json(book, single)
+    elif output.format is None:
+        print("\n".join(_table(book) if not single else _lines(book)))
+    if output.reports:
+        with _saying_how_to_go_on(output):
+            for result in book.results():
+                write_text(output.reports / f"{file_name(result.name)}.html", render_student(result, book))
+    return _status(book, plain=output.format is None and single)
+
+
+def _status(book: Gradebook, plain: bool) -> int:
+    if plain:
+        return 0 if all(result.score == result.max_score for result in book.results()) else 1
+    return 1 if any(result.errors for result in book.results()) else 0
+
+
+def _print_json(book: Gradebook, single: bool) -> None:
+    if single:
+        (result,) = first_results(book, 1)
+        print(json.dumps({**result.as_dict(), "limits": list(book.limits)}, indent=2))
+    else:
+        sys.stdout.writelines(pieces(book, "json"))
+
+
+def _lines(book: Gradebook) -> list[str]:
+    """One submission: a line for each exercise."""
+    from hwfsdp.course.report import Style
+
+    (result,) = first_results(book, 1)
+    style, lines = Style(), []
+    marks = {
+        "passed": ("✓", "green"),
+        "failed": ("✗", "red"),
+        "error": ("✗", "red"),
+        "not_started": ("–", "grey"),
+    }
+    width = max(len(exercise.title) for exercise in book.course.exercises)
+    for found in result.exercises:
+        mark, color = marks[found["status"]]
+        first = next((check["misconception"] for check in found["checks"] if check["misconception"]), None)
+        why = first or ("not started" if found["status"] == "not_started" else "")
+        title = book.exercise(found["exercise"]).title
+        score = f"{found['score']:>3} of {found['max_score']}"
+        lines.append(
+            f"{style.paint(mark, color)} {found['exercise']} {title:<{width}} {score}  {why}".rstrip()
+        )
+    lines += [f"  {told}, apart" for told in _extras(result.extra)]
+    return [*lines, *_total(result, book)]
+
+
+def _extras(extra: Mapping[str, Any]) -> list[str]:
+    """What does not count into the score, in words."""
+    told = []
+    for name, found in extra.items():
+        bonus = f" and {found['bonus']} of {found['max_bonus']} bonus points" if "bonus" in found else ""
+        told.append(f"{name}: {found['score']} of {found['max_score']}{bonus}")
+    return told
+
+
+def _total(result: Result, book: Gradebook) -> list[str]:
+    standing = book.standing(result)
+    lines = [f"{result.score} of {result.max_score} points"]
+    if standing.late_seconds:
+        hours = f"{standing.late_seconds / 3600:.1f} h late"
+        lines.append(f"{hours}{_by(result)}: {standing.penalty:g} points less, {standing.final:g} count")
+    return lines
+
+
+def _by(result: Result) -> str:
+    """Where the time of a submission comes from."""
+    if result.submitted_by == UNKNOWN:
+        return " (time unknown)"
+    return f" (time by {result.submitted_by})" if result.submitted_by else ""
+
+
+def _table(book: Gradebook) -> list[str]:
+    """A class: a line for each submission."""
+    rows = []
+    for result in book.results():
+        standing = book.standing(result)
+        late = (
+            f"{standing.late_seconds / 3600:.1f} h late{_by(result)}, {standing.raw:g} earned"
+            if standing.late_seconds
+            else ""
+        )
+        begun = {name: found for name, found in result.extra.items() if found.get("status") != "not_started"}
+        told = "; ".join(filter(None, [late, *_extras(begun), *result.errors]))
+        rows.append((result.name, f"{standing.final:g} of {result.max_score}", told))
+    width, points = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return [f"{name:<{width}}  {score:>{points}}  {told}".rstrip() for name, score, told in rows]

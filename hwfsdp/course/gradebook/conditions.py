@@ -1,0 +1,59 @@
+"""What has to hold of the machine before a class is graded, and what of it does not.
+
+It leaves out what the limits of submissions are, and how they are put in force: that is `hwfsdp.course.confinement`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hwfsdp.course.confinement import Limit, limits_in_force
+from hwfsdp.course.manifest import PACKAGE
+from hwfsdp.errors import UsageError
+
+
+def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
+    """Refuses to grade with two copies of the package: only in the one that is used can its text be hidden from submissions.
+
+    Args:
+        paths: where Python looks for modules; None: `sys.path`.
+
+    Raises:
+        UsageError: there is another one.
+    """
+    for path in sys.path if paths is None else paths:
+        copy = Path(path, PACKAGE.name)
+        if any(copy.glob("__init__.py*")) and copy.resolve() != PACKAGE.resolve():
+            raise UsageError(
+                "grade",
+                expected=f"one copy of the package, {PACKAGE}",
+                got=f"another one, {copy.absolute()}, which submissions could read",
+                remedy="Uninstall that, or install the course as it lies: pip install --editable.",
+            )
+
+
+def limits(required: bool = False) -> list[Limit]:
+    """What keeps submissions in their place on this machine, and what does not.
+
+    Args:
+        required: everything has to.
+
+    Raises:
+        UsageError: it is required, and something does not.
+    """
+    found = limits_in_force()
+    if required and (missing := in_one_line(found)):
+        raise UsageError(
+            "--require-isolation",
+            expected="all limits of submissions in force",
+            got=f"not in force: {missing}",
+            remedy="See: hwfsdp doctor. Grade as root, on Linux 5.13 or later, or in a container that may do this.",
+        )
+    return found
+
+
+def in_one_line(limits: Sequence[Limit]) -> str:
+    """Those that are not in force, and why; "" if all are."""
+    return "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force)

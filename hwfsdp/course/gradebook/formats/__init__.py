@@ -1,0 +1,131 @@
+"""Gradebooks as files, in formats that others have published, and two of ours."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.course.gradebook.book import Gradebook
+from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, nbgrader, plain, table
+from hwfsdp.course.gradebook.html_report import render_class
+from hwfsdp.course.gradebook.results import Result
+from hwfsdp.errors import UsageError
+
+
+class Format(NamedTuple):
+    """A way to write a gradebook.
+
+    Attributes:
+        whole: the text for a class, in pieces; None: it has a file for each submission.
+        each: the text for one submission; None: it has one file for all.
+        file: name of the file for each submission.
+    """
+
+    whole: Callable[[Gradebook], Iterator[str]] | None
+    each: Callable[[Result, Gradebook], str] | None = None
+    file: str = "results.json"
+
+
+FORMATS = {
+    "json": Format(plain.render),
+    "gradescope": Format(None, gradescope.render_one),
+    "github": Format(None, github.render_one),
+    "nbgrader": Format(nbgrader.render),
+    "classroom50": Format(classroom50.render, classroom50.render_one, "result.json"),
+    "csv": Format(table.render),
+    "html": Format(render_class),
+}
+BY_SUFFIX = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
+
+
+def check_form(name: str, count: int, folder: bool = False) -> None:
+    """Raises UsageError if so many submissions cannot be written in this format, as one file or as a folder of them."""
+    chosen = FORMATS[name]
+    if folder and chosen.each is None:
+        raise UsageError(
+            f"--format {name}", expected="a file", got="a folder", remedy="Let --out name a file."
+        )
+    if not folder and chosen.whole is None and count != 1:
+        raise UsageError(
+            f"--format {name}",
+            expected="one submission, or a folder for one file each",
+            got=f"{count} submissions and one file",
+            remedy="Give --out a folder that is there, or a name that ends in '/'.",
+        )
+
+
+def pieces(book: Gradebook, name: str) -> Iterator[str]:
+    """The text of a gradebook.
+
+    Raises:
+        UsageError: the format has a file for each submission, and there is not just one.
+    """
+    chosen = FORMATS[name]
+    results = list(first_results(book, 2))
+    if chosen.each is not None and len(results) == 1:
+        return iter([chosen.each(results[0], book)])
+    if chosen.whole is None:
+        check_form(name, book.count())
+    assert chosen.whole is not None, "check_form has refused"
+    return chosen.whole(book)
+
+
+def first_results(book: Gradebook, count: int) -> Iterator[Result]:
+    """At most so many of the results."""
+    for result, _ in zip(book.results(), range(count), strict=False):
+        yield result
+
+
+def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[Path]:
+    """Writes a gradebook, whole or not at all; returns the files.
+
+    Args:
+        folder: `out` is one, for a file `NAME/results.json` of each submission.
+
+    Raises:
+        UsageError: the format cannot be written so.
+    """
+    each = FORMATS[name].each
+    if not folder:
+        return [write_text(out, pieces(book, name))]
+    check_form(name, book.count(), folder)
+    assert each is not None, "check_form has refused"
+    return [
+        write_text(out / file_name(result.name) / FORMATS[name].file, [each(result, book)])
+        for result in book.results()
+    ]
+
+
+def write_text(path: Path, texts: Iterable[str]) -> Path:
+    """Writes a text beside its place and moves it there, so that a reader finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = _draft(path)
+    with draft.open("w", encoding="utf-8", newline="") as file:
+        for text in texts:
+            file.write(text)
+    os.replace(draft, path)
+    return path
+
+
+def try_writing(path: Path) -> None:
+    """Makes the folder that a file is to be in, and a file there, which is removed again.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _draft(path).touch()
+    _draft(path).unlink()
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.draft")
+
+
+def file_name(name: str) -> str:
+    """A submission's name as that of a file on any disk."""
+    cleaned = re.sub(r"[^\w.+@=-]+", "_", name).strip(".")
+    return cleaned[:150] or "_"

@@ -1,0 +1,79 @@
+"""Classroom 50's result.json for one submission, and its scores.json for a class.
+
+Schemas: result-v1 and scores-v1, https://github.com/foundation50/classroom50/tree/main/schemas . In its workflow the
+environment names the submission (CLASSROOM, ASSIGNMENT, SUBMISSION_TAG, COMMIT_URL, RELEASE_URL, REVIEW_URL); its runner
+then stamps owner, mode and times. Outside of it the submission stands for itself: its name, its time, a tag made of both.
+
+Points are what was earned: it is Classroom 50 that marks who is late.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timezone
+
+from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
+from hwfsdp.course.gradebook.results import Result
+
+RESULT, SCORES = "classroom50/result/v1", "classroom50/scores/v1"
+_SHORT_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,99}")
+
+
+def render_one(result: Result, book: Gradebook) -> str:
+    """The file for one submission."""
+    return json.dumps(as_data(result, book, os.environ), indent=1) + "\n"
+
+
+def as_data(result: Result, book: Gradebook, environ: Mapping[str, str]) -> Data:
+    """The same as data."""
+    shown = book.for_student(result)
+    at = (result.time or book.made).astimezone(timezone.utc)
+    tag = f"submit/{at:%Y-%m-%dT%H-%M-%SZ}-{result.digest[:7] or '0000000'}"
+    commit = environ.get("COMMIT_URL") or f"local:{result.digest}"
+    return {
+        "schema": RESULT,
+        "classroom": environ.get("CLASSROOM") or "hwfsdp",
+        "assignment": environ.get("ASSIGNMENT") or "hwfsdp",
+        "assignment_type": (
+            environ.get("MODE") if environ.get("MODE") in ("individual", "group") else "individual"
+        ),
+        "owner": environ.get("OWNER") or result.name,
+        "submission": environ.get("SUBMISSION_TAG") or tag,
+        "commit": commit,
+        "release": environ.get("RELEASE_URL") or commit,
+        "review": environ.get("REVIEW_URL") or commit,
+        "datetime": f"{at:%Y-%m-%dT%H:%M:%SZ}",
+        "graded_at": f"{book.made.astimezone(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        "score": result.score,
+        "max-score": result.max_score,
+        "tests": [_test(exercise, check, book) for exercise, check in shown.checks()],
+    }
+
+
+def _test(exercise: Data, check: Data, book: Gradebook) -> Data:
+    return {
+        "test-name": f"{check['id']}: {book.sentence(check['id'])}",
+        "passed": verdict(exercise, check) == "passed",
+        "score": check["points"],
+        "max-score": check["max_points"],
+        "message": "\n".join(evidence(exercise, check)),
+    }
+
+
+def render(book: Gradebook) -> Iterator[str]:
+    """The gradebook of a class."""
+    name = os.environ.get("ASSIGNMENT", "")
+    slug = name if _SHORT_NAME.fullmatch(name) else "hwfsdp"
+    yield f'{{"schema": "{SCORES}", "assignments": {{"{slug}": {{"type": "individual", "entries": ['
+    comma = ""
+    for result in book.results():
+        record = as_data(result, book, {"ASSIGNMENT": slug})
+        del record["assignment"]
+        if book.policy.deadline:
+            record["late"] = book.standing(result).late_seconds > 0
+        yield f"{comma}\n{json.dumps({'owner': result.name, 'submissions': [record]})}"
+        comma = ","
+    yield "\n]}}}\n"

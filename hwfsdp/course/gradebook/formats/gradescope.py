@@ -1,0 +1,87 @@
+"""Gradescope's results.json, one for each submission, read by students.
+
+Format: https://gradescope-autograders.readthedocs.io/en/latest/specs/ . Points that count are in `score`, which goes before
+those of `tests`; each check is a test. Nobody's place in a ranking is shown but that of points, under the name that each
+student chose.
+"""
+
+from __future__ import annotations
+
+import json
+
+from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
+from hwfsdp.course.gradebook.results import Result
+
+
+def render_one(result: Result, book: Gradebook) -> str:
+    """The file for one submission."""
+    return json.dumps(as_data(result, book), indent=1) + "\n"
+
+
+def as_data(result: Result, book: Gradebook) -> Data:
+    """The same as data."""
+    shown, standing = book.for_student(result), book.standing(result)
+    return {
+        "score": standing.final,
+        "execution_time": round(sum(float(exercise["seconds"]) for exercise in result.exercises), 1),
+        "output": "\n".join(_summary(result, book)),
+        "output_format": "text",
+        "test_output_format": "text",
+        "test_name_format": "text",
+        "visibility": "visible",
+        "stdout_visibility": "hidden",
+        "tests": [_test(exercise, index, check, book) for exercise, index, check in _checks(shown)],
+        "leaderboard": [{"name": "Points", "value": standing.final}],
+        "extra_data": {"course": book.version, "extra": shown.extra, "late": standing.as_dict()},
+    }
+
+
+def failed(reason: str) -> Data:
+    """A file for a submission that could not be graded: no points, and why."""
+    return {
+        "score": 0,
+        "output": reason,
+        "output_format": "text",
+        "visibility": "visible",
+        "stdout_visibility": "hidden",
+        "tests": [],
+        "extra_data": {},
+    }
+
+
+def _checks(result: Result) -> list[tuple[Data, int, Data]]:
+    return [
+        (exercise, index, check)
+        for exercise in result.exercises
+        for index, check in enumerate(exercise["checks"], 1)
+    ]
+
+
+def _summary(result: Result, book: Gradebook) -> list[str]:
+    standing = book.standing(result)
+    lines = [f"{result.score} of {result.max_score} points."]
+    if standing.late_seconds:
+        lines.append(
+            f"{standing.late_seconds / 3600:.1f} h late: {standing.penalty:g} points less, {standing.final:g} count."
+        )
+    lines += [
+        f"{name}: {found.get('score', 0)} of {found.get('max_score', 0)}"
+        for name, found in result.extra.items()
+    ]
+    return [*lines, *result.errors, *result.notes]
+
+
+def _test(exercise: Data, index: int, check: Data, book: Gradebook) -> Data:
+    misconception = check["misconception"]
+    return {
+        "name": f"{check['id']}: {book.sentence(check['id'])}",
+        "number": f"{int(exercise['exercise'])}.{index}",
+        "score": check["points"],
+        "max_score": check["max_points"],
+        "status": "passed" if verdict(exercise, check) == "passed" else "failed",
+        "output": "\n".join(evidence(exercise, check)),
+        "output_format": "text",
+        "tags": [exercise["exercise"], *([misconception] if misconception else [])],
+        "visibility": "visible",
+        "extra_data": {"misconception": misconception, "dependency": check["dependency"]},
+    }

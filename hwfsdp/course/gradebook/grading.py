@@ -1,0 +1,356 @@
+"""Grading a class: every submission of it, several at once, each result on disk as soon as there is one.
+
+    for result in grade_class([Path("handed_in")], course, Settings(jobs=4, journal=Path("grades.journal"))):
+        print(result.name, result.score)
+
+Submissions are read one after the other, each into a private folder that goes away with its result. Exercises that another
+run has graded already, just like this, come from the journal. What was over time while others ran beside it is repeated
+alone before it counts (`jobs`, Note [What a crowd may not cost]).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone, tzinfo
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.course.grade import checks_of
+from hwfsdp.course.gradebook import extras
+from hwfsdp.course.gradebook.archives import Limits
+from hwfsdp.course.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs
+from hwfsdp.course.gradebook.jobs import Order, Outcome, Pool
+from hwfsdp.course.gradebook.journal import Journal, Key, make_folder, remove_folder
+from hwfsdp.course.gradebook.late import implausible, match_times
+from hwfsdp.course.gradebook.results import UNKNOWN, Result
+from hwfsdp.course.gradebook.submissions import Collected, Handed, collect, find_submissions, printable
+from hwfsdp.course.manifest import PACKAGE, Course, Exercise
+from hwfsdp.course.verdict import CheckResult, Finding, Grade
+from hwfsdp.errors import UsageError
+
+NOT_GRADED = "was not graded"  # in an error: it is the grader that could not
+Data = dict[str, Any]
+
+
+class Progress(NamedTuple):
+    """How far a run is: submissions that are done, of how many; exercises graded; whose is being graded."""
+
+    done: int
+    total: int
+    exercises: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to grade a class.
+
+    Attributes:
+        jobs: exercises to grade at once, each with processes of its own.
+        mine: earlier exercises come from the same submission, not from the package.
+        seed: of all inputs; None draws one for the class. secret: inputs come from it, and nobody else knows them.
+        single: every path is one submission, whatever is in it.
+        journal: where results are written as they come; None: nowhere. resume: go on with what is there.
+        time_limit: seconds for everything; what is not graded by then counts nothing, and says so.
+        run_seconds: that one run of ranks may take; None: as usual.
+        submitted: name → when it was handed in; for others files tell. zone: of times that do not say theirs.
+        times_count: there is a deadline, so that a time nobody knows is an error.
+        left_out: files and folders of the grader's own, which are no submissions.
+        worker: the command of a process that grades, if not ours (`worker`).
+        on_progress: called now and then.
+    """
+
+    jobs: int = 1
+    mine: bool = False
+    seed: int | None = None
+    secret: bytes | None = None
+    single: bool = False
+    journal: Path | None = None
+    resume: bool = False
+    time_limit: float | None = None
+    run_seconds: float | None = None
+    submitted: Mapping[str, datetime] = field(default_factory=dict)
+    times_count: bool = False
+    left_out: tuple[Path, ...] = ()
+    zone: tzinfo = timezone.utc
+    limits: Limits = Limits()
+    worker: tuple[str, ...] = ()
+    on_progress: Callable[[Progress], None] = lambda progress: None
+
+
+def grade_class(paths: Sequence[Path], course: Course, settings: Settings = Settings()) -> Iterator[Result]:
+    """Grades every submission at these paths; gives each result as soon as it is there.
+
+    Args:
+        paths: submissions, or folders of them: folders, zip and tar archives, git checkouts.
+
+    Raises:
+        UsageError: a path, or a setting, cannot be used.
+    """
+    with ClassRun(paths, course, settings) as run:
+        yield from run.results()
+
+
+class ClassRun:
+    """One run over a class; `journal` holds its results.
+
+    Nothing is written before its block is entered, so that what is wrong with the class can be told before.
+    """
+
+    journal: Journal
+    inputs: Inputs
+    folder: Path
+
+    def __init__(self, paths: Sequence[Path], course: Course, settings: Settings = Settings()) -> None:
+        if settings.jobs < 1:
+            raise UsageError("--jobs", expected="1 or more", got=str(settings.jobs), remedy="Leave it out.")
+        self.course, self.settings = course, settings
+        self.handed = find_submissions(paths, course.exercises, settings.single, settings.left_out)
+        self.submitted = match_times(settings.submitted, self.handed)
+        self.version = course_version(course)
+        self.extras = extras.available(course)
+        self._hidden = secret_inputs(settings.secret) if settings.secret is not None else None
+        self._pending: dict[str, _Pending] = {}
+        self._ready: deque[Result] = deque()
+        self._again: list[Order] = []
+        self._done = self._graded = 0
+
+    def _begin(self) -> Inputs:
+        """Where inputs come from: the seed, the secret, or else the run that this one goes on with."""
+        settings, key = self.settings, self.journal.header.get("inputs") if self.settings.resume else None
+        hidden = self._hidden if settings.seed is None else None
+        inputs = hidden or draw_inputs(settings.seed, key)
+        kept = None if inputs.hidden or settings.seed is not None else inputs.key.hex()
+        self.journal.begin(
+            course=self.version, inputs=kept, fingerprint=inputs.fingerprint, folder=str(self.folder)
+        )
+        return inputs
+
+    def __enter__(self) -> ClassRun:
+        self.journal = Journal(self.settings.journal, self.settings.resume)
+        self.folder = make_folder()
+        self.inputs = self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        remove_folder(self.folder)
+        self.journal.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all submissions, in order."""
+        return [handed.name for handed in self.handed]
+
+    def results(self) -> Iterator[Result]:
+        """Grades; gives each result as soon as it is there."""
+        settings = self.settings
+        until = time.monotonic() + settings.time_limit if settings.time_limit else None
+        with Pool(self.course.root, self._on_check, until, list(settings.worker)) as pool:
+            yield from self._run(pool, self._orders(), settings.jobs, again=False)
+            alone = [order._replace(message={**order.message, "repeat": True}) for order in self._again]
+            self._again = []
+            yield from self._run(pool, iter(alone), 1, again=True)
+
+    def _run(self, pool: Pool, orders: Iterator[Order | None], size: int, again: bool) -> Iterator[Result]:
+        for ended in pool.run(orders, size):
+            if ended is not None:
+                self._note(*ended, again=again)
+            while self._ready:
+                self._done += 1
+                result = self._ready.popleft()
+                self._tell(result.name)
+                yield result
+
+    def _orders(self) -> Iterator[Order | None]:
+        """What is to be graded; None after a submission of which nothing is."""
+        for index, handed in enumerate(self.handed):
+            self._tell(handed.name)
+            pending = self._collect(handed, self.folder / str(index))
+            self._pending[handed.name] = pending
+            orders = [
+                order for exercise in self.course.exercises if (order := self._order(pending, exercise))
+            ]
+            orders += [order for name in self.extras if (order := self._extra_order(pending, name))]
+            pending.waiting = {order.what for order in orders}
+            yield from orders
+            if not orders:
+                self._finish(pending)
+                yield None
+
+    def _collect(self, handed: Handed, folder: Path) -> _Pending:
+        folder.mkdir()
+        collected = collect(handed, folder, self.course.exercises, self.settings.zone, self.settings.limits)
+        return _Pending(handed, collected)
+
+    def _order(self, pending: _Pending, exercise: Exercise) -> Order | None:
+        """What a worker has to do for an exercise; None if there is nothing to do."""
+        collected, number = pending.collected, exercise.number
+        if exercise.target in collected.problems:
+            pending.graded[number] = unreadable(exercise, collected.problems[exercise.target])
+        elif exercise.target not in collected.digests:
+            pending.graded[number] = Grade(exercise, _unrun(exercise)).as_dict()
+        elif (known := self.journal.known(self._key(pending, number))) is not None:
+            pending.graded[number] = known
+        else:
+            return self._ordered(pending, number)
+        return None
+
+    def _extra_order(self, pending: _Pending, name: str) -> Order | None:
+        if name not in pending.collected.digests or name in pending.collected.problems:
+            return None
+        if (known := self.journal.known(self._key(pending, name))) is not None:
+            pending.extra[name] = known["found"]
+            return None
+        return self._ordered(pending, name)
+
+    def _ordered(self, pending: _Pending, what: str) -> Order:
+        is_station = what not in self.extras and self.course.exercise(what).is_station
+        # one seed for all stations: what ranks report for one, they need not report again for another
+        seed, world_size = self.inputs.options("stations" if is_station else what)
+        message = {
+            "what": what,
+            "folder": str(pending.collected.folder),
+            "seed": seed,
+            "world_size": world_size,
+            "mine": self.settings.mine and not is_station,
+            "run_seconds": self.settings.run_seconds,
+            "repeat": self.settings.jobs == 1,
+        }
+        return Order(pending.handed.name, what, message)
+
+    def _key(self, pending: _Pending, what: str) -> Key:
+        """Of what is graded: the files, the course, the inputs."""
+        digests = pending.collected.digests
+        if what in self.extras:
+            files = [digests[what]]
+        else:
+            numbers = [
+                e for e in self.course.exercises if e.number == what or e.number < what and self.settings.mine
+            ]
+            files = [digests[target] for e in reversed(numbers) if (target := e.target) in digests]
+        how = [self.version, self.inputs.fingerprint, self.settings.run_seconds]
+        content = hashlib.sha256(json.dumps([files, how]).encode()).hexdigest()
+        return Key(pending.handed.name, what, content)
+
+    def _on_check(self, order: Order, check: Data) -> None:
+        self.journal.check(order.name, order.what, check)
+
+    def _note(self, order: Order, outcome: Outcome, again: bool) -> None:
+        """Takes what became of an order into the submission, or has it repeated."""
+        pending = self._pending[order.name]
+        if not again and (outcome.died or outcome.provisional):
+            if outcome.graded is not None and order.what not in self.extras:
+                self.journal.exercise(self._key(pending, order.what), outcome.graded, final=False)
+            self._again.append(order)
+            return
+        self._graded += 1
+        self._tell(order.name)
+        if order.what in self.extras:
+            self._note_extra(pending, order.what, outcome)
+        else:
+            self._note_exercise(pending, order.what, outcome)
+        pending.waiting.discard(order.what)
+        if not pending.waiting:
+            self._finish(pending)
+
+    def _note_exercise(self, pending: _Pending, number: str, outcome: Outcome) -> None:
+        exercise = self.course.exercise(number)
+        if outcome.graded is not None:
+            pending.graded[number] = outcome.graded
+            self.journal.exercise(self._key(pending, number), outcome.graded, final=True)
+            return
+        pending.graded[number] = not_graded(exercise, outcome.failed)
+        pending.collected.errors.append(f"exercise {number} {NOT_GRADED}: {outcome.failed}")
+
+    def _note_extra(self, pending: _Pending, name: str, outcome: Outcome) -> None:
+        if outcome.graded is None:
+            pending.collected.errors.append(f"{name} {NOT_GRADED}: {outcome.failed}")
+            return
+        pending.extra[name] = outcome.graded
+        self.journal.exercise(
+            self._key(pending, name), {"exercise": name, "found": outcome.graded}, final=True
+        )
+
+    def _finish(self, pending: _Pending) -> None:
+        collected = pending.collected
+        at, submitted_by = self._time(pending)
+        result = Result(
+            pending.handed.name,
+            tuple(pending.graded[exercise.number] for exercise in self.course.exercises),
+            pending.extra,
+            tuple(printable(error) for error in collected.errors),
+            tuple(printable(note) for note in collected.notes),
+            at.isoformat(),
+            hashlib.sha256(json.dumps(sorted(collected.digests.items())).encode()).hexdigest(),
+            submitted_by,
+        )
+        self.journal.submission(result)
+        shutil.rmtree(collected.folder, ignore_errors=True)
+        del self._pending[pending.handed.name]
+        self._ready.append(result)
+
+    def _time(self, pending: _Pending) -> tuple[datetime, str]:
+        """When it was handed in and who says so (late, Note [Whose word a time is])."""
+        collected, now = pending.collected, datetime.now(timezone.utc).replace(microsecond=0)
+        if (given := self.submitted.get(pending.handed.name)) is not None:
+            return given, "--submitted"
+        why_not = implausible(collected.submitted, now)
+        if collected.submitted is not None and not why_not:
+            return collected.submitted, collected.submitted_by
+        if self.settings.times_count:
+            says = f"the {by} tells {why_not}" if (by := collected.submitted_by) else "nothing tells one"
+            collected.errors.append(
+                f"time unknown, {says}: it counts as handed in when it was graded, {now:%Y-%m-%d %H:%M} UTC; "
+                "give its time with --submitted"
+            )
+        return now, UNKNOWN
+
+    def _tell(self, name: str) -> None:
+        self.settings.on_progress(Progress(self._done, len(self.handed), self._graded, name))
+
+
+@dataclass
+class _Pending:
+    """A submission that is being graded: what is known of it, and what is not yet."""
+
+    handed: Handed
+    collected: Collected
+    graded: dict[str, Data] = field(default_factory=dict)
+    extra: dict[str, Data] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
+
+
+def _unrun(exercise: Exercise) -> list[CheckResult]:
+    return [CheckResult(check) for check in checks_of(exercise)]
+
+
+def unreadable(exercise: Exercise, reason: str) -> Data:
+    """An exercise whose file cannot be read: nothing counts, the first check says why."""
+    results = _unrun(exercise)
+    results[0].passed, results[0].finding = False, Finding("not-python", reason)
+    return Grade(exercise, results, "error", results[0].finding).as_dict()
+
+
+def not_graded(exercise: Exercise, reason: str) -> Data:
+    """An exercise that the grader did not come to: no check was run, and each says why."""
+    found = Grade(exercise, _unrun(exercise), "error").as_dict()
+    checks = [{**check, "message": f"not graded: {reason}"} for check in found["checks"]]
+    return {**found, "checks": checks}
+
+
+@cache
+def course_version(course: Course) -> str:
+    """Of everything that a grade depends on but the submission: the package, and the manifests."""
+    digest = hashlib.sha256()
+    manifests = [exercise.folder / "exercise.toml" for exercise in course.exercises]
+    for path in [*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.rglob("*.toml")), *manifests]:
+        if path.is_file():
+            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

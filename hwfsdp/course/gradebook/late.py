@@ -1,0 +1,238 @@
+"""Late submissions: what they cost, and when each was handed in.
+
+    10%/day         a tenth of the points earned, for each begun day
+    0.5/h           half a point for each begun hour
+    10%/day max 50% the same, but never more than half of the points earned
+
+A penalty never takes more than what was earned. A time without an offset is one of the deadline's own.
+
+Note [Whose word a time is]
+    Only `--submitted` is the staff's. Times of archives, commits and files were written by whoever made these, so they are
+    shown with where they come from, and one that cannot be is not believed: such a submission counts as handed in when it
+    was graded.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone, tzinfo
+from pathlib import Path
+
+from hwfsdp.course.gradebook.results import UNKNOWN, Result
+from hwfsdp.course.gradebook.submissions import Handed
+from hwfsdp.errors import UsageError
+
+UNITS = {
+    "minute": 60,
+    "min": 60,
+    "hour": 3600,
+    "h": 3600,
+    "day": 86400,
+    "d": 86400,
+    "week": 604800,
+    "w": 604800,
+}
+OLDEST = datetime(2000, 1, 1, tzinfo=timezone.utc)  # an older time is what tools write that know none
+AHEAD = timedelta(days=1)  # a clock may be wrong, and a zone
+_RULE = re.compile(
+    r"\s*(?P<rate>\d+(?:\.\d+)?)\s*(?P<percent>%?)\s*/\s*(?P<unit>[a-z]+)"
+    r"(?:\s*,?\s*max\s*(?P<most>\d+(?:\.\d+)?)\s*(?P<most_percent>%?))?\s*"
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What being late costs.
+
+    Attributes:
+        rate: for each begun unit of `seconds`: percent of the points earned, or points.
+        most: the largest penalty, in percent of the points earned or in points; None: all points.
+    """
+
+    rate: float
+    percent: bool
+    seconds: int
+    most: float | None = None
+    most_percent: bool = False
+
+    def penalty(self, points: float, late: timedelta) -> float:
+        """Points taken off, rounded to hundredths."""
+        units = math.ceil(max(0.0, late.total_seconds()) / self.seconds)
+        taken = self.rate * units * (points / 100 if self.percent else 1)
+        if self.most is not None:
+            taken = min(taken, self.most * (points / 100 if self.most_percent else 1))
+        return round(min(taken, points), 2)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Of one submission: points earned, points taken off for being late, points that count, seconds late.
+
+    Attributes:
+        time_unknown: nobody knows when it was handed in, so all this is of when it was graded.
+    """
+
+    raw: float
+    penalty: float
+    final: float
+    late_seconds: int
+    time_unknown: bool = False
+
+    def as_dict(self) -> dict[str, float | int]:
+        return {
+            "raw": self.raw,
+            "penalty": self.penalty,
+            "final": self.final,
+            "late_seconds": self.late_seconds,
+            "time_unknown": self.time_unknown,
+        }
+
+
+@dataclass(frozen=True)
+class LatePolicy:
+    """A deadline and a rule; without a deadline nothing is late, without a rule it costs nothing."""
+
+    deadline: datetime | None = None
+    rule: Rule | None = None
+
+    @property
+    def zone(self) -> tzinfo:
+        """Of wall clock times that do not say theirs."""
+        return (self.deadline.tzinfo if self.deadline else None) or timezone.utc
+
+    def standing(self, result: Result) -> Standing:
+        """What counts of a submission."""
+        late = timedelta(0)
+        if self.deadline and result.time:
+            late = max(timedelta(0), result.time - self.deadline)
+        penalty = self.rule.penalty(result.score, late) if self.rule else 0.0
+        final = round(result.score - penalty, 2)
+        seconds = math.ceil(late.total_seconds())
+        return Standing(result.score, penalty, final, seconds, result.submitted_by == UNKNOWN)
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule as it is written on the command line.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = _RULE.fullmatch(text.casefold())
+    unit = (found["unit"].removesuffix("s") if len(found["unit"]) > 1 else found["unit"]) if found else ""
+    if found is None or unit not in UNITS:
+        raise UsageError(
+            "--late",
+            expected="a rule such as 10%/day, 0.5/h or '10%/day max 50%'",
+            got=repr(text),
+            remedy="Units are minute, hour, day and week.",
+        )
+    most = float(found["most"]) if found["most"] else None
+    return Rule(
+        float(found["rate"]), found["percent"] == "%", UNITS[unit], most, found["most_percent"] == "%"
+    )
+
+
+def parse_time(text: str, what: str, zone: tzinfo | None = None) -> datetime:
+    """A time in ISO 8601. One without an offset is in `zone`, by default that of this machine.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        found = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise UsageError(
+            what,
+            expected="a time such as 2026-12-01T23:59+01:00",
+            got=repr(text),
+            remedy="Write date, T, time and offset.",
+        ) from None
+    if found.tzinfo is not None:
+        return found
+    return found.replace(tzinfo=zone) if zone else found.astimezone()
+
+
+def read_times(path: Path, zone: tzinfo) -> Mapping[str, datetime]:
+    """Times of submissions from a CSV file with two columns, name and time; a header is allowed.
+
+    Raises:
+        UsageError: it cannot be read, or a row is none.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(
+            f"--submitted {path}",
+            expected="a CSV file",
+            got=getattr(error, "strerror", None) or str(error),
+            remedy="Check the path, and that it is UTF-8.",
+        ) from None
+    times: dict[str, datetime] = {}
+    for index, row in enumerate(rows):
+        if len(row) < 2:
+            raise UsageError(
+                f"--submitted {path}, row {index + 1}",
+                expected="name,time",
+                got=",".join(row),
+                remedy="Write two columns.",
+            )
+        if index == 0 and row[1].strip().casefold() in ("time", "submitted", "timestamp", "date"):
+            continue
+        name, what = row[0].strip(), f"--submitted {path}, row {index + 1}"
+        if name in times:
+            raise UsageError(
+                what,
+                expected="one row for each name",
+                got=f"another for {name}",
+                remedy="Keep the one that counts.",
+            )
+        times[name] = parse_time(row[1], what, zone)
+    return times
+
+
+def match_times(given: Mapping[str, datetime], handed: Sequence[Handed]) -> dict[str, datetime]:
+    """Times by the names of submissions; they are given by these, or by the names of files and folders.
+
+    Raises:
+        UsageError: a name is not that of one submission, or two mean the same one.
+    """
+    names, files = {each.name for each in handed}, defaultdict[str, list[str]](list)
+    for each in handed:
+        files[each.path.name].append(each.name)
+    found: dict[str, datetime] = {}
+    wrong = []
+    for name, at in given.items():
+        meant = [name] if name in names else files.get(name, [])
+        if len(meant) == 1 and meant[0] not in found:
+            found[meant[0]] = at
+        else:
+            wrong.append(name)
+    if wrong:
+        raise UsageError(
+            "--submitted",
+            expected=f"names of submissions, each once, such as {some_of(sorted(names))}",
+            got=some_of(wrong),
+            remedy="Correct these rows, or take them out.",
+        )
+    return found
+
+
+def some_of(names: Sequence[str], count: int = 5) -> str:
+    """The first of these, and how many more there are."""
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
+
+
+def implausible(at: datetime | None, now: datetime) -> str:
+    """Why nothing can have been handed in at a time that files tell; "" if it can."""
+    if at is None:
+        return "no time that can be read"
+    if at < OLDEST:
+        return f"{at:%Y-%m-%d}, before {OLDEST.year}"
+    return f"{at:%Y-%m-%d}, in the future" if at > now + AHEAD else ""

@@ -1,0 +1,252 @@
+"""Submissions: found, read, and laid out for graders in a private folder.
+
+Only files that an exercise needs are written there, each below the size limit, under names of ours. Whatever keeps one from
+being read is told by name; the others are graded all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone, tzinfo
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.course.gradebook.archives import SUFFIXES, Limits, Refused, Source, open_source
+from hwfsdp.course.gradebook.commits import commit_time
+from hwfsdp.course.gradebook.layout import EXTRA_FILES, choose, is_junk, is_submission
+from hwfsdp.course.manifest import OWN_FILE, Exercise
+from hwfsdp.course.stations.stages import undeclared
+from hwfsdp.errors import UsageError
+
+
+class Handed(NamedTuple):
+    """One submission: a folder or an archive, and its name in the gradebook, which no other one has."""
+
+    name: str
+    path: Path
+
+
+@dataclass
+class Collected:
+    """A submission laid out for grading.
+
+    Attributes:
+        folder: holds `NN_topic/topic.py` for each file that could be read.
+        digests: an exercise's target, or name of an extra → SHA-256 of what is there; only of what is.
+        problems: an exercise's target, or name of an extra → why its file is not graded.
+        errors, notes: for the gradebook, one line each.
+        submitted: when it was handed in, as far as files tell; submitted_by: which, "commit", "archive" or "file".
+    """
+
+    folder: Path
+    digests: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    submitted: datetime | None = None
+    submitted_by: str = ""
+
+
+def find_submissions(
+    paths: Sequence[Path],
+    exercises: Sequence[Exercise],
+    single: bool = False,
+    left_out: Iterable[Path] = (),
+) -> list[Handed]:
+    """The submissions at these paths: each is one itself, or a folder of them.
+
+    Args:
+        single: every path is one submission, whatever is in it.
+        left_out: files and folders of the grader, which may lie among the submissions.
+
+    Raises:
+        UsageError: a path is not there, or a folder is empty.
+    """
+    found: list[Path] = []
+    ours = {_placed(path) for path in left_out}
+    for path in paths:
+        if not path.exists():
+            raise UsageError(
+                f"submission {path}", expected="a folder", got="none of this name", remedy="Check the path."
+            )
+        if (
+            single
+            or not path.is_dir()
+            or is_submission(_near(path), exercises)
+            or _has_folders(path, exercises)
+        ):
+            found.append(path.resolve() if path.is_symlink() else path)  # who says it means it
+            continue
+        entries = sorted(
+            entry for entry in path.iterdir() if not _is_hidden(entry.name) and not _is_ours(entry, ours)
+        )
+        if not entries:
+            raise UsageError(
+                f"submission {path}",
+                expected=f"files such as {exercises[0].target}, or submissions",
+                got="none",
+                remedy="Give the folder that holds the exercises, or the submissions.",
+            )
+        found += entries
+    return [Handed(name, path) for name, path in zip(unique_names(found), found, strict=True)]
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or is_junk(name)
+
+
+def _placed(path: Path) -> Path:
+    """Where a path is, itself not followed if it is a link."""
+    return path.parent.resolve() / path.name
+
+
+def _is_ours(path: Path, ours: set[Path]) -> bool:
+    """Whether a path is the grader's, or a folder in which nothing else is."""
+    place = _placed(path)
+    if place in ours:
+        return True
+    if path.is_symlink() or not path.is_dir() or not any(each.is_relative_to(place) for each in ours):
+        return False
+    return all(_is_ours(entry, ours) for entry in path.iterdir())
+
+
+def _near(folder: Path) -> list[str]:
+    """The paths of files where those of a submission would be; without a walk through what may be a whole class."""
+    found = [entry.name for entry in folder.iterdir() if not entry.is_dir()]
+    for inner in (entry for entry in folder.iterdir() if entry.name.casefold() == "exercises"):
+        if inner.is_dir():
+            found += [f"{inner.name}/{entry.name}" for entry in inner.iterdir() if not entry.is_dir()]
+    return found
+
+
+def _has_folders(folder: Path, exercises: Sequence[Exercise]) -> bool:
+    """Whether there are folders of exercises in it."""
+    wanted = {exercise.directory.casefold() for exercise in exercises}
+    inner = [entry for entry in folder.iterdir() if entry.name.casefold() == "exercises" and entry.is_dir()]
+    return any(
+        entry.name.casefold() in wanted and entry.is_dir()
+        for each in (folder, *inner)
+        for entry in each.iterdir()
+    )
+
+
+def unique_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each: of the file without its suffix, and more of the path where two would have the same."""
+    tries = [
+        [printable(_stem(path.absolute().name)) for path in paths],
+        [printable(path.absolute().name) for path in paths],
+        [printable("/".join(path.absolute().parts[-2:])) for path in paths],
+        [f"{printable(str(path))} ({index})" for index, path in enumerate(paths, 1)],
+    ]
+    chosen: list[str] = []
+    for index in range(len(paths)):
+        names = [names for names in tries if _is_unique(names, index)]
+        chosen.append(names[0][index])
+    return chosen
+
+
+def _is_unique(names: Sequence[str], index: int) -> bool:
+    """Whatever the case of its letters, as files of reports have to be told apart on any disk."""
+    folded = [name.casefold() for name in names]
+    return folded.count(folded[index]) == 1
+
+
+def _stem(name: str) -> str:
+    return next(
+        (name[: -len(end)] for end in SUFFIXES if name.casefold().endswith(end) and name != end), name
+    )
+
+
+def printable(text: str) -> str:
+    """A name as any terminal, file or page can show it."""
+    text = os.fsencode(text).decode(errors="backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def collect(
+    handed: Handed,
+    folder: Path,
+    exercises: Sequence[Exercise],
+    zone: tzinfo = timezone.utc,
+    limits: Limits = Limits(),
+) -> Collected:
+    """Reads a submission and writes what is to be graded below `folder`, which is private."""
+    collected = Collected(folder)
+    try:
+        with open_source(handed.path, zone, limits) as source:
+            taken = _take(source, collected, exercises)
+            collected.errors[:0] = source.problems
+            collected.submitted, collected.submitted_by = _time_of(handed.path, source, taken)
+    except Refused as refused:
+        collected.errors.append(str(refused))
+    return collected
+
+
+def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -> list[str]:
+    """Writes what is to be graded, and says what is not; the paths in the submission that were chosen."""
+    choice = choose(source.paths, exercises)
+    called = {e.target: OWN_FILE if e.is_station else f"exercise {e.number}" for e in exercises}
+    for target, paths in choice.ambiguous.items():
+        collected.problems[target if target in called else target.split("/")[0]] = (
+            f"there are {len(paths)} files for it, {' and '.join(paths[:3])}; expected one"
+        )
+    counts: dict[str, int] = {}
+    for target, path in choice.taken.items():
+        key = target if target in called else target.split("/")[0]
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] > EXTRA_FILES:
+            collected.problems[key] = f"more than {EXTRA_FILES} files"
+            continue
+        try:
+            text = _write(collected, target, source.read(path), key)
+        except Refused as refused:
+            collected.problems[key] = f"{path}: {refused}"
+            continue
+        if target in choice.renamed:
+            collected.notes.append(f"{path} was taken for {target}")
+        if not text.strip():
+            collected.notes.append(f"{path} is empty")
+        if target == OWN_FILE and (words := undeclared(text)):
+            of = ", ".join(f"{count} of station {number}" for number, count in words.items())
+            collected.notes.append(
+                f"{path}: functions are the reference's word for word, and no line says so: {of}"
+            )
+    collected.errors += [
+        f"{called.get(key, key)}: {reason}" for key, reason in sorted(collected.problems.items())
+    ]
+    collected.errors += [
+        f"{path} lies deeper than the other files, and was not graded" for path in choice.deeper
+    ]
+    if not choice.taken and not choice.ambiguous and not source.problems:
+        first = exercises[0]
+        collected.errors.append(f"no file of any exercise; expected files such as {first.target}")
+    return list(choice.taken.values())
+
+
+def _write(collected: Collected, target: str, content: bytes, key: str) -> str:
+    """Writes a file where graders look for it; its text."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise Refused("bytes that are not UTF-8") from None
+    path = collected.folder / target
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    both = f"{collected.digests.get(key, '')}{target}".encode() + content
+    collected.digests[key] = hashlib.sha256(both).hexdigest()
+    return text
+
+
+def _time_of(path: Path, source: Source, taken: Iterable[str]) -> tuple[datetime | None, str]:
+    """When it was handed in, and what says so: the commit that is checked out, or the archive's newest file, or the newest
+    file that is graded.
+    """
+    if (committed := commit_time(path)) is not None:
+        return committed, "commit"
+    if not hasattr(source, "written"):
+        return source.newest, "archive"
+    written = [source.written(name) for name in taken if source.paths[name] is None]
+    return (None if None in written else max(written, default=None)), "file"

@@ -1,0 +1,158 @@
+"""How many machine-made mistakes the checks of an exercise notice.
+
+    python -m hwfsdp.course mutants [NN …]
+
+Every mutant of every hole is graded as an answer. One that gets full marks has survived: the checks are too weak, or the
+mutant does the same as the reference. The latter are listed, with the reason, in `tests/course/survivors/<topic>.toml`:
+
+    [[survivor]]
+    hole = "chunk_extent"
+    before = "…"
+    after = "…"
+    reason = "…"
+
+Stations share one file, so mistakes are made in the file as it is after the last one. A station has the mistakes in the functions that
+begin there; the checks of all stations are run until one of them notices.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.course import holes
+from hwfsdp.course.capstone.homework import Homework, solution_path
+from hwfsdp.course.grade import Options
+from hwfsdp.course.manifest import Course, Exercise
+from hwfsdp.course.mutants import Mutant, mutants, sample
+from hwfsdp.course.pool import grading_pool
+from hwfsdp.course.stations.stages import LAST, stage
+from hwfsdp.course.submission import solution
+from hwfsdp.course.verdict import Grade
+from hwfsdp.course.workbook import SEED
+from hwfsdp.errors import UsageError
+
+SECONDS = 6.0  # of one run; a mutant that takes longer is killed. Stations train, and take as long as they do
+
+
+class HoleMutant(NamedTuple):
+    """A mutant of one hole."""
+
+    hole: str
+    mutant: Mutant
+
+    def __str__(self) -> str:
+        return f"{self.hole}, {self.mutant}"
+
+
+@dataclass
+class KillRate:
+    """What became of an exercise's mutants."""
+
+    exercise: Exercise
+    killed: list[HoleMutant] = field(default_factory=list)
+    survived: list[HoleMutant] = field(default_factory=list)  # and are not listed
+    equivalent: list[HoleMutant] = field(default_factory=list)  # are listed, with a reason
+
+    def __str__(self) -> str:
+        graded_ones = len(self.killed) + len(self.survived)
+        rate = len(self.killed) / graded_ones if graded_ones else 1.0
+        return (
+            f"{self.exercise.number} {self.exercise.title}: {len(self.killed)} of {graded_ones} killed ({rate:.0%}), "
+            f"{len(self.equivalent)} equivalent"
+        )
+
+
+def solved(course: Course, exercise: Exercise) -> str:
+    """The right answer that mistakes are made in: of an exercise, or of the homework."""
+    return solution_path(course).read_text() if isinstance(exercise, Homework) else solution(exercise)
+
+
+# a range that a profiler shows, and nothing else in the same statement; without it no number is another
+RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^()]*\):.*")
+
+
+def function_names(exercise: Exercise) -> list[str]:
+    """Where mistakes are made: in the holes; of a station in the functions of the last file that begin there."""
+    if not exercise.is_station:
+        return exercise.hole_names
+    if int(exercise.number) > LAST:
+        return []  # nothing is written there that has not been written before
+    stages = [_functions_at(number) for number in range(LAST + 1)]
+    begun = [name for name in stages[LAST] if stages[int(exercise.number)].get(name) != stages[0].get(name)]
+    before = stages[int(exercise.number) - 1]
+    return [name for name in begun if before.get(name) == stages[0].get(name)]
+
+
+def _functions_at(station: int) -> dict[str, str]:
+    """The text of each function and method, by name, as it is after a station; 0 is the starter."""
+    text = stage(station)
+    return {name: holes.extract(text, name) for name in holes.functions(text)}
+
+
+def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
+    """List all mutants of these functions, in order. Mutants that only drop a profiler's range are left out."""
+    text = solved(course, exercise)
+    found = []
+    for name in function_names(exercise):
+        hole = holes.extract(text, name)
+        lines = hole.splitlines()
+        for mutant in mutants(hole):
+            if mutant.operator != "drop context" or not RANGE.fullmatch(lines[mutant.line - 1]):
+                found.append(HoleMutant(name, mutant))
+    return found
+
+
+def hole_sample(course: Course, exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
+    """Some of them, of every kind of change as evenly as possible."""
+    found = hole_mutants(course, exercise)
+    chosen = sample([each.mutant for each in found], count, seed)
+    return [each for each in found if any(each.mutant is mutant for mutant in chosen)]
+
+
+def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str, str]]:
+    """(hole, before, after) of the mutants that are listed.
+
+    Raises:
+        UsageError: the list cannot be read, or an entry has no reason.
+    """
+    path = course.root / "tests" / "course" / "survivors" / f"{exercise.topic}.toml"
+    if not path.exists():
+        return set()
+    try:
+        entries = tomllib.loads(path.read_text()).get("survivor", [])
+        assert all(entry["reason"].strip() for entry in entries), "a survivor without a reason"
+        return {(entry["hole"], entry["before"], entry["after"]) for entry in entries}
+    except (ValueError, KeyError, AssertionError) as error:
+        raise UsageError(
+            f"survivors of {exercise.number}",
+            expected="hole, before, after and reason of each",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"See {Path(path).name}.",
+        ) from None
+
+
+def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
+    """Grades mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
+    rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solved(course, exercise)
+    judge = exercise  # whose checks are run
+    if exercise.is_station and exercise.number != "02":  # nothing needs 02
+        judge = course.exercise(LAST)
+    station = judge.is_station
+    options = Options(station, SEED, None if station else SECONDS, repeat=False, thorough=False)
+    with grading_pool(course) as pool:
+        grades: list[tuple[HoleMutant, Future[Grade]]] = []
+        for each in chosen:
+            hole, mutant = each
+            if (hole, mutant.before, mutant.after) in known:
+                rate.equivalent.append(each)
+            else:
+                grades.append((each, pool.submit(judge, holes.splice(text, hole, mutant.text), options)))
+        for each, grade in grades:
+            (rate.survived if grade.result().has_everything else rate.killed).append(each)
+    return rate

@@ -1,0 +1,154 @@
+"""What a learner handed in for the lab: `answers.toml`, read as data and never run.
+
+    [01_flat_loss]
+    evidence = 4096        # a number, or a name in quotes
+    cause = "B"            # a letter
+    fix = "D"
+
+A table, or a value, that is missing or "" was not answered. Whatever else is in the file is refused, in one line that
+says where: a mistyped name would otherwise be an answer that silently does not count.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.course.lab.bugs import Bug
+from hwfsdp.errors import UsageError
+from hwfsdp.observe.validate import printable, shown
+
+FILE = "answers.toml"
+LARGEST = 1 << 16  # bytes of a file that anyone wrote
+QUESTIONS = ("evidence", "cause", "fix")
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_TOLERANCE = 0.02  # of a ratio
+
+
+class Answers(NamedTuple):
+    """The answers to one bug, as they were written; "" if there is none."""
+
+    evidence: str = ""
+    cause: str = ""
+    fix: str = ""
+
+
+def find_answers(folder: Path) -> Path:
+    """The file in a submission's folder, in `lab/` below it or in itself; the former if there is none."""
+    nested, flat = folder / "lab" / FILE, folder / FILE
+    return flat if flat.exists() and not nested.exists() else nested
+
+
+def read_answers(path: Path, bugs: Iterable[Bug]) -> dict[str, Answers]:
+    """The answers by directory of the bug; those that are missing are empty. None of them if there is no file.
+
+    Raises:
+        UsageError: the file is not one of answers.
+    """
+    known = [bug.directory for bug in bugs]
+    try:
+        found = tomllib.loads(_read_text(path))
+    except FileNotFoundError:
+        found = {}
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        what = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _refused(path, "TOML", printable(what), "Compare with the file as it was given.") from None
+    answers = {directory: Answers() for directory in known}
+    for name, table in found.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1) or known[:1]
+            raise _refused(
+                path,
+                "tables named as the bugs' folders",
+                f"[{printable(name[:40])}]",
+                f"Did you mean [{close[0]}]?",
+            )
+        answers[name] = _read_table(path, name, table)
+    return answers
+
+
+def _read_table(path: Path, name: str, table: Any) -> Answers:
+    if not isinstance(table, dict):
+        raise _refused(path, f"a table [{name}]", shown(table), f"Write [{name}] on a line of its own.")
+    for key in table:
+        if key not in QUESTIONS:
+            remedy = "Check the spelling; comments begin with #."
+            raise _refused(path, f"{', '.join(QUESTIONS)} in [{name}]", printable(key[:40]), remedy)
+    return Answers(**{key: _read_value(path, f"{key} of [{name}]", value) for key, value in table.items()})
+
+
+def _read_value(path: Path, name: str, value: Any) -> str:
+    if type(value) in (int, float) and shown(value) == str(value):
+        return str(value)
+    if type(value) is str and len(value) <= 100:
+        return value.strip()
+    raise _refused(path, f"one number or short text as {name}", shown(value), "Put names in quotes.")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(0, "something that is no file")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise OSError(0, f"more than {LARGEST:,} bytes")
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError:
+        got = "bytes that are not UTF-8"
+    except OSError as error:
+        got = error.strerror or "an error"
+    raise _refused(path, "a text in UTF-8", got, "Check the file, how it was saved, and its permissions.")
+
+
+def _refused(path: Path, expected: str, got: str, remedy: str) -> UsageError:
+    return UsageError(f"answers {path}", expected=expected, got=got, remedy=remedy)
+
+
+# --- Evidence as it was typed --------------------------------------------------------------------------------
+
+
+class Unreadable(Exception):
+    """A value that is not of the kind that was asked for; the text says what was expected."""
+
+
+def agrees(kind: str, typed: str, measured: str) -> bool:
+    """Whether what was typed is what was measured (`evidence.Measured.value`).
+
+    Raises:
+        Unreadable: it is of another kind.
+    """
+    if kind == "name":
+        return _name(typed) == _name(measured)
+    given = _number(kind, typed)
+    if kind == "whole":
+        return given == int(measured)
+    return abs(given - Fraction(measured)) <= _TOLERANCE * abs(Fraction(measured))
+
+
+def _name(text: str) -> str:
+    plain = text.strip("'\"` ").lower().removeprefix("torch.")
+    return _ALIASES.get(plain, plain)
+
+
+def _number(kind: str, typed: str) -> Fraction:
+    """A number as people write it: 65,536 or 65_536 or 65536 B; a ratio as 0.25 or 1/4."""
+    plain = typed.lower()
+    for unit in ("bytes", "byte", "b"):
+        plain = plain.removesuffix(unit).rstrip()
+    plain = plain.replace("_", "").replace(" ", "")
+    if kind == "whole":
+        plain = plain.replace(",", "")
+    try:
+        if len(plain) > 30 or "e" in plain:  # Fraction("1e999999999") would not come to an end
+            raise ValueError(plain)
+        return Fraction(plain)
+    except (ValueError, ZeroDivisionError):
+        example = "a whole number such as 65536" if kind == "whole" else "a number such as 0.25"
+        raise Unreadable(example) from None

@@ -1,0 +1,193 @@
+"""What a bug of the lab is: a script, a symptom, and three questions.
+
+    exercises/lab/01_flat_loss/
+        train.py      written by hand: the broken script; runs as it is
+        bug.toml      written by hand: symptom, where to look, evidence, choices
+        README.md     made from bug.toml (`workshop`)
+
+A choice says what it would predict (`if_so`), the right ones too: a diagnosis is a prediction that evidence confirms or
+refutes. So nothing in a learner's reach tells the right ones from the others. Which they are is in `solutions/lab/key.toml`.
+
+Note [Letters]
+    Choices are shown under letters, in the order of a hash of bug, question and choice. It is the same in every copy of the
+    course, changes when a choice is added or renamed, and has nothing to do with the order in which they were written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.course.manifest import Course
+from hwfsdp.errors import UsageError
+
+LETTERS = "ABCDEFGH"
+CHOSEN = ("cause", "fix")  # the questions with choices
+KINDS = ("whole", "ratio", "name")
+ENDS = ("together", "alone", "never")
+FEWEST = 4  # choices
+
+
+class Choice(NamedTuple):
+    """A possible answer.
+
+    Attributes:
+        name: within its question. text: as it is shown.
+        if_so: what the run would show if it were right; a sentence.
+    """
+
+    name: str
+    text: str
+    if_so: str
+
+
+class Evidence(NamedTuple):
+    """What to read off the trace or the output.
+
+    Attributes:
+        question: asks for one value. kind: one of `KINDS`.
+        measure: how `evidence` finds it; the key "measure" names the function, the others are its arguments.
+    """
+
+    question: str
+    kind: str
+    measure: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One bug.
+
+    Attributes:
+        directory: name of its folder, and of the table in answers.toml; the first two characters are its number.
+        symptom: as a bug report would put it. look: where to look. shows: what the run shows, {evidence} in it.
+        choices: by question, in the order of the letters (Note [Letters]).
+        ends: "together": its ranks stay in step, so other scripts may run on them afterwards; "alone": they do not;
+            "never": the run does not end by itself.
+    """
+
+    directory: str
+    title: str
+    symptom: str
+    look: tuple[str, ...]
+    shows: str
+    evidence: Evidence
+    choices: dict[str, tuple[Choice, ...]]
+    ends: str
+    folder: Path
+
+    @property
+    def number(self) -> str:
+        return self.directory[:2]
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "train.py"
+
+    def digest(self) -> str:
+        """SHA-256 of the script's text, whatever its line ends are."""
+        try:
+            return hashlib.sha256(self.script.read_text(encoding="utf-8").encode()).hexdigest()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def choice(self, question: str, letter: str) -> Choice | None:
+        """The choice under a letter; None if there is none."""
+        place = LETTERS.find(letter) if len(letter) == 1 else -1
+        found = self.choices[question]
+        return found[place] if 0 <= place < len(found) else None
+
+    def letter(self, question: str, name: str) -> str:
+        """The letter of a choice.
+
+        Raises:
+            UsageError: there is no such choice.
+        """
+        names = [choice.name for choice in self.choices[question]]
+        if name not in names:
+            raise UsageError(
+                f"{question} of {self.directory}",
+                expected=f"one of {', '.join(sorted(names))}",
+                got=repr(name),
+                remedy="Change the key or bug.toml.",
+            )
+        return LETTERS[names.index(name)]
+
+
+def lab_folder(course: Course) -> Path:
+    """Where the lab is in a course."""
+    return course.root / "exercises" / "lab"
+
+
+def read_bugs(course: Course) -> tuple[Bug, ...]:
+    """All bugs, in order.
+
+    Raises:
+        UsageError: there are none, or a `bug.toml` is not one.
+    """
+    found = tuple(map(_read_bug, sorted(lab_folder(course).glob("[0-9][0-9]_*/bug.toml"))))
+    if not found:
+        raise UsageError(
+            "the lab",
+            expected="folders such as exercises/lab/01_flat_loss",
+            got=f"none in {lab_folder(course)}",
+            remedy="Take exercises/lab from the course again.",
+        )
+    return found
+
+
+def find_bug(bugs: tuple[Bug, ...], number: str) -> Bug:
+    """The bug of this number. Raises UsageError if there is none."""
+    for bug in bugs:
+        if number.isascii() and number.isdecimal() and int(number) == int(bug.number):
+            return bug
+    raise UsageError(
+        f"bug {number[:40]!r}",
+        expected=f"a number, {int(bugs[0].number)} to {int(bugs[-1].number)}",
+        got="none of them",
+        remedy="See: hwfsdp lab",
+    )
+
+
+def _read_bug(path: Path) -> Bug:
+    directory = path.parent.name
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        asked = dict(found["evidence"])
+        evidence = Evidence(_text(asked.pop("question")), str(asked.pop("kind")), asked)
+        choices = {question: _read_choices(directory, question, found[question]) for question in CHOSEN}
+        texts = [_text(found[name]) for name in ("title", "symptom", "shows")]
+        look = tuple(map(_text, found["look"]))
+        ends = str(found["ends"])
+        if evidence.kind not in KINDS or ends not in ENDS:
+            raise ValueError(f"kind {evidence.kind!r}, ends {ends!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{directory}/bug.toml",
+            expected="title, symptom, look, shows, ends, evidence, cause and fix",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Compare with that of another bug.",
+        ) from None
+    title, symptom, shows = texts
+    return Bug(directory, title, symptom, look, shows, evidence, choices, ends, path.parent)
+
+
+def _read_choices(directory: str, question: str, given: dict[str, dict[str, str]]) -> tuple[Choice, ...]:
+    choices = [Choice(name, _text(each["text"]), _text(each["if_so"])) for name, each in given.items()]
+    if not FEWEST <= len(choices) <= len(LETTERS):
+        raise ValueError(f"{question} has {len(choices)} choices")
+
+    def place(choice: Choice) -> bytes:
+        return hashlib.sha256(f"{directory}/{question}/{choice.name}".encode()).digest()
+
+    return tuple(sorted(choices, key=place))
+
+
+def _text(value: Any) -> str:
+    """One paragraph, whatever its line breaks; blank lines are kept."""
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError(f"{value!r} is no text")
+    return "\n\n".join(" ".join(part.split()) for part in value.strip().split("\n\n"))

@@ -1,0 +1,163 @@
+"""What the command `hwfsdp lab` does; each function returns the exit status.
+
+The verdict of the last check of each bug is kept in `.hwfsdp/lab_standing.json` of the course. It belongs to the answers that
+it was made for: when they change, it is forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.course.lab import report
+from hwfsdp.course.lab.answers import Answers, find_answers, read_answers
+from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, find_bug, read_bugs
+from hwfsdp.course.lab.grading import LabGrade, grade_lab
+from hwfsdp.course.lab.report import Standing
+from hwfsdp.course.lab.running import SECONDS, run_script
+from hwfsdp.course.manifest import Course, find_course
+from hwfsdp.course.report import Style
+from hwfsdp.errors import UsageError
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.plot.export import View, export
+
+_POINTS = 3  # of a bug
+_SHOWN = 4.0  # seconds after which a script that hangs is ended
+
+
+def list_bugs(as_json: bool) -> int:
+    """Prints all bugs and how far the learner is."""
+    course = find_course()
+    standings = list(_standings(course, read_bugs(course)))
+    if as_json:
+        print(json.dumps([each.as_dict() for each in standings], indent=2))
+    else:
+        print(report.listed(standings, Style()))
+    return 0
+
+
+def show(number: str, as_json: bool) -> int:
+    """Prints symptom and questions of one bug."""
+    bug = find_bug(read_bugs(find_course()), number)
+    print(json.dumps(_questions(bug), indent=2) if as_json else report.shown(bug, Style()))
+    return 0
+
+
+def _questions(bug: Bug) -> dict[str, Any]:
+    choices = {
+        question: dict(zip(LETTERS, (choice.text for choice in bug.choices[question]))) for question in CHOSEN
+    }
+    return {
+        "bug": bug.directory,
+        "title": bug.title,
+        "symptom": bug.symptom,
+        "look": list(bug.look),
+        "evidence": bug.evidence.question,
+        **choices,
+    }
+
+
+def run(number: str, out: Path | None, as_json: bool) -> int:
+    """Runs the script of a bug as it is now, under the recorder; writes its trace and pictures of it."""
+    bug = find_bug(read_bugs(find_course()), number)
+    target = out or Path("runs") / "lab" / bug.directory
+    target.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
+    found = run_script(bug.script, _SHOWN if bug.ends == "never" else SECONDS)
+    files = _write(found.log, target) if found.log else []
+    if as_json:
+        said = {"printed": found.printed, "raised": list(found.raised), "parted": found.parted}
+        print(json.dumps({"bug": bug.directory, **said, "files": [str(file) for file in files]}, indent=2))
+        return 0
+    print(report.described(found))
+    if files:
+        names = ", ".join(file.name for file in files)
+        print(f"\nWritten to {target}/: {names}. The trace opens in https://ui.perfetto.dev")
+    else:
+        print("\nThe run did not end, so there is no trace of it.")
+    return 0
+
+
+def _write(log: EventLog, target: Path) -> list[Path]:
+    """The trace, and those pictures for which there is something to draw."""
+    files = [target / "trace.json"]
+    log.save(files[0])
+    for picture in ("timeline", "memory", "lifetimes"):
+        path = target / f"{picture}.png"
+        path.unlink(missing_ok=True)  # of an earlier run
+        with suppress(UsageError):
+            export(log, path, "png", View(picture))
+            files.append(path)
+    return files
+
+
+def check(number: str | None, submission: Path | None, as_json: bool) -> int:
+    """Judges the answers to one bug or to all, and says why those that are wrong are."""
+    course = find_course()
+    bugs = read_bugs(course)
+    chosen = bugs if number is None else (find_bug(bugs, number),)
+    folder = submission or course.root / "exercises"
+    if not folder.is_dir():
+        raise UsageError(
+            f"submission {folder}", expected="a folder", got="none of this name", remedy="Check the path."
+        )
+    read_answers(find_answers(folder), bugs)  # raises what is wrong with the file
+    result = grade_lab(folder, course, None if number is None else chosen[0].directory)
+    if submission is None:
+        _remember(course, chosen, result)
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        print(report.judged(result, {bug.number: bug.title for bug in chosen}, Style()))
+        if result.status == "not_started":
+            print(f"No answer in {find_answers(folder)} yet.")
+    return 0 if result.status == "passed" else 1
+
+
+# --- Standing ------------------------------------------------------------------------------------------------
+
+
+def _file(course: Course) -> Path:
+    return course.root / ".hwfsdp" / "lab_standing.json"
+
+
+def _load(course: Course) -> dict[str, dict[str, Any]]:
+    try:
+        found = json.loads(_file(course).read_text())
+        return {str(name): dict(entry) for name, entry in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _remember(course: Course, bugs: Iterable[Bug], grade: LabGrade) -> None:
+    known, answers = _load(course), _own_answers(course)
+    for bug in bugs:
+        checks = [each for each in grade.checks if each.id.startswith(f"{bug.number}.")]
+        score = sum(each.passed is True for each in checks)
+        known[bug.directory] = {"score": score, "answers": list(answers[bug.directory])}
+    path = _file(course)
+    with suppress(OSError):  # a course that may only be read can be checked all the same
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(known, indent=1))
+        draft.replace(path)
+
+
+def _own_answers(course: Course) -> dict[str, Answers]:
+    return read_answers(find_answers(course.root / "exercises"), read_bugs(course))
+
+
+def _standings(course: Course, bugs: tuple[Bug, ...]) -> Iterable[Standing]:
+    known, answers = _load(course), _own_answers(course)
+    for bug in bugs:
+        entry = known.get(bug.directory, {})
+        score = entry.get("score") if entry.get("answers") == list(answers[bug.directory]) else None
+        if not any(answers[bug.directory]):
+            yield Standing(bug, "not_answered", 0, _POINTS)
+        elif not isinstance(score, int):
+            yield Standing(bug, "unchecked", 0, _POINTS)
+        else:
+            yield Standing(bug, "passed" if score == _POINTS else "failed", score, _POINTS)

@@ -1,0 +1,244 @@
+"""Evidence, measured: what a bug's script did, as one value.
+
+Answers are held against this, never against a stored text. `bug.toml` names a measure and its arguments:
+
+    peak       the most bytes of one kind of `memory` that a `rank` held at once
+    bytes      of all events with these attributes (op, phase, step, owner, rank) together
+    largest    bytes of the largest of them
+    count      how many they are
+    dtype      which they all have
+    printed    the number that a pattern finds in the output
+    quotient   of the numbers that two patterns find, `above` and `below`
+    parting    number of the first collective that ranks do not have in common
+
+A value is text: digits, a ratio to two decimals, a name in lower case. It depends on neither clock nor machine, and not on
+any submission, so it is measured once: per process, and per course in `.hwfsdp/lab.json`.
+
+Note [A run that hangs]
+    It has to be ended, and on a crowded machine that may come too early, while ranks part for a moment only because one
+    of them is late. So evidence of such a run counts if it is what the lab was made with (`seals`); if not, the script runs
+    again with more time. When the lab is made, it counts if two runs agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.course.lab.bugs import Bug
+from hwfsdp.course.lab.running import HANGS, SECONDS, Run, run_script, run_together
+from hwfsdp.course.lab.seals import Seal
+from hwfsdp.course.manifest import Course
+from hwfsdp.errors import RankError, UsageError
+from hwfsdp.observe.events import Event
+
+
+class Measured(NamedTuple):
+    """Evidence of a bug, or why there is none.
+
+    Attributes:
+        value: as text; "" if there is none. problem: what is in the way, and what to do; "" if nothing is.
+    """
+
+    value: str
+    problem: str = ""
+
+
+_known: dict[str, str] = {}  # values by `_key`
+
+
+def evidence_of(bugs: Sequence[Bug], seals: Mapping[str, Seal], course: Course) -> dict[str, Measured]:
+    """The evidence of these bugs' scripts as they were given, by directory; measured if it is not known yet."""
+    _known.update({key: value for key, value in _load(course).items() if key not in _known})
+    unknown = [bug for bug in bugs if not _is_known(bug, seals[bug.directory])]
+    runs = _run_together([bug for bug in unknown if bug.ends == "together" and _is_original(bug, seals)])
+    for bug in unknown:
+        if _is_original(bug, seals):
+            _measure_until_sealed(bug, seals[bug.directory], runs.get(bug.directory))
+    if unknown:
+        _save(course)
+    return {bug.directory: _answer(bug, seals) for bug in bugs}
+
+
+def _is_known(bug: Bug, seal: Seal) -> bool:
+    return seal.holds(_known.get(_key(bug, seal), ""))
+
+
+def _is_original(bug: Bug, seals: Mapping[str, Seal]) -> bool:
+    return bug.digest() == seals[bug.directory].script
+
+
+def _answer(bug: Bug, seals: Mapping[str, Seal]) -> Measured:
+    seal = seals[bug.directory]
+    if _is_known(bug, seal):
+        return Measured(_known[_key(bug, seal)])
+    if not _is_original(bug, seals):
+        return Measured(
+            "",
+            f"exercises/lab/{bug.directory}/train.py is not the script that was given. Keep yours under another name and "
+            "put the original back.",
+        )
+    found = _known.get(_key(bug, seal)) or "nothing"
+    return Measured(
+        "",
+        f"This machine measures {found}, which is not what the lab was made with; perhaps its torch is of a version that "
+        "the lab does not know. Tell your instructor.",
+    )
+
+
+def _run_together(bugs: Sequence[Bug]) -> dict[str, Run]:
+    """Runs by directory of the bug; none if one of them spoiled it for the others."""
+    if len(bugs) > 1:
+        with suppress(RankError):
+            runs = run_together([bug.script for bug in bugs])
+            return dict(zip((bug.directory for bug in bugs), runs, strict=True))
+    return {}
+
+
+def _measure_until_sealed(bug: Bug, seal: Seal, run: Run | None) -> None:
+    """Measures in a run, and in further ones if there is none or it will not do (Note [A run that hangs])."""
+    attempts = HANGS if bug.ends == "never" else (SECONDS,)
+    for seconds in attempts if run is None else (None, *attempts):
+        with suppress(UsageError, RankError):
+            value = measure(bug, run_script(bug.script, seconds) if seconds or run is None else run)
+            _known[_key(bug, seal)] = value
+            if seal.holds(value):
+                return
+
+
+def run_to_the_end_or_hang(bug: Bug, script: Path) -> Run:
+    """A run on ranks of its own; of a bug that hangs, one whose evidence is that of the run before (Note [A run that hangs])."""
+    if bug.ends != "never" or script != bug.script:
+        return run_script(script, SECONDS)
+    before = None
+    for seconds in HANGS:
+        run, value = run_script(script, seconds), None
+        with suppress(UsageError):
+            value = measure(bug, run)
+        if value is not None and value == before:
+            break
+        before = value
+    return run
+
+
+def measure(bug: Bug, run: Run) -> str:
+    """What the bug's measure finds in a run.
+
+    Raises:
+        UsageError: there is nothing to measure in it, or no such measure.
+    """
+    arguments = dict(bug.evidence.measure)
+    name = arguments.pop("measure", None)
+    if name not in _MEASURES:
+        raise _unmeasured(bug, f"one of {', '.join(_MEASURES)}", repr(name))
+    try:
+        return _MEASURES[name](run, arguments)
+    except (ValueError, KeyError, ZeroDivisionError) as error:
+        raise _unmeasured(bug, f"something to measure by {name}", str(error)) from None
+
+
+def _unmeasured(bug: Bug, expected: str, got: str) -> UsageError:
+    return UsageError(
+        f"evidence of {bug.directory}", expected=expected, got=got, remedy="Look at bug.toml and the script."
+    )
+
+
+def _peak(run: Run, arguments: dict[str, Any]) -> str:
+    kind, rank = arguments["memory"], arguments["rank"]
+    samples = run.log.samples.get(rank, []) if run.log else []
+    return str(max(sample.bytes_by_kind[kind] for sample in samples))
+
+
+def _selected(run: Run, arguments: dict[str, Any]) -> list[Event]:
+    attributes = {"rank": 0, **arguments}
+    found = run.log.select(attributes.pop("op"), **attributes) if run.log else []
+    if not found:
+        raise ValueError(f"no event with {arguments}")
+    return found
+
+
+def _bytes(run: Run, arguments: dict[str, Any]) -> str:
+    return str(sum(event.bytes for event in _selected(run, arguments)))
+
+
+def _largest(run: Run, arguments: dict[str, Any]) -> str:
+    return str(max(event.bytes for event in _selected(run, arguments)))
+
+
+def _count(run: Run, arguments: dict[str, Any]) -> str:
+    return str(len(_selected(run, arguments)))
+
+
+def _dtype(run: Run, arguments: dict[str, Any]) -> str:
+    return ", ".join(sorted({event.dtype for event in _selected(run, arguments)}))
+
+
+def _find(run: Run, pattern: str) -> str:
+    found = re.search(pattern, run.printed)
+    if found is None:
+        raise ValueError(f"no line with {pattern!r}")
+    return found[1].replace(",", "")
+
+
+def _printed(run: Run, arguments: dict[str, Any]) -> str:
+    return _find(run, arguments["pattern"])
+
+
+def _quotient(run: Run, arguments: dict[str, Any]) -> str:
+    return f"{float(_find(run, arguments['above'])) / float(_find(run, arguments['below'])):.2f}"
+
+
+def _parting(run: Run, arguments: dict[str, Any]) -> str:
+    found = re.search(r"\bcollective (\d+) of\b", run.parted)
+    if found is None:
+        raise ValueError("ranks that do not part")
+    return found[1]
+
+
+_MEASURES: dict[str, Callable[[Run, dict[str, Any]], str]] = {
+    "peak": _peak,
+    "bytes": _bytes,
+    "largest": _largest,
+    "count": _count,
+    "dtype": _dtype,
+    "printed": _printed,
+    "quotient": _quotient,
+    "parting": _parting,
+}
+
+
+# --- What is known already ----------------------------------------------------------------------------------
+
+
+def _key(bug: Bug, seal: Seal) -> str:
+    """Of the script as it was given, and of what is measured in it."""
+    what = json.dumps([bug.directory, seal.script, bug.evidence.measure], sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()
+
+
+def _file(course: Course) -> Path:
+    return course.root / ".hwfsdp" / "lab.json"
+
+
+def _load(course: Course) -> dict[str, str]:
+    try:
+        found = json.loads(_file(course).read_text())
+        return {str(key): str(value) for key, value in found["evidence"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _save(course: Course) -> None:
+    """As a whole, so that an interrupted command leaves the old file; not at all in a course that may only be read."""
+    path = _file(course)
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({"evidence": {**_load(course), **_known}}, indent=1))
+        draft.replace(path)

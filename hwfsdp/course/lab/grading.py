@@ -1,0 +1,179 @@
+"""Grading the lab: answers held against evidence.
+
+Each bug has three checks of one point: `NN.evidence`, then `NN.cause` and `NN.fix`, which are judged only if the evidence is
+right: a diagnosis that nothing supports is a guess. Nothing of a learner's is run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.course.lab.answers import Answers, Unreadable, agrees, find_answers, read_answers
+from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, Choice, read_bugs
+from hwfsdp.course.lab.evidence import Measured, evidence_of
+from hwfsdp.course.lab.seals import Seal, read_seals
+from hwfsdp.course.manifest import Course
+from hwfsdp.errors import UsageError
+from hwfsdp.observe.validate import printable
+
+POINTS = 1  # of a check
+
+
+class LabCheck(NamedTuple):
+    """What an answer came to.
+
+    Attributes:
+        passed: None if it was not judged. misconception: "not-answered", "unreadable-answer", "wrong-evidence",
+            "not-measured", or the name of the wrong choice.
+        message: why it does not count. dependency: the check that kept it from being judged.
+    """
+
+    id: str
+    passed: bool | None
+    misconception: str | None = None
+    message: str | None = None
+    expected: str | None = None
+    actual: str | None = None
+    dependency: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        points = {"points": POINTS if self.passed else 0, "max_points": POINTS}
+        return {"id": self.id, "passed": self.passed, **points, **dict(list(self._asdict().items())[2:])}
+
+
+@dataclass
+class LabGrade:
+    """What the answers of one submission came to.
+
+    Attributes:
+        status: "passed", "failed", "not_started", or "error" if the file cannot be used. problem: why, then.
+    """
+
+    checks: list[LabCheck]
+    status: str = "not_started"
+    problem: str = ""
+    seconds: float = 0.0
+    provisional = False  # its runs are the course's own scripts, and are repeated until they agree
+
+    @property
+    def score(self) -> int:
+        return sum(POINTS for check in self.checks if check.passed)
+
+    @property
+    def max_score(self) -> int:
+        return POINTS * len(self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exercise": "lab",
+            "score": self.score,
+            "max_score": self.max_score,
+            "status": self.status,
+            "checks": [check.as_dict() for check in self.checks],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def grade_lab(folder: Path, course: Course, only: str | None = None) -> LabGrade:
+    """Grades the answers in a submission's folder, `lab/answers.toml` or `answers.toml` below it.
+
+    Args:
+        only: directory of one bug; None: all.
+
+    Raises:
+        UsageError: the course has no lab. What is wrong with the answers is in the result.
+    """
+    began = time.monotonic()
+    bugs = read_bugs(course)
+    seals = read_seals(course, bugs)
+    chosen = [bug for bug in bugs if only in (None, bug.directory)]
+    empty = [check for bug in chosen for check in _unanswered(bug)]
+    try:
+        answers = read_answers(find_answers(folder), bugs)
+    except UsageError as error:
+        first = empty[0]._replace(
+            passed=False, misconception="unreadable-answer", message=printable(str(error))
+        )
+        return LabGrade([first, *empty[1:]], "error", str(error), time.monotonic() - began)
+    if not any(any(answers[bug.directory]) for bug in chosen):
+        return LabGrade(empty)
+    answered = [bug for bug in chosen if any(answers[bug.directory])]
+    measured = evidence_of(answered, seals, course)
+    checks: list[LabCheck] = []
+    for bug in chosen:
+        if bug in answered:
+            checks += _judge(bug, answers[bug.directory], seals[bug.directory], measured[bug.directory])
+        else:
+            checks += _unanswered(bug)
+    status = "passed" if all(check.passed for check in checks) else "failed"
+    return LabGrade(checks, status, "", time.monotonic() - began)
+
+
+def _unanswered(bug: Bug) -> list[LabCheck]:
+    return [LabCheck(f"{bug.number}.{question}", None) for question in ("evidence", *CHOSEN)]
+
+
+def _judge(bug: Bug, answers: Answers, seal: Seal, measured: Measured) -> Iterator[LabCheck]:
+    evidence = f"{bug.number}.evidence"
+    if measured.problem:
+        yield LabCheck(evidence, False, "not-measured", measured.problem)
+    else:
+        yield _judge_evidence(evidence, bug, answers.evidence, measured.value)
+    holds = not measured.problem and _agrees(bug, answers.evidence, measured.value)
+    for question in CHOSEN:
+        name = f"{bug.number}.{question}"
+        if not holds:
+            yield LabCheck(name, None, message=f"not judged before {evidence} is right", dependency=evidence)
+        else:
+            yield _judge_choice(name, bug, question, getattr(answers, question), seal, measured.value)
+
+
+def _agrees(bug: Bug, typed: str, value: str) -> bool:
+    try:
+        return bool(typed) and agrees(bug.evidence.kind, typed, value)
+    except Unreadable:
+        return False
+
+
+def _judge_evidence(name: str, bug: Bug, typed: str, value: str) -> LabCheck:
+    """Says what is wrong without telling the value."""
+    shown = printable(typed)
+    if not typed:
+        return LabCheck(name, False, "not-answered", f"No evidence given. {bug.evidence.question}")
+    try:
+        if agrees(bug.evidence.kind, typed, value):
+            return LabCheck(name, True)
+    except Unreadable as error:
+        message = f"{shown!r} is not {error}. {bug.evidence.question}"
+        return LabCheck(name, False, "unreadable-answer", message, str(error), shown)
+    message = f"The run does not show {shown}. {bug.evidence.question}"
+    return LabCheck(name, False, "wrong-evidence", message, None, shown)
+
+
+def _judge_choice(name: str, bug: Bug, question: str, typed: str, seal: Seal, value: str) -> LabCheck:
+    letters = LETTERS[: len(bug.choices[question])]
+    if not typed:
+        return LabCheck(name, False, "not-answered", f"No {question} chosen.", f"one of {letters}", None)
+    choice = bug.choice(question, typed.upper())
+    if choice is None:
+        shown = printable(typed)
+        message = f"{shown!r} is no letter of a choice."
+        return LabCheck(name, False, "unreadable-answer", message, f"one of {', '.join(letters)}", shown)
+    if seal.opens(question, choice.name, value):
+        return LabCheck(name, True)
+    message = refute(bug, choice, value)
+    return LabCheck(name, False, choice.name, message, None, f"{typed.upper()}: {choice.text}")
+
+
+def refute(bug: Bug, choice: Choice, value: str) -> str:
+    """Why the evidence speaks against a choice."""
+    return f"{choice.if_so} {bug.shows.replace('{evidence}', said(value))}"
+
+
+def said(value: str) -> str:
+    """A value in a sentence: 65,536 for 65536."""
+    return f"{int(value):,}" if value.isdecimal() else value

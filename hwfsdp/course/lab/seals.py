@@ -1,0 +1,106 @@
+"""Seals: how a copy of the course without the key tells a right answer from a wrong one.
+
+The key is plain text in `solutions/lab/key.toml`, which learners do not get. They get `exercises/lab/seals.toml`, made from
+it: of each bug the SHA-256 of the script, of the evidence, and of the right choices.
+
+Note [What a seal is good for]
+    A question has four or five choices; whoever tries all of them finds the one that fits, whatever the hash, as they
+    could by asking the grader five times. A slow hash would only make grading slow. So a seal does what can be done: the
+    key cannot be read or searched for, two bugs with the same right letter have different seals, since bug and question are
+    part of what is hashed, and so is the evidence: without having measured it, nobody can try anything.
+
+A seal of the evidence itself says whether this machine measures what the lab was made with. If not, no answer is judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.course.lab.bugs import CHOSEN, Bug, lab_folder
+from hwfsdp.course.manifest import Course
+from hwfsdp.errors import UsageError
+
+FILE = "seals.toml"
+
+
+class Seal(NamedTuple):
+    """Of one bug: SHA-256, in hex, of the script, the evidence, the right cause and the right fix."""
+
+    directory: str
+    script: str
+    evidence: str
+    cause: str
+    fix: str
+
+    def holds(self, value: str) -> bool:
+        """Whether this evidence is what the lab was made with."""
+        return self.evidence == _digest(self.directory, "evidence", value, "")
+
+    def opens(self, question: str, choice: str, value: str) -> bool:
+        """Whether this choice is right, given the evidence."""
+        sealed = {"cause": self.cause, "fix": self.fix}[question]
+        return sealed == _digest(self.directory, question, value, choice)
+
+
+def seal(bug: Bug, value: str, key: dict[str, str]) -> Seal:
+    """Made from the evidence and the names of the right choices, by question."""
+    digests = [_digest(bug.directory, question, value, key[question]) for question in CHOSEN]
+    return Seal(bug.directory, bug.digest(), _digest(bug.directory, "evidence", value, ""), *digests)
+
+
+def _digest(directory: str, question: str, value: str, choice: str) -> str:
+    return hashlib.sha256("\0".join(("hwfsdp lab", directory, question, value, choice)).encode()).hexdigest()
+
+
+def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
+    """Those of these bugs, by directory.
+
+    Raises:
+        UsageError: the file is missing or damaged.
+    """
+    path = lab_folder(course) / FILE
+    try:
+        found = tomllib.loads(path.read_text())
+        tables = {bug.directory: found[bug.directory] for bug in bugs}
+        return {
+            name: Seal(name, *(str(table[f]) for f in Seal._fields[1:])) for name, table in tables.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path.name} of the lab",
+            expected="the seals of all bugs",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Take exercises/lab from the course again.",
+        ) from None
+
+
+def written(seals: list[Seal]) -> str:
+    """The text of the file."""
+    lines = ["# Made from the key by `python -m hwfsdp.course.lab`; see hwfsdp/course/lab/seals.py."]
+    for each in seals:
+        lines += ["", f"[{each.directory}]"]
+        lines += [f'{field} = "{getattr(each, field)}"' for field in Seal._fields[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def read_key(course: Course) -> dict[str, dict[str, str]]:
+    """The names of the right choices, by directory of the bug and question; the instructor's edition has them.
+
+    Raises:
+        UsageError: it is not there, or damaged.
+    """
+    path: Path = course.root / "solutions" / "lab" / "key.toml"
+    try:
+        found = tomllib.loads(path.read_text())
+        return {name: {q: str(table[q]) for q in CHOSEN} for name, table in found.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            "the key of the lab",
+            expected="solutions/lab/key.toml with a cause and a fix for each bug",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Only the instructor's edition has it.",
+        ) from None

@@ -1,0 +1,155 @@
+"""The files of the lab that are made from others: READMEs and empty answers from `bug.toml`, seals from the key.
+
+    python -m hwfsdp.course.lab           writes them; needs the key, so the instructor's edition
+    python -m hwfsdp.course.lab check     says what does not hold, without writing
+
+What has to hold: the key names a cause and a fix of every bug; its plain text is in `solutions/` only, as far as that can be
+seen from names; all made files are what they would be made now; evidence of the broken script can be measured, and
+that of the script in `solutions/` is another.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hwfsdp.course.lab import answers, seals
+from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, lab_folder, read_bugs
+from hwfsdp.course.lab.evidence import measure, run_to_the_end_or_hang
+from hwfsdp.course.lab.running import Run, run_together
+from hwfsdp.course.manifest import Course
+from hwfsdp.errors import UsageError
+
+_WIDTH = 120
+_TITLES = {"cause": "What is the cause?", "fix": "What is the fix?"}
+
+
+def written_files(course: Course, values: Mapping[str, str]) -> dict[Path, str]:
+    """What the made files should hold, by path.
+
+    Args:
+        values: evidence by directory of the bug.
+
+    Raises:
+        UsageError: the key does not fit the bugs.
+    """
+    bugs, key, folder = read_bugs(course), seals.read_key(course), lab_folder(course)
+    for bug in bugs:
+        if bug.directory not in key:
+            raise UsageError(
+                "the key of the lab",
+                expected=f"a table [{bug.directory}]",
+                got="none",
+                remedy="Add it to solutions/lab/key.toml.",
+            )
+        for question in CHOSEN:
+            bug.letter(question, key[bug.directory][question])  # complains if there is no such choice
+    sealed = [seals.seal(bug, values[bug.directory], key[bug.directory]) for bug in bugs]
+    texts = {bug.folder / "README.md": readme(bug) for bug in bugs}
+    return {
+        **texts,
+        folder / seals.FILE: seals.written(sealed),
+        folder / answers.FILE: empty_answers(bugs),
+    }
+
+
+def measured_values(course: Course) -> dict[str, str]:
+    """Evidence of all bugs, measured now."""
+    bugs = read_bugs(course)
+    runs = run_all(bugs, {bug.directory: bug.script for bug in bugs})
+    return {bug.directory: measure(bug, runs[bug.directory]) for bug in bugs}
+
+
+def mended_scripts(course: Course) -> dict[str, Path]:
+    """The scripts in `solutions/`, by directory of the bug."""
+    folder = course.root / "solutions" / "lab"
+    return {bug.directory: folder / bug.directory / "train.py" for bug in read_bugs(course)}
+
+
+def run_all(bugs: Sequence[Bug], scripts: Mapping[str, Path]) -> dict[str, Run]:
+    """Runs a script of each bug, broken or mended, by directory of the bug."""
+    together = [bug for bug in bugs if bug.ends == "together"]
+    found = run_together([scripts[bug.directory] for bug in together])
+    runs = {bug.directory: run for bug, run in zip(together, found, strict=True)}
+    for bug in bugs:
+        if bug not in together:
+            runs[bug.directory] = run_to_the_end_or_hang(bug, scripts[bug.directory])
+    return runs
+
+
+def write(course: Course) -> list[Path]:
+    """Writes what differs; returns where."""
+    changed = []
+    for path, text in written_files(course, measured_values(course)).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
+def problems(course: Course) -> Iterator[str]:
+    """What does not hold, one line each."""
+    values = measured_values(course)
+    for path, text in written_files(course, values).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            yield f"{path.relative_to(course.root)} is not what it would be now. Run: python -m hwfsdp.course.lab"
+    bugs = read_bugs(course)
+    runs = run_all(bugs, mended_scripts(course))
+    for bug in bugs:
+        if value_in(bug, runs[bug.directory]) == values[bug.directory]:
+            yield f"{bug.directory}: the mended script gives the same evidence as the broken one"
+
+
+def value_in(bug: Bug, run: Run) -> str:
+    """Evidence of a run that should have none of the bug; "" if there is nothing to measure."""
+    try:
+        return measure(bug, run)
+    except UsageError:
+        return ""
+
+
+# --- Texts --------------------------------------------------------------------------------------------------
+
+
+def readme(bug: Bug) -> str:
+    """The bug's README: symptom, where to look, questions."""
+    number = int(bug.number)
+    parts = [f"# Lab {bug.number} · {bug.title}", _paragraphs(bug.symptom, "> "), "## Look at"]
+    parts += ["\n".join(_wrapped(text, "- ", "  ") for text in bug.look)]
+    parts += [f"```sh\npython train.py\nhwfsdp lab {number} --run    # the same under the recorder\n```"]
+    parts += ["## Questions", _wrapped(f"**Evidence.** {bug.evidence.question}", "", "")]
+    for question in CHOSEN:
+        parts += [f"**{_TITLES[question]}**"]
+        lettered = zip(LETTERS, bug.choices[question])
+        parts += ["\n".join(_wrapped(each.text, f"- {letter}. ", "     ") for letter, each in lettered)]
+    parts += [
+        f"Write your answers into `../answers.toml`, under `[{bug.directory}]`; then `hwfsdp lab check {number}`."
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _paragraphs(text: str, mark: str) -> str:
+    return f"\n{mark.rstrip()}\n".join(_wrapped(part, mark, mark) for part in text.split("\n\n"))
+
+
+def _wrapped(text: str, first: str, others: str) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def empty_answers(bugs: tuple[Bug, ...]) -> str:
+    """What learners fill in."""
+    lines = [
+        '# Your answers. evidence: a number, or a name in quotes; cause and fix: a letter in quotes, such as "B".',
+        "# hwfsdp lab shows the bugs, hwfsdp lab check says how far you are.",
+    ]
+    for bug in bugs:
+        lines += ["", f"[{bug.directory}]", 'evidence = ""', 'cause = ""', 'fix = ""']
+    return "\n".join(lines) + "\n"

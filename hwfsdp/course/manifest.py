@@ -1,0 +1,221 @@
+"""What an exercise is: its manifest, and where its files are. There are two kinds.
+
+A station is a chapter of one file, which grows, and which is the learner's own:
+
+    exercises/my_fsdp.py      the starter; learners edit it in place
+    exercises/03_naive_fsdp/
+        exercise.toml         written by hand: title, points, file
+        .hints.toml           written by hand: hints; out of sight of who lists the folder or prints its files
+        README.md             written by hand: the idea, what to predict, what is asked
+
+An elective is cut out of the package:
+
+    exercises/12_strided_shards/
+        exercise.toml         holes in place of file; calls, what of the package their docstrings name
+        .hints.toml, README.md    as above
+        picture.png           drawn by the package
+        strided_shards.py     the starter, made from the package; learners edit it in place
+
+`solutions/` has the same files, filled in, and a README for each elective.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hwfsdp
+from hwfsdp.course.provided import Provided
+from hwfsdp.course.starters import Hole
+from hwfsdp.errors import UsageError
+
+PACKAGE = Path(hwfsdp.__file__).parent
+CARRIED = PACKAGE / "_course"  # of a package that was built and installed (setup.py)
+OWN_FILE = "my_fsdp.py"  # of all stations
+HINTS = ".hints.toml"
+
+
+class Place(NamedTuple):
+    """Where a hole is: a module of the package, and a function or method in it."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """From `module:name`, as it stands in the manifest."""
+        module, _, name = text.partition(":")
+        return cls(module, name)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise of the course.
+
+    Attributes:
+        number: two digits. topic: the folder's name without the number; of an elective also that of the learner's file
+            and of the module with the checks.
+        places: of the holes, in the order in which they are to be filled; a station has none.
+        hints: from a nudge to nearly the answer.
+        calls: what of the package the docstrings of the holes name; starters have the signatures.
+    """
+
+    number: str
+    topic: str
+    title: str
+    points: int
+    places: tuple[Place, ...]
+    hints: tuple[str, ...]
+    folder: Path
+    calls: tuple[Place, ...] = ()
+
+    @property
+    def directory(self) -> str:
+        """Of the folder, below `exercises/`, `solutions/` or a submission."""
+        return f"{self.number}_{self.topic}"
+
+    @property
+    def is_station(self) -> bool:
+        """Whether it is about `my_fsdp.py`; else it is about a file of its own."""
+        return not self.places
+
+    @property
+    def file_name(self) -> str:
+        return OWN_FILE if self.is_station else f"{self.topic}.py"
+
+    @property
+    def target(self) -> str:
+        """Where the learner's file is, below `exercises/`, `solutions/` or a submission."""
+        return OWN_FILE if self.is_station else f"{self.directory}/{self.file_name}"
+
+    @property
+    def path(self) -> Path:
+        """Of the learner's file in the course."""
+        return self.folder.parent / self.target
+
+    @property
+    def short_number(self) -> str:
+        """As on a command line."""
+        return self.number.lstrip("0")
+
+    @property
+    def hole_names(self) -> list[str]:
+        return [place.name for place in self.places]
+
+    @cached_property
+    def holes(self) -> list[Hole]:
+        """With the package's source, as it is on disk now."""
+        return [Hole(place.module, module_source(place.module), place.name) for place in self.places]
+
+    @cached_property
+    def provided(self) -> list[Provided]:
+        """What `calls` names, with the package's source, as it is on disk now."""
+        return [Provided(place.module, module_source(place.module), place.name) for place in self.calls]
+
+
+class Course(NamedTuple):
+    """A folder with `exercises/`, and perhaps `solutions/`."""
+
+    root: Path
+    exercises: tuple[Exercise, ...]
+
+    def exercise(self, number: int | str) -> Exercise:
+        """The exercise of this number.
+
+        Raises:
+            UsageError: there is none.
+        """
+        for exercise in self.exercises:
+            if str(number).isascii() and str(number).isdecimal() and int(exercise.number) == int(number):
+                return exercise
+        known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
+        raise UsageError(
+            f"exercise {number}",
+            expected=f"one of {known}",
+            got=repr(str(number)),
+            remedy="See: hwfsdp list. The homework is called capstone.",
+        )
+
+
+def module_source(module: str, package: Path = PACKAGE) -> str:
+    """The text of a module of the package, line endings untouched.
+
+    Raises:
+        UsageError: there is no such module.
+    """
+    path = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    try:
+        with path.open(newline="") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(
+            f"module {module!r} in a manifest",
+            expected="one of hwfsdp",
+            got=error.strerror or "no file",
+            remedy="See the list in hwfsdp/__init__.py.",
+        ) from None
+
+
+def compiled_body(place: Place, package: Path = PACKAGE) -> Path:
+    """Where a student's edition has the compiled body of a hole; see `course.release`."""
+    return package / "compiled" / f"{place.module}-{place.name}.body"
+
+
+def find_course(start: Path | None = None) -> Course:
+    """The course around a folder (by default the current one), or else the one that the package was installed from.
+
+    Raises:
+        UsageError: there is none, or a manifest is not one.
+    """
+    here = (start or Path.cwd()).resolve()
+    for root in [here, *here.parents, PACKAGE.parent]:
+        manifests = sorted((root / "exercises").glob("[0-9][0-9]_*/exercise.toml"))
+        if manifests:
+            return Course(root, tuple(map(read_manifest, manifests)))
+    raise UsageError(
+        "the course",
+        expected="a folder exercises/ here or above",
+        got=f"none from {here} up",
+        remedy="Go to the folder of the course, or write one: hwfsdp course DIR",
+    )
+
+
+def carried_course() -> Course | None:
+    """The course as it is given, in an installed package; None in a checkout. To be read, not to be worked in."""
+    manifests = sorted((CARRIED / "exercises").glob("[0-9][0-9]_*/exercise.toml"))
+    return Course(CARRIED, tuple(map(read_manifest, manifests))) if manifests else None
+
+
+def read_manifest(path: Path) -> Exercise:
+    """One `exercise.toml`, with the hints beside it.
+
+    Raises:
+        UsageError: something is missing in it, or of the wrong kind.
+    """
+    number, _, topic = path.parent.name.partition("_")
+    try:
+        found = tomllib.loads(path.read_text())
+        is_station = found.get("file") == OWN_FILE
+        places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))
+        title, points = str(found["title"]), int(found["points"])
+        texts = _texts(tomllib.loads((path.parent / HINTS).read_text())["hints"])
+        hints = tuple(" ".join(hint.split()) for hint in texts)
+        calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"manifest {path.parent.name}/{path.name}",
+            expected="title, points and hints; file of a station, or holes, perhaps calls (module:name)",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Compare with that of another exercise.",
+        ) from None
+    return Exercise(number, topic, title, points, places, hints, path.parent, calls)
+
+
+def _texts(value: Any) -> Sequence[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{value!r} is not a list of texts")
+    return value

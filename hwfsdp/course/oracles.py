@@ -1,0 +1,107 @@
+"""What a rank has of the checks: the probe, and what the probe calls.
+
+Checks and probes of an exercise live side by side, and a module that defines a probe may hold, or import, the very functions that the
+judges compare with. So when a rank has loaded the probe's modules, and before it loads the learner's file, `keep_only` forgets all
+else in them; then their files are out of reach (`Confinement.hide_checks`).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+ROOMS = ("hwfsdp.course.checks", "hwfsdp.course.stations", "hwfsdp.course.capstone", "hwfsdp.course.lab")
+_DEEPEST = 5  # of tables in tables that name functions
+
+
+def keep_only(probe: Callable[..., Any]) -> None:
+    """Forgets functions, classes and tables of the checks' modules that the probe does not come to."""
+    rooms = {name: module for name, module in sys.modules.items() if name.startswith(ROOMS)}
+    kept = _reached(probe, rooms)
+    for module_name, module in rooms.items():
+        for name, value in list(vars(module).items()):
+            own = getattr(value, "__module__", module_name).startswith(ROOMS)
+            known = name.startswith("__") or isinstance(value, types.ModuleType)
+            if own and not known and (module_name, name) not in kept:
+                delattr(module, name)
+
+
+def _reached(probe: Callable[..., Any], rooms: dict[str, types.ModuleType]) -> set[tuple[str, str]]:
+    """(module, name) of all that the probe's code, and what it calls, may look up."""
+    kept: set[tuple[str, str]] = set()
+    seen: set[int] = set()
+    todo: list[Any] = [probe]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        for function in _functions_in(value):
+            scope = function.__globals__
+            names = set(_names_in(function.__code__))
+            for module in (scope.get("__name__"), *_modules_named(names, scope, rooms)):
+                if module not in rooms:
+                    continue
+                for name in names & vars(rooms[module]).keys():
+                    kept.add((module, name))
+                    todo.append(vars(rooms[module])[name])
+    return kept
+
+
+def _modules_named(
+    names: Iterable[str], scope: dict[str, Any], rooms: dict[str, types.ModuleType]
+) -> Iterator[str]:
+    """Modules of the checks that code reaches by a name: `runs.probe_gather`."""
+    for name in names:
+        found = scope.get(name)
+        if isinstance(found, types.ModuleType) and found.__name__ in rooms:
+            yield found.__name__
+
+
+def _functions_in(value: Any, depth: int = _DEEPEST) -> Iterator[types.FunctionType]:
+    """Functions that a value is or holds: methods, what decorators wrap, entries of tables, fields."""
+    if isinstance(value, types.FunctionType):
+        yield value
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        inner: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inner += [vars(value)["__wrapped__"]] if "__wrapped__" in vars(value) else []
+    elif type(value).__module__.startswith(ROOMS):  # named tuples, too
+        inner = [
+            type(value),
+            *getattr(value, "__dict__", {}).values(),
+            *(value if isinstance(value, tuple) else ()),
+        ]
+    elif hasattr(value, "__wrapped__"):  # a cache around a function
+        inner = [value.__wrapped__]
+    elif isinstance(value, type):
+        inner = [*vars(value).values(), *value.__bases__] if value.__module__.startswith(ROOMS) else []
+    elif isinstance(value, property):
+        inner = [value.fget, value.fset]
+    elif isinstance(value, staticmethod | classmethod | types.MethodType):
+        inner = [value.__func__]
+    elif isinstance(value, dict):
+        inner = [*value.keys(), *value.values()]
+    elif isinstance(value, tuple | list | set | frozenset):
+        inner = list(value)
+    elif type(value).__name__ == "partial":
+        inner = [value.func, *value.args, *value.keywords.values()]
+    else:
+        return
+    for each in inner if depth else ():
+        yield from _functions_in(each, depth - 1)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,257 @@
+"""A package with holes in it, and a learner's functions in the holes.
+
+Learner code is loaded only in rank processes. There `install` forgets the package and loads it again, from source in which
+the graded holes are blank. Each hole becomes a *socket*: a function that calls whatever is plugged in. Then the
+learner's file is loaded, like any module, and its functions are plugged in.
+
+Note [Sockets]
+    A learner's file imports the package, and the package needs the learner's functions: whichever is loaded first finds
+    the other half done. Binding the learner's function in the module, however early, would miss names that another module
+    has bound by `from … import` before. A socket is there as soon as its module has run, everyone who imports the name
+    gets the socket, and what it calls may come later.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import linecache
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import spec_from_loader
+from typing import Any
+
+from hwfsdp.course import holes
+from hwfsdp.course.manifest import Exercise, Place, module_source
+
+Function = Callable[..., Any]
+SUBMITTED = "submitted_"  # how the names of learners' modules begin
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A learner's file: the exercise's number, where it is, its text, and what it has to define."""
+
+    number: str
+    path: str
+    text: str
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What a rank needs to load the package with a learner's functions; it travels to the rank by value.
+
+    Attributes:
+        modules: by name, the text of each module that has holes, with the holes blank.
+        submitted: the learner's files.
+    """
+
+    modules: dict[str, str]
+    submitted: tuple[Submitted, ...]
+
+
+def blanked(exercises: Sequence[Exercise]) -> dict[str, str]:
+    """The text of every module in which these exercises have holes, all of them blank."""
+    texts: dict[str, str] = {}
+    for exercise in exercises:
+        for place in exercise.places:
+            text = texts.get(place.module) or module_source(place.module)
+            texts[place.module] = holes.blank(text, place.name, exercise.number)
+    return texts
+
+
+class MissingHole(Exception):
+    """The learner's file does not define what it has to."""
+
+
+class Socket:
+    """Stands in a hole and calls what is plugged in; until then, the blank function, which raises."""
+
+    def __init__(self, blank: Function) -> None:
+        self.plugged = blank
+
+        @functools.wraps(blank)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.plugged(*args, **kwargs)
+
+        call.__dict__["socket"] = self
+        self.function = call
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs a module from text and puts sockets into its holes."""
+
+    def __init__(self, text: str, path: str, names: Sequence[str], sockets: dict[Place, Socket]) -> None:
+        self.text, self.path, self.names, self.sockets = text, path, names, sockets
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__file__ = self.path
+        show_lines(self.path, self.text)
+        exec(compile(self.text, self.path, "exec"), module.__dict__)
+        for name in self.names:
+            self.sockets[Place(module.__name__, name)] = _insert_socket(module, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds modules that have holes in the texts it was given; all others are found as usual."""
+
+    def __init__(self, loaders: dict[str, _Loader]) -> None:
+        self.loaders = loaders
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        loader = self.loaders.get(name)
+        return spec_from_loader(name, loader, origin=loader.path) if loader else None
+
+
+Runner = Callable[[str, str, dict[str, Any]], None]  # of a text, its path, the names it defines
+
+
+def run_plainly(text: str, path: str, names: dict[str, Any]) -> None:
+    """Runs a text as Python does."""
+    exec(compile(text, path, "exec"), names)
+
+
+def install(
+    overlay: Overlay, when_loaded: Callable[[], None] = lambda: None, run: Runner = run_plainly
+) -> None:
+    """Loads the package again, in this process, with a learner's functions in its holes.
+
+    Args:
+        when_loaded: called when the package is there, before the first of the learner's files is run.
+        run: runs one.
+
+    Raises:
+        MissingHole: a file does not define one of its holes.
+        Exception: whatever a file raises when it is run.
+    """
+    forget_package()
+    sockets: dict[Place, Socket] = {}
+    by_module: dict[str, list[str]] = {name: [] for name in overlay.modules}
+    for place in (place for submitted in overlay.submitted for place in submitted.places):
+        by_module[place.module].append(place.name)
+    loaders = {
+        name: _Loader(text, f"<{name} with holes>", by_module[name], sockets)
+        for name, text in overlay.modules.items()
+    }
+    sys.meta_path.insert(0, _Finder(loaders))
+    if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which fills its holes by itself
+        filler: Any = importlib.import_module("hwfsdp.bodies")
+        filler.left_blank.update(
+            tuple(place) for submitted in overlay.submitted for place in submitted.places
+        )
+    for name in overlay.modules:
+        importlib.import_module(name)
+    when_loaded()
+    for submitted in overlay.submitted:
+        names = _run_file(submitted, run)
+        for place in submitted.places:
+            sockets[place].plugged = _learners_function(names, place, submitted.path)
+        _add_helpers(names, submitted.places)
+
+
+def forget_package() -> None:
+    """The next import of hwfsdp, or of a part of it, loads it again; what runs now keeps what it has."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hwfsdp"]:
+        del sys.modules[name]
+
+
+def show_lines(path: str, text: str) -> None:
+    """Tracebacks show the lines of this text for this path, whatever is there."""
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+
+
+def _run_file(submitted: Submitted, run: Runner) -> dict[str, Any]:
+    """The names that a learner's file defines."""
+    show_lines(submitted.path, submitted.text)
+    module = types.ModuleType(f"{SUBMITTED}{submitted.number}")
+    module.__file__ = submitted.path
+    sys.modules[module.__name__] = module
+    run(submitted.text, submitted.path, module.__dict__)
+    return module.__dict__
+
+
+def _insert_socket(module: types.ModuleType, name: str) -> Socket:
+    """Puts a socket where the blank function is; a property or static method stays one."""
+    owner, attribute = _owner(module.__dict__, name, module)
+    blank = vars(owner)[attribute]
+    socket = Socket(_function_of(blank))
+    replaced: Any = socket.function
+    if isinstance(blank, property):
+        replaced = property(socket.function)
+    elif isinstance(blank, staticmethod | classmethod):
+        replaced = type(blank)(socket.function)
+    setattr(owner, attribute, replaced)
+    return socket
+
+
+def _owner(names: dict[str, Any], name: str, module: Any) -> tuple[Any, str]:
+    """The class, or the module, that a dotted name is an attribute of."""
+    *classes, attribute = name.split(".")
+    owner = module
+    for inner in classes:
+        owner = names[inner] if owner is module else vars(owner)[inner]
+    return owner, attribute
+
+
+def _function_of(found: Any) -> Function:
+    """The function in a property or method."""
+    if isinstance(found, property):
+        assert found.fget is not None
+        return found.fget
+    function: Function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    return function
+
+
+def _learners_function(names: dict[str, Any], place: Place, path: str) -> Function:
+    *classes, attribute = place.name.split(".")
+    try:
+        for inner in classes:
+            names = dict(vars(names[inner]))
+        function = _function_of(names[attribute])
+    except (KeyError, TypeError, AttributeError):
+        raise MissingHole(f"{path} does not define {place.name}") from None
+    if not callable(function):
+        raise MissingHole(f"{path} defines {place.name}, but not as a function")
+    if isinstance(getattr(function, "socket", None), Socket):
+        raise MissingHole(f"{path} imports the package's {place.name} over its own")
+    if classes:
+        _belongs_to(function, _package_class(place))
+    return function
+
+
+def _package_class(place: Place) -> type:
+    owner, _ = _owner(sys.modules[place.module].__dict__, place.name, sys.modules[place.module])
+    found: type = owner
+    return found
+
+
+def _belongs_to(function: Function, owner: type) -> None:
+    """`super()` without arguments means the package's class from now on, not the learner's of the same name."""
+    plain: Any = getattr(function, "__wrapped__", function)
+    names = getattr(getattr(plain, "__code__", None), "co_freevars", ())
+    if "__class__" in names:
+        cell = plain.__closure__[names.index("__class__")]
+        cell.cell_contents = owner
+
+
+def _add_helpers(names: dict[str, Any], places: Sequence[Place]) -> None:
+    """Methods that a learner added to a class of the package; those that the package has already stay its own."""
+    for place in places:
+        owner_name = place.name.rpartition(".")[0]
+        if not owner_name:
+            continue
+        theirs, ours = names[owner_name.split(".")[0]], _package_class(place)
+        for name, value in list(vars(theirs).items()):
+            if not hasattr(ours, name):
+                setattr(ours, name, value)
+                if callable(value):
+                    _belongs_to(value, ours)

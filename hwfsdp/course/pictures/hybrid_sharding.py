@@ -1,0 +1,138 @@
+"""11: four ranks in a grid, what goes over each axis, and the bytes that a rank sent in a recorded step for three arrangements."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hwfsdp.features.door import fully_shard
+from hwfsdp.launcher.ranks import launch
+from hwfsdp.observe.accounting import MeshShape, bytes_sent
+from hwfsdp.observe.recording import record
+from hwfsdp.plot import style
+
+WIDTH, LAYERS = 64, 3
+SHAPES = (MeshShape(1, 4), MeshShape(2, 2), MeshShape(4, 1))
+NAMES = ("FSDP", "hybrid", "DDP")
+INSIDE, ACROSS = ("all_gather", "reduce_scatter"), ("all_reduce",)
+
+
+class Sent(NamedTuple):
+    """Bytes that rank 0 sends in a step, by collective."""
+
+    shape: MeshShape
+    by_op: dict[str, int]
+
+
+def record_shapes() -> list[Sent]:
+    """On a rank of four: one step on each mesh; what travels is measured, what of it a rank sends follows."""
+    found = []
+    for shape in SHAPES:
+        mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("replicate", "shard"))
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        with record() as log:
+            model(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
+        ops = (*INSIDE, *ACROSS)
+        moved = {op: sum(event.bytes for event in log.select(op)) for op in ops}
+        found.append(Sent(shape, bytes_sent(moved, shape)))
+        dist.barrier()
+    return found
+
+
+def draw() -> Figure:
+    """Left the grid, right the bytes."""
+    sent = launch(record_shapes, 4)[0]
+    figure = Figure(figsize=(9.8, 4.5), dpi=140)
+    _draw_grid(figure.add_axes((0.01, 0.03, 0.53, 0.87)))
+    _draw_bytes(figure.add_axes((0.645, 0.14, 0.345, 0.74)), sent)
+    return figure
+
+
+def _draw_grid(axes: Axes) -> None:
+    """Two replicas of two shards; the rows that each rank holds, and what it exchanges with whom."""
+    axes.set_xlim(-2.35, 8.2)
+    axes.set_ylim(7.0, -0.9)
+    axes.axis("off")
+    axes.set_title(
+        "mesh (replicate, shard) of 2 × 2", loc="left", fontsize=style.TITLE_SIZE, weight="bold", pad=4
+    )
+    for rank in range(4):
+        replica, shard = divmod(rank, 2)
+        x, y = 4.9 * shard, 4.0 * replica
+        axes.add_patch(Rectangle((x, y), 3.0, 2.2, facecolor=style.GREYS[0], edgecolor=style.GREYS[2]))
+        axes.text(x + 1.5, y + 0.4, f"rank {rank}", ha="center", va="center", fontsize=style.TEXT_SIZE + 1)
+        color = (style.SKY_BLUE, style.BLUE)[shard]
+        axes.add_patch(Rectangle((x + 0.25, y + 0.8), 2.5, 1.1, facecolor=color, edgecolor="none"))
+        rows = ("rows 0 and 1", "rows 2 and 3")[shard]
+        ink = style.ink_on(color)
+        axes.text(x + 1.5, y + 1.35, rows, ha="center", va="center", fontsize=style.TEXT_SIZE + 1, color=ink)
+    for replica in range(2):
+        y = 4.0 * replica + 1.1
+        _arrow(axes, (3.05, y), (4.85, y), style.VERMILION)
+        axes.text(-0.2, y, f"replica {replica}", ha="right", va="center", fontsize=style.TEXT_SIZE + 1)
+        axes.text(
+            3.95,
+            y - 0.5,
+            "gather,\nreduce-\nscatter",
+            ha="center",
+            va="bottom",
+            fontsize=style.TEXT_SIZE,
+            color=style.BLACK,
+        )
+    for shard in range(2):
+        x = 4.9 * shard + 1.5
+        _arrow(axes, (x, 2.25), (x, 3.95), style.ORANGE)
+        text = "all-reduce\nof these rows"
+        axes.text(x + 0.25, 3.1, text, ha="left", va="center", fontsize=style.TEXT_SIZE)
+    text = "inside: whole parameters and gradients of a group.   across: this rank's rows of gradients."
+    axes.text(-2.3, 6.75, text, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
+    axes.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="<->", mutation_scale=16, color=color, linewidth=2.2, shrinkA=0, shrinkB=0
+        )
+    )
+
+
+def _draw_bytes(axes: Axes, sent: list[Sent]) -> None:
+    """A bar for each axis of each arrangement."""
+    axes.set_title("sent by rank 0 in a step", loc="left", fontsize=style.TITLE_SIZE, weight="bold", pad=8)
+    top = max(sum(each.by_op.values()) for each in sent)
+    for index, each in enumerate(sent):
+        for offset, ops, name in ((-0.2, INSIDE, "inside"), (0.2, ACROSS, "across")):
+            bottom = 0
+            for op in ops:
+                height, look = each.by_op[op], style.look_of_op(op)
+                if height:
+                    axes.bar(index + offset, height, 0.36, bottom=bottom, color=look.color)
+                bottom += height
+            axes.text(
+                index + offset,
+                bottom + top * 0.015,
+                style.format_bytes(bottom) + "\n" + name,
+                ha="center",
+                va="bottom",
+                fontsize=style.SMALL_SIZE + 0.5,
+            )
+    for op in (*INSIDE, *ACROSS):
+        axes.bar(0, 0, color=style.look_of_op(op).color, label=op.replace("_", "-"))
+    axes.legend(loc="upper right", fontsize=style.SMALL_SIZE + 0.5, frameon=False, handlelength=1.2)
+    ticks = [
+        f"{shape.replicate} × {shape.shard}\n{name}" for (shape, _), name in zip(sent, NAMES, strict=True)
+    ]
+    axes.set_xticks(range(len(sent)), ticks, fontsize=style.TEXT_SIZE + 0.5)
+    axes.set_yticks([])
+    axes.set_ylim(0, top * 1.32)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)

@@ -1,0 +1,143 @@
+"""02: two walks around a ring of four ranks: what each rank holds after every step, as four real ranks had it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch import Tensor
+
+from hwfsdp.comm import ring
+from hwfsdp.launcher.ranks import launch
+from hwfsdp.plot import style
+
+RANKS = 4
+COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE)  # of what ranks give
+PITCH, ROW = 5.0, 2.3  # from one rank to the next, from one step to the next; a block is 1 wide
+
+
+def draw() -> Figure:
+    """Left an all-gather, right a reduce-scatter; a row is a step, a column is a rank."""
+    walks = launch(walk, RANKS)
+    figure = Figure(figsize=(9.6, 4.4), dpi=150)
+    left = figure.add_axes((0.055, 0.12, 0.44, 0.73))
+    right = figure.add_axes((0.555, 0.12, 0.44, 0.73))
+    steps = ["start", *(f"step {step}" for step in range(1, RANKS))]
+    _frame(left, "All-gather: blocks are passed on", steps)
+    _frame(right, "Reduce-scatter: sums are passed on", steps)
+    for rank in range(RANKS):
+        for step in range(RANKS):
+            _draw_blocks(left, rank, step, walks[rank]["held"][step])
+            _draw_sum(right, rank, step, walks[rank]["sums"][step])
+    for step in range(RANKS - 1):
+        for rank in range(RANKS):
+            receiver = walks[(rank + 1) % RANKS]["held"]
+            new = (receiver[step + 1] - receiver[step]).nonzero().item()
+            _draw_arrow(left, rank, step, float(new) + 0.5, COLORS[int(new)])
+            _draw_arrow(right, rank, step, 2.0, style.GREYS[3])
+    captions = (
+        "A color is the rank that gave it; on the right, a letter is the block that it is a share of.",
+        f"In each of W − 1 = {RANKS - 1} steps every rank sends one block; what leaves at the right enters at the left.",
+    )
+    for line, caption in enumerate(captions):
+        y = 0.075 - 0.048 * line
+        figure.text(0.5, y, caption, ha="center", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    return figure
+
+
+# --- On the rank -------------------------------------------------------------------------------------------
+
+
+def walk() -> dict[str, list[Tensor]]:
+    """What this rank held before each exchange, and at the end.
+
+    Returns:
+        "held": [W] each, r + 1 where the block of rank r is, 0 where nothing is yet. "sums": [W, W] each, one where the
+        share of rank q of block b is part of the sum.
+    """
+    rank = dist.get_rank()
+    gathered, own = torch.zeros(RANKS), torch.tensor([rank + 1.0])
+    shares = torch.zeros(RANKS, RANKS, RANKS)
+    shares[range(RANKS), rank, range(RANKS)] = 1
+    reduced = torch.zeros(RANKS * RANKS)
+    held, sums = list[Tensor](), list[Tensor]()
+    exchange = ring.exchange
+
+    def watched(send: Tensor, receive: Tensor, group: Any) -> None:
+        if send.numel() == 1:
+            held.append(gathered.clone())
+        else:
+            sums.append(send.clone())
+        exchange(send, receive, group)
+
+    try:
+        ring.exchange = watched
+        ring.ring_all_gather(gathered, own, None)
+        ring.ring_reduce_scatter(reduced, shares.view(-1), None, mean=False)
+    finally:
+        ring.exchange = exchange
+    return {"held": [*held, gathered], "sums": [s.view(RANKS, RANKS) for s in [*sums, reduced]]}
+
+
+# --- Drawing -----------------------------------------------------------------------------------------------
+
+
+def _frame(axes: Axes, title: str, rows: list[str]) -> None:
+    axes.set_xlim(-0.6, RANKS * PITCH - 0.4)
+    axes.set_ylim(RANKS * ROW - 0.9, -0.75)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, fontsize=style.TITLE_SIZE, weight="bold", pad=24)
+    axes.xaxis.tick_top()
+    axes.set_xticks([rank * PITCH + 2 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
+    axes.set_yticks([step * ROW + 0.5 for step in range(RANKS)], rows)
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE + 1, labelcolor=style.GREYS[3])
+
+
+def _draw_blocks(axes: Axes, rank: int, step: int, held: Tensor) -> None:
+    """The memory of a rank, with the letters of the blocks that are there."""
+    for block, owner in enumerate(int(value) - 1 for value in held.tolist()):
+        color = COLORS[owner] if owner >= 0 else style.GREYS[0]
+        _draw_cell(axes, rank * PITCH + block, step * ROW, color, "abcd"[owner] if owner >= 0 else "")
+
+
+def _draw_sum(axes: Axes, rank: int, step: int, shares: Tensor) -> None:
+    """The sum that a rank has, a cell for each rank whose share is in it, and the letter of the block above."""
+    block = int(shares.sum(0).argmax())
+    for giver in range(RANKS):
+        there = bool(shares[giver, block])
+        _draw_cell(
+            axes,
+            rank * PITCH + giver,
+            step * ROW,
+            COLORS[giver] if there else style.GREYS[0],
+            "abcd"[block] if there else "",
+        )
+
+
+def _draw_cell(axes: Axes, x: float, y: float, color: str, text: str) -> None:
+    axes.add_patch(Rectangle((x, y), 1.0, 1.0, facecolor=color, edgecolor=style.GREYS[2], linewidth=0.8))
+    if text:
+        axes.text(
+            x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=style.TEXT_SIZE + 1, color=style.BLACK
+        )
+
+
+def _draw_arrow(axes: Axes, rank: int, step: int, x: float, color: str) -> None:
+    """From a rank's block after a step to the next rank's after the next step."""
+    start, stop = (rank * PITCH + x, step * ROW + 1.05), ((rank + 1) * PITCH + x, (step + 1) * ROW - 0.05)
+    _arrow(axes, start, stop, color)
+    if rank == RANKS - 1:
+        _arrow(axes, (start[0] - RANKS * PITCH, start[1]), (stop[0] - RANKS * PITCH, stop[1]), color)
+
+
+def _arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], color: str) -> None:
+    shade = style.mixed(color, style.BLACK, 0.2)
+    arrow = FancyArrowPatch(
+        start, stop, arrowstyle="-|>", mutation_scale=9, color=shade, linewidth=1.2, shrinkA=0, shrinkB=0
+    )
+    arrow.set_clip_on(True)
+    axes.add_patch(arrow)

@@ -1,0 +1,221 @@
+"""What the package gives to whoever fills a hole: names that docstrings mention, each as it is defined.
+
+    # The package's own, that the docstrings name:
+    #
+    # hwfsdp.streams
+    #     property   StreamEvent.is_over -> bool
+    #     method     Stream.record() -> StreamEvent
+    #     attribute  StreamSet.copy: Stream
+
+A manifest lists the names, `module:name`; signatures and types are read off the package, so they cannot be out of date.
+Types are those that the source states: an attribute that is made by a function of another module has none here.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from hwfsdp.course import holes
+from hwfsdp.errors import UsageError
+
+WIDTH = 110  # of a line
+TITLE = "# The package's own, that the docstrings name:"
+_TIED = "\0"  # a space that no line is broken at
+_SHORT = 60  # characters of a value
+
+
+class Provided(NamedTuple):
+    """A name of the package.
+
+    Attributes:
+        module: for example "hwfsdp.streams"; source: its text. name: of a function, a class, or one of a class's
+            methods, properties and attributes, as in "StreamEvent.is_over".
+    """
+
+    module: str
+    source: str
+    name: str
+
+
+def block(names: Sequence[Provided]) -> list[str]:
+    """Comment lines with all of them, under their modules; none for no names.
+
+    Raises:
+        UsageError: a name is not in its module.
+    """
+    lines = []
+    for module, group in groupby(names, key=lambda name: name.module):
+        lines += [f"# {module}", *(line for name in group for line in _wrapped(described(name)))]
+    return [TITLE, "#", *lines] if lines else []
+
+
+def _wrapped(text: str) -> list[str]:
+    """In lines of `WIDTH`, broken between parameters and before an arrow."""
+    kind, _, rest = text.partition(" ")
+    tied = rest.replace(" ", _TIED).replace(f",{_TIED}", ", ").replace(f"{_TIED}->{_TIED}", f" ->{_TIED}")
+    first, later = f"#     {kind:<9}  ", "#" + " " * 20
+    lines = textwrap.wrap(
+        tied,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_TIED, " ") for line in lines]
+
+
+@functools.lru_cache(maxsize=1024)
+def described(name: Provided) -> str:
+    """What it is, in one word, then its signature or type.
+
+    Raises:
+        UsageError: it is not in its module.
+    """
+    body: Sequence[ast.stmt] = holes.parsed(name.source).body
+    owner, _, last = name.name.rpartition(".")
+    for part in owner.split(".") if owner else ():
+        body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == part), [])
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == last:
+            return _function(node, name.name, is_method=bool(owner))
+        if isinstance(node, ast.ClassDef) and node.name == last:
+            return _class(node, name.name, body)
+    types = dict(_attributes(body)) if owner else dict(_values(body))
+    if last in types:
+        return f"{'attribute' if owner else 'constant'} {name.name}{types[last]}"
+    known = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)] + list(types)
+    close = difflib.get_close_matches(last, known, 1)
+    raise UsageError(
+        f"calls: {name.module}:{name.name}",
+        expected="the name of a function, a class, or one of its attributes, in this module",
+        got="a name that is not there",
+        remedy=f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(known) or 'none'}.",
+    )
+
+
+def _function(node: ast.FunctionDef, name: str, *, is_method: bool) -> str:
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    decorators = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
+    if decorators & {"property", "cached_property"}:
+        return f"property {name}{returns}"
+    is_bound = is_method and "staticmethod" not in decorators
+    arguments = ", ".join(_parameters(node.args))
+    own = arguments.partition(", ")[2] if is_bound else arguments
+    return f"{'method' if is_method else 'function'} {name}({own}){returns}"
+
+
+def _parameters(arguments: ast.arguments) -> Iterator[str]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = [None] * (len(positional) - len(arguments.defaults))
+    for each, default in zip(positional, [*required, *arguments.defaults], strict=True):
+        yield ast.unparse(each) + _default(default)
+    if arguments.vararg:
+        yield f"*{ast.unparse(arguments.vararg)}"
+    elif arguments.kwonlyargs:
+        yield "*"
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield ast.unparse(each) + _default(default)
+    if arguments.kwarg:
+        yield f"**{ast.unparse(arguments.kwarg)}"
+
+
+def _default(value: ast.expr | None) -> str:
+    return "" if value is None else f" = {'…' if isinstance(value, ast.Call) else ast.unparse(value)}"
+
+
+def _class(node: ast.ClassDef, name: str, around: Sequence[ast.stmt]) -> str:
+    """With what an object is made of: parameters of `__init__`, or fields of a record; with the members of an enum."""
+    bases = [ast.unparse(base) for base in node.bases]
+    if "Enum" in bases:
+        return f"enum {name}: {', '.join(member for member, _ in _variables(node.body))}"
+    inits = [s for s in node.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
+    if inits:
+        return f"class {name}({', '.join([*_parameters(inits[0].args)][1:])})"
+    above = [other for other in around if isinstance(other, ast.ClassDef) and other.name in bases]
+    is_record = "NamedTuple" in bases or any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+    if above and not is_record:
+        return _class(above[0], name, around)
+    fields = [
+        f"{ast.unparse(s.target)}: {ast.unparse(s.annotation)}{_default(s.value)}"
+        for s in node.body
+        if is_record and isinstance(s, ast.AnnAssign) and not ast.unparse(s.annotation).startswith("ClassVar")
+    ]
+    return f"class {name}({', '.join(fields)})"
+
+
+def _values(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """The names that a module gives to values, and those values, if they are short."""
+    for name, of in _variables(body):
+        yield name, of and f": {of}"
+    for statement in body:
+        if isinstance(statement, ast.Assign):
+            for each, value in _pairs(statement.targets[0], statement.value):
+                text = ast.unparse(value)
+                yield ast.unparse(each), f" = {text}" if len(text) < _SHORT else ""
+
+
+def _variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """Names that statements assign, and their types, "" if nothing says which."""
+    for statement in body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id, ast.unparse(statement.annotation)
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                yield from ((node.id, "") for node in ast.walk(target) if isinstance(node, ast.Name))
+
+
+def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """Those of a class: declared in it, or assigned in a method of it; where several say a type, the first does."""
+    found = dict(_variables(body))
+    methods = [statement for statement in body if isinstance(statement, ast.FunctionDef)]
+    returned = {f"self.{method.name}": method.returns for method in methods}
+    made = {name: ast.unparse(returns) for name, returns in returned.items() if returns}
+    for method in methods:
+        arguments = [*method.args.args, *method.args.kwonlyargs]
+        types = {each.arg: ast.unparse(each.annotation) for each in arguments if each.annotation}
+        for name, of in _assigned(method, made | types):
+            found[name] = found.get(name) or of
+    yield from ((name, of and f": {of}") for name, of in found.items())
+
+
+def _assigned(method: ast.FunctionDef, types: dict[str, str]) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(method):
+        if isinstance(node, ast.AnnAssign):
+            yield from ((name, ast.unparse(node.annotation)) for name in _of_self(node.target))
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                for each, value in _pairs(target, node.value):
+                    yield from ((name, _type_of(value, types)) for name in _of_self(each))
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Of `a, b = c, d`: a and c, b and d. Of `a, b = c`: a and b, each with a value that is not known."""
+    if not isinstance(target, ast.Tuple):
+        return [(target, value)]
+    if isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(each, ast.Constant(...)) for each in target.elts]
+
+
+def _of_self(target: ast.expr) -> list[str]:
+    is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+    return [target.attr] if is_own and isinstance(target, ast.Attribute) else []
+
+
+def _type_of(value: ast.expr, types: dict[str, str]) -> str:
+    """Of a parameter, of a literal, of an object that is made here, or of what a method of `types` returns; else ""."""
+    if isinstance(value, ast.Name):
+        return types.get(value.id, "")
+    if isinstance(value, ast.Constant):
+        return "" if value.value in (None, ...) else type(value.value).__name__
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func)
+        return name if name.isidentifier() and name[0].isupper() else types.get(name, "")
+    return ""

@@ -1,0 +1,253 @@
+"""Writing the student's edition into a folder of its own.
+
+    the package     every hole blank in the text; its body compiled, beside it (`bodies`), for demo, notebooks and prerequisites;
+                    checks compiled altogether; no reference of the stations
+    exercises/      the starters, and a copy of each to compare with
+    tests/          what a student can pass
+    gone            solutions, the tests of the package, answers, benchmarks, what grades a class, the site, and the FAQ, which
+                    has the causes of what is wrong in the lab
+
+What is in the instructor's tree and not under version control does not travel.
+
+Note [One version of Python]
+    Compiled code is for one minor version of Python, that of the instructor who made the edition. It says so in setup.cfg, so
+    that pip does, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hwfsdp.course import holes
+from hwfsdp.course.manifest import PACKAGE, Course, Exercise, compiled_body, module_source
+from hwfsdp.course.release import bodies
+from hwfsdp.course.release.leaks import find_leaks, secrets_of
+from hwfsdp.course.submission import KEPT_STARTER, starter
+from hwfsdp.errors import UsageError
+
+_LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
+    docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/testing.md
+    docs/index.md docs/reference.md docs/conf.py docs/book.py
+    hwfsdp/course/release/ hwfsdp/course/stations/my_fsdp.py hwfsdp/course/gradebook/ hwfsdp/course/__main__.py
+    hwfsdp/course/killrate.py hwfsdp/course/mutants.py hwfsdp/course/grader_report.py hwfsdp/course/pool.py
+    hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())
+_KEPT_TESTS = "tests/exercises/"
+_COMPILED = (
+    "checks",
+    "stations",
+)  # folders of the course; of the second, the marks are no secret, and `SOURCE` is not there
+_AS_TEXT = ("__init__.py", "stages.py")
+_FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
+_LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
+_FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one
+    r"^<!-- instructors -->\n.*?^<!-- /instructors -->\n\n?| ?<!-- instructors -->.*?<!-- /instructors -->",
+    re.DOTALL | re.MULTILINE,
+)
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)[^):]*\)")
+_TARGETS = (
+    "check",
+    "exercises",
+    "mutants",
+    "format",
+    "bench",
+    "docs",
+)  # of the Makefile, that are the instructor's
+
+
+def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Path]:
+    """Writes the student's edition of a course, and proves that no answer is in it.
+
+    Args:
+        out: a folder that does not exist, or is empty.
+        upto: the last exercise to be handed out; None: all of them. Holes of later ones are blank all the same.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        UsageError: `out` is in use, `upto` is no exercise, or an answer's text would be left.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(
+            f"release {out}",
+            expected="a new folder",
+            got="one with something in it",
+            remedy="Choose another.",
+        )
+    last = course.exercise(upto).number if upto is not None else course.exercises[-1].number
+    later = [exercise for exercise in course.exercises if exercise.number > last]
+    for name in _travelling(course.root, [f"exercises/{exercise.directory}/" for exercise in later]):
+        target = out / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(course.root / name, target)
+    _blank_package(course, out)
+    _compile_checks(out / "hwfsdp")
+    for exercise in course.exercises:
+        if exercise not in later:
+            _put_starter(exercise, out / "exercises" / exercise.target)
+    _change_files(out)
+    leaks = list(find_leaks(out, secrets_of(course)))
+    if leaks:
+        raise UsageError(
+            f"release {out}",
+            expected="no answer's text in it",
+            got=f"{len(leaks)}, the first in {leaks[0]}",
+            remedy="Say it in other words there, or leave the file out.",
+        )
+    return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
+    """Files under version control, and new ones that are not ignored, that are no secret."""
+    listed = subprocess.run(
+        ["git", "-C", str(root), "ls-files", "-co", "--exclude-standard", "-z"],
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        raise UsageError(
+            f"release of {root}",
+            expected="a checkout of git, which says what belongs to the course",
+            got=" ".join(listed.stderr.split()) or "none",
+            remedy="Clone the course.",
+        )
+    for name in sorted(filter(None, listed.stdout.split("\0"))):
+        kept = name.startswith(_KEPT_TESTS) or not name.startswith((*_LEFT_OUT, *left_out))
+        if kept and (root / name).is_file():
+            yield name
+
+
+def _blank_package(course: Course, out: Path) -> None:
+    """All holes blank in the text, their bodies compiled beside it."""
+    texts: dict[str, str] = {}
+    package = out / "hwfsdp"
+    (package / bodies.FOLDER.name).mkdir()
+    for exercise in course.exercises:
+        for place in exercise.places:
+            module, name = place
+            original = module_source(module)
+            texts[module] = holes.blank(texts.get(module, original), name, exercise.number)
+            compiled_body(place, package).write_bytes(bodies.pack(body_of(module, original, name)))
+    for module, text in texts.items():
+        package.joinpath(*module.split(".")[1:]).with_suffix(".py").write_text(text + _FILL)
+    shutil.copyfile(PACKAGE / "course" / "release" / "bodies.py", package / "bodies.py")
+
+
+def _compile_checks(package: Path) -> None:
+    """Of the text of every module of the checks, the first paragraph stays."""
+    for path in (path for name in _COMPILED for path in package.joinpath("course", name).glob("*.py")):
+        if path.name not in _AS_TEXT:
+            module, source = f"hwfsdp.course.{path.parent.name}.{path.stem}", path.read_text()
+            path.with_suffix(bodies.SUFFIX).write_bytes(bodies.pack(_compiled(module, source)))
+            said = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
+            path.write_text(f'"""{said}"""\n{_LOAD}')
+
+
+def _compiled(module: str, source: str) -> types.CodeType:
+    """A module's code, which does not say where it was compiled."""
+    code: types.CodeType = compile(source, f"<{module}, compiled>", "exec", dont_inherit=True)
+    return code
+
+
+def body_of(module: str, source: str, name: str) -> types.CodeType:
+    """The compiled function.
+
+    Raises:
+        LookupError: there is no function of this name.
+    """
+    todo = [_compiled(module, source)]
+    while todo:
+        code = todo.pop()
+        if code.co_qualname == name:
+            return code
+        todo += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    raise LookupError(f"no function {name} in {module}")
+
+
+def _put_starter(exercise: Exercise, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for each in (path, path.with_name(KEPT_STARTER)):
+        each.write_text(starter(exercise))
+
+
+def _change_files(out: Path) -> None:
+    """The files at the top that speak of what is not there."""
+    for name, change in (
+        ("Makefile", _student_makefile),
+        ("README.md", _student_readme),
+        ("setup.cfg", _student_setup),
+        (".gitignore", _student_ignored),
+    ):
+        path = out / name
+        if path.exists():
+            path.write_text(change(path.read_text()))
+    for page in [*out.glob("*.md"), *out.glob("docs/*.md"), *out.glob("exercises/**/*.md")]:
+        _change_page(page)
+    cli = out / "hwfsdp" / "cli" / "command.py"
+    cli.write_text(re.sub(r"^.*\badd_(?:grade|release)\b.*\n", "", cli.read_text(), flags=re.MULTILINE))
+    tests = out / "tests"
+    tests.mkdir(exist_ok=True)
+    shutil.copyfile(PACKAGE / "course" / "release" / "edition_tests.py", tests / "test_edition.py")
+
+
+def _student_readme(text: str) -> str:
+    """Without commands and folders that are not there; the last branch of a tree is drawn as that."""
+    gone = r"^(?:hwfsdp (?:grade|release) .*|.*\(not in the student's edition\))\n"
+    text = re.sub(gone, "", text, flags=re.MULTILINE)
+    return re.sub(r"^│   ├(── .*\n)(?!│)", r"│   └\1", text, flags=re.MULTILINE)
+
+
+def _change_page(page: Path) -> None:
+    """What is marked as for instructors goes, and so do rows of tables with a cell that links to missing pages only.
+
+    Other links to missing pages become words.
+    """
+
+    def there(link: re.Match[str]) -> bool:
+        return (page.parent / link[2]).exists()
+
+    def kept(line: str) -> bool:
+        cells = [list(_LINK.finditer(cell)) for cell in line.split("|")] if line.startswith("|") else []
+        return all(any(map(there, links)) for links in cells if links)
+
+    text = _FOR_INSTRUCTORS.sub("", page.read_text()).rstrip("\n") + "\n"
+    lines = "".join(filter(kept, text.splitlines(keepends=True)))
+    page.write_text(_LINK.sub(lambda link: link[0] if there(link) else link[1], lines))
+
+
+def _student_makefile(text: str) -> str:
+    for target in _TARGETS:
+        text = re.sub(rf"^{target}:.*\n(?:\t.*\n)*\n?", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"^(\.PHONY:.*) {target}\b", r"\1", text, flags=re.MULTILINE)
+    text = text.replace(" --numprocesses $(TEST_JOBS) --dist loadfile", "").replace("TEST_JOBS  ?= 2\n", "")
+    return text.replace(
+        "## run the tests, TEST_JOBS files at a time",
+        "## check this edition, and the exercises that you have begun",
+    )
+
+
+def _student_setup(text: str) -> str:
+    """Note [One version of Python]."""
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    text = re.sub(r"^python_requires = .*$", f"python_requires = =={minor}.*", text, flags=re.MULTILINE)
+    text = re.sub(r"^.*Python :: 3\.(?!%d$)\d+\n" % sys.version_info.minor, "", text, flags=re.MULTILINE)
+    return text.replace(
+        "hwfsdp = py.typed",
+        ", ".join(["hwfsdp = py.typed", *(f"{folder}/*{bodies.SUFFIX}" for folder in _with_bodies())]),
+    )
+
+
+def _with_bodies() -> list[str]:
+    """Folders of the package with compiled code."""
+    return [bodies.FOLDER.name, *(f"course/{name}" for name in _COMPILED)]
+
+
+def _student_ignored(text: str) -> str:
+    return text + "runs/\n" if "runs/" not in text else text

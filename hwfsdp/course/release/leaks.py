@@ -1,0 +1,200 @@
+"""Proof that no answer is left: the text of every hole's body, and of every function of the stations' reference, is looked for in
+every file of an edition.
+
+A body is known by its statements: lines without indentation and comments, long ones joined, as they would survive being copied
+elsewhere and formatted anew. A file leaks if it has all of a short body's statements in a row, or a run of a long one's. In prose,
+a hint for example, lines break anywhere and statements stand in sentences: there a run counts if hardly anything is between, and
+a long statement by itself. Notebooks are searched cell by cell, archives and compressed files are opened.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import io
+import json
+import re
+import textwrap
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.course import holes
+from hwfsdp.course.capstone.homework import read_homework, solution_path, starter_of
+from hwfsdp.course.manifest import PACKAGE, Course
+from hwfsdp.course.overlay import blanked
+from hwfsdp.course.stations.stages import LAST, stage
+
+_RUN = 3  # statements in a row that are no coincidence
+_SHORT = 12  # characters of a body that says nothing by itself
+_GAP = 8  # characters between two statements of a run, in prose: "; then"
+_TELLING = 40  # characters of a statement that says enough by itself, in prose
+_LONGEST = 400  # characters of a line that somebody wrote
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
+_CODE = (".py", ".body", ".gz", ".zip")  # no prose: docstrings may say what a learner has to write
+_LARGEST = 64 << 20  # bytes of an unpacked file that are searched
+
+
+class Leak(NamedTuple):
+    """A file that has the body of a hole, or a part of it, and the first statement of that part."""
+
+    path: Path
+    number: str
+    hole: str
+    statement: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.hole} of exercise {self.number}: {self.statement}"
+
+
+class Secret(NamedTuple):
+    """What must not be found: the statements of a body, in order, and those runs of them that are no coincidence."""
+
+    number: str
+    hole: str
+    statements: tuple[str, ...]
+    runs: frozenset[tuple[str, ...]]
+
+
+def secrets_of(course: Course) -> list[Secret]:
+    """One for each hole, of electives and of the homework, and one for each function of the stations' reference.
+
+    What is given is no secret: docstrings and signatures; of stations and homework, whose answers are FSDPs as the package is one,
+    also what stands in the package between its holes, and in the homework's starter.
+    """
+    homework = read_homework(course)
+    solved = solution_path(course).read_text()
+    given = _given(course, starter_of(homework, solved))
+    bodies = [(homework.number, name, _statements_of(solved, name)) for name in homework.hole_names]
+    secrets = [Secret(*each, frozenset(_runs_of(each[2]) - given)) for each in (*_of_stations(), *bodies)]
+    for exercise in course.exercises:
+        for hole in exercise.holes:
+            body = _statements_of(hole.source, hole.name)
+            secrets.append(Secret(exercise.number, hole.name, body, frozenset(_runs_of(body))))
+    return [secret for secret in secrets if secret.runs]
+
+
+def _statements_of(source: str, name: str) -> tuple[str, ...]:
+    return tuple(statements(textwrap.dedent(holes.extract(source, name))))
+
+
+def _of_stations() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """(number, name, body) of each function of the reference, as it is after each station; those of the starter are given."""
+    known = {tuple(_body(node)) for _, node in holes.definitions(stage(0))}
+    for number in range(1, LAST + 1):
+        for name, node in holes.definitions(stage(number)):
+            body = tuple(_body(node))
+            if body not in known:
+                yield f"{number:02}", name, body
+            known.add(body)
+
+
+def _given(course: Course, starter: str) -> set[tuple[str, ...]]:
+    """All runs of statements of the package, without what teaches and with its holes blank, and of the homework's starter."""
+    blank = blanked(course.exercises)
+    texts = [starter]
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts))
+        if not module.startswith("hwfsdp.course.") or module.startswith("hwfsdp.course.pictures."):
+            texts.append(blank.get(module) or path.read_text())
+    found = set()
+    for lines in map(_normalized, texts):
+        for size in range(1, _RUN + 1):
+            found |= {tuple(lines[i : i + size]) for i in range(len(lines) - size + 1)}
+    return found
+
+
+def statements(function: str) -> list[str]:
+    """The simple statements, and heads of the compound ones, of a function's body as Python writes them; no docstring."""
+    node = ast.parse(function).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    return _body(node)
+
+
+def _body(node: holes.Function) -> list[str]:
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return [line.strip() for statement in body for line in ast.unparse(statement).splitlines()]
+
+
+def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
+    """What is left in a folder."""
+    for path in sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink()):
+        for text in _texts(path):
+            lines, prose = _normalized(text), "" if path.suffix in _CODE else _squeezed(text)
+            for secret in secrets:
+                statement = _found(secret, lines) or _said(secret, prose)
+                if statement is not None:
+                    yield Leak(path.relative_to(root), secret.number, secret.hole, statement)
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """A file's text, or those of the files in it; compiled ones have none."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        yield gzip.GzipFile(fileobj=io.BytesIO(data)).read(_LARGEST).decode(errors="replace")
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as file:
+                    yield file.read(_LARGEST).decode(errors="replace")
+    elif path.suffix == ".ipynb":
+        for cell in json.loads(data).get("cells", []):
+            yield "".join(cell.get("source", []))
+    else:
+        yield data.decode(errors="replace")
+
+
+def _normalized(text: str) -> list[str]:
+    """Lines that can be compared with statements: as Python writes them, all together or each by itself."""
+    try:
+        lines = ast.unparse(ast.parse(text)).splitlines()
+    except _NOT_PYTHON:
+        lines = [_as_statement(line.strip().removeprefix("> ")) for line in text.splitlines()]
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _as_statement(line: str) -> str:
+    """The line as Python writes it, be it a statement or the head of one; any other as it is."""
+    if len(line) <= _LONGEST:
+        for rest in ("", "\n    pass"):
+            try:
+                return ast.unparse(ast.parse(line + rest)).partition("\n")[0]
+            except _NOT_PYTHON:
+                continue
+    return line
+
+
+def _runs_of(body: Sequence[str]) -> set[tuple[str, ...]]:
+    """Statements in a row that are no coincidence, wherever they are found."""
+    size = min(len(body), _RUN)
+    runs = {tuple(body[i : i + size]) for i in range(len(body) - size + 1)}
+    return {run for run in runs if sum(map(len, run)) >= _SHORT * size}
+
+
+def _squeezed(text: str) -> str:
+    """Without what differs between code and a sentence with code in it: white space, backticks, kinds of quotes."""
+    return "".join(text.replace("`", "").replace("'", '"').split())
+
+
+def _said(secret: Secret, prose: str) -> str | None:
+    """The first statement of a run of the body that is told in prose, or a long statement that is."""
+    if not prose:
+        return None
+    for run in secret.runs:
+        between = f".{{0,{_GAP}}}"
+        if re.search(between.join(re.escape(_squeezed(each)) for each in run), prose, re.DOTALL):
+            return run[0]
+    told = (
+        each for each in secret.statements if len(_squeezed(each)) >= _TELLING and _squeezed(each) in prose
+    )
+    return next(told, None)
+
+
+def _found(secret: Secret, lines: Sequence[str]) -> str | None:
+    """The first statement of a run of the body that is there, in one piece."""
+    size = min(len(secret.statements), _RUN)
+    for i in range(len(lines) - size + 1):
+        if tuple(lines[i : i + size]) in secret.runs:
+            return lines[i]
+    return None

@@ -1,0 +1,250 @@
+"""A learner's exercise beside the reference: what its checks asked of ranks, and what both answered.
+
+    found = replay(12, seed=7)
+    print(found.verdict_text)
+    for run in found.runs:
+        print(run)                   # how many answers differ, and which
+    plot_comparison(found.logs())    # yours above the reference's, where the checks record what happens
+
+A check asks ranks for a report: it calls the learner's functions there, and writes down what came of it. Here the same questions are
+put to the reference: of an elective the package as it is, of a station the file as it is in the solution, if it is there. A
+difference is not yet a mistake, since there may be several right answers; but where a check has failed, it is where to look.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwfsdp.course.grade import STATION_ALL_SECONDS, STATION_SECONDS, Options, grade
+from hwfsdp.course.manifest import Course, Exercise, find_course
+from hwfsdp.course.overlay import Overlay, Submitted
+from hwfsdp.course.report import Style, printable, shown
+from hwfsdp.course.run import FAILED, Broken, Probe, Ranks, Run, Times, warm_up
+from hwfsdp.course.submission import find_source, is_started, solution
+from hwfsdp.course.verdict import Grade
+from hwfsdp.errors import UsageError
+from hwfsdp.observe.eventlog import EventLog
+
+ISSUED = ("op", "stream", "owner", "phase", "dtype", "bytes")  # what counts of an event; its times do not
+_REFERENCE = "the reference"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One run that a check asked for.
+
+    Attributes:
+        name: of the probe, and on how many ranks. mine, theirs: what the learner's code and the reference reported.
+        broken: why there is no report of the learner's.
+    """
+
+    name: str
+    mine: Run | None
+    theirs: Run | None
+    broken: Broken | None = None
+
+    @property
+    def answers(self) -> dict[str, bool | None]:
+        """By name, whether the answer is the reference's on every rank; None if a rank did not come to give it."""
+        if self.mine is None or self.theirs is None:
+            return {}
+        reports = list(zip(self.mine.reports, self.theirs.reports, strict=True))
+        names = dict.fromkeys(name for _, report in reports for name in report if name != FAILED)
+        return {
+            name: (
+                all(is_same(a[name], b.get(name)) for a, b in reports)
+                if all(name in a for a, _ in reports)
+                else None
+            )
+            for name in names
+        }
+
+    def __str__(self) -> str:
+        if self.broken is not None:
+            return f"{self.name}: had to be ended ({self.broken.reason}), rank {self.broken.rank}: {self.broken.got}"
+        if self.theirs is None:
+            return f"{self.name}: there is no reference here to compare with"
+        answers = self.answers
+        differ = sum(not same for same in answers.values())
+        return "\n".join(
+            [f"{self.name}: {len(answers)} answers, of which {differ} differ", *self._differences()]
+        )
+
+    def _differences(self) -> Iterator[str]:
+        """A line for each answer that is not the reference's, and why it is missing if somebody raised."""
+        assert self.mine is not None
+        for name, same in self.answers.items():
+            causes = (report[FAILED][name] for report in self.mine.reports if name in report.get(FAILED, {}))
+            cause = next(causes, None)
+            why = f": {printable(cause['kind'] + ': ' + cause['message'])}" if cause else ""
+            if not same:
+                yield f"    {name!r} {'was not given' if same is None else 'differs'}{why}"
+        for raised in self.mine.raised[:1]:
+            yield f"    because rank {raised.rank} raised {printable(raised.kind + ': ' + raised.message)}"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """An exercise, graded, and all that its checks asked.
+
+    Attributes:
+        path: of the learner's file. begun: whether it is; if not, the solution takes its place where there is one.
+        verdict: as of `hwfsdp check`. runs: in the order in which checks asked for them. seed: of their inputs.
+    """
+
+    exercise: Exercise
+    path: Path
+    begun: bool
+    verdict: Grade
+    runs: list[Replayed]
+    seed: int
+
+    @property
+    def whose(self) -> str:
+        """ "yours", or what stands in its place."""
+        return "yours" if self.begun else "the solution"
+
+    @property
+    def introduction(self) -> str:
+        """Whose code this is, in a sentence or two."""
+        if self.begun:
+            return f"Yours: {self.path}."
+        again = "Fill the first TODO, and run all cells again."
+        if self.verdict.status == "not_started":
+            return f"{self.path} is not begun, and there is no solution here to take its place. {again}"
+        return f"{self.path} is not begun, so what follows is the solution in its place. {again}"
+
+    @property
+    def verdict_text(self) -> str:
+        return shown(self.verdict, self.path, Style())
+
+    def logs(self) -> dict[str, EventLog]:
+        """By whose they are, the logs of one answer: of those with a gather the first that differs, else the first; or none."""
+        for replayed in self.runs:
+            if replayed.mine is None or replayed.theirs is None:
+                continue
+            pair = (replayed.mine, replayed.theirs)
+            found = [[dict(_logs_in(report, "answer")) for report in run.reports] for run in pair]
+            names = [n for n in found[1][0] if all(n in of_rank for ranks in found for of_rank in ranks)]
+            names.sort(key=lambda n: all(is_same(a[n], b[n]) for a, b in zip(*found, strict=True)))
+            for name in names:
+                mine, theirs = (Run([{"log": of_rank[name]} for of_rank in ranks]).log() for ranks in found)
+                if theirs.select("all_gather", rank=0) and mine.select(
+                    "forward", "backward", "all_gather", rank=0
+                ):
+                    return {self.whose: mine, _REFERENCE: theirs}
+        return {}
+
+
+def replay(number: int, seed: int, course: Course | None = None) -> Replay:
+    """Has an exercise graded, and puts all that its checks asked to the package as well.
+
+    Args:
+        number: of the exercise. seed: of the inputs that the checks draw. course: None: the one around this folder.
+
+    Raises:
+        UsageError: there is no course here, no exercise of this number, or the file cannot be read.
+    """
+    course = course or find_course()
+    exercise = course.exercise(number)
+    own = find_source(exercise, course.root / "exercises")
+    begun = own.text is not None and is_started(exercise, own.text)
+    asked: list[_Asked] = []
+    reference = _reference(exercise)
+
+    class NotedRanks(Ranks):
+        """Ranks as the grader has them; notes every run that a check asks for."""
+
+        def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
+            question = (probe, world_size, arguments)
+            if question not in [each.question for each in asked]:
+                asked.append(_Asked(self, question, reference))
+            return super().run(probe, world_size, **arguments)
+
+    warm_up()
+    with ExitStack() as stack:
+        folder = course.root / "exercises"
+        if not begun and (text := _solution_of(exercise)) is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            (folder / exercise.file_name).write_text(text)
+        verdict = grade(exercise, folder, course, Options(seed=seed), new_ranks=NotedRanks)
+    path = Path(os.path.relpath(own.path))
+    return Replay(exercise, path, begun, verdict, [each.replay() for each in asked], seed)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question of a check, whom it asked, who remembers the answer, and who else is to be asked."""
+
+    ranks: Ranks
+    question: tuple[Probe, int, dict[str, Any]]
+    reference: Callable[..., Run] | None
+
+    def replay(self) -> Replayed:
+        probe, world_size, arguments = self.question
+        plural = "s" if world_size > 1 else ""
+        name = f"{probe.__module__.rpartition('.')[2]}.{probe.__name__} on {world_size} rank{plural}"
+        theirs = self.reference(probe, world_size, **arguments) if self.reference else None
+        try:
+            return Replayed(name, Ranks.run(self.ranks, probe, world_size, **arguments), theirs)
+        except Broken as broken:
+            return Replayed(name, None, theirs, broken)
+
+
+def _reference(exercise: Exercise) -> Callable[..., Run] | None:
+    """Runs a probe with the package as it is, or with the file of stations that is known to be right; None: it is not here."""
+    if not exercise.is_station:
+        return Ranks(Overlay({}, ())).reference
+    text = _solution_of(exercise)
+    if text is None:
+        return None
+    stem = Path(exercise.file_name).stem
+    times = Times(STATION_SECONDS, STATION_ALL_SECONDS)
+    return Ranks(Overlay({}, (Submitted(stem, f"<{_REFERENCE}>", text, ()),)), times=times).run
+
+
+def _solution_of(exercise: Exercise) -> str | None:
+    try:
+        return solution(exercise)
+    except UsageError:  # an edition without solutions
+        return None
+
+
+def is_same(mine: Any, theirs: Any) -> bool:
+    """Whether two answers say the same: numbers to the bit, events in the same order, times and temporary names left out."""
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            return False
+        return bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all())  # NaN is NaN here
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        if _is_log(mine) and _is_log(theirs):
+            issued = [[[event[name] for name in ISSUED] for event in log["events"]] for log in (mine, theirs)]
+            return issued[0] == issued[1]
+        return mine.keys() == theirs.keys() and all(is_same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return len(mine) == len(theirs) and all(map(is_same, mine, theirs))
+    if isinstance(mine, str) and isinstance(theirs, str):  # but for names of temporary folders
+        mine, theirs = (re.sub(r"\S*\d\S*", "…", text) for text in (mine, theirs))
+    return type(mine) is type(theirs) and bool(mine == theirs)
+
+
+def _is_log(value: Any) -> bool:
+    return isinstance(value, dict) and "events" in value and "samples" in value
+
+
+def _logs_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The event logs in an answer, by where they are in it."""
+    if _is_log(value):
+        yield name, value
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _logs_in(inner, f"{name} {key}")

@@ -1,0 +1,158 @@
+"""Grades as text: what a learner reads on a terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from hwfsdp.course.checklist import question_of
+from hwfsdp.course.manifest import Exercise
+from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.verdict import CheckResult, Finding, Grade
+
+_CODES = {"green": "32", "red": "31", "grey": "90", "bold": "1"}
+_MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}
+_INDENT = " " * 6
+
+
+class Style:
+    """Colors on a terminal, none elsewhere, and none if `NO_COLOR` is set (https://no-color.org)."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
+        self.colored = stream.isatty() and not os.environ.get("NO_COLOR")
+        self.width = min(110, shutil.get_terminal_size((100, 24)).columns)
+
+    def paint(self, text: str, color: str) -> str:
+        return f"\033[{_CODES[color]}m{text}\033[0m" if self.colored else text
+
+    def wrapped(self, text: str, indent: str = _INDENT) -> Iterator[str]:
+        """The text, wrapped; a table in it keeps its lines."""
+        for line in map(printable, text.splitlines()):
+            if len(line) + len(indent) <= self.width or line[:1] == " ":
+                yield indent + line
+            else:
+                yield from textwrap.wrap(
+                    line,
+                    self.width,
+                    initial_indent=indent,
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+
+
+def printable(line: str) -> str:
+    """A line as any terminal can show it: what a learner's code says must not move its cursor, or stop the report."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line.expandtabs())
+
+
+def shown(grade: Grade, path: Path, style: Style, before: Mapping[str, str] = {}) -> str:
+    """One exercise's verdict, with a line for each check and the evidence for those that fail.
+
+    Args:
+        before: what an earlier verdict measured.
+    """
+    return "\n".join(_lines(grade, path, style, before))
+
+
+def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) -> Iterator[str]:
+    exercise = grade.exercise
+    yield style.paint(f"{exercise.number} {exercise.title}", "bold") + style.paint(f"  {path}", "grey")
+    yield ""
+    if grade.status == "not_started":
+        missing = "" if path.exists() else " There is no such file: hwfsdp reset brings it back."
+        yield f"  Not started, 0 of {grade.max_score} points.{missing}"
+        names = exercise.hole_names
+        if names:
+            yield from style.wrapped(f"{len(names)} TODOs: {', '.join(names)}.", "  ")
+        return
+    if grade.status == "error" and grade.finding:
+        yield from _finding_lines(grade.finding, style, asks="")
+        yield ""
+        yield from _printed(grade, style)
+        is_forgone = grade.finding.misconception == "caught-up"
+        why = "you forgo them." if is_forgone else "nothing counts before this is gone."
+        yield f"  0 of {grade.max_score} points in {grade.seconds:.1f} s: {why}"
+        return
+    asked = False
+    results = grade.shown_results
+    widths = [max(len(text) for text in texts) for texts in zip(*map(_texts, results), strict=True)]
+    for result in results:
+        yield _check_line(
+            result, widths, style, with_points=result in grade.results and bool(result.check.points)
+        )
+        if result.finding:
+            yield from _finding_lines(result.finding, style, None if asked else result.check.id)
+            asked = True
+    numbers = dict.fromkeys(result.check.id[:2] for result in grade.before)
+    if numbers and all(result.passed for result in grade.before):
+        yield style.paint(f"  Checked again, and still right: {', '.join(numbers)}.", "grey")
+    yield ""
+    if grade.measured:
+        yield style.paint("  Measured:", "grey")
+        for of, figures in grade.measured.items():
+            yield from style.wrapped(f"{of}: {figures}", "    ")
+            if before.get(of, figures) != figures:
+                yield from (
+                    style.paint(line, "grey") for line in style.wrapped(f"before: {before[of]}", "      ")
+                )
+        yield ""
+    yield from _printed(grade, style)
+    score = f"{grade.points} in {grade.seconds:.1f} s."
+    if lost := dict.fromkeys(r.check.id[:2] for r in grade.before if r.passed is False):
+        score += f" The station is not passed: {', '.join(lost)} no longer hold{'s' * (len(lost) == 1)}."
+    if grade.status == "passed":
+        yield "  " + style.paint(score, "green")
+        return
+    yield f"  {score} Again with the same inputs: --seed {grade.seed}. A hint: hwfsdp hint {exercise.short_number}"
+
+
+def _printed(grade: Grade, style: Style) -> Iterator[str]:
+    if grade.printed:
+        yield style.paint("  What your code printed:", "grey")
+        yield from (f"    {printable(line)}" for line in grade.printed.splitlines())
+        yield ""
+
+
+def _texts(result: CheckResult) -> tuple[str, str]:
+    return result.check.id, result.check.sentence
+
+
+def _check_line(result: CheckResult, widths: Sequence[int], style: Style, with_points: bool) -> str:
+    mark, color = _MARKS[result.passed]
+    cells = [text.ljust(width) for text, width in zip(_texts(result), widths, strict=True)]
+    points = f"  {result.check.points if result.passed else 0}/{result.check.points}" if with_points else ""
+    line = f"  {style.paint(mark, color)} {'  '.join(cells)}{points}"
+    if result.dependency:
+        return line + style.paint(f"  skipped: needs {result.dependency}", "grey")
+    return line
+
+
+def _finding_lines(finding: Finding, style: Style, asks: str | None) -> Iterator[str]:
+    """`asks`: id of the check whose question is asked, or None."""
+    misconception = MISCONCEPTIONS[finding.misconception]
+    yield _INDENT + style.paint(f"{finding.misconception}: {misconception.sentence}", "red")
+    yield from style.wrapped(finding.message)
+    if finding.expected is not None:
+        yield from style.wrapped(f"expected  {finding.expected}")
+    if finding.actual is not None:
+        yield from style.wrapped(f"got       {finding.actual}")
+    if asks is not None:
+        yield from style.wrapped(f"→ {question_of(asks, finding.misconception)}")
+
+
+def listed(exercises: Sequence[Exercise]) -> str:
+    """The course as a table of contents."""
+    width = max(len(exercise.title) for exercise in exercises)
+    lines = [
+        f"{exercise.number}  {exercise.title:<{width}} {exercise.points:>2} points   {exercise.target}"
+        for exercise in exercises
+    ]
+    lines.append(f"{'':<{width + 4}}{sum(exercise.points for exercise in exercises):>3} points in all")
+    return "\n".join(lines)

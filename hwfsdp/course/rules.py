@@ -1,0 +1,131 @@
+"""What no answer needs, found in its text before anything of it runs: doors to the frames, the memory and the code of others.
+
+A submission that names one of these doors, or an instrument, in plain words is not run. One that hides the words meets the same rules
+when it uses what it has put together (`doors`), and the guard.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from hwfsdp.course.verdict import Finding
+
+MODULES = frozenset(  # doors to frames, memory and code of others, and to what has a name that is put together
+    """ctypes _ctypes gc inspect marshal signal _signal subprocess _posixsubprocess opcode dis faulthandler tracemalloc mmap
+    pickletools _testcapi _testinternalcapi _thread code codeop builtins unittest pydoc pkgutil timeit doctest bdb pdb profile
+    cProfile trace atexit asyncio concurrent multiprocessing pickle _pickle logging.config yaml importlib.metadata
+    torch.utils._python_dispatch torch.testing torch.package torch._C""".split()
+)
+FRAMES = frozenset(
+    """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
+    cr_frame ag_frame settrace setprofile settrace_all_threads setprofile_all_threads""".split()
+)
+BOUND = frozenset(
+    ["__builtins__", "__match_args__"]
+)  # names that mean something to Python, as variables, too
+ATTRIBUTES = BOUND | frozenset(
+    """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
+    get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
+    __kwdefaults__ __reduce__ __reduce_ex__ __loader__ __spec__
+    c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, past its functions
+)
+NAMES = {  # closed by themselves, in modules that are open
+    "builtins": (
+        *(
+            "getattr",
+            "setattr",
+            "delattr",
+            "vars",
+            "globals",
+            "locals",
+            "exec",
+            "eval",
+            "compile",
+            "__import__",
+            "breakpoint",
+        ),
+    ),
+    "importlib": ("reload",),
+    "sys": ("modules", "meta_path", "path_hooks", "path_importer_cache", "breakpointhook"),
+    "operator": ("attrgetter", "methodcaller"),
+    "string": ("Formatter",),
+    "typing": ("get_type_hints", "ForwardRef"),
+    "threading": ("Thread", "Timer"),
+    "hwfsdp.core.streams": ("backend", "_backends"),
+    "hwfsdp.core.observer": ("put",),
+    "hwfsdp.compat": ("unseen_by_modes", "fake_tensors", "fake_process_group", "around_shape_propagation"),
+}
+ONE_BY_ONE = {name for names in NAMES.values() for name in names}
+LOCKS = frozenset(
+    f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident")
+)  # open
+INSTRUMENTS = (  # what tells what a learner's code did
+    *(f"hwfsdp.{name}" for name in ("observe", "comm.history", "comm.divergence", "virtual", "launcher")),
+    *(f"hwfsdp.{name}" for name in ("instrument", "stream_clocks", "core.observer")),
+)
+READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
+POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # of torch's, which are arguments
+# of torch's, too: records, and the function that finds where parameters are registered
+RECORDS = ("ParamModuleInfo", "FSDPMeshInfo", "_get_param_module_infos")
+CLOSED = (*MODULES, *INSTRUMENTS, "hwfsdp.course")  # cannot be imported
+HOMEWORK_MAY = ("hwfsdp", "hwfsdp.streams", "hwfsdp.collectives", "hwfsdp.core.streams")
+
+
+class Use(NamedTuple):
+    """Something that an answer does without: what, and in which line."""
+
+    what: str
+    line: int
+
+
+def check_rules(path: str | Path, text: str) -> None:
+    """Reads a file that is Python.
+
+    Raises:
+        Finding: it uses what no answer needs; nothing of it counts.
+    """
+    if use := find_digging(text):
+        raise Finding("blocked", f"{Path(path).name}, line {use.line}, {use.what}.")
+
+
+def find_digging(text: str) -> Use | None:
+    """The first use of something that no answer needs, if there is one; the text is Python."""
+    found = [use for node in ast.walk(ast.parse(text)) if (use := _use_of(node)) is not None]
+    return min(found, key=lambda use: use.line, default=None)
+
+
+def is_below(name: str, roots: Iterable[str]) -> bool:
+    """Whether a dotted name is one of these, or something in it."""
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _use_of(node: ast.AST) -> Use | None:
+    line = getattr(node, "lineno", 0)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        bad = next((name for name in _imported(node) if _is_closed(name)), None)
+        return Use(f"imports {bad}", line) if bad else None
+    if isinstance(node, ast.MatchClass):  # looks attributes up, without saying so
+        bad = next((n for n in node.kwd_attrs if n.startswith("_") or n in FRAMES or n in ONE_BY_ONE), None)
+        return Use(f"uses {bad}", line) if bad else None
+    if isinstance(node, ast.Attribute) and node.attr in FRAMES | ATTRIBUTES:
+        return Use(f"uses {node.attr}", line)
+    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch._C":
+        return Use("uses torch._C", line)
+    return Use(f"uses {node.id}", line) if isinstance(node, ast.Name) and node.id in BOUND else None
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What is imported, with its module's name."""
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return names
+    module = node.module or ""
+    return [module, *(f"{module}.{name}" for name in names)]
+
+
+def _is_closed(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return is_below(name, CLOSED) or last in FRAMES | ATTRIBUTES or last in NAMES.get(module, ())

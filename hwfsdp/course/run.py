@@ -1,0 +1,582 @@
+"""Ranks that run a learner's code: what is asked of them, and what comes back.
+
+A *probe* is a function that uses the package and reports what it sees:
+
+    def probe_gather(report: dict[str, Any], seed: int) -> None:
+        report["whole"] = …
+
+`Ranks.run` calls it on every rank, with the learner's functions in the package, and gives back what each rank reported, up
+to the moment where it failed if it did. `Ranks.reference` calls it with the package as it is. Data come back, packed;
+verdicts are made from them by whoever asked.
+
+A rank that dies, hangs, exits or leaves its peers waiting ends the run with `Broken`; one that raises does not, as what
+it reported before is worth looking at.
+
+Note [Slow or stuck]
+    A right answer may run out of time on a crowded machine. So a run that was late is repeated, for longer, the longer the
+    more the machine has to do. Only if it is late again, it counts, and the message tells the machine's load. Ranks that
+    wait for each other for sure (`ranks`, Note [Deadlocks]) are not asked twice. Where other runs are graded at the same
+    time, a repeat would meet the same crowd: there the run ends with a `Broken` that is provisional, and who started
+    them all repeats it later, with nothing beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import os
+import pickle
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from hwfsdp.course.confinement import Confinement, confine, files_of
+from hwfsdp.course.guard import BLOCKED, OWN, Guard, forget, forget_modules
+from hwfsdp.course.manifest import compiled_body
+from hwfsdp.course.oracles import keep_only
+from hwfsdp.course.overlay import Overlay, install
+from hwfsdp.course.packing import pack, unpack
+from hwfsdp.course.processes import nothing_left_behind
+from hwfsdp.errors import RankError, UsageError
+from hwfsdp.launcher import ranks, worker
+from hwfsdp.launcher.messages import read_message
+from hwfsdp.observe import recording
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import COLLECTIVES, Event, Sample
+
+Probe = Callable[..., None]
+Report = dict[str, Any]
+
+RUN_SECONDS = 8.0  # of one run; one that takes longer is repeated (Note [Slow or stuck])
+ALL_SECONDS = 17.0  # of all runs of an exercise
+LONGER = 2.0  # times as many seconds for the repeat, and as many times more as the machine has processes for a core
+MOST_LOAD = 4.0  # times, at most
+PATIENCE = "HWFSDP_PATIENCE"  # environment: a factor for both, on a slow or crowded machine
+WORLD_SIZE = 2  # of runs whose number of ranks does not matter
+FAILED = "parts that raised"  # in a report: by key, what kept it from being reported
+KEPT = (  # of the environment, for ranks
+    *(
+        "PATH",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "LD_LIBRARY_PATH",
+        "DYLD_LIBRARY_PATH",
+        "GLOO_SOCKET_IFNAME",
+        "HWFSDP_SHARED_MEMORY",
+    ),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONWARNINGS"),
+)
+PRINTED = 4_000  # characters of what ranks print that are kept
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank raised.
+
+    Attributes:
+        kind: the exception's class; message: its text.
+        frames: of the traceback, the outermost first; each has file, line, function and text.
+        lost_peer: the exception is about another rank that was gone.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    frames: list[dict[str, Any]]
+    lost_peer: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of one run reported.
+
+    Attributes:
+        reports: by rank. raised: by those ranks that failed, the likely cause first.
+    """
+
+    reports: list[Report]
+    raised: list[Raised] = field(default_factory=list)
+
+    def __getitem__(self, key: str) -> list[Any]:
+        """What every rank reported under this name.
+
+        Raises:
+            Unreported: a rank failed before.
+        """
+        if all(key in report for report in self.reports):
+            return [report[key] for report in self.reports]
+        of_part = [Raised(**r[FAILED][key]) for r in self.reports if key in r.get(FAILED, {})]
+        raise Unreported(key, Run(self.reports, of_part or self.raised))
+
+    def log(self, key: str = "log") -> EventLog:
+        """The event log of all ranks, from what `log_data` reported under this name."""
+        logs = []
+        for rank, data in enumerate(self[key]):
+            events = [_event(fields) for fields in data["events"]]
+            samples = [Sample(us, by_kind) for us, by_kind in data["samples"]]
+            logs.append(EventLog(events, {rank: samples}))
+        return EventLog.merge(logs)
+
+
+def _event(fields: dict[str, Any]) -> Event:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return Event(**values)
+
+
+def log_data(log: EventLog) -> dict[str, Any]:
+    """One rank's event log as data to report."""
+    samples = [[sample.us, sample.bytes_by_kind] for of_rank in log.samples.values() for sample in of_rank]
+    return {"events": [event.as_dict() for event in log.events], "samples": samples}
+
+
+class Unreported(Exception):
+    """A judge asked for something that a rank did not come to report.
+
+    Attributes:
+        key: its name. run: what there is.
+    """
+
+    def __init__(self, key: str, run: Run) -> None:
+        super().__init__(key)
+        self.key, self.run = key, run
+
+
+class Broken(Exception):
+    """A run that ended in a way that no code may: nothing of it counts.
+
+    Attributes:
+        reason: "died", "late", "exited", "processes", "files" or "blocked". rank: the first one. got: what happened.
+        stacks: where the ranks stood, as text.
+        unsure: it was late, but may only be slow (Note [Slow or stuck]). provisional: it is to be repeated.
+    """
+
+    unsure = provisional = False
+
+    def __init__(self, reason: str, rank: int, got: str, stacks: str = "") -> None:
+        super().__init__(got)
+        self.reason, self.rank, self.got, self.stacks = reason, rank, got, stacks
+
+
+Runs = dict[str, Run | Broken]  # by probe, number of ranks and arguments
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a rank is told.
+
+    Attributes:
+        module, name, arguments: of the probe. learner: whose functions to load; None: the package as it is.
+        folder: where its standard error goes.
+    """
+
+    module: str
+    name: str
+    arguments: dict[str, Any]
+    learner: _Learner | None
+    folder: str
+
+
+@dataclass(frozen=True)
+class _Learner:
+    """A learner's functions, paths that they have no business with, and what the ranks that have them give up."""
+
+    overlay: Overlay
+    off_limits: tuple[Path, ...]
+    confinement: Confinement | None = None
+
+
+def load_per_core() -> float:
+    """How many processes want each core of this machine, on average over the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long runs may take, all times `patience()`.
+
+    Attributes:
+        run_seconds: one run. all_seconds: all of them.
+        repeat: one that was late is repeated; off where others run beside it (Note [Slow or stuck]).
+        clock, load: what tells the time and the machine's load.
+    """
+
+    run_seconds: float = RUN_SECONDS
+    all_seconds: float = ALL_SECONDS
+    repeat: bool = True
+    clock: Callable[[], float] = time.monotonic
+    load: Callable[[], float] = load_per_core
+
+
+_references: dict[str, Run] = (
+    {}
+)  # runs with the package as it is, the same whoever asks; the last one asked for is last
+_REMEMBERED = 32  # of them: more than one exercise asks for, and few for a class whose every submission has a seed of its own
+
+
+class Ranks:
+    """Runs probes, each at most once with the same arguments.
+
+    Args:
+        overlay: the learner's functions.
+        write: gets what the learner's code prints, the first `PRINTED` characters of it.
+        times: that runs may take.
+        world_size: of runs whose number of ranks does not matter: 1 to 4, since an answer has to hold for all of them.
+        off_limits: paths that a learner's code has no business with: solutions, tests, other submissions.
+
+    Attributes:
+        measured: by what they are of, figures for the learner, whether checks pass or not; judges add them.
+    """
+
+    def __init__(
+        self,
+        overlay: Overlay,
+        write: Callable[[str], None] = lambda text: None,
+        times: Times = Times(),
+        world_size: int = WORLD_SIZE,
+        off_limits: Sequence[Path] = (),
+    ) -> None:
+        self.overlay, self.times, self.world_size = overlay, times, world_size
+        answers = [compiled_body(place) for submitted in overlay.submitted for place in submitted.places]
+        self.off_limits = (*off_limits, *answers)
+        self.run_seconds, self.all_seconds = times.run_seconds * patience(), times.all_seconds * patience()
+        self.measured: dict[str, str] = {}
+        self._write, self._left = write, PRINTED
+        self._deadline, self._extended = times.clock() + self.all_seconds, False
+        self.runs: Runs = {}
+        self._late: Runs = {}
+
+    def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
+        """Calls `probe(report, **arguments)` on `world_size` ranks that have the learner's functions.
+
+        Raises:
+            Broken: a rank died, hung or exited.
+        """
+        key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
+        found = self._late.get(key) or self.runs.get(key)
+        if found is None:
+            found = self._attempt(probe, world_size, arguments)
+            is_late = isinstance(found, Broken) and found.reason == "late"  # which another budget may not be
+            (self._late if is_late else self.runs)[key] = found
+        if isinstance(found, Broken):
+            raise found
+        return found
+
+    def reference(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
+        """The same with the package as it is: an oracle's run, remembered until many others were asked for."""
+        key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
+        if key in _references:
+            _references[key] = _references.pop(key)
+        else:
+            _references[key] = _launch(probe, world_size, arguments, None, 60.0, lambda text: None)
+        while len(_references) > _REMEMBERED:
+            del _references[next(iter(_references))]
+        return _references[key]
+
+    def _attempt(self, probe: Probe, world_size: int, arguments: dict[str, Any]) -> Run | Broken:
+        """Note [Slow or stuck]."""
+        found = self.attempt_once(probe, world_size, arguments, self.run_seconds)
+        if not isinstance(found, Broken) or not found.unsure:
+            return found
+        if not self.times.repeat:
+            found.provisional = True
+            return found
+        slow = min(MOST_LOAD, max(1.0, self.times.load()))
+        if not self._extended:
+            self._extended = True
+            self._deadline = self.times.clock() + slow * (LONGER * self.run_seconds + self.all_seconds)
+        found = self.attempt_once(probe, world_size, arguments, slow * LONGER * self.run_seconds)
+        if isinstance(found, Broken) and found.unsure:
+            load = f"the machine's load average is {self.times.load():.1f} per core"
+            got = f"{found.got}, repeated with nothing beside it that is graded; {load}"
+            return Broken("late", found.rank, got, found.stacks)
+        return found
+
+    def attempt_once(
+        self, probe: Probe, world_size: int, arguments: dict[str, Any], seconds: float
+    ) -> Run | Broken:
+        """One run that may take so many seconds, or what is left of those for all runs."""
+        seconds = min(seconds, self._deadline - self.times.clock())
+        if seconds <= 0.5:
+            late = Broken("late", 0, f"no end within {self.all_seconds:g} s for all runs of the exercise")
+            late.unsure = True
+            return late
+        try:
+            learner = _Learner(self.overlay, self.off_limits)
+            return _launch(probe, world_size, arguments, learner, seconds, self._keep)
+        except Broken as broken:
+            return broken
+
+    def _keep(self, text: str) -> None:
+        """Passes on what was printed, up to a limit."""
+        kept, self._left = text[: self._left], max(0, self._left - len(text))
+        if kept:
+            self._write(kept)
+
+
+def patience() -> float:
+    """What limits of time are multiplied by.
+
+    Raises:
+        UsageError: the environment says something else than a number from 1 on.
+    """
+    text = os.environ.get(PATIENCE, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 1 <= factor < float("inf"):
+        raise UsageError(
+            PATIENCE, expected="a number from 1 on", got=repr(text), remedy="Unset it, or write 3."
+        )
+    return factor
+
+
+def warm_up() -> None:
+    """Returns when ranks can be started without delay."""
+    ranks.launch(_nothing, 1)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _launch(
+    probe: Probe,
+    world_size: int,
+    arguments: dict[str, Any],
+    learner: _Learner | None,
+    seconds: float,
+    write: Callable[[str], None],
+) -> Run:
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-run-") as name:
+        folder = Path(name)
+        order = _Order(probe.__module__, probe.__name__, arguments, learner, name)
+        prepare = None
+        if learner is not None:
+            confinement = confine(folder, learner.overlay.modules, learner.off_limits)
+            prepare = confinement.enter
+            order = replace(order, learner=replace(learner, confinement=confinement))
+        try:
+            with nothing_left_behind(folder) as watch:
+                packed = ranks.run_ranks(
+                    cloudpickle.dumps((_run_on_rank, (order,), {})),
+                    world_size,
+                    seconds,
+                    "cpu",
+                    write=write,
+                    unpickle=None,
+                    environ=_environment(folder),
+                    prepare=prepare,
+                )
+        except RankError as error:
+            if watch.exceeded:
+                raise Broken(watch.exceeded, error.rank, f"too many {watch.exceeded}") from None
+            raise _broken(error, folder) from None
+    try:
+        return _run_of([_result(data) for data in packed])
+    except (UsageError, TypeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise Broken("exited", 0, f"something else than a report came back ({error})") from None
+
+
+def _run_of(results: list[Report]) -> Run:
+    """The reports of the ranks, and what they raised; the likely cause comes first."""
+    raised = [Raised(**result["raised"]) for result in results if result["raised"] is not None]
+    if not all(isinstance(r.rank, int) and isinstance(r.kind + r.message, str) for r in raised):
+        raise TypeError("an exception of another form")
+    if not all(isinstance(frame["file"] + frame["text"], str) for r in raised for frame in r.frames):
+        raise TypeError("a traceback of another form")
+    for rank, result in enumerate(results):
+        if result["blocked"]:
+            raise Broken("blocked", rank, str(result["blocked"][0]))
+    return Run(
+        [dict(result["report"]) for result in results], sorted(raised, key=lambda r: (r.lost_peer, r.rank))
+    )
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """That of this process, without what would make ranks behave differently, and without what is nobody's business."""
+    ours = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("LC_")}
+    return {**ours, "HOME": str(folder), "TMPDIR": str(folder), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+
+
+def _result(pickled: bytes) -> Any:
+    """What `_run_on_rank` packed; that is bytes, and these are all there may be in the pickle."""
+    found = read_message(pickled)
+    if not isinstance(found, bytes):
+        raise TypeError("not bytes")
+    return unpack(found)
+
+
+def _broken(error: RankError, folder: Path) -> Broken:
+    """Why a run had to end; `folder` holds what ranks wrote to standard error."""
+    got, reason, stacks = error.got, error.reason, error.traceback
+    if got.startswith(BLOCKED):
+        return Broken("blocked", error.rank, got.removeprefix(BLOCKED), stacks)
+    if reason == "raised":
+        reason = "exited" if got.startswith(("SystemExit", "KeyboardInterrupt")) else "died"
+    elif "exit with status" in got:
+        reason = "exited"
+    elif reason == "died":
+        stacks = _tail(folder / str(error.rank))
+    broken = Broken(reason, error.rank, got, stacks)
+    broken.unsure = reason == "late" and not error.deadlock
+    return broken
+
+
+def _tail(path: Path) -> str:
+    """The end of a file, as text."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64_000))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# --- On the rank -------------------------------------------------------------------------------------------
+
+
+def attempt(report: Report, key: str, part: Callable[[], Any]) -> None:
+    """Reports what `part()` returns; if it raises, that, and the probe goes on: for parts without collectives."""
+    try:
+        report[key] = part()
+    except Exception as error:
+        report.setdefault(FAILED, {})[key] = _described(error)
+
+
+def _run_on_rank(order: _Order) -> bytes:
+    """Loads the package, calls the probe and packs what it reported."""
+    report: Report = {}
+    raised: dict[str, Any] | None = None
+    finish: Callable[[], list[str]] = list
+    sealed, described = pack, _described  # taken before the learner's code could exchange them
+    redirect_errors(Path(order.folder) / str(dist.get_rank()))
+    torch.set_num_threads(
+        1
+    )  # models are tiny, and threads of several runs at once would spin, each for its core
+    try:
+        if order.learner is None:
+            probe = _probe_of(order)
+        else:
+            worker.describe_wait = describe_wait
+            guard = _guard_for(order.learner)
+            finish = guard.finish
+            probe = _let_in(order, order.learner, guard)
+        probe(report, **order.arguments)
+    except Exception as error:
+        raised = described(error)
+    blocked = finish()
+    try:
+        return sealed({"report": report, "raised": raised, "blocked": blocked})
+    except Exception as error:  # a learner's function returned something that is no data
+        return sealed({"report": {}, "raised": raised or described(error), "blocked": blocked})
+
+
+def _probe_of(order: _Order) -> Probe:
+    probe: Probe = getattr(importlib.import_module(order.module), order.name)
+    return probe
+
+
+def _guard_for(learner: _Learner) -> Guard:
+    hidden = learner.confinement.hidden if learner.confinement else ()
+    texts = [path for module in learner.overlay.modules for path in files_of(module)]
+    by_itself = not learner.overlay.modules  # a station, or the homework
+    return Guard([str(path) for path in (*learner.off_limits, *hidden, *texts)], by_itself)
+
+
+def _let_in(order: _Order, learner: _Learner, guard: Guard) -> Probe:
+    """Loads the probe, forgets all else of the checks, and then loads a learner's functions under the eyes of a guard."""
+    overlay, found = learner.overlay, list[Probe]()
+    forget([place for submitted in overlay.submitted for place in submitted.places])
+
+    def close_the_door() -> None:
+        found.append(_probe_of(order))
+        if not overlay.modules:
+            forget_modules(OWN, "the package's own")
+        keep_only(found[0])
+        if learner.confinement is not None:
+            learner.confinement.hide_checks(order.folder)
+        guard.arm()
+
+    install(overlay, when_loaded=close_the_door, run=guard.doors.run)
+    return found[0]
+
+
+def redirect_errors(path: Path) -> None:
+    """What native code writes goes to a file; what Python writes to standard error is printed like the rest."""
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)  # what Python prints does not go there
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stderr = sys.stdout
+    warnings.simplefilter("ignore")  # about what torch makes of wrong code; the verdict says more
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """What `Raised` keeps of an exception."""
+    frames = [
+        {"file": frame.filename, "line": frame.lineno or 0, "function": frame.name, "text": frame.line or ""}
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    message = str(error)
+    return {
+        "rank": int(os.environ["RANK"]),  # the process group may be gone
+        "kind": type(error).__name__,
+        "message": message,
+        "frames": frames[-40:],
+        "lost_peer": any(sign in message for sign in ranks.LOST_PEER),
+    }
+
+
+def describe_wait() -> str:
+    """The collective that this rank waits in, with its place among those that it issued; "" if it waits in none."""
+    named, events = sys.modules.get("hwfsdp.collectives"), sys.modules.get("hwfsdp.observe.events")
+    pending: str = getattr(named, "pending_collective", "") or _collective_called()
+    recorder = events.active() if events else None
+    if not pending or recorder is None:
+        return pending
+    issued = [draft.event for draft in recorder.drafts if draft.event.op in COLLECTIVES]
+    if not issued:
+        return pending
+    last = issued[-1]
+    name = f"{last.op} of {last.owner!r}" if last.owner else str(last.op)
+    if pending not in (WAIT, last.op):
+        return f"{pending}, after {name}, its collective number {len(issued)}"
+    return f"{name}, its collective number {len(issued)}"
+
+
+WAIT = "wait"  # for a work that was issued before
+BLOCKING = re.compile(r"(all_|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send|wait)")
+
+
+def _collective_called() -> str:
+    """The function of torch.distributed that this rank is in, by its stack."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = ""
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path == recording.__file__:  # which stands between a call and what it calls
+            frame = frame.f_back
+            continue
+        if "/torch/distributed/" in path:
+            found = name if BLOCKING.match(name) else found
+        elif found:
+            return WAIT if found == "wait" else found
+        else:
+            line = linecache.getline(path, frame.f_lineno)
+            return WAIT if ".wait(" in line else ""
+        frame = frame.f_back
+    return found

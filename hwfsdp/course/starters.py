@@ -1,0 +1,173 @@
+"""What a student opens: a file with the holes of one exercise, and the imports that filling them takes.
+
+A starter and its solution are the same file but for the bodies, and both are made from the package:
+
+    imports      those of the modules whose names the functions use; names of a module itself are imported from it
+    functions    signature, decorators, docstring; then a hole, or the package's body
+    methods      inside a class of their name with the package's docstring, one per class of the package
+    comment      signatures of what the docstrings name and the file does not have (`provided`)
+
+So a starter shows no more of a module than its holes, and an import at its top is a hint at most.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from hwfsdp.course import holes, provided
+
+WIDTH = 110  # of a line
+
+
+class Hole(NamedTuple):
+    """A function or method of a module.
+
+    Attributes:
+        module: its name, for example "hwfsdp.core.sharding"; source: its text. name: of the function, in the module.
+    """
+
+    module: str
+    source: str
+    name: str
+
+    @property
+    def owner(self) -> str:
+        """The class of a method; "" for a function."""
+        return self.name.rpartition(".")[0]
+
+
+class Import(NamedTuple):
+    """One imported name, as it stands in a module.
+
+    Attributes:
+        module: after `from`; "" for a plain import. name: what is imported. alias: what it is called here.
+    """
+
+    module: str
+    name: str
+    alias: str
+
+    @property
+    def renamed(self) -> str:
+        """The name, and what it is called if that is something else."""
+        return (
+            self.name
+            if self.alias in (self.name, self.name.split(".")[0])
+            else f"{self.name} as {self.alias}"
+        )
+
+
+def render(
+    chosen: Sequence[Hole],
+    label: str,
+    title: str,
+    *,
+    solved: bool,
+    calls: Sequence[provided.Provided] = (),
+) -> str:
+    """The text of a starter, or of its solution.
+
+    Args:
+        chosen: the holes in the order in which they are to be filled; those of one class follow each other.
+        label: of the exercise, for example "04". title: the first line of the file.
+        calls: of the package, what the docstrings name; those of one module follow each other.
+
+    Raises:
+        UsageError: a hole, or one of `calls`, is not in its module.
+    """
+    lines = [f'"""{title}"""', "", "from __future__ import annotations", "", *_import_lines(chosen)]
+    if calls:
+        lines += ["", *provided.block(calls)]
+    for (_, owner), group in groupby(chosen, key=lambda hole: (hole.module, hole.owner)):
+        lines += ["", ""]
+        if owner:
+            lines += [f"class {owner}:", *_class_docstring(chosen, owner)]
+        texts = [_text(hole, label, solved).strip("\n").splitlines() for hole in group]
+        for number, text in enumerate(texts):
+            lines += [*([] if number == 0 else [""] if owner else ["", ""]), *text]
+    return "\n".join(lines) + "\n"
+
+
+def _class_docstring(chosen: Sequence[Hole], owner: str) -> list[str]:
+    """That of a class, as it stands in its module: it says what attributes there are."""
+    source = next(hole.source for hole in chosen if hole.owner == owner)
+    for node in ast.walk(holes.parsed(source)):
+        if isinstance(node, ast.ClassDef) and node.name == owner and ast.get_docstring(node):
+            first = node.body[0]
+            return [*source.splitlines()[first.lineno - 1 : first.end_lineno], ""]
+    return []
+
+
+def _text(hole: Hole, label: str, solved: bool) -> str:
+    source = hole.source if solved else holes.blank(hole.source, hole.name, label)
+    return holes.extract(source, hole.name)
+
+
+def _import_lines(chosen: Sequence[Hole]) -> list[str]:
+    """Python's first, then others, then the package; sorted, one line per module."""
+    needed = sorted({found for hole in chosen for found in _imports(hole, chosen)})
+    lines = [f"import {found.renamed}" for found in needed if not found.module]
+    for module, group in groupby((found for found in needed if found.module), key=lambda found: found.module):
+        names = [found.renamed for found in group]
+        line = f"from {module} import {', '.join(names)}"
+        wrapped = "".join(f"    {name},\n" for name in names)
+        lines.append(line if len(line) <= WIDTH else f"from {module} import (\n{wrapped})")
+    blocks: list[list[str]] = [[], [], []]
+    for line in lines:
+        blocks[_origin(line)].append(line)
+    return [line for block in blocks if block for line in ["", *block]][1:]
+
+
+def _origin(line: str) -> int:
+    """Whose module an import names: 0 for Python's, 1 for other packages', 2 for one of this package."""
+    package = line.split()[1].split(".")[0]
+    return 2 if package == "hwfsdp" else int(package not in sys.stdlib_module_names)
+
+
+def _imports(hole: Hole, chosen: Sequence[Hole]) -> Iterator[Import]:
+    """What a hole's function needs from elsewhere, its body included."""
+    tree = holes.parsed(hole.source)
+    imported = {found.alias: found for found in _imported(tree)}
+    defined = {name for statement in tree.body for name in _defined(statement)}
+    here = {other.owner.partition(".")[0] or other.name for other in chosen}
+    for name in _used(hole) - here:
+        if name in imported:
+            yield imported[name]
+        elif name in defined:
+            yield Import(hole.module, name, name)
+
+
+def _used(hole: Hole) -> set[str]:
+    """Names that the function's text refers to."""
+    text = holes.extract(hole.source, hole.name)
+    indented = "if True:\n" + text if text[:1].isspace() else text
+    loaded = {node.id for node in ast.walk(ast.parse(indented)) if isinstance(node, ast.Name)}
+    return loaded - set(vars(builtins))
+
+
+def _imported(tree: ast.AST) -> Iterator[Import]:
+    """Imports of a module, those under a condition too, but not those inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If | ast.Try):
+            yield from _imported(node)
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            for name in node.names:
+                yield Import(node.module or "", name.name, name.asname or name.name)
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import("", name.name, name.asname or name.name.split(".")[0])
+
+
+def _defined(statement: ast.stmt) -> Iterator[str]:
+    """Names that a statement of a module gives it."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    yield from (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))

@@ -1,0 +1,256 @@
+"""A learner's file on two virtual machines: who waits for whom, and how long bytes travel while nothing is computed.
+
+    a GPU     the host issues and goes on. Every operator is an event, so a read that does not wait for its write shows on every run,
+              and so does memory that is let go while another stream still reads it
+    a host    computes by itself: only what was started before a computation can hide behind it
+
+Times are arithmetic, the same wherever they are worked out. Both machines are made up: a module computes about twice as long as its
+bytes travel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+
+from hwfsdp.course.capstone.witness import witnessed
+from hwfsdp.course.checks.virtual_clock import simulate_here
+from hwfsdp.course.run import Report, log_data
+from hwfsdp.course.stations.facts import HOMEWORK, Shard, attempt_together, learners_shard
+from hwfsdp.observe import events
+from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, union
+from hwfsdp.observe.events import COLLECTIVES
+from hwfsdp.train.models.gpt import Block, GPTConfig
+from hwfsdp.virtual import clock
+from hwfsdp.virtual.devices import Device
+
+GPUS = 8
+WIDE = GPTConfig(dim=1024, layers=5, heads=8, seq_len=512)
+NARROW = GPTConfig(dim=64, layers=3, heads=2, seq_len=16)
+
+
+def _device(name: str, flops: float, memory_bandwidth: float, link: float, host: bool) -> Device:
+    return Device(
+        name=name,
+        flops={"float32": flops, "bfloat16": flops},
+        memory=80 << 30,
+        memory_bandwidth=memory_bandwidth,
+        link=link,
+        network=link,
+        per_node=GPUS,
+        efficiency=0.5,
+        fitted_on="made up",
+        source="made up",
+        attention_efficiency=0.3,
+        memory_efficiency=0.85,
+        link_efficiency=0.8,
+        launch_us=5.0,
+        kernel_us=3.0,
+        dtensor_us=60.0,
+        collective_us=20.0,
+        hop_us=1.5,
+        node_hop_us=6.0,
+        host=host,
+    )
+
+
+GPU = _device("a GPU", 50e12, 2e12, 200e9, host=False)
+HOST = _device("a host", 1e12, 50e9, 4e9, host=True)
+
+
+Stack = Callable[[GPTConfig], nn.Sequential]
+
+
+def stack_of_blocks(config: GPTConfig, shard: Shard, with_root: bool) -> nn.Sequential:
+    """Blocks of a transformer, each a unit. With a root, the whole is a unit, too; it has no parameters of its own."""
+    model = nn.Sequential(*(Block(config) for _ in range(config.layers)))
+    for name, block in model.named_children():
+        shard(block, f"blocks.{name}")
+    if with_root:
+        shard(model, "model")
+    return model
+
+
+def learners_stack(config: GPTConfig) -> nn.Sequential:
+    """The same with the learner's file; the homework has no root."""
+    return stack_of_blocks(config, learners_shard(), HOMEWORK not in sys.modules)
+
+
+# --- Order -------------------------------------------------------------------------------------------------
+
+
+def probe_order(report: Report, seed: int) -> None:
+    attempt_together(report, "order", ordered)
+
+
+def ordered() -> dict[str, Any]:
+    """Two steps on the GPU; the number of events before the end of each forward, backward and optimizer step."""
+    runner = Ordered()
+    found = simulate_here(lambda: runner.start(), GPUS, GPU)
+    return {"log": log_data(found.log), "ends": runner.ends}
+
+
+class Ordered:
+    """Two steps of the narrow model, for `simulate`; with a witness, every operator is an event."""
+
+    def __init__(self) -> None:
+        self.ends = list[int]()
+
+    def start(self) -> Callable[[], None]:
+        self.model = learners_stack(NARROW)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
+        self.batch = torch.zeros(1, NARROW.seq_len, NARROW.dim)
+        return self.step
+
+    def step(self) -> None:
+        self.ends.clear()
+        with witnessed() as witness:
+            for _ in range(2):
+                loss = self.model(self.batch).square().mean()
+                self._end()
+                loss.backward()
+                self._end()
+                witness.unseen(self.optimizer.step)()  # it has an event of its own
+                self._end()
+                self.optimizer.zero_grad()
+
+    def _end(self) -> None:
+        recorder = events.active()
+        self.ends.append(len(recorder.drafts) if recorder else 0)
+
+
+# --- Times -------------------------------------------------------------------------------------------------
+
+
+def probe_clock(report: Report, seed: int) -> None:
+    """Steps on both machines, and a forward on the host."""
+    for name, device, backward in (("gpu", GPU, True), ("host", HOST, True), ("forward", HOST, False)):
+        attempt_together(report, name, partial(timed, device, backward))
+
+
+def timed(device: Device, with_backward: bool) -> dict[str, Any]:
+    """Run it twice. Return of the second time, in µs:
+
+    gathers, reductions: of each, in order of issue, [begin, end, travelled while nothing was computed, backward?, owner].
+    flying: how many reductions had been started and not waited for, at most.
+    step_us: of all. peak_bytes: alive at once.
+    """
+    runner = Runner(learners_stack, with_backward)
+    with watched_kernels(runner.kernels):
+        found = simulate_here(lambda: runner.start(), GPUS, device)
+    log = found.log
+    busy, gathers = union(runner.kernels), log.select("all_gather")
+    reductions = log.select(*(op for op in COLLECTIVES if op != "all_gather"))
+    waited = union(
+        [*runner.kernels, *((e.start_us, e.end_us) for e in gathers)]
+    )  # a late gather is not their fault
+    return {
+        "step_us": found.step_seconds * 1e6,
+        "peak_bytes": round(found.peak_allocated_gib * (1 << 30)),
+        "gathers": _exposed(gathers, busy, runner.forward_end),
+        "reductions": _exposed(reductions, waited, 0),
+        "flying": _in_flight(log),
+    }
+
+
+def _in_flight(log: EventLog) -> int:
+    """The most reductions at once that compute had not waited for, counted whenever one starts."""
+    reductions = [e for e in log.select(*(op for op in COLLECTIVES if op != "all_gather"))]
+    stream_of = {e.seq: e.stream for e in log.events}
+    over: dict[int, int] = (
+        {}
+    )  # by seq of a reduction, that of the first wait for it, or for a later one on its stream
+    for wait in log.select("wait", stream="compute"):
+        for each in reductions:
+            if any(seq >= each.seq and stream_of[seq] == each.stream for seq in wait.after):
+                over.setdefault(each.seq, wait.seq)
+    return max(
+        (
+            sum(each.seq <= last.seq < over.get(each.seq, len(log.events)) for each in reductions)
+            for last in reductions
+        ),
+        default=0,
+    )
+
+
+def _exposed(found: list[events.Event], busy: list[Interval], forward_end: int) -> list[list[Any]]:
+    return [
+        [
+            e.start_us,
+            e.end_us,
+            e.dur_us - length(intersect([(e.start_us, e.end_us)], busy)),
+            e.seq >= forward_end,
+            e.owner,
+        ]
+        for e in found
+    ]
+
+
+class Runner:
+    """A step of the wide model, for `simulate`.
+
+    Attributes:
+        kernels: when compute was busy in the last step, in µs. forward_end: events of it before the backward began.
+    """
+
+    def __init__(self, stack: Stack, with_backward: bool) -> None:
+        self.stack, self.with_backward = stack, with_backward
+        self.kernels: list[Interval] = []
+        self.forward_end = 0
+        self.model: Any = None
+
+    def start(self) -> Callable[[], None]:
+        self.model = self.stack(WIDE)
+        self.batch = torch.zeros(1, WIDE.seq_len, WIDE.dim)
+        return self.step
+
+    def step(self) -> None:
+        self.kernels.clear()
+        if not self.with_backward:
+            with torch.no_grad():
+                self.model(self.batch)
+            return
+        self.model.zero_grad()
+        loss = self.model(self.batch).square().mean()
+        recorder = events.active()
+        self.forward_end = len(recorder.drafts) if recorder else 0
+        loss.backward()
+
+
+@contextmanager
+def watched_kernels(kernels: list[Interval]) -> Iterator[None]:
+    """Notes when the compute stream of a virtual clock is busy."""
+    original = clock.Clock.run
+
+    def run(self: clock.Clock, us: float) -> None:
+        original(self, us)
+        if us and self.current == "compute":
+            kernels.append((self.ends["compute"] - us, self.ends["compute"]))
+
+    with mock.patch.object(clock.Clock, "run", run):
+        yield
+
+
+class Exposed(NamedTuple):
+    """µs in which bytes travelled and nothing was computed: of gathers in forward and in backward, and of reductions."""
+
+    forward: float
+    backward: float
+    reductions: float
+
+
+def exposed_of(figures: dict[str, Any]) -> Exposed:
+    """What `timed` found, in all."""
+    gathers, reductions = figures["gathers"], figures["reductions"]
+    return Exposed(
+        sum(us for _, _, us, in_backward, _ in gathers if not in_backward),
+        sum(us for _, _, us, in_backward, _ in gathers if in_backward),
+        sum(us for _, _, us, _, _ in reductions),
+    )

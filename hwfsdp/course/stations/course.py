@@ -1,0 +1,310 @@
+"""The stations: what is checked, on which scenarios, by which laws.
+
+A check is about behavior alone: numbers at several world sizes, bytes, collectives, waits. A file passes if its `fully_shard` keeps its
+promises, however it is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from hwfsdp.course.run import Ranks, Unreported
+from hwfsdp.course.stations import laws, machines, parts, scenarios
+from hwfsdp.course.stations.facts import (
+    probe_fsdp2,
+    probe_memory,
+    probe_replicate,
+    probe_shards,
+    probe_training,
+)
+from hwfsdp.course.stations.scenarios import Scenario
+from hwfsdp.course.verdict import Finding
+
+THREE = 3  # ranks: with two of them, a sum over the ranks looks like a gradient that counts twice
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+PLAIN = Scenario("a GPT")
+DEEP = Scenario("a deep GPT", "deep")
+BREAKING = tuple(
+    Scenario(name, model)
+    for name, model in {
+        "tied weights": "tied",
+        "frozen layers": "frozen",
+        "a layer that runs twice": "twice",
+        "unused parameters": "unused",
+        "recomputed layers": "recomputed",
+        "nested units": "nested",
+    }.items()
+)
+WIDE = tuple(Scenario(each.name, f"wide and {each.model}") for each in BREAKING if each.model != "tied")
+BY_MODEL = {scenario.model: scenario for scenario in BREAKING}
+CHANGING = Scenario("a layer that an evaluation leaves out", "changing", evaluated=True)
+MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32)))
+CASTS = Scenario(
+    "bf16, output in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32), ("output_dtype", FP32))
+)
+NUMBERS = Scenario("bf16, numbers as inputs", "stack", policy=MIXED.policy)
+REDUCED_LOW = Scenario("fp32, reduced in bf16", policy=(("reduce_dtype", BF16),))
+PRECISIONS = (MIXED, CASTS, NUMBERS, REDUCED_LOW)
+ADDED = Scenario("micro-batches, reduced each time", micros=3, steps=2)
+SUMMED = Scenario("micro-batches, reduced at last", micros=3, steps=2, sync_last=True)
+KEPT = Scenario("micro-batches, whole until the last", micros=3, steps=2, sync_last=True, keep=True)
+WHOLE = Scenario("reshard_after_forward=False", steps=2, reshard=False)
+ACCUMULATED = (SUMMED, KEPT, WHOLE)
+
+
+# --- Facts, by scenario ------------------------------------------------------------------------------------
+
+
+NOT_YET = {  # what a rank raises → what the file does not have yet
+    "unexpected keyword argument 'mp_policy'": "fully_shard has no argument mp_policy",
+    "unexpected keyword argument 'reshard_after_forward'": "fully_shard has no argument reshard_after_forward",
+    "no attribute 'set_requires_gradient_sync'": "sharded modules have no method set_requires_gradient_sync",
+    "no attribute 'set_reshard_after_backward'": "sharded modules have no method set_reshard_after_backward",
+}
+
+
+OF_DTYPES = {  # what torch raises → what that means
+    "same dtype": "a unit computes with inputs of another dtype",
+    "mixed dtype": "a unit computes with inputs of another dtype",
+    "assign a gradient with dtype": "a gradient has another dtype than its rows",
+}
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Say in the course's words what ranks raise: what is not written yet, and weights that are not there.
+
+    Raises:
+        Finding: in place of `Unreported`, if it is one of these.
+    """
+    try:
+        yield
+    except Unreported as unreported:
+        for raised in unreported.run.raised:
+            for words, message in NOT_YET.items():
+                if words in raised.message:
+                    raise Finding("not-written", f"{message} yet.") from None
+            for words, what in OF_DTYPES.items():
+                if words in raised.message:
+                    said = raised.message.splitlines()[0][:120]
+                    message = f"{unreported.key}, rank {raised.rank}: {what}: {said}"
+                    raise Finding("wrong-dtype", message) from None
+            if raised.kind == "WeightGone":
+                never = raised.message.endswith(": 0")
+                kind = "not-gathered" if never else "read-while-freed"
+                raise Finding(kind, f"{unreported.key}, rank {raised.rank}: {raised.message}.") from None
+        raise
+
+
+class Together(NamedTuple):
+    """Scenarios that are run in one go."""
+
+    scenarios: tuple[Scenario, ...]
+
+    def found(self, ranks: Ranks, seed: int, scenario: Scenario, size: int = THREE) -> list[Any]:
+        with plainly():
+            return ranks.run(probe_training, size, seed=seed, scenarios_=self.scenarios)[scenario.name]
+
+    def fsdp2(self, ranks: Ranks, seed: int, scenario: Scenario, size: int) -> list[Any]:
+        return ranks.reference(probe_fsdp2, size, seed=seed, scenarios_=self.scenarios)[scenario.name]
+
+
+NAIVE, BROKEN, CHANGED = Together((PLAIN, ADDED)), Together(BREAKING), Together((CHANGING,))
+PRECISE, GRADUAL = Together(PRECISIONS), Together(ACCUMULATED)
+
+
+def memory_of(ranks: Ranks, seed: int, scenario: Scenario, *others: Scenario) -> list[Any]:
+    with plainly():
+        found = ranks.run(probe_memory, THREE, seed=seed, scenarios_=others or (scenario,))
+        return found[f"{scenario.name}, memory"]
+
+
+# --- 03 Naive FSDP -----------------------------------------------------------------------------------------
+
+
+def judge_replicate(ranks: Ranks, seed: int) -> None:
+    found = ranks.run(probe_replicate, THREE, seed=seed, scenario=PLAIN)["replicate"]
+    oracle = laws.unsharded(PLAIN, seed, THREE)["grads"][0]
+    for rank, grads in enumerate(found):
+        for name, expected in oracle.items():
+            laws.compare_whole_gradient(f"{name}, rank {rank}, replicated", grads[name], expected, THREE)
+
+
+def judge_rows(ranks: Ranks, seed: int) -> None:
+    laws.same_rows(ranks.run(probe_shards, THREE, seed=seed, scenario=PLAIN)["shards"], PLAIN, seed)
+
+
+def judge_forward(ranks: Ranks, seed: int) -> None:
+    found = NAIVE.found(ranks, seed, PLAIN)
+    laws.same_first_losses(found, PLAIN, seed)
+    laws.gathered(found, PLAIN, "forward")
+
+
+def judge_trains(ranks: Ranks, seed: int) -> None:
+    for scenario in NAIVE.scenarios:
+        laws.same_objects(NAIVE.found(ranks, seed, scenario), scenario)
+        laws.same_numbers(NAIVE.found(ranks, seed, scenario), scenario, seed)
+    for size in (1, 2):
+        laws.same_numbers(NAIVE.found(ranks, seed, PLAIN, size), PLAIN, seed)
+
+
+def judge_memory(ranks: Ranks, seed: int) -> None:
+    """Nothing stays whole between forward and backward, or between steps; in a forward few units are whole at once."""
+    laws.freed(memory_of(ranks, seed, DEEP), DEEP, "rest", "after", "between")
+    machines.judge_one_whole(ranks, seed)
+
+
+# --- 04 It breaks ------------------------------------------------------------------------------------------
+
+
+def judge_model(model: str, ranks: Ranks, seed: int) -> None:
+    scenario = BY_MODEL[model]
+    found = BROKEN.found(ranks, seed, scenario)
+    laws.same_rows(found, scenario, seed)
+    laws.same_numbers(found, scenario, seed)
+
+
+def judge_freed(ranks: Ranks, seed: int) -> None:
+    """Nothing stays whole after a step, whatever the model."""
+    laws.same_rows(
+        BROKEN.found(ranks, seed, BREAKING[0]), BREAKING[0], seed
+    )  # there are no rows without sharding
+    for scenario in WIDE:
+        found = memory_of(ranks, seed, scenario, *WIDE)
+        laws.freed(found, scenario, "rest", "after")
+
+
+# --- 05 Groups ---------------------------------------------------------------------------------------------
+
+
+def judge_one(ranks: Ranks, seed: int) -> None:
+    found = NAIVE.found(ranks, seed, PLAIN)
+    units = len(scenarios.build(PLAIN, seed).units)
+    laws.counts(found, PLAIN, "forward", "all_gather", units, "one-by-one", "not-gathered")
+    laws.counts(found, PLAIN, "backward", "reduce_scatter", units, "one-by-one", "not-reduced")
+    # the model itself is still whole when the backward begins, or is gathered again
+    laws.counts_between(
+        found, PLAIN, "backward", "all_gather", (units - 1, units), "one-by-one", "never-resharded"
+    )
+
+
+def judge_bytes(ranks: Ranks, seed: int) -> None:
+    """The learner's own function gives the measured bytes."""
+    found = NAIVE.found(ranks, seed, PLAIN)
+    shapes = [tuple(p.shape) for p in scenarios.build(PLAIN, seed).model.parameters()]
+    said = ranks.run(parts.probe_own_traffic, 1, seed=seed, shapes=shapes, size=THREE)["own"][0]
+    for op in ("reduce_scatter", "all_gather"):
+        measured = sum(each[2] for each in laws.moved(found[0], "", op))
+        of = f"{laws.NAMES[op]} of a step, a GPT of {sum(math.prod(shape) for shape in shapes):,} parameters"
+        ranks.measured[of] = f"{measured:,} B; traffic() says {said[op]:,} B"
+        if not measured:
+            kind = "not-gathered" if op == "all_gather" else "not-reduced"
+            raise Finding(kind, f"{PLAIN.name}, {THREE} ranks: a step has no {laws.NAMES[op]}.")
+        if measured != said[op]:
+            message = f"{PLAIN.name}, {THREE} ranks: traffic() says {said[op]:,} B of {laws.NAMES[op]}; measured are {measured:,} B."
+            raise Finding(
+                "too-little-traffic" if said[op] < measured else "too-much-traffic",
+                message,
+                measured,
+                said[op],
+            )
+
+
+def judge_grouped(ranks: Ranks, seed: int) -> None:
+    for scenario in BREAKING:
+        laws.same_numbers(BROKEN.found(ranks, seed, scenario), scenario, seed)
+
+
+# --- 06 Mixed precision ------------------------------------------------------------------------------------
+
+
+def judge_wire(ranks: Ranks, seed: int) -> None:
+    for scenario in PRECISIONS:
+        policy = dict(scenario.policy)
+        found = PRECISE.found(ranks, seed, scenario, 2)
+        gathers = str(policy.get("param_dtype", FP32)).removeprefix("torch.")
+        laws.dtypes(found, scenario, "all_gather", gathers, "gathered-in-wrong-dtype")
+        reductions = str(policy["reduce_dtype"]).removeprefix("torch.")
+        laws.dtypes(found, scenario, "reduce_scatter", reductions, "reduced-in-wrong-dtype")
+
+
+def judge_precise(ranks: Ranks, seed: int) -> None:
+    for scenario in PRECISIONS:
+        found, oracle = PRECISE.found(ranks, seed, scenario, 2), PRECISE.fsdp2(ranks, seed, scenario, 2)
+        laws.same_bits(found, oracle, scenario)
+
+
+def judge_casts(ranks: Ranks, seed: int) -> None:
+    for scenario, expected in ((NUMBERS, BF16), (MIXED, BF16), (CASTS, FP32)):
+        for rank, facts in enumerate(PRECISE.found(ranks, seed, scenario, 2)):
+            if facts["output"] != str(expected):
+                message = f"{scenario.name}, rank {rank}: the model returns {facts['output']}."
+                raise Finding("wrong-dtype", message, str(expected), facts["output"])
+
+
+def judge_masters(ranks: Ranks, seed: int) -> None:
+    for scenario in PRECISIONS:
+        found = PRECISE.found(ranks, seed, scenario, 2)
+        laws.kept_in(found, scenario, FP32)
+        laws.same_rows(found, scenario, seed)
+
+
+LOUD = Scenario("loud gradients", "loud", steps=1, policy=(("param_dtype", FP16), ("reduce_dtype", FP32)))
+LOUDLY = Together((LOUD,))
+
+
+def judge_overflow(ranks: Ranks, seed: int) -> None:
+    """The mean fits into fp16, the sum does not."""
+    found = LOUDLY.found(ranks, seed, LOUD)
+    for rank, facts in enumerate(found):
+        for name, grad in facts["grads"][0].items():
+            if grad is not None and not grad.isfinite().all():
+                message = f"{LOUD.name}, rank {rank}: the gradient of {name} is not finite."
+                raise Finding("overflowed", message, "finite numbers", str(grad.flatten()[0].item()))
+    laws.same_numbers(found, LOUD._replace(policy=()), seed, tolerance=0.05)
+
+
+# --- 07 Accumulation ---------------------------------------------------------------------------------------
+
+
+def judge_sync(ranks: Ranks, seed: int) -> None:
+    found = GRADUAL.found(ranks, seed, SUMMED)
+    units = len(scenarios.build(SUMMED, seed).units)
+    for micro in range(SUMMED.micros - 1):
+        laws.counts(
+            found, SUMMED, f"backward {micro}", "reduce_scatter", 0, "reduced-too-often", "not-reduced"
+        )
+    last = f"backward {SUMMED.micros - 1}"
+    laws.counts(found, SUMMED, last, "reduce_scatter", units, "reduced-too-often", "not-reduced")
+
+
+def judge_summed(ranks: Ranks, seed: int) -> None:
+    for scenario in (SUMMED, KEPT):
+        laws.same_numbers(GRADUAL.found(ranks, seed, scenario), scenario, seed)
+
+
+def judge_whole(ranks: Ranks, seed: int) -> None:
+    found = GRADUAL.found(ranks, seed, WHOLE)
+    laws.counts(found, WHOLE, "backward", "all_gather", 0, "resharded-anyway", "not-gathered")
+    laws.same_numbers(found, WHOLE, seed)
+
+
+def judge_kept(ranks: Ranks, seed: int) -> None:
+    found = GRADUAL.found(ranks, seed, KEPT)
+    laws.counts(found, KEPT, "forward 1", "all_gather", 0, "resharded-anyway", "not-gathered")
+    laws.same_numbers(found, KEPT, seed)
+
+
+# --- 09 Forward prefetch -----------------------------------------------------------------------------------
+
+
+def judge_fresh(ranks: Ranks, seed: int) -> None:
+    """A wrong guess of what is needed next does no harm."""
+    found = CHANGED.found(ranks, seed, CHANGING)
+    laws.same_numbers(found, CHANGING, seed)

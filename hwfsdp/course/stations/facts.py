@@ -1,0 +1,416 @@
+"""What ranks do with a learner's file, and report. Everything is seen from outside: what is registered, computed, sent, kept.
+
+A fact is data: numbers, names, bytes. `laws` holds them against oracles.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.compat import DispatchMode, default_store
+from hwfsdp.course.capstone.witness import Witness, witnessed
+from hwfsdp.course.checks.lifetimes import ready
+from hwfsdp.course.run import FAILED, Report, attempt
+from hwfsdp.course.stations import scenarios
+from hwfsdp.course.stations.scenarios import Built, Scenario
+from hwfsdp.launcher.ranks import LOST_PEER
+from hwfsdp.observe import events
+from hwfsdp.observe.recording import record
+
+FILE, HOMEWORK = "submitted_my_fsdp", "submitted_capstone"  # the learner's files, which ranks run
+LR = 0.1
+MOST_UNITS = 0.6  # of the largest unit, where all should be freed; small tensors come and go
+OTHERS = timedelta(seconds=2)  # until ranks that raise the same have done so
+Shard = Callable[..., Any]  # module, name, keywords of `Scenario.options`
+
+
+def learners() -> Any:
+    """The learner's file of the stations."""
+    return sys.modules[FILE]
+
+
+def learners_shard() -> Shard:
+    """The `fully_shard` of the file that this rank has run: that of the stations, or the homework."""
+    if HOMEWORK in sys.modules:
+        return homeworks_shard(sys.modules[HOMEWORK])
+    return lambda module, name, **options: learners().fully_shard(module, **options)
+
+
+def homeworks_shard(homework: Any) -> Shard:
+    """The `fully_shard` of a homework, with one communication context for all modules it is called with."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    shared: list[Any] = []
+
+    def shard(module: nn.Module, name: str, **options: Any) -> Any:
+        if not shared:
+            shared.extend((homework.FSDPCommContext("cpu"), mesh_of_all()))
+        context, mesh = shared
+        options = {"reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy()} | options
+        made = homework.fully_shard(module, module_fqn=name, comm_ctx=context, mesh=mesh, **options)
+        _refuse_foreign(module)
+        return made
+
+    return shard
+
+
+def _refuse_foreign(model: nn.Module) -> None:
+    """The homework's modules are its own.
+
+    Raises:
+        RuntimeError: they are those of torch's FSDP, or of this package's.
+    """
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ == "FSDPModule" and cls.__module__.startswith(("torch.", "hwfsdp.")):
+                raise RuntimeError(f"{type(module).__name__} was sharded by {cls.__module__}")
+
+
+def torchs() -> Shard:
+    """torch's `fully_shard`: an oracle."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of_all()
+    return lambda module, name, **options: fully_shard(module, mesh=mesh, **options)
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
+    """`run.attempt` of something with collectives; raises what `part` raised if other ranks do not raise as well."""
+    raised: list[Exception] = []
+
+    def noted() -> Any:
+        try:
+            return part()
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    attempt(report, key, noted)
+    if not raised or not dist.is_initialized():  # on a virtual machine there are no other ranks
+        return
+    if any(sign in str(raised[0]) for sign in LOST_PEER):
+        del report[FAILED][key]  # another rank has the cause
+        raise raised[0]
+    store = default_store()
+    store.set(f"{key} {dist.get_rank()}", "raised")
+    try:
+        store.wait([f"{key} {rank}" for rank in range(dist.get_world_size())], OTHERS)
+    except RuntimeError:
+        raise raised[0] from None
+
+
+def probe_training(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Train each model with the learner's file."""
+    ready()
+    for scenario in scenarios_:
+        attempt_together(report, scenario.name, partial(trained, scenario, seed, learners_shard()))
+
+
+def probe_shards(report: Report, seed: int, scenario: Scenario) -> None:
+    """Shard a model with the learner's file, and do nothing with it."""
+    ready()
+    attempt_together(report, "shards", partial(shards_of, scenario, seed))
+
+
+def shards_of(scenario: Scenario, seed: int) -> dict[str, Any]:
+    model = sharded(scenarios.build(scenario, seed), scenario, learners_shard())
+    return {"rows": described(model), "places": places_of(model)}
+
+
+def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Train each model with torch's FSDP2."""
+    for scenario in scenarios_:
+        report[scenario.name] = trained(scenario, seed, torchs())
+
+
+def sharded(built: Built, scenario: Scenario, shard: Shard) -> nn.Module:
+    """The model, its units sharded from the inside out."""
+    for name, module in built.units:
+        shard(module, name, **scenario.options(module is built.model))
+    return built.model
+
+
+# --- Training ----------------------------------------------------------------------------------------------
+
+
+def trained(scenario: Scenario, seed: int, shard: Shard) -> dict[str, Any]:
+    """Train, and record the second step.
+
+    Returns:
+        rows: by name, what this rank has of each parameter after `fully_shard` (`described`). places: names of each parameter.
+        losses: [step][micro-batch]. grads: [step], by name, this rank's rows; None without a gradient.
+        moves: collectives of the second step, by phase ("forward 0", "backward 0", …): [op, owner, bytes, dtype].
+        output: dtype of the model's output. after: `described` after the last step. kept: by name, whether what is registered
+        then is the object that was registered in the beginning.
+    """
+    built = scenarios.build(scenario, seed)
+    model = sharded(built, scenario, shard)
+    params = dict(model.named_parameters())
+    rows, places = described(model), places_of(model)
+    optimizer = torch.optim.SGD([p for p in params.values() if p.requires_grad], lr=LR, foreach=False)
+    losses, grads = list[Any](), list[Any]()
+    moves: dict[str, list[Any]] = {}
+    for step in range(scenario.steps):
+        spans: dict[str, tuple[int, int]] = {}
+        if scenario.peeked and step == 1:
+            model(scenarios.batch_of(model, seed, dist.get_rank(), 0))
+        with record() as log, Guarded() as guarded:  # type: ignore[no-untyped-call]
+            losses.append(_step(built, scenario, seed, step, spans, guarded))
+        if step == min(1, scenario.steps - 1):
+            seqs = log.collectives()
+            moves = {
+                phase: [[e.op, e.owner, e.bytes, e.dtype] for e in seqs if start <= e.seq < end]
+                for phase, (start, end) in spans.items()
+            }
+        grads.append({name: local(param.grad) for name, param in params.items()})
+        if scenario.evaluated:
+            with torch.no_grad():
+                model(scenarios.batch_of(model, seed, 0, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        output = str(model(scenarios.batch_of(model, seed, 0, 0)).dtype)
+    found = {"rows": rows, "places": places, "losses": losses, "grads": grads}
+    kept = {name: param is params.get(name) for name, param in model.named_parameters()}
+    return found | {"moves": moves, "output": output, "after": described(model), "kept": kept}
+
+
+class WeightGone(Exception):
+    """A tensor was read while its memory was free."""
+
+
+class Guarded(DispatchMode):
+    """Refuses operators on tensors whose memory is free, which would read whatever is at address 0.
+
+    Attributes:
+        began: how many events the recording had when the forward, or the backward, began.
+    """
+
+    began, phase = 0, "forward"
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls operators on its local parts, which are seen
+        name = op.name().partition("::")[2].partition(".")[0]
+        looks_only = name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
+        if not looks_only and any(isinstance(value, Tensor) and not is_there(value) for value in args):
+            if op.is_view:
+                with suppress(RuntimeError):  # a slice can be made, and reads nothing; a transpose cannot
+                    return op(*args, **(kwargs or {}))
+            recorder = events.active()
+            drafts = recorder.drafts[self.began :] if recorder else []
+            gathers = sum(draft.op == "all_gather" for draft in drafts)
+            raise WeightGone(
+                f"{name} reads memory that is free; all-gathers of this {self.phase} so far: {gathers}"
+            )
+        return op(*args, **(kwargs or {}))
+
+    def begin(self, phase: str) -> int:
+        """A phase begins; how many events there are."""
+        self.phase, self.began = phase, _now()
+        return self.began
+
+
+def _step(
+    built: Built,
+    scenario: Scenario,
+    seed: int,
+    step: int,
+    spans: dict[str, tuple[int, int]],
+    guarded: Guarded,
+) -> list[Tensor]:
+    losses, model = [], built.model
+    whole: list[Any] = [model] if built.units[-1][1] is model else [module for _, module in built.units]
+    for micro in range(scenario.micros):
+        last = micro == scenario.micros - 1
+        for module in whole:  # a switch of the model is one of all modules below it
+            if scenario.sync_last:
+                module.set_requires_gradient_sync(last)
+            if scenario.keep:
+                module.set_reshard_after_backward(last)
+        batch = scenarios.batch_of(model, seed, dist.get_rank(), step * scenario.micros + micro)
+        begin = guarded.begin("forward")
+        loss = scenarios.loss_of(model, batch)
+        losses.append(loss.detach().clone())
+        spans[f"forward {micro}"] = begin, guarded.begin("backward")
+        loss.backward()
+        spans[f"backward {micro}"] = guarded.began, _now()
+    return losses
+
+
+def _now() -> int:
+    """How many events the recording has."""
+    recorder = events.active()
+    return len(recorder.drafts) if recorder else 0
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """What is registered, by name: this rank's rows as data, whether it is a trainable nn.Parameter, and how a DTensor is placed."""
+    return {
+        name: {
+            "rows": local(param) if is_there(param) else None,
+            "placed": placed(param),
+            "is_parameter": isinstance(param, nn.Parameter),
+            "requires_grad": param.requires_grad,
+        }
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def placed(param: Tensor) -> list[Any] | None:
+    """Of a DTensor: its shape, placements, and the ranks of its mesh."""
+    if not isinstance(param, DTensor):
+        return None
+    return [list(param.shape), [str(p) for p in param.placements], param.device_mesh.mesh.tolist()]
+
+
+def places_of(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, sorted; a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return sorted(sorted(of_one) for of_one in names.values())
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor has memory, or needs none."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not part.numel() or part.untyped_storage().nbytes() > 0
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    """What this rank has of a tensor, in memory of its own."""
+    if tensor is None:
+        return None
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach().clone()
+
+
+def probe_replicate(report: Report, seed: int, scenario: Scenario) -> None:
+    """One step of a model that the learner's file replicates: its gradients, by name."""
+    ready()
+    attempt_together(report, "replicate", partial(replicated, scenario, seed))
+
+
+def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
+    model = scenarios.build(scenario, seed).model
+    learners().replicate(model)
+    scenarios.loss_of(model, scenarios.batch_of(model, seed, dist.get_rank(), 0)).backward()
+    return {name: local(param.grad) for name, param in model.named_parameters()}
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+def probe_memory(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
+    """Bytes that are alive in steps of a model, with the learner's file and without sharding."""
+    ready()
+    for scenario in scenarios_:
+        attempt_together(report, f"{scenario.name}, memory", partial(remembered, scenario, seed))
+
+
+def remembered(scenario: Scenario, seed: int) -> dict[str, int]:
+    """Count the bytes alive besides shards and their gradients. Subtract what the same model needs without sharding.
+
+    Returns:
+        rest: before the second step. between: between its forward and its backward. after: after it. unit: bytes of the
+        largest unit, whole and padded.
+    """
+    units = scenarios.build(scenario, seed).units
+    unit = max(_whole_bytes(module, units) for _, module in units)
+    with Guarded(), witnessed() as witness:  # type: ignore[no-untyped-call]
+        plain = _moments(scenario, seed, None, witness, unit, None)
+        found = _moments(scenario, seed, learners_shard(), witness, unit, plain)
+    return {moment: found[moment] - plain[moment] for moment in found} | {"unit": unit}
+
+
+def _whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
+    """Count the bytes of a unit's own parameters when they are whole. Units inside it own theirs."""
+    inner = {
+        p
+        for _, other in units
+        if other is not module and other in set(module.modules())
+        for p in other.parameters()
+    }
+    size = dist.get_world_size()
+    return sum(size * -(-len(p) // size) * p.shape[1:].numel() * 4 for p in set(module.parameters()) - inner)
+
+
+def _moments(
+    scenario: Scenario,
+    seed: int,
+    shard: Shard | None,
+    witness: Witness,
+    unit: int,
+    usual: dict[str, int] | None,
+) -> dict[str, int]:
+    """Count at each moment; where bytes are `usual`, once no more are alive, or after a while."""
+
+    def wait(moment: str, expected: int) -> None:
+        if usual is not None:
+            _wait_for_threads(witness, expected + usual[moment], unit)
+
+    gc.collect()
+    without = witness.alive()
+    built = scenarios.build(scenario, seed)
+    model = sharded(built, scenario, shard) if shard is not None else built.model
+    batch, found = scenarios.batch_of(model, seed, dist.get_rank(), 0)[:1, :4], {}
+    for _ in range(2):
+        model.zero_grad()
+        gc.collect()
+        params = sum(_bytes(param) for param in model.parameters())
+        wait("rest", without + params)
+        before = witness.alive()
+        found["rest"] = before - without - params
+        loss = scenarios.loss_of(model, batch)
+        wait("between", before)
+        found["between"] = witness.alive() - before
+        loss.backward()
+        own = sum(_bytes(param.grad) for param in model.parameters())
+        del loss
+        gc.collect()
+        wait("after", before + own)
+        found["after"] = witness.alive() - before - own
+    return found
+
+
+_left = 1000  # times to look again in this process, all in all
+
+
+def _wait_for_threads(witness: Witness, enough: int, unit: int) -> None:
+    """Return when no more bytes are alive: threads of gloo let go of buffers late (`checks.lifetimes`).
+
+    A right file may keep a little, so what is less than a unit by far is waited for in vain, and briefly.
+    """
+    global _left
+    for look in count():
+        more = witness.alive() - enough
+        if more <= 0 or more < MOST_UNITS * unit and look >= 3 or _left <= 0:
+            return
+        _left -= look >= 3
+        time.sleep(0.003)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return 0 if part is None else part.numel() * part.element_size()

@@ -1,0 +1,233 @@
+"""Stations 08 to 10, judged on the virtual machines of `clocked`: waits first, then times, then bytes.
+
+Each target leaves the reference some room. The file of the station before misses it by far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from hwfsdp.course.run import Ranks, Run
+from hwfsdp.course.stations.clocked import WIDE, exposed_of, probe_clock, probe_order
+from hwfsdp.course.verdict import Finding, Undecided
+from hwfsdp.observe.events import COLLECTIVES, Event
+from hwfsdp.observe.races import Race, find_races
+
+GPU_FORWARD_US = 350.0  # of gathers in a forward on the GPU that nothing hides: those of the first unit
+UNITS = WIDE.layers
+HOST_FORWARD_US = 15_500.0  # the same on the host
+HOST_BACKWARD_US = 15_500.0  # of gathers in a backward on the host: those of the last unit
+HOST_REDUCTIONS_US = 16_000.0  # of reductions in a step on the host: those of the first unit
+FORWARD_PEAK = 190_000_000  # bytes alive at once in a forward, with one unit ahead: a unit is 50 MB, whole and in a buffer
+PEAK = 390_000_000  # bytes alive at once in a step on the host, with one unit ahead and one reduction behind
+
+
+# --- Races -------------------------------------------------------------------------------------------------
+
+
+def refuse_races(ranks: Ranks, seed: int, part: str = "") -> None:
+    """Whoever reads or writes memory waits for those that wrote or read it: two steps on the virtual GPU, every operator.
+
+    Memory that Python lets go is written next by whoever allocates on its stream.
+
+    Args:
+        part: "forward", "backward" or "reduction"; without one, all of them.
+    """
+    reported = ranks.run(probe_order, 1, seed=seed)["order"][0]
+    log = Run([{"log": reported["log"]}]).log()
+    names = _names_of_memory(log.events)
+    for race in find_races(log):
+        if part in ("", _part(race, reported["ends"], names)):
+            sentence = race.sentence
+            if name := names.get(race.storage):
+                sentence = sentence.replace(f"memory {race.storage}:", f"memory {race.storage}, {name}:", 1)
+            raise Finding(_misconception(race), sentence)
+
+
+def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
+    """What memory that a collective reads or writes is, by number."""
+    names: dict[int, str] = {}
+    for event in events:
+        of = f" of {event.owner!r}" if event.owner else ""
+        for storage in (*event.reads, *event.writes) if event.op in COLLECTIVES else ():
+            what = "buffer of the gather"
+            if event.op != "all_gather":
+                what = "input of the reduction" if storage in event.reads else "result of the reduction"
+            names.setdefault(storage, f"the {what}{of}")
+    return names
+
+
+def _part(race: Race, ends: Sequence[int], names: dict[int, str]) -> str:
+    """What it belongs to; the optimizer reads what the backward left, so it counts as a part of that."""
+    if "reduce_scatter" in (race.first.stream, race.second.stream) or "reduction" in names.get(
+        race.storage, ""
+    ):
+        return "reduction"
+    over = sum(race.second.seq >= end for end in ends)  # forwards, backwards and optimizer steps, in turn
+    return "backward" if over % 3 else "forward"
+
+
+def _misconception(race: Race) -> str:
+    if race.second.op == "optimizer":
+        return "left-in-flight"
+    return "used-before-wait" if race.storage in race.second.reads else "freed-too-early"
+
+
+# --- Times and bytes ---------------------------------------------------------------------------------------
+
+
+def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
+    """Of a step on "gpu" or "host", or of its "forward" alone on the host: see `clocked.timed`."""
+    found: dict[str, Any] = ranks.run(probe_clock, 1, seed=seed)[machine][0]
+    if machine != "forward":
+        alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found)._asdict().items())
+        ranks.measured[f"virtual {'GPU' if machine == 'gpu' else machine}"] = (
+            f"step {found['step_us'] / 1e3:.1f} ms, in which bytes travel alone for ms: {alone}; "
+            f"peak {found['peak_bytes'] / 1e6:.0f} MB"
+        )
+    return found
+
+
+def gathers_of(found: dict[str, Any], in_backward: bool) -> list[list[Any]]:
+    return [each for each in found["gathers"] if each[3] is in_backward]
+
+
+def compare_exposed(
+    where: str, travels: list[list[Any]], exposed: float, target: float, misconception: str
+) -> None:
+    if exposed > target:
+        bare = [each for each in travels if each[2] > 0.5 * (each[1] - each[0])]
+        message = (
+            f"{where} travel for {exposed:,.0f} µs while nothing is computed; target {target:,.0f} µs. "
+            f"{len(bare)} of {len(travels)} are not hidden by anything."
+        )
+        raise Finding(misconception, message, target, round(exposed))
+
+
+def compare_peak(where: str, found: dict[str, Any], limit: int, misconception: str) -> None:
+    if found["peak_bytes"] > limit:
+        message = f"{where}: {found['peak_bytes']:,} B are alive at once; bound {limit:,} B."
+        raise Finding(misconception, message, limit, found["peak_bytes"])
+
+
+def _nothing(what: str, misconception: str) -> Finding:
+    return Finding(
+        misconception, f"{what} gathers nothing.", f"an all-gather for each of {UNITS} units", "none"
+    )
+
+
+# --- 03 Naive FSDP -----------------------------------------------------------------------------------------
+
+
+def judge_one_whole(ranks: Ranks, seed: int) -> None:
+    """Few units are whole at once in a forward: the one that computes, in its memory and in a buffer, and one ahead."""
+    compare_peak("A forward on the virtual host", figures(ranks, seed, "forward"), FORWARD_PEAK, "not-freed")
+
+
+# --- 08 Streams --------------------------------------------------------------------------------------------
+
+
+def judge_races(ranks: Ranks, seed: int) -> None:
+    """Races come first: they say why a file is quick. A file without overlap has none, and that is no merit."""
+    refuse_races(ranks, seed)
+    try:
+        compare_overlap(ranks, seed)
+    except Finding:
+        raise Undecided("08.overlap") from None
+
+
+def judge_overlap(ranks: Ranks, seed: int) -> None:
+    """A file that waits for nothing is quick, and its races have been told."""
+    try:
+        refuse_races(ranks, seed, "forward")
+    except Finding:
+        raise Undecided("08.races") from None
+    compare_overlap(ranks, seed)
+
+
+def compare_overlap(ranks: Ranks, seed: int) -> None:
+    found = figures(ranks, seed, "gpu")
+    if not (gathers := gathers_of(found, False)):
+        raise _nothing("A forward on the virtual GPU", "not-gathered")
+    exposed = exposed_of(found).forward
+    compare_exposed("A forward on the virtual GPU: gathers", gathers, exposed, GPU_FORWARD_US, "no-overlap")
+
+
+def judge_forward_peak(ranks: Ranks, seed: int) -> None:
+    """One unit is gathered ahead, no more."""
+    found = figures(ranks, seed, "forward")
+    compare_peak("A forward on the virtual host", found, FORWARD_PEAK, "unbounded-prefetch")
+
+
+# --- 09 Forward prefetch -----------------------------------------------------------------------------------
+
+
+def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
+    refuse_races(ranks, seed, "forward")
+    found = figures(ranks, seed, "host")
+    if not (gathers := gathers_of(found, False)):
+        raise _nothing("A forward on the virtual host", "not-gathered")
+    exposed = exposed_of(found).forward
+    compare_exposed(
+        "A forward on the virtual host: gathers", gathers, exposed, HOST_FORWARD_US, "not-prefetched"
+    )
+
+
+def judge_forward_order(ranks: Ranks, seed: int) -> None:
+    found = figures(ranks, seed, "host")
+    _gathered_once("A forward on the virtual host", gathers_of(found, False))
+
+
+def _gathered_once(where: str, gathers: list[list[Any]]) -> None:
+    if len(gathers) != UNITS:
+        owners = ", ".join(name for name, _ in groupby(each[4] for each in gathers))
+        message = f"{where} has {len(gathers)} all-gathers for {UNITS} units ({owners})."
+        raise Finding(
+            "gathered-again" if len(gathers) > UNITS else "not-gathered", message, UNITS, len(gathers)
+        )
+
+
+# --- 10 Backward prefetch, reductions behind ---------------------------------------------------------------
+
+
+def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
+    refuse_races(ranks, seed, "backward")
+    found = figures(ranks, seed, "host")
+    gathers = gathers_of(found, True)
+    if not gathers:
+        raise _nothing("A backward on the virtual host", "never-resharded")
+    _gathered_once("A backward on the virtual host", gathers)
+    exposed = exposed_of(found).backward
+    compare_exposed(
+        "A backward on the virtual host: gathers", gathers, exposed, HOST_BACKWARD_US, "not-prefetched"
+    )
+
+
+def judge_reductions(ranks: Ranks, seed: int) -> None:
+    refuse_races(ranks, seed, "reduction")
+    found = figures(ranks, seed, "host")
+    if not found["reductions"]:
+        raise Finding("not-reduced", "A step on the virtual host reduces nothing.", f"{UNITS} reductions", 0)
+    exposed = exposed_of(found).reductions
+    compare_exposed(
+        "A step on the virtual host: gradients",
+        found["reductions"],
+        exposed,
+        HOST_REDUCTIONS_US,
+        "no-overlap",
+    )
+
+
+def judge_bound(ranks: Ranks, seed: int) -> None:
+    flying = figures(ranks, seed, "host")["flying"]
+    if flying > 2:
+        message = (
+            f"A step on the virtual host: {flying} reductions are started that compute has not waited for."
+        )
+        raise Finding("unbounded-reductions", message, "at most 2", flying)
+
+
+def judge_peak(ranks: Ranks, seed: int) -> None:
+    compare_peak("A step on the virtual host", figures(ranks, seed, "host"), PEAK, "unbounded-reductions")

@@ -1,0 +1,301 @@
+"""Stations 01, 02 and 05, as far as they are functions of their own: rows, rings, closed forms.
+
+Rings work on whole numbers, so sums are exact in any order. The wire is watched below every function that a file may call.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.guard import watch_wire
+from hwfsdp.course.run import Ranks, Report, attempt
+from hwfsdp.course.stations.facts import learners
+from hwfsdp.course.verdict import Finding
+from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
+
+MOST = 64
+SIZES = (3, 2, 4, 1)  # ranks of a ring
+N = 5  # elements of a piece
+STRATEGIES = {"ddp": Strategy.DDP, "zero1": Strategy.ZERO1, "zero2": Strategy.ZERO2, "zero3": Strategy.ZERO3}
+STRATEGIES["hybrid"] = Strategy.HSDP
+
+
+# --- 01 Rows -----------------------------------------------------------------------------------------------
+
+
+def cases() -> list[tuple[int, int]]:
+    """Rows and ranks: all small ones, and some where floats no longer count by one."""
+    return [(n, w) for n in range(MOST + 1) for w in range(1, MOST + 1)] + [(2**53 + 1, 2), (10**17 + 1, 7)]
+
+
+def probe_rows(report: Report, seed: int) -> None:
+    file = learners()
+    attempt(report, "padded", lambda: [_plain(file.padded_rows(n, w)) for n, w in cases()])
+    attempt(
+        report, "rows", lambda: [[_plain(file.rows_of(n, w, rank)) for rank in range(w)] for n, w in cases()]
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Integers as they are, anything else as text: a float counts no rows."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if type(value) is int else repr(value)
+
+
+@cache
+def chunks(n: int, world_size: int) -> tuple[tuple[int, int], ...]:
+    """What nested chunking gives: (start, stop) of each rank, then (n, n)."""
+    if n <= MOST:
+        pieces = torch.arange(n).chunk(world_size) if n else ()
+        found = [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
+    else:
+        length = (n + world_size - 1) // world_size
+        found = [(min(r * length, n), min((r + 1) * length, n)) for r in range(world_size)]
+    return (*found, *[(n, n)] * (world_size - len(found)))
+
+
+def judge_padded(ranks: Ranks, seed: int) -> None:
+    answers = ranks.run(probe_rows, 1, seed=seed)["padded"][0]
+    for (n, w), answer in zip(cases(), answers, strict=True):
+        first = chunks(n, w)[0]
+        expected = first[1] - first[0]
+        if answer != expected:
+            misconception = "floor-instead-of-ceil" if answer == n // w else "wrong-value"
+            if isinstance(answer, str) or n > MOST:
+                misconception = "float-for-integer"
+            elif all(
+                given == n // w + 1 for (n, w), given in zip(cases(), answers, strict=True) if n <= MOST
+            ):
+                misconception = "padded-always"
+            raise Finding(misconception, f"padded_rows({n}, {w}) is {answer}.", expected, answer)
+
+
+def judge_rows(ranks: Ranks, seed: int) -> None:
+    answers = ranks.run(probe_rows, 1, seed=seed)["rows"][0]
+    for (n, w), given in zip(cases(), answers, strict=True):
+        expected = [list(pair) for pair in chunks(n, w)]
+        if given == expected:
+            continue
+        rank = next(rank for rank in range(w) if given[rank] != expected[rank])
+        got, want = given[rank], expected[rank]
+        misconception, more = "wrong-rows", ""
+        if not isinstance(got, list) or len(got) != 2 or any(isinstance(number, str) for number in got):
+            misconception = "float-for-integer" if "." in str(got) else "wrong-value"
+        elif n > MOST:
+            misconception, more = "float-for-integer", " A float cannot count so many rows."
+        elif want[0] == want[1] and got[0] == got[1]:
+            misconception = "empty-at-zero" if got[0] == 0 else "past-the-end"
+            more = " This rank has no rows; its place is the end."
+        elif got[1] > n:
+            misconception = "past-the-end"
+        elif all(b == stop - start for (_, b), (start, stop) in zip(given, expected, strict=True)):
+            more = " The second number is how many rows there are; asked for is the row after the last."
+        elif [b - a for a, b in given] == sorted((n // w + (r < n % w) for r in range(w)), reverse=True):
+            misconception = "spread-evenly"
+        raise Finding(
+            misconception, f"rows_of({n}, {w}, {rank}) is {tuple(got)}.{more}", tuple(want), tuple(got)
+        )
+
+
+# --- 02 Rings ----------------------------------------------------------------------------------------------
+
+
+def given(seed: int, world_size: int) -> Tensor:
+    """[W, W * N]: what each rank gives; whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 1000, (world_size, world_size * N), generator=generator).float()
+
+
+def probe_rings(report: Report, seed: int) -> None:
+    for name, run in (("gather", _gather), ("reduce", _reduce)):
+        attempt(report, name, partial(run, given(seed, dist.get_world_size())))
+
+
+def _gather(whole: Tensor) -> dict[str, Any]:
+    mine = whole[dist.get_rank(), :N].clone()
+    output = torch.full((dist.get_world_size() * N,), -1.0)
+    dist.barrier()
+    with watch_wire() as (moves, others):
+        learners().ring_all_gather(output, mine)
+    return {"output": output, "input": mine, "moves": moves, "others": others}
+
+
+def _reduce(whole: Tensor) -> dict[str, Any]:
+    mine, output = whole[dist.get_rank()].clone(), torch.full((N,), -1.0)
+    dist.barrier()
+    with watch_wire() as (moves, others):
+        learners().ring_reduce_scatter(output, mine)
+    return {"output": output, "input": mine, "moves": moves, "others": others}
+
+
+def judge_gather(ranks: Ranks, seed: int) -> None:
+    for size in SIZES:
+        found, whole = ranks.run(probe_rings, size, seed=seed)["gather"], given(seed, size)
+        mirrored = all(
+            _owners(result["output"], whole[:, :N]) == [(2 * rank - block) % size for block in range(size)]
+            for rank, result in enumerate(found)
+        )
+        for rank, result in enumerate(found):
+            where = f"ring_all_gather, rank {rank} of {size}"
+            _refuse_others(where, result)
+            expected = whole[:, :N].flatten()
+            if not torch.equal(result["output"], expected):
+                raise _wrong_blocks(where, result["output"].view(size, N), whole[:, :N], mirrored)
+            _compare_wire(where, result, whole[rank, :N], (size - 1) * N * 4, rank, size)
+
+
+def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
+    """Whose piece each one is; None: nobody's."""
+    return [
+        next((rank for rank, piece in enumerate(pieces) if torch.equal(block, piece)), None)
+        for block in got.view(len(pieces), N)
+    ]
+
+
+def _wrong_blocks(where: str, got: Tensor, expected: Tensor, mirrored: bool) -> Finding:
+    """`mirrored`: on every rank, pieces lie as if they had come from the other side."""
+    owners = _owners(got, expected)
+    size = len(expected)
+    told = ", ".join("nobody's" if owner is None else f"rank {owner}'s" for owner in owners)
+    message = f"{where}: the pieces are {told}; expected rank 0's to rank {size - 1}'s."
+    misconception = "wrong-block"
+    if any(owner is None for owner in owners):
+        misconception = "block-missing" if (got == -1).any() else "wrong-value"
+    elif mirrored:
+        misconception = "wrong-neighbour"
+    return Finding(misconception, message)
+
+
+def judge_reduce(ranks: Ranks, seed: int) -> None:
+    for size in SIZES:
+        found, whole = ranks.run(probe_rings, size, seed=seed)["reduce"], given(seed, size)
+        totals = whole.sum(0).view(size, N)
+        for rank, result in enumerate(found):
+            where = f"ring_reduce_scatter, rank {rank} of {size}"
+            _refuse_others(where, result)
+            if not torch.equal(result["output"], totals[rank]):
+                raise _wrong_sum(where, result["output"], totals, rank)
+            _compare_wire(where, result, whole[rank], (size - 1) * N * 4, rank, size)
+
+
+def _wrong_sum(where: str, got: Tensor, totals: Tensor, rank: int) -> Finding:
+    for other, total in enumerate(totals):
+        if torch.equal(got, total):
+            return Finding(
+                "wrong-block",
+                f"{where}: this is the sum for rank {other}.",
+                f"for rank {rank}",
+                f"for {other}",
+            )
+    if torch.allclose(got * len(totals), totals[rank]):
+        return Finding("averaged-not-summed", f"{where}: this is the mean, not the sum.", totals[rank], got)
+    return Finding(
+        "wrong-value", f"{where}: not the sum of all ranks' pieces {first_difference(got, totals[rank])}."
+    )
+
+
+def _refuse_others(where: str, result: Mapping[str, Any]) -> None:
+    if result["others"]:
+        called = ", ".join(dict.fromkeys(result["others"]))
+        raise Finding("not-a-ring", f"{where}: calls {called}.", "send and receive", called)
+
+
+def _compare_wire(
+    where: str, result: Mapping[str, Any], kept: Tensor, sent: int, rank: int, size: int
+) -> None:
+    """The input is as it was; this rank sent no more than it must, to its neighbor alone."""
+    if not torch.equal(result["input"], kept):
+        raise Finding(
+            "input-changed", f"{where}: what was given has changed {first_difference(result['input'], kept)}."
+        )
+    for kind, peer in (("send", (rank + 1) % size), ("recv", (rank - 1) % size)):
+        bytes_ = [nbytes for what, _, nbytes in result["moves"] if what == kind]
+        if strangers := [p for what, p, _ in result["moves"] if what == kind and p != peer]:
+            message = f"{where}: {kind}s to or from rank {strangers[0]}."
+            raise Finding("wrong-neighbour", message, f"rank {peer}", f"rank {strangers[0]}")
+        if sum(bytes_) != sent:
+            message = f"{where}: {kind} {sum(bytes_)} B in {len(bytes_)} steps; a piece is {4 * N} B, and {size - 1} are enough."
+            more = "too-much-traffic" if sum(bytes_) > sent else "too-little-traffic"
+            raise Finding(more, message, sent, sum(bytes_))
+
+
+# --- 05 Closed forms ---------------------------------------------------------------------------------------
+
+
+class Setup:
+    """Shapes, a strategy, ranks."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], strategy: str, world_size: int, shards: int) -> None:
+        self.shapes, self.strategy, self.world_size, self.shards = shapes, strategy, world_size, shards
+
+    @property
+    def words(self) -> str:
+        of_hybrid = f", shards={self.shards}" if self.strategy == "hybrid" else ""
+        return f"traffic({self.shapes}, {self.strategy!r}, {self.world_size}{of_hybrid})"
+
+    def expected(self) -> dict[str, int]:
+        shards = self.shards if self.strategy == "hybrid" else None
+        groups = [GroupSizes(self.shapes)]
+        return strategy_traffic(groups, STRATEGIES[self.strategy], self.world_size, shards)
+
+
+def setups(seed: int) -> list[Setup]:
+    draw = random.Random(seed)
+    found = [Setup([(8, 3)], name, 4, 2) for name in STRATEGIES]
+    for name in STRATEGIES:
+        for _ in range(12):
+            shapes = [
+                tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
+                for _ in range(draw.randint(1, 4))
+            ]
+            replicas, shards = draw.randint(1, 4), draw.randint(1, 5)
+            found.append(Setup(shapes, name, replicas * shards, shards))
+    return found
+
+
+def probe_traffic(report: Report, seed: int) -> None:
+    attempt(report, "traffic", lambda: [_traffic(setup) for setup in setups(seed)])
+
+
+def _traffic(setup: Setup) -> dict[str, Any]:
+    more = {"shards": setup.shards} if setup.strategy == "hybrid" else {}
+    found = learners().traffic(setup.shapes, setup.strategy, setup.world_size, **more)
+    return {str(op): _plain(nbytes) for op, nbytes in dict(found).items()}
+
+
+def probe_own_traffic(report: Report, seed: int, shapes: list[tuple[int, ...]], size: int) -> None:
+    """The learner's closed form for one model."""
+    attempt(report, "own", lambda: _traffic(Setup(shapes, "zero3", size, 1)))
+
+
+def judge_traffic(ranks: Ranks, seed: int) -> None:
+    answers = ranks.run(probe_traffic, 1, seed=seed)["traffic"][0]
+    for setup, answer in zip(setups(seed), answers, strict=True):
+        expected = setup.expected()
+        for op, nbytes in expected.items():
+            got = answer.get(op, 0)
+            if got != nbytes:
+                raise Finding(
+                    _wrong_traffic(setup, op, got, nbytes), f"{setup.words}: {op} is {got} B.", nbytes, got
+                )
+
+
+def _wrong_traffic(setup: Setup, op: str, got: Any, expected: int) -> str:
+    if not isinstance(got, int):
+        return "bytes-for-numbers"
+    plain = 4 * sum(torch.Size(shape).numel() for shape in setup.shapes)
+    shards = {"ddp": 1, "hybrid": setup.shards}.get(setup.strategy, setup.world_size)
+    if got in (plain, 2 * plain) and any(shape[0] % shards for shape in setup.shapes):
+        return "evenness-assumed"
+    if expected and got * 4 == expected:
+        return "elements-for-bytes"
+    return "too-much-traffic" if got > expected else "too-little-traffic"

@@ -1,0 +1,98 @@
+"""Station 16: a step of three models on 64 virtual GPUs, with the learner's file and with the package, which moves what FSDP2 moves.
+
+wide     few large units: bytes travel about as long as a unit computes
+deep     many small ones: what a collective costs before its first byte counts most
+vocab    a large embedding and head, which the root keeps whole while the blocks run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import hwfsdp
+from hwfsdp.course.checks.virtual_clock import figures_of, simulate_here
+from hwfsdp.course.run import Ranks, Report
+from hwfsdp.course.stations import machines
+from hwfsdp.course.stations.facts import attempt_together, learners
+from hwfsdp.course.verdict import Finding
+from hwfsdp.train.models.gpt import GPT, GPTConfig
+
+GPUS, DEVICE, BATCH = 64, "h100", 2
+MODELS = {
+    "wide": GPTConfig(dim=2048, layers=6, heads=16, seq_len=1024),
+    "deep": GPTConfig(dim=512, layers=16, heads=8, seq_len=512),
+    "vocab": GPTConfig(dim=1024, layers=6, heads=8, seq_len=512, vocab=50304),
+}
+BOUND = 1.15  # times FSDP2's step, and its peak
+Shard = Callable[[torch.nn.Module], Any]
+Board = dict[str, tuple[dict[str, float], dict[str, float]]]
+
+
+def start(config: GPTConfig, shard: Shard) -> Callable[[], None]:
+    """Build and shard a model; return its training step."""
+    model = GPT(config)
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+    tokens = torch.zeros(BATCH, config.seq_len, dtype=torch.int64)
+
+    def step() -> None:
+        model.zero_grad()
+        model(tokens).float().mean().backward()
+
+    return step
+
+
+def probe_race(report: Report, seed: int) -> None:
+    _race(report, learners().fully_shard)
+
+
+def probe_package(report: Report, seed: int) -> None:
+    _race(report, hwfsdp.fully_shard)
+
+
+def _race(report: Report, shard: Shard) -> None:
+    for name, config in MODELS.items():
+        attempt_together(report, name, partial(_figures, partial(start, config, shard)))
+
+
+def _figures(target: Callable[[], Callable[[], None]]) -> dict[str, Any]:
+    return figures_of(simulate_here(lambda: target(), GPUS, DEVICE), with_log=False)
+
+
+def judge_step(ranks: Ranks, seed: int) -> None:
+    """Races first, and gathers: a file that waits for nothing is quick, and so is one that shards nothing."""
+    machines.refuse_races(ranks, seed)
+    machines.compare_overlap(ranks, seed)
+    found = board(ranks, seed)
+    for name, (mine, theirs) in found.items():
+        ranks.measured[f"{name}, {GPUS} GPUs"] = (
+            f"step {mine['step_us'] / 1e3:.1f} ms (FSDP2 {theirs['step_us'] / 1e3:.1f}), "
+            f"peak {mine['peak_bytes'] / 1e9:.2f} GB (FSDP2 {theirs['peak_bytes'] / 1e9:.2f})"
+        )
+    _compare(found, "step_us", "step takes", "µs", "no-overlap")
+
+
+def judge_peak(ranks: Ranks, seed: int) -> None:
+    _compare(board(ranks, seed), "peak_bytes", "peak is", "B", "not-freed")
+
+
+def board(ranks: Ranks, seed: int) -> Board:
+    """Return, for each model, the figures of the learner's file and those of FSDP2."""
+    mine = ranks.run(probe_race, 1, seed=seed)
+    theirs = ranks.reference(probe_package, 1, seed=seed)
+    return {name: (mine[name][0], theirs[name][0]) for name in MODELS}
+
+
+def _compare(board: Board, figure: str, what: str, unit: str, misconception: str) -> None:
+    for name, (mine, theirs) in board.items():
+        if mine[figure] > BOUND * theirs[figure]:
+            message = (
+                f"{name!r} on {GPUS} virtual GPUs: the {what} {mine[figure]:,.0f} {unit}, "
+                f"{mine[figure] / theirs[figure]:.2f} times FSDP2's {theirs[figure]:,.0f}; bound {BOUND:g} times."
+            )
+            raise Finding(misconception, message, round(BOUND * theirs[figure]), round(mine[figure]))

@@ -1,0 +1,367 @@
+"""What a learner's file is tried on: small models, each with something that breaks a naive FSDP, and ways to train them.
+
+Sizes are drawn by the seed so that the ranks cannot share rows evenly, and some ranks get none. Every model has units: the modules
+that are sharded, inner ones first, the model itself last.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hwfsdp.train.models.gpt import GPT, GPTConfig, next_byte_loss
+
+Units = list[tuple[str, nn.Module]]
+EVEN = 12  # a multiple of 1, 2, 3 and 4
+ROWS = 2  # of a micro-batch of one rank
+DEEP = GPTConfig(
+    dim=36, layers=8, heads=2, seq_len=12, vocab=12
+)  # units much larger than activations of 4 tokens
+
+
+class Scenario(NamedTuple):
+    """A model and how it is trained.
+
+    Attributes:
+        model: a name in `MODELS`. steps: of the optimizer. micros: micro-batches in each of them.
+        sync_last: gradients are reduced after the last micro-batch only. keep: parameters stay whole until then.
+        reshard: `reshard_after_forward`, or None to leave it out. policy: keywords of `MixedPrecisionPolicy`.
+        evaluated: before each step of the optimizer there is a forward without gradients.
+        peeked: before the second step there is a forward that no backward follows, as in a look at the loss.
+    """
+
+    name: str
+    model: str = "gpt"
+    steps: int = 3
+    micros: int = 1
+    sync_last: bool = False
+    keep: bool = False
+    reshard: bool | None = None
+    policy: tuple[tuple[str, Any], ...] = ()
+    evaluated: bool = False
+    peeked: bool = False
+
+    def options(self, is_root: bool) -> dict[str, Any]:
+        """Keywords of `fully_shard`; the dtype of outputs is that of the whole model's."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        options: dict[str, Any] = {} if self.reshard is None else {"reshard_after_forward": self.reshard}
+        policy = {name: dtype for name, dtype in self.policy if is_root or name != "output_dtype"}
+        return options | ({"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {})
+
+
+class Built(NamedTuple):
+    """A model that is not sharded, the same on every rank, and its units."""
+
+    model: nn.Module
+    units: Units
+
+
+# --- Models ------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Numbers in, blocks one after the other, numbers out."""
+
+    def __init__(self, width: int, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.inlet, self.blocks, self.outlet = nn.Linear(3, width), nn.ModuleList(blocks), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = self.through(block, x)
+        out: Tensor = self.outlet(x)
+        return out
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        return block(x)
+
+
+class Perceptron(nn.Module):
+    """Two layers and a gain with a single row, which only one rank can have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width + 3), nn.Linear(width + 3, width)
+        self.gain = nn.Parameter(torch.ones(1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x))) * self.gain
+        return x + out
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small trained one behind it: the frozen one's backward comes last, and needs its weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(width, width).requires_grad_(False), nn.Linear(
+            width, width, bias=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.base(x))
+        out: Tensor = x + self.adapter(x)
+        return out
+
+
+class Twice(Stack):
+    """Every block runs twice; tanh keeps numbers small, so that roundings stay small, too."""
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        return torch.tanh(block(torch.tanh(block(x))))
+
+
+class Recomputed(Stack):
+    """Blocks keep nothing for their backward; it computes them again."""
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        with set_checkpoint_early_stop(False):  # to the end of the block, and its hooks
+            return checkpoint(block, x, use_reentrant=False)
+
+
+class Unused(Stack):
+    """The second block is left out, and the others have a parameter that nothing reads."""
+
+    def __init__(self, width: int, blocks: list[nn.Module]) -> None:
+        super().__init__(width, blocks)
+        for block in blocks:
+            block.spare = nn.Parameter(torch.ones(4, 2))
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        return x if block is self.blocks[1] else block(x)
+
+
+class Changing(Stack):
+    """An evaluation leaves the second block out."""
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        return block(x) if block is not self.blocks[1] or torch.is_grad_enabled() else x
+
+
+class Nested(nn.Module):
+    """A block with a block inside, which is sharded by itself; it returns two tensors in a dict."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.own = Perceptron(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"out": self.own(self.inner(x)), "in": x}
+
+
+class Nesting(Stack):
+    """Blocks of blocks."""
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        found = block(x)
+        return torch.tanh(found["out"]) + found["in"]
+
+
+class Loud(nn.Module):
+    """Its gradients are near the largest number of fp16: the mean over the ranks fits, and their sum does not."""
+
+    volume = 15_000.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outlet(torch.sigmoid(x))
+        return out
+
+
+class Gained(GPT):
+    """A GPT with a gain of one row, which any two ranks cannot share. A tied one has it under two names, in one module."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.ones(1, config.dim))
+        if config.tied:
+            self.scale = self.gain
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x.float())  # which a block that computes in bf16 has to cast
+        x = self.norm(x) * self.gain
+        if hasattr(self, "scale"):
+            x = x * self.scale
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Checkpointed(GPT):
+    """A GPT that keeps less for its backward: its first block is recomputed from outside, the second one's perceptron within."""
+
+    def __init__(self, config: GPTConfig, reentrant: bool) -> None:
+        super().__init__(config)
+        self.reentrant = reentrant
+        self.blocks[1].down = Checkpoint(self.blocks[1].down, reentrant)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = checkpoint(self.blocks[0], x, use_reentrant=self.reentrant)
+        for block in self.blocks[1:]:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Checkpoint(nn.Module):
+    """A module of which nothing is kept for its backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def _gpt(draw: random.Random, tied: bool = False) -> Built:
+    model = GPT(
+        GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19]), tied)
+    )
+    return Built(model, _units(model, model.blocks))
+
+
+def _deep(draw: random.Random) -> Built:
+    model = GPT(DEEP)
+    return Built(model, _units(model, model.blocks))
+
+
+def _stack(
+    kind: type[Stack], block: Callable[[int], nn.Module], widths: Sequence[int] = (5, 7)
+) -> Callable[[random.Random], Built]:
+    def build(draw: random.Random) -> Built:
+        width = draw.choice(widths)
+        model = kind(width, [block(width) for _ in range(3)])
+        return Built(model, _units(model, model.blocks))
+
+    return build
+
+
+def _frozen(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
+    built = _stack(Stack, Adapted, widths)(draw)
+    for frozen in (built.model.blocks[1], built.model.inlet):  # type: ignore[index]
+        frozen.requires_grad_(False)
+    return built
+
+
+def _nested(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
+    model = _stack(Nesting, Nested, widths)(draw).model
+    units: Units = []
+    for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        units += [(f"blocks.{index}.inner", block.inner), (f"blocks.{index}", block)]
+    return Built(model, [*units, ("model", model)])
+
+
+def _loud(draw: random.Random) -> Built:
+    model = Loud()
+    return Built(model, [("model", model)])
+
+
+def _gained(draw: random.Random, tied: bool = False) -> Built:
+    config = GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19]), tied)
+    model = Gained(config)
+    return Built(model, _units(model, model.blocks))
+
+
+def _gained_frozen(draw: random.Random) -> Built:
+    """A parameter of a block is frozen, and all of another, and the embedding."""
+    built = _gained(draw)
+    model: Any = built.model
+    for frozen in (model.blocks[0].up.weight, *model.blocks[1].parameters(), model.tokens.weight):
+        frozen.requires_grad_(False)
+    return built
+
+
+def _gained_nested(draw: random.Random) -> Built:
+    """The attention of each block is a unit inside its block. So is the head, which has one parameter."""
+    model: Any = _gained(draw).model
+    units: Units = []
+    for index, block in enumerate(model.blocks):
+        units += [(f"blocks.{index}.attention", block.attention), (f"blocks.{index}", block)]
+    return Built(model, [*units, ("head", model.head), ("model", model)])
+
+
+def _even(draw: random.Random, reentrant: bool | None = None) -> Built:
+    """Rows that 2, 3 and 4 ranks divide; `reentrant`: how parts are recomputed, if any are."""
+    config = GPTConfig(EVEN * draw.choice([1, 2]), 3, 2, EVEN, EVEN * draw.choice([1, 2]))
+    return _side_by_side(GPT(config) if reentrant is None else Checkpointed(config, reentrant))
+
+
+def _side_by_side(model: GPT) -> Built:
+    """Units side by side; the model itself is none."""
+    blocks = _units(model, model.blocks)[:-1]
+    names = ("tokens", "positions", "norm", "head")
+    first, last = ([(name, getattr(model, name)) for name in half] for half in (names[:2], names[2:]))
+    return Built(model, [*first, *blocks, *last])
+
+
+def _units(model: nn.Module, blocks: Any) -> Units:
+    return [*((f"blocks.{index}", block) for index, block in enumerate(blocks)), ("model", model)]
+
+
+WIDE = (37, 41)  # units much larger than activations of two rows
+MODELS: dict[str, Callable[[random.Random], Built]] = {
+    "gpt": _gpt,
+    "deep": _deep,
+    "tied": lambda draw: _gpt(draw, tied=True),
+    "frozen": _frozen,
+    "stack": _stack(Stack, Perceptron),
+    "twice": _stack(Twice, Perceptron),
+    "unused": _stack(Unused, Perceptron),
+    "changing": _stack(Changing, Perceptron),
+    "recomputed": _stack(Recomputed, Perceptron),
+    "nested": _nested,
+    "loud": _loud,
+    "gained": _gained,
+    "gained and tied": partial(_gained, tied=True),
+    "gained and frozen": _gained_frozen,
+    "gained and nested": _gained_nested,
+    "even": _even,
+    "even and recomputed": partial(_even, reentrant=False),
+    "even and recomputed, reentrant": partial(_even, reentrant=True),
+    "even and deep": lambda draw: _side_by_side(GPT(DEEP)),
+    "wide and frozen": partial(_frozen, widths=WIDE),
+    "wide and unused": _stack(Unused, Perceptron, WIDE),
+    "wide and twice": _stack(Twice, Perceptron, WIDE),
+    "wide and recomputed": _stack(Recomputed, Perceptron, WIDE),
+    "wide and nested": partial(_nested, widths=WIDE),
+}
+
+
+def build(scenario: Scenario, seed: int) -> Built:
+    """The model of a scenario; the same values on every rank."""
+    torch.manual_seed(seed)
+    built = MODELS[scenario.model](random.Random(f"{scenario.model} {seed}"))
+    with torch.no_grad():
+        for param in built.model.parameters():
+            param.add_(0.2 * torch.randn_like(param))  # norms and gains are not all ones
+    return built
+
+
+def batch_of(model: nn.Module, seed: int, rank: int, number: int) -> Tensor:
+    """The input of one micro-batch of one rank: tokens [2, T] of a GPT, or numbers [2, 3]."""
+    draw = torch.Generator().manual_seed(seed * 1009 + rank * 101 + number)
+    if isinstance(model, GPT):
+        return torch.randint(0, model.config.vocab, (ROWS, model.config.seq_len), generator=draw)
+    return torch.randn(ROWS, 3, generator=draw)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """One forward."""
+    output: Tensor = model(batch).float()
+    if isinstance(model, Loud):
+        return model.volume * output.sum()
+    return next_byte_loss(output, batch) if isinstance(model, GPT) else output.square().mean()

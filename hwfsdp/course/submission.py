@@ -1,0 +1,230 @@
+"""What a learner handed in: found, read and looked at as text. Nothing of it is run here."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+from hwfsdp.course import holes, starters
+from hwfsdp.course.manifest import Exercise
+from hwfsdp.course.overlay import Submitted
+from hwfsdp.course.stations.stages import LAST, stage
+from hwfsdp.course.verdict import Finding
+from hwfsdp.errors import UsageError
+
+KEPT_STARTER = ".starter.py"  # beside a learner's file, in a student's edition
+LARGEST = 1 << 20  # bytes of a file that anyone wrote
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
+
+
+@dataclass(frozen=True)
+class Source:
+    """A learner's file for one exercise: where it is, and its text; None if there is no such file."""
+
+    path: Path
+    text: str | None
+
+
+def find_source(exercise: Exercise, folder: Path) -> Source:
+    """The file of one exercise: in the folder itself, or, of an elective, in `NN_topic/` below it.
+
+    Raises:
+        UsageError: it cannot be read as text.
+    """
+    nested, flat = folder / exercise.target, folder / exercise.file_name
+    path = nested if nested.exists() or not flat.exists() else flat
+    if not path.exists():
+        return Source(path, None)
+    try:
+        if not path.is_file():
+            raise OSError(0, "something that is no file")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise OSError(0, f"more than {LARGEST:,} bytes")
+        return Source(path, content.decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"submission {path}",
+            expected="a file of Python, in UTF-8",
+            got=getattr(error, "strerror", None) or "bytes that are not UTF-8",
+            remedy="Check the file, how it was saved, and its permissions.",
+        ) from None
+
+
+def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
+    """Raises UsageError if a submission's folder holds no file of any exercise."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"submission {folder}",
+            expected="a folder",
+            got="a file" if folder.exists() else "none of this name",
+            remedy="Give the folder that it is in." if folder.exists() else "Check the path.",
+        )
+    if not any((folder / e.target).exists() or (folder / e.file_name).exists() for e in exercises):
+        raise UsageError(
+            f"submission {folder}",
+            expected=f"files such as {exercises[0].target}",
+            got="none",
+            remedy="Give the folder that holds the exercises.",
+        )
+
+
+def is_started(exercise: Exercise, text: str) -> bool:
+    """Whether any hole has been filled, or something is there that may fill one when the file is loaded.
+
+    A file that is not Python has been worked on, and so has a file of stations that is not as it was given.
+    """
+    given = starter(exercise)
+    if text.splitlines() == given.splitlines() or exercise.is_station:
+        return text.splitlines() != given.splitlines()
+    try:
+        if any(not _is_blank(node) for node in _defined(exercise, text).values()):
+            return True
+        return bool(_effects(exercise, text) - _effects(exercise, given))
+    except NOT_PYTHON:
+        return True
+
+
+def starter(exercise: Exercise) -> str:
+    """What the learner was given."""
+    kept = exercise.path.parent / KEPT_STARTER
+    if kept.exists():  # in a student's edition the package has nothing to make it from
+        return kept.read_text()
+    if exercise.is_station:
+        return stage(0)
+    title = f"Exercise {exercise.number}: {exercise.title}"
+    return starters.render(exercise.holes, exercise.number, title, solved=False, calls=exercise.provided)
+
+
+def solution(exercise: Exercise) -> str:
+    """The starter, filled in: with the package's bodies, or as it is after the last station.
+
+    Raises:
+        UsageError: this is a student's edition.
+    """
+    if (exercise.path.parent / KEPT_STARTER).exists():
+        raise UsageError(
+            f"solution of {exercise.number}",
+            expected="the instructor's edition",
+            got="a student's",
+            remedy="Ask your instructor.",
+        )
+    if exercise.is_station:
+        return stage(LAST)
+    title = f"Exercise {exercise.number}: {exercise.title}"
+    return starters.render(exercise.holes, exercise.number, title, solved=True, calls=exercise.provided)
+
+
+def inspect(exercise: Exercise, source: Source) -> Submitted:
+    """The file as ranks will run it.
+
+    Raises:
+        Finding: it is not Python, or does not define its functions so that the package can call them.
+    """
+    assert source.text is not None, "a file that is there"
+    path = str(source.path)
+    try:
+        compile(source.text, path, "exec", dont_inherit=True)
+        found = _defined(exercise, source.text)
+    except NOT_PYTHON as error:
+        line = getattr(error, "lineno", None)
+        where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
+        what = getattr(error, "msg", None) or str(error) or "nested too deeply"
+        message = f"{source.path.name}, {where}{what}."
+        raise Finding("not-python", message) from None
+    wanted = _defined(exercise, starter(exercise))
+    for place in exercise.places:
+        node = found.get(place.name)
+        if node is None:
+            raise Finding(
+                "missing", f"{source.path.name} does not define {place.name}.", place.name, "nothing"
+            )
+        expected, actual = _signature(wanted[place.name]), _signature(node)
+        if not _can_stand_for(wanted[place.name], node):
+            raise Finding("wrong-signature", f"{place.name} has other parameters.", expected, actual)
+    return Submitted(exercise.number, path, source.text, exercise.places)
+
+
+def _defined(exercise: Exercise, text: str) -> dict[str, ast.FunctionDef]:
+    """The functions of the exercise that a file defines, the last one of a name."""
+    names = {place.name for place in exercise.places}
+    return {
+        name: node
+        for name, node in holes.definitions(text)
+        if name in names and isinstance(node, ast.FunctionDef)
+    }
+
+
+def _effects(exercise: Exercise, text: str) -> set[str]:
+    """What of a file may bind the names of its holes, besides functions: `chunk_length = m.chunk_length`, decorators, base
+    classes, imports of these names, whatever else is carried out. Comments, constants and other imports do nothing.
+    """
+    names = {part for place in exercise.places for part in place.name.split(".")} | {"*"}
+    waiting: list[ast.stmt] = list(ast.parse(text).body)
+    found: list[ast.AST] = []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [alias for alias in node.names if (alias.asname or alias.name) in names]
+        elif isinstance(node, ast.ClassDef):
+            found += [*node.decorator_list, *node.bases, *node.keywords]
+            waiting += node.body
+        elif isinstance(node, ast.FunctionDef):
+            found += node.decorator_list
+        elif isinstance(node, ast.AsyncFunctionDef):
+            found.append(node)
+        elif not isinstance(node, ast.Pass) and not isinstance(getattr(node, "value", None), ast.Constant):
+            found.append(node)
+    return {ast.unparse(node) for node in found}
+
+
+def _is_blank(node: ast.FunctionDef) -> bool:
+    """Whether nothing but a docstring and `raise NotImplementedError` is in it."""
+    body = [s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    if not all(isinstance(statement, ast.Raise | ast.Pass) for statement in body):
+        return False
+    raised = [ast.unparse(s.exc) for s in body if isinstance(s, ast.Raise) and s.exc]
+    return all(name.startswith("NotImplementedError") for name in raised)
+
+
+def _signature(node: ast.FunctionDef) -> str:
+    return f"{node.name}({', '.join(name for name, _ in _parameters(node))})"
+
+
+def _parameters(node: ast.FunctionDef) -> list[tuple[str, bool]]:
+    """Names in order, `*` and `**` included, and whether each may be left out."""
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    found = [(a.arg, index >= required) for index, a in enumerate(positional)]
+    if arguments.vararg:
+        found.append((f"*{arguments.vararg.arg}", True))
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    found += [(a.arg, default is not None) for a, default in pairs]
+    if arguments.kwarg:
+        found.append((f"**{arguments.kwarg.arg}", True))
+    return found
+
+
+def _can_stand_for(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:
+    """Whether every call of `wanted` is one of `given`: the same names in order, more only if they may be left out."""
+    if any(name[:1] == "*" for name, _ in _parameters(given)) and not wanted.args.vararg:
+        names = [name for name, _ in _parameters(given)]
+        return names[-2:] == ["*args", "**kwargs"] or _prefix(wanted, given)
+    return _prefix(wanted, given) and _kind(wanted) == _kind(given)
+
+
+def _prefix(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:
+    ours, theirs = _parameters(wanted), _parameters(given)
+    head, rest = theirs[: len(ours)], theirs[len(ours) :]
+    same = [name for name, _ in ours] == [name for name, _ in head]
+    optional = all(may or not could for (_, may), (_, could) in zip(head, ours, strict=False))
+    return same and optional and all(may for _, may in rest)
+
+
+def _kind(node: ast.FunctionDef) -> set[str]:
+    """How it is called: as a property, a static method, or as usual."""
+    names = {ast.unparse(decorator) for decorator in node.decorator_list}
+    return names & {"property", "staticmethod", "classmethod"}

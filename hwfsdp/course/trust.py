@@ -1,0 +1,141 @@
+"""Whose code a frame runs: Python's, a library's or the package's, or the learner's.
+
+Code is trusted by the name of its file. So a learner's code must not be able to choose that name, nor to borrow trusted code: each of the
+doors to that raises an audit event (https://docs.python.org/3/library/audit_events.html), and so do those to the frames, functions and
+variables of others. `digging` says in words which door was tried.
+
+Note [Through whom]
+    An audit event names nobody; the frame that called does. Most doors are judged by who called them directly, since libraries
+    use them too while a learner's code runs. Where somebody else's function hands on what is behind a door (`inspect.currentframe`,
+    `cloudpickle.loads`), the caller of that counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hwfsdp.course.manifest import PACKAGE
+from hwfsdp.course.rules import CLOSED, NAMES, is_below
+
+_BESIDE_TORCH = os.path.dirname(
+    os.path.dirname(torch.__file__)
+)  # libraries may lie outside of Python's own folders
+FOLDERS = (sys.prefix, sys.base_prefix, sys.exec_prefix, _BESIDE_TORCH, str(PACKAGE))
+ROOTS = (*FOLDERS, "<hwfsdp.", "<frozen ")
+FILLER = str(PACKAGE / "bodies.py")  # of a student's edition
+_FRAMES = {
+    "sys._getframe",
+    "sys._current_frames",
+    "sys._current_exceptions",
+    "sys.settrace",
+    "sys.setprofile",
+}
+_MEMORY = {"gc.get_objects", "gc.get_referrers", "gc.get_referents"}
+_FRAME_OF = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
+_HAND_ON = {"currentframe", "stack", "trace", "walk_stack", "walk_tb", "getouterframes", "getinnerframes"}
+_IMPORTLIB = "<frozen importlib"
+_EVALUATES = ("/typing.py", "/timeit.py", "/runpy.py", "/inspect.py")
+
+
+def is_trusted(code: types.CodeType) -> bool:
+    """Whether it was written in a file of Python, of a library or of the package."""
+    return code.co_filename.startswith(ROOTS)
+
+
+def is_package(code: types.CodeType) -> bool:
+    """Whether it was written in a file of the package."""
+    return code.co_filename.startswith((str(PACKAGE), "<hwfsdp."))
+
+
+def digging(
+    event: str,
+    args: tuple[Any, ...],
+    caller: types.FrameType,
+    came_in: Callable[[types.CodeType], bool] = lambda code: False,
+) -> str | None:
+    """What an audit event means, if it is a door that a learner's code has no business with; None for all others.
+
+    Args:
+        caller: the frame that raised the event. came_in: see `doors`.
+    """
+    direct = not is_trusted(caller.f_code)
+    if event == "compile":
+        named = args[1] if isinstance(args[1], str) else ""
+        return (
+            "compiles code under a name that is not its own" if direct and named.startswith(ROOTS) else None
+        )
+    if event == "exec":
+        if direct and is_trusted(args[0]):
+            return "runs code of others by hand"
+        return (
+            None if came_in(args[0]) or not _is_unseen(args[0], caller) else "runs code that nobody has seen"
+        )
+    if event == "function.__new__":
+        return "makes a function of code of others" if direct and is_trusted(args[0]) else None
+    if event == "code.__new__":
+        return "makes code out of bytes" if _is_behind(caller) else None
+    if event == "marshal.loads":
+        brought = not _is_known_import(caller) and _is_behind(caller, imports=True)
+        return "runs code that was compiled elsewhere" if brought else None
+    if event == "pickle.find_class":
+        closed = is_below(args[0], CLOSED) or args[1] in NAMES.get(args[0], ())
+        return f"unpickles {args[0]}.{args[1]}" if closed and _is_behind(caller, imports=True) else None
+    if event in _FRAMES:
+        return f"looks into the frames of others ({event})" if direct or _handed_on(caller) else None
+    if event in _MEMORY:
+        return f"looks for objects of others ({event})" if direct else None
+    if event == "object.__getattr__" and args[1] in _FRAME_OF:
+        return f"looks into the frames of others ({args[1]})" if direct or _handed_on(caller) else None
+    if event.startswith("ctypes."):
+        return "calls native code by itself (ctypes)" if _is_behind(caller, "/ctypes/") else None
+    return None
+
+
+def _is_unseen(code: types.CodeType, caller: types.FrameType) -> bool:
+    """Whether it is from a file that was written just now, or from text in a place where libraries evaluate what they are given."""
+    if is_trusted(code):
+        return False
+    return not code.co_filename.startswith("<") or caller.f_code.co_filename.endswith(_EVALUATES)
+
+
+def _is_behind(frame: types.FrameType | None, through: str = "", imports: bool = False) -> bool:
+    """Whether a learner's code is what called.
+
+    Args:
+        through: other frames in between have to be of files with this in their name. imports: may lie in between.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if not is_trusted(code):
+            return True
+        if through not in code.co_filename or (not imports and code.co_filename.startswith(_IMPORTLIB)):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _handed_on(caller: types.FrameType) -> bool:
+    """Note [Through whom]."""
+    frame: types.FrameType | None = caller
+    while frame is not None and frame.f_code.co_name in _HAND_ON:
+        frame = frame.f_back
+    return frame is not None and frame is not caller and not is_trusted(frame.f_code)
+
+
+def _is_known_import(caller: types.FrameType) -> bool:
+    """Whether Python, or a student's edition (`bodies`), reads a compiled file of Python's own, of a library or of the package."""
+    code = caller.f_code
+    path: Any = None
+    if code.co_filename.startswith(_IMPORTLIB) and code.co_name == "_compile_bytecode":
+        path = caller.f_locals.get("bytecode_path")
+    elif code.co_filename == FILLER and code.co_name == "_unpack":
+        path = caller.f_locals.get("path")
+    return type(path) in (str, type(PACKAGE)) and os.path.realpath(path).startswith(
+        tuple(map(os.path.realpath, FOLDERS))
+    )

@@ -1,0 +1,173 @@
+"""What grading comes to, as data: why a check fails, what each check came to, and the grade of an exercise.
+
+Reading these must be quick, so nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from hwfsdp.course.manifest import Exercise
+from hwfsdp.course.misconceptions import MISCONCEPTIONS
+
+if TYPE_CHECKING:
+    from hwfsdp.course.run import Ranks
+
+
+class Finding(Exception):
+    """Why a check fails.
+
+    Args:
+        misconception: its id. message: the evidence, in one or two sentences with names and numbers.
+        expected, actual: what they say side by side, if that helps.
+
+    Attributes:
+        provisional: time ran out while others were graded beside it; to be graded again alone (`run`, Note [Slow or stuck]).
+    """
+
+    provisional = False
+
+    def __init__(self, misconception: str, message: str, expected: Any = None, actual: Any = None) -> None:
+        assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
+        super().__init__(message)
+        self.misconception, self.message = misconception, message
+        self.expected, self.actual = _shown(expected), _shown(actual)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Finding, (self.misconception, self.message, self.expected, self.actual)
+
+
+class Undecided(Exception):
+    """A check says nothing while another one does not hold. Its argument is the id of that one."""
+
+
+def _shown(value: Any) -> str | int | float | None:
+    """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "numel"):  # a tensor, known without loading torch
+        value = (
+            value.tolist() if value.numel() <= 16 else f"{value.flatten()[:8].tolist()}… {tuple(value.shape)}"
+        )
+    text = " ".join(str(value).split())
+    return text if len(text) <= 300 else f"{text[:297]}…"
+
+
+Judge: TypeAlias = "Callable[[Ranks, int], None]"  # ranks, seed
+
+
+class Check(NamedTuple):
+    """Something that has to hold.
+
+    Attributes:
+        id: for example "01.extent". sentence: what holds, when it passes.
+        judge: raises a Finding if it does not, or Undecided. needs: ids of checks that have to pass first.
+    """
+
+    id: str
+    sentence: str
+    points: int
+    judge: Judge
+    needs: tuple[str, ...] = ()
+
+
+@dataclass
+class CheckResult:
+    """What a check came to; `passed` is None if it was not run, `dependency` the check that kept it from running."""
+
+    check: Check
+    passed: bool | None = None
+    finding: Finding | None = None
+    dependency: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        finding = self.finding
+        return {
+            "id": self.check.id,
+            "passed": self.passed,
+            "points": self.check.points if self.passed else 0,
+            "max_points": self.check.points,
+            "misconception": finding.misconception if finding else None,
+            "message": finding.message if finding else self._why_skipped(),
+            "expected": finding.expected if finding else None,
+            "actual": finding.actual if finding else None,
+            "dependency": self.dependency,
+        }
+
+    def _why_skipped(self) -> str | None:
+        return f"skipped, because {self.dependency} does not hold" if self.dependency else None
+
+
+OnCheck = Callable[[CheckResult], None]
+
+
+@dataclass
+class Grade:
+    """What an exercise came to.
+
+    Attributes:
+        status: "passed", "failed", "not_started" or "error".
+        finding: why nothing counts, if the status is "error".
+        seconds: that grading took. printed: by the learner's code. seed: of the inputs.
+        before: of checks of earlier stations, whose points do not count here: what worked must go on working.
+        measured: by what they are of, figures, whether checks pass or not.
+    """
+
+    exercise: Exercise
+    results: list[CheckResult]
+    status: str = "not_started"
+    finding: Finding | None = None
+    seconds: float = 0.0
+    printed: str = ""
+    seed: int = 0
+    before: list[CheckResult] = field(default_factory=list)
+    measured: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shown_results(self) -> list[CheckResult]:
+        """Its own checks, and those of earlier stations that do not hold."""
+        return [*(result for result in self.before if result.finding), *self.results]
+
+    @property
+    def score(self) -> int:
+        if self.status == "error":
+            return 0
+        return sum(result.check.points for result in self.results if result.passed)
+
+    @property
+    def max_score(self) -> int:
+        return self.exercise.points
+
+    @property
+    def provisional(self) -> bool:
+        """Whether it is to be graded again, alone (`Finding`)."""
+        return any(result.finding is not None and result.finding.provisional for result in self.shown_results)
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether there is nothing more to get."""
+        return self.status == "passed"
+
+    @property
+    def points(self) -> str:
+        """What it came to, in words."""
+        return f"{self.score} of {self.max_score} points"
+
+    def as_dict(self) -> dict[str, Any]:
+        checks = [result.as_dict() for result in self.shown_results]
+        for result, check in zip(self.shown_results, checks, strict=True):
+            if result not in self.results:
+                check["max_points"] = 0
+            if self.status == "error" or result not in self.results:
+                check["points"] = 0
+        return {
+            "exercise": self.exercise.number,
+            "score": self.score,
+            "max_score": self.max_score,
+            "status": self.status,
+            "checks": checks,
+            "seconds": round(self.seconds, 3),
+            **({"measured": self.measured} if self.measured else {}),
+        }

@@ -1,0 +1,130 @@
+"""Starters and solutions: written from the package, or from the reference of all stations, and checked against these.
+
+    python -m hwfsdp.course write     writes my_fsdp.py and */*.py of exercises/ and solutions/
+    python -m hwfsdp.course check     says what does not hold; part of `make check`
+
+What has to hold:
+
+    restored     blanking every hole of the package and putting the solutions back gives the package, byte for byte
+    unchanged    writing both folders again changes nothing
+    one owner    no hole belongs to two exercises
+    not started  every starter compiles, imports, and is graded as not started, with 0 points
+    full marks   every solution gets all points
+    needed       every hole, blank alone in the solution, fails at least one check of its exercise
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hwfsdp.course import holes
+from hwfsdp.course.grade import Options, grade
+from hwfsdp.course.manifest import Course, Exercise, module_source
+from hwfsdp.course.submission import solution, starter
+from hwfsdp.course.verdict import Grade
+from hwfsdp.errors import UsageError
+
+SEED = 20
+
+
+def files(course: Course) -> dict[Path, str]:
+    """What both folders should hold: every starter and solution, by path."""
+    texts = {}
+    for exercise in course.exercises:
+        texts[course.root / "exercises" / exercise.target] = starter(exercise)
+        texts[course.root / "solutions" / exercise.target] = solution(exercise)
+    return texts
+
+
+def write(course: Course) -> list[Path]:
+    """Writes what differs; returns where."""
+    changed = []
+    for path, text in files(course).items():
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            changed.append(path)
+    return changed
+
+
+def problems(course: Course) -> Iterator[str]:
+    """What does not hold, one line each; nothing that is graded, see `grading_problems`."""
+    try:
+        yield from _owners(course)
+        yield from _restored(course)
+        for path, text in files(course).items():
+            if not path.exists():
+                yield f"{path.relative_to(course.root)} is missing. Run: make exercises"
+            elif path.read_text() != text:
+                yield f"{path.relative_to(course.root)} is not what the package gives. Run: make exercises"
+    except (UsageError, SyntaxError) as error:
+        yield str(error)
+
+
+def _owners(course: Course) -> Iterator[str]:
+    owners: dict[tuple[str, str], str] = {}
+    for exercise in course.exercises:
+        for place in exercise.places:
+            if place in owners:
+                yield f"{place.module}:{place.name} is a hole of {owners[place]} and of {exercise.number}."
+            owners[place] = exercise.number
+
+
+def _restored(course: Course) -> Iterator[str]:
+    """Blanks everything in the package and puts back what the solutions have."""
+    originals: dict[str, str] = {}
+    blank: dict[str, str] = {}
+    for exercise in course.exercises:
+        for place in exercise.places:
+            originals.setdefault(place.module, module_source(place.module))
+            text = blank.get(place.module, originals[place.module])
+            blank[place.module] = holes.blank(text, place.name, exercise.number)
+    for exercise in course.exercises:
+        path = course.root / "solutions" / exercise.target
+        solved = path.read_text() if path.exists() else ""
+        for place in exercise.places:
+            try:
+                body = holes.extract(solved, place.name)
+            except UsageError as error:
+                yield f"solutions/{exercise.directory}: {error}"
+                continue
+            blank[place.module] = holes.splice(blank[place.module], place.name, body)
+    for module, original in originals.items():
+        if blank[module] != original:
+            yield f"{module} is not restored by the solutions. Run: make exercises"
+
+
+def grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
+    """What grading of an exercise's own files should give and does not."""
+    started = graded(exercise, course, starter(exercise))
+    if (started.status, started.score) != ("not_started", 0):
+        yield f"{exercise.number}: the starter is {started.status} with {started.score} points, not not_started."
+    full = graded(exercise, course, solution(exercise))
+    if full.status != "passed" or full.score != exercise.points:
+        yield f"{exercise.number}: the solution gets {full.score} of {exercise.points} points: {failures(full)}"
+    for place in exercise.places:
+        text = holes.blank(solution(exercise), place.name, exercise.number)
+        if graded(exercise, course, text, Options(seed=SEED, thorough=False)).status == "passed":
+            yield f"{exercise.number}: {place.name} can be left blank and every check passes."
+
+
+def graded(exercise: Exercise, course: Course, text: str, options: Options = Options(seed=SEED)) -> Grade:
+    """The grade of a text for this exercise."""
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-submission-") as folder:
+        (Path(folder) / exercise.file_name).write_text(text)
+        return grade(exercise, Path(folder), course, options)
+
+
+def failures(result: Grade) -> str:
+    """The checks that failed, and why."""
+    found = [r for r in result.results if r.passed is False and r.finding]
+    return "; ".join(
+        f"{r.check.id}: {r.finding.misconception}: {r.finding.message}" for r in found if r.finding
+    )
+
+
+def compiles_alone(exercise: Exercise) -> None:
+    """Runs the starter as a module of its own, next to the whole package; raises whatever that raises."""
+    exec(compile(starter(exercise), exercise.file_name, "exec"), {"__name__": exercise.file_name})

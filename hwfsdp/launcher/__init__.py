@@ -1,0 +1,12 @@
+"""Processes to run on: ranks of one machine, forked from a server that has imported torch.
+
+    fork_server  the process that ranks are forked from, started ahead of need
+    preload      what it imports before it forks
+    messages     what ranks say to their caller
+    worker       what runs on each rank
+    ranks        the public function: launch
+    steps        which optimizer steps of a run to record
+    capture      a script of yours on each rank, as torchrun would run it, recorded
+
+The folder is not called launch: `hwfsdp.launch` is a function.
+"""

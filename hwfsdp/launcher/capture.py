@@ -1,0 +1,145 @@
+"""What runs on each rank of `hwfsdp trace run`: a script, as torchrun would run it, with some of its steps recorded.
+
+The script needs no change. It finds the environment that torchrun sets, its own arguments in `sys.argv`, and is
+`__main__`. It may initialize the process group itself, leave that to `fully_shard`, or ask whether it is there.
+
+Note [Where a recording begins]
+    An optimizer's step tells that a step is over; then it is too early to begin, since torch is going through the hooks
+    that a recording adds to. So from then on the next forward of any module is watched, and begins or ends the
+    recording. Between these moments the script runs without any hook of ours in its modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from hwfsdp.launcher.steps import Steps
+from hwfsdp.launcher.worker import wait_for_connections
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.recording import record
+
+
+class Capture:
+    """Records some steps of whatever this process trains.
+
+    Attributes:
+        log: what was recorded; None before the first step that is to be. steps: how many were finished, recorded or not.
+    """
+
+    def __init__(self, wanted: Steps) -> None:
+        self.wanted, self.steps = wanted, 0
+        self.log: EventLog | None = None
+        self._leader: weakref.ref[Optimizer] | None = (
+            None  # whose steps count, should there be several optimizers
+        )
+        self._recording = ExitStack()
+
+    @contextmanager
+    def running(self) -> Iterator[Capture]:
+        """In the block, steps are counted and recorded."""
+        handle = register_optimizer_step_post_hook(self._after_step)
+        try:
+            if self.wanted.first == 0:
+                self._at_next_forward(self._begin)
+            yield self
+        finally:
+            self._recording.close()
+            handle.remove()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._leader is None or self._leader() is None:  # the first one, or a new one in its place
+            self._leader = weakref.ref(optimizer)
+        if self._leader() is not optimizer:
+            return
+        self.steps += 1
+        if self.steps == self.wanted.first:
+            self._at_next_forward(self._begin)
+        if self.wanted.last is not None and self.steps == self.wanted.last + 1:
+            self._at_next_forward(self._recording.close)
+
+    def _at_next_forward(self, act: Callable[[], object]) -> None:
+        """See Note [Where a recording begins]."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            act()
+
+        handle = register_module_forward_pre_hook(before)
+
+    def _begin(self) -> None:
+        self.log = self._recording.enter_context(record(first_step=self.steps))
+
+
+# --- A script ----------------------------------------------------------------------------------------------
+
+
+_ENVIRONMENT = {  # what torchrun sets beside the numbers of ranks; its id makes a `launch` of the script stay in this process
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "hwfsdp trace",
+}
+
+
+def run_script(script: Path, arguments: list[str], rendezvous: Path, seconds: float | None = None) -> None:
+    """Runs a script to its end, on a rank whose process group is initialized already.
+
+    Args:
+        rendezvous: a folder that all ranks share, for the process group that the script may want to make itself.
+        seconds: for each collective of that; None: as the script says.
+
+    Whatever the script raises is raised; its exit with status 0 is an end like any other.
+    """
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    os.environ.update(_ENVIRONMENT, LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], ROLE_RANK=os.environ["RANK"])
+    with _group_of_its_own(rendezvous, seconds):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+@contextmanager
+def _group_of_its_own(rendezvous: Path, seconds: float | None = None) -> Iterator[None]:
+    """In the block, `init_process_group` makes the group that it is asked for in place of the one that is there.
+
+    There is no port to meet at, so ranks meet in a file; everything else is as the script says, but for the time that
+    collectives get, where somebody else said that.
+    """
+    original, made = dist.init_process_group, 0
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        if dist.is_initialized() and made == 0:
+            dist.destroy_process_group()
+        made += 1
+        asked = inspect.signature(original).bind(*args, **kwargs).arguments
+        asked.pop("store", None)
+        where = {"init_method": f"file://{rendezvous.absolute()}/{made}"}
+        number = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        limit = {} if seconds is None else {"timeout": timedelta(seconds=seconds)}
+        original(**{**asked, **where, **number, **limit})
+        wait_for_connections()
+
+    with ExitStack() as patches:
+        for module in (dist, distributed_c10d):
+            setattr(module, "init_process_group", init_process_group)
+            patches.callback(setattr, module, "init_process_group", original)
+        yield

@@ -1,0 +1,48 @@
+"""What the server that ranks are forked from does before the first of them: it imports, it adopts, and it leaves memory alone.
+
+Imported by that server alone (`ranks`). Nothing here may start threads or ask a driver for GPUs: forks survive neither.
+
+Where the system has it (Linux), processes that a rank leaves behind become children of the server, instead of
+getting lost, so that `course.processes` can find and end them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import sys
+import warnings
+
+import torch
+
+from hwfsdp import compat
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants' orphans; does nothing where that is unknown."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
+
+
+def import_for_ranks() -> None:
+    """What every rank would import first of all."""
+    late = (
+        [] if torch.cuda.is_available() else [compat.LATE_IMPORT]
+    )  # a driver was asked: no more than needed
+    for module in ["torch.distributed.tensor", "hwfsdp.features.door", *late]:
+        importlib.import_module(module)
+
+
+def leave_to_all() -> None:
+    """Keep what is there now out of garbage collections: one in a rank would write to, and so copy, all of this memory."""
+    gc.collect()
+    gc.freeze()
+
+
+adopt_orphans()
+import_for_ranks()
+leave_to_all()

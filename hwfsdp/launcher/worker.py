@@ -1,0 +1,216 @@
+"""What runs in the process of one rank; `ranks` has its caller.
+
+Note [Time runs out]
+    A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
+    collective that the rank is blocked in and its stack. It also ends the rank when the caller is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from hwfsdp import collectives, compat
+from hwfsdp.comm import history
+from hwfsdp.errors import CollectiveError, UsageError
+
+stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told.
+
+    Attributes:
+        folder: where the ranks meet, and where the files of their histories are.
+        prepare: a pickled function, called with the folder before anything else is done.
+    """
+
+    call: bytes
+    world_size: int
+    device: str
+    collective_timeout: float
+    folder: str
+    environ: dict[str, str]
+    threads: int
+    isatty: bool
+    prepare: bytes | None = None
+
+    @property
+    def init_method(self) -> str:
+        return f"file://{self.folder}/store"
+
+    def history_of(self, rank: int) -> str:
+        """The file that the rank writes its history to; the caller has made it."""
+        return f"{self.folder}/history-{rank}"
+
+
+class _Relay(io.TextIOBase):
+    """`sys.stdout` of a rank: what is printed appears at the caller's, be it a terminal, a test or a notebook.
+
+    Only what Python prints; standard error, and what C++ or a child process writes, goes where the server's goes.
+    """
+
+    def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
+        self._send, self._isatty = send, isatty
+        self._line = ""  # begun, but not ended: whole lines, so that those of several ranks do not mix
+
+    def write(self, text: str) -> int:
+        self._line += text
+        if "\n" in text:
+            lines, _, rest = self._line.rpartition("\n")
+            self._send(("print", f"{lines}\n"))
+            self._line = rest
+        return len(text)
+
+    def flush(self) -> None:
+        """Shows a line that has not ended."""
+        if self._line:
+            self._send(("print", self._line))
+            self._line = ""
+
+    def isatty(self) -> bool:
+        return self._isatty
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+
+def run_rank(rank: int, task: Task, connection: Connection) -> None:
+    """What a rank's process does: the task's function, in an initialized process group; tells the caller how it went."""
+    if task.prepare is not None:
+        pickle.loads(task.prepare)(task.folder)
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        with lock:
+            connection.send(message)
+
+    faulthandler.enable()  # a rank that crashes in native code leaves its stack on standard error
+    main_thread = threading.get_ident()
+    threading.Thread(target=_listen, args=(connection, send, main_thread), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(task.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
+    os.environ[history.PATH] = task.history_of(rank)
+    tempfile.tempdir = None  # the server has asked where it is
+    setattr(sys, "stdout", _Relay(send, task.isatty))
+    torch.set_num_threads(task.threads)
+    try:
+        fn, args, kwargs = pickle.loads(task.call)
+        init_process_group(task.device, task.collective_timeout, task.init_method, rank, task.world_size)
+        result = fn(*args, **kwargs)
+        finish_saves()
+        sys.stdout.flush()
+        send(("return", cloudpickle.dumps(result)))
+    except BaseException as error:  # pytest's failures are no Exceptions
+        sys.stdout.flush()
+        send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
+    finally:
+        destroy_process_group()
+
+
+def finish_saves() -> None:
+    """Ends what saves in the background; raises if it failed and nobody has heard of it."""
+    background = sys.modules.get("hwfsdp.checkpoint.background")  # not imported: nothing is saving
+    if background is not None:
+        background.finish_saves()
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, CollectiveError):
+        return f"CollectiveError: {str(error).splitlines()[0]}"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        return cloudpickle.dumps(error)  # type: ignore[no-any-return]
+    except Exception:
+        return None  # some exceptions hold what cannot travel; the traceback, as text, does
+
+
+def _listen(connection: Connection, send: Callable[[Any], None], main_thread: int) -> None:
+    """Answers the caller's question where this rank stands; ends the rank when the caller is gone."""
+    while True:
+        try:
+            question = connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        if question == "stop":
+            stop_requested.set()
+            continue
+        frame = sys._current_frames().get(main_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        pending = describe_wait()
+        send(("where", (f"waiting in {pending}" if pending else "", stack)))
+
+
+def _pending_collective() -> str:
+    return collectives.pending_collective
+
+
+describe_wait: Callable[[], str] = _pending_collective  # what a rank says it waits in; "" for nothing
+
+
+def init_process_group(
+    device: str, timeout: float, init_method: str, rank: int = -1, world_size: int = -1
+) -> None:
+    """Initializes the process group of a rank, and chooses its GPU.
+
+    Args:
+        timeout: seconds for each collective.
+
+    Raises:
+        UsageError: a device other than "cpu" and "cuda".
+    """
+    compat.read_debug_level()  # torch read the environment when the server imported it
+    backend = {"cpu": "gloo", "cuda": "nccl"}.get(device)
+    if backend is None:
+        raise UsageError(
+            f"launch(device={device!r})",
+            expected="'cpu' or 'cuda'",
+            got=repr(device),
+            remedy="Pass one of them.",
+        )
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+    wait_for_connections()
+
+
+def wait_for_connections() -> None:
+    """Return when all ranks are connected: one that left at once would break connections that others still make."""
+    if dist.get_backend() == "gloo":
+        dist.barrier()
+
+
+def destroy_process_group() -> None:
+    """Ends communication while the interpreter is whole.
+
+    A sharded model is a cycle of references that holds on to its process group. Left to the interpreter's exit,
+    gloo's threads are sometimes still running when their owner is torn down, and the process aborts.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()

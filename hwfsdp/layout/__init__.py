@@ -1,0 +1,32 @@
+"""Which part of a tensor a rank holds: extents by placement, the table of a model, weights drawn row by row.
+
+    extents      placements of a DTensor and the part that a rank holds, strided and uneven ones too
+    explain      a model's parameters as a table
+    init_shards  the same weights whatever the number of ranks
+    blueprint    a model sharded on paper
+
+What `extents` defines can be had from here: `hwfsdp.layout.local_extent_of`.
+"""
+
+from hwfsdp.layout.extents import (
+    SHARDS as SHARDS,
+    LocalExtent as LocalExtent,
+    check_shards as check_shards,
+    compute_global_tensor_info as compute_global_tensor_info,
+    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+    compute_local_stride as compute_local_stride,
+    explicit_order_placements as explicit_order_placements,
+    extents_of as extents_of,
+    front_of as front_of,
+    impossible_factor as impossible_factor,
+    largest_shape as largest_shape,
+    local_extent_of as local_extent_of,
+    nested_extent as nested_extent,
+    normalize_to_torch_size as normalize_to_torch_size,
+    orders_of_cuts as orders_of_cuts,
+    shard_of as shard_of,
+    shard_strided as shard_strided,
+    slices_of as slices_of,
+    try_find_mesh_from_args as try_find_mesh_from_args,
+    unshard_strided as unshard_strided,
+)

@@ -1,0 +1,219 @@
+"""A model's parameters as a table: what `explain` answers.
+
+A model has many parameters and few different ones: groups that are alike in everything but their name, such as the blocks
+of a transformer, can be folded into one (`fold`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.state import state_of
+from hwfsdp.errors import UsageError
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
+
+_HEAD = ("parameter", "group", "shape", "dtype", "placement", "rows here", "padding")
+_FOLDED_HEAD = ("group, parameter", *_HEAD[2:])
+
+
+class ParamRow(NamedTuple):
+    """One parameter.
+
+    Attributes:
+        fqn, group: its name and that of its parameter group.
+        shape: over all ranks. dtype: of the shard. placement: of the DTensor.
+        rows: the rows of this rank, of the dimension that is cut, as (first, one past the last).
+        padding: elements that this rank sends beyond its rows.
+    """
+
+    fqn: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    rows: tuple[int, int]
+    padding: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the parameters that are sharded.
+
+    Attributes:
+        parameters, elements: how many, of the whole model. bytes: of the whole model, in the original dtypes.
+        rank_bytes: of this rank's rows. padding_bytes: that this rank has in memory beyond its rows.
+    """
+
+    parameters: int = 0
+    elements: int = 0
+    bytes: int = 0
+    rank_bytes: int = 0
+    padding_bytes: int = 0
+
+
+class Block(NamedTuple):
+    """Groups that are alike: their names, and the rows of the first of them."""
+
+    groups: list[str]
+    rows: list[ParamRow]
+
+    @property
+    def name(self) -> str:
+        """Of the group, or of the first and last of several."""
+        first, last = self.groups[0], self.groups[-1]
+        return first if first == last else f"{first} … {last}: {len(self.groups)} alike"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A table of parameters; `str` lays it out, `folded_text` more briefly.
+
+    Attributes:
+        rows: one per parameter, in the order of the groups. not_sharded: names of those that no group has.
+    """
+
+    rows: list[ParamRow]
+    not_sharded: list[str]
+    totals: Totals = Totals()
+
+    def __str__(self) -> str:
+        lines = _laid_out([_HEAD, *((row.fqn, row.group, *_cells(row)) for row in self.rows)])
+        if self.not_sharded:
+            lines.append(f"not sharded: {', '.join(self.not_sharded)}")
+        return "\n".join(lines)
+
+    def folded_text(self) -> str:
+        """The table with groups that are alike shown once, each parameter under its group, and the totals."""
+        cells: list[tuple[str, ...]] = [_FOLDED_HEAD]
+        for block in fold(self.rows):
+            cells.append((block.name, *[""] * (len(_FOLDED_HEAD) - 1)))
+            cells += [(f"  {_within_group(row)}", *_cells(row)) for row in block.rows]
+        lines = _laid_out(cells)
+        if self.not_sharded:
+            lines += ["", f"not sharded: {', '.join(self.not_sharded)}"]
+        return "\n".join([*lines, "", *_totals_in_words(self.totals)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; rows by the names of `ParamRow`."""
+        rows = [{**row._asdict(), "shape": [*row.shape], "rows": [*row.rows]} for row in self.rows]
+        return {"rows": rows, "not_sharded": self.not_sharded, "totals": asdict(self.totals)}
+
+
+def fold(rows: Sequence[ParamRow]) -> list[Block]:
+    """The groups in their order; one that is like the group before it, but for its name, is taken together with it."""
+    groups: dict[str, list[ParamRow]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    blocks: list[Block] = []
+    for group, members in groups.items():
+        if blocks and _nameless(blocks[-1].rows) == _nameless(members):
+            blocks[-1].groups.append(group)
+        else:
+            blocks.append(Block([group], members))
+    return blocks
+
+
+def _nameless(rows: Sequence[ParamRow]) -> list[ParamRow]:
+    return [row._replace(fqn=_within_group(row), group="") for row in rows]
+
+
+def _within_group(row: ParamRow) -> str:
+    return row.fqn.removeprefix(f"{row.group}.")
+
+
+def _laid_out(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of aligned columns, the heads underlined."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def _cells(row: ParamRow) -> tuple[str, ...]:
+    """All but the names."""
+    shape = " × ".join(map(str, row.shape))
+    start, stop = row.rows
+    rows = "none" if stop == start else f"{start}…{stop - 1}" if stop - start > 1 else str(start)
+    return (shape, row.dtype, row.placement, rows, str(row.padding))
+
+
+def _totals_in_words(totals: Totals) -> list[str]:
+    return [
+        f"model      {totals.parameters:,} parameters, {totals.elements:,} elements, {_in_units(totals.bytes)}",
+        f"this rank  {_in_units(totals.rank_bytes)}, and {_in_units(totals.padding_bytes)} of padding",
+    ]
+
+
+def _in_units(nbytes: int) -> str:
+    """Bytes as people say them: the exact number below a KiB, else three digits or so."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return (
+        f"{nbytes:,} B" if unit == "B" else f"{size:,.{0 if size >= 100 else 1 if size >= 10 else 2}f} {unit}"
+    )
+
+
+def explain(model: nn.Module) -> Explanation:
+    """How the parameters of a sharded model lie over the ranks, as this rank sees it; no communication.
+
+    Raises:
+        UsageError: no module of the model is sharded.
+    """
+    names = {module: fqn for fqn, module in model.named_modules()}
+    states = dict.fromkeys(state for module in names if (state := state_of(module)) is not None)
+    if not states:
+        raise UsageError(
+            "explain",
+            expected="a model that fully_shard was called on",
+            got=type(model).__name__,
+            remedy="Call fully_shard on it first.",
+        )
+    fqns = {param: fqn for fqn, param in model.named_parameters()}
+    rows, params = [], []
+    for state in states:
+        group = ", ".join(
+            names[m] or type(m).__name__.removeprefix("FSDP") for m in state.modules if m in names
+        )
+        for param in (p for group in state.groups for p in group.params):
+            fqn = fqns.pop(param.places[0].registered(), param.fqn)
+            rows.append(_row(param, fqn, group))
+            params.append(param)
+    return Explanation(rows, list(fqns.values()), _totals(params))
+
+
+def _totals(params: Sequence[FSDPParam]) -> Totals:
+    wholes = [(prod(param.layout.global_shape), param.dtypes.orig.itemsize) for param in params]
+    return Totals(
+        parameters=len(params),
+        elements=sum(numel for numel, _ in wholes),
+        bytes=sum(numel * itemsize for numel, itemsize in wholes),
+        rank_bytes=sum(p.local_numel * p.dtypes.orig.itemsize for p in params),
+        padding_bytes=sum((p.padded_numel - p.local_numel) * p.dtypes.orig.itemsize for p in params),
+    )
+
+
+def _row(param: FSDPParam, fqn: str, group: str) -> ParamRow:
+    dim, whole, placements = (
+        getattr(param.layout, "dim", 0),
+        param.layout.global_shape,
+        param.layout.placements,
+    )
+    shape, offset = compute_local_shape_and_global_offset(whole, param.layout.device_mesh, placements)
+    return ParamRow(
+        fqn,
+        group,
+        tuple(whole),
+        str(param.dtypes.orig).removeprefix("torch."),
+        ", ".join(map(str, placements)),
+        (offset[dim], offset[dim] + shape[dim]),
+        param.padded_numel - param.local_numel,
+    )

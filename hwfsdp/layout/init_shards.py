@@ -1,0 +1,134 @@
+"""The same weights whatever the number of ranks.
+
+A model that was made on the meta device has no weights. After `to_empty` each rank has memory for its rows only, and
+must fill them so that the whole model is the same at any world size: not from one generator per rank, which gives
+every rank the same numbers, nor from one sequence, which depends on who draws how much. Here every row of every
+parameter has a generator of its own, seeded by the seed, the parameter's name and the row's number in the whole.
+
+A whole parameter exists nowhere meanwhile. Besides the shards, there is one row at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core.compat import local_of
+from hwfsdp.core.state import state_of
+from hwfsdp.errors import StateError
+from hwfsdp.layout.extents import compute_local_shape_and_global_offset
+
+Init = Callable[[str, Tensor, torch.Generator], object]
+
+
+class Part(NamedTuple):
+    """What a rank holds of a parameter: the memory to fill, and where its first element is in the whole."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+
+
+@torch.no_grad()
+def init_shards(model: nn.Module, init: Init, seed: int) -> None:
+    """Initializes this rank's rows of every parameter; no communication.
+
+    Args:
+        model: sharded, after `to_empty`. Parameters that are not sharded are initialized too, buffers are not.
+        init: called with a parameter's fqn, one of its rows, to be filled in place, and a CPU generator. The row has
+            the parameter's shape without dimension 0, in its dtype; of a 1D parameter it is a scalar. Where a
+            parameter is cut along another dimension, the whole row is drawn, and this rank's part of it kept.
+        seed: of the whole model.
+
+    First `reshard_all(model)`: where a forward left whole parameters, it is the shards that have to be filled. Then each
+    parameter of the model, once, by the name that `named_parameters` gives it: `require_memory(fqn, param)`,
+    `part_of(param)`, `fill_part(fqn, part, shape of the whole, init, seed)`. Nothing else in the process changes, its random
+    numbers included.
+
+    Raises:
+        StateError: a parameter is still on the meta device (`require_memory` sees to that).
+    """
+    reshard_all(model)
+    for fqn, param in model.named_parameters():
+        require_memory(fqn, param)
+        fill_part(fqn, part_of(param), tuple(param.shape), init, seed)
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Registers the shards of all groups below `model`; whole parameters would be forgotten."""
+    for module in model.modules():
+        for group in state.groups if (state := state_of(module)) else ():
+            group.reshard()
+
+
+def require_memory(fqn: str, param: Tensor) -> None:
+    """Raises StateError if the parameter is still on the meta device."""
+    if param.is_meta:
+        raise StateError(
+            f"init_shards: parameter {fqn!r}",
+            expected="memory to fill",
+            got="the meta device",
+            remedy="Call model.to_empty(device=…) first.",
+        )
+
+
+def part_of(param: Tensor) -> Part:
+    """What this rank holds of a parameter, which may be sharded or not.
+
+    Returns:
+        `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
+        Of a DTensor, `local` is its local part itself (`local_of(param)`), and `offset` the second of the two that
+        `compute_local_shape_and_global_offset(shape, mesh, placements)` gives for its `shape`, `device_mesh` and `placements`.
+        A parameter that is not sharded is all here: itself, at offset 0 in every dim.
+    """
+    if not isinstance(param, DTensor):
+        return Part(param, (0,) * param.ndim)
+    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return Part(local_of(param), offset)
+
+
+def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
+    """Fills a rank's part of a parameter, row by row. Called without gradients being recorded.
+
+    Args:
+        fqn: the parameter's. part: what this rank has, `part.local`, at `part.offset` in the whole (see `part_of`). It is
+            filled in place; it may have no elements, and then there is nothing to do.
+        shape: of the whole parameter, with as many dims as the part. A parameter without dims is one row of no dims.
+        init: called as `init(fqn, row, generator)` once for each row that the part has elements of, first row first.
+        seed: of the whole model.
+
+    A row is a slice of the *whole* parameter along dim 0. For `init`, it is a new tensor of shape `shape[1:]`, in the part's
+    dtype, on the CPU, contents undefined; its generator is `row_generator(seed, fqn, number)`, where `number` counts rows of
+    the whole parameter. What `init` left in it is copied into the part; of a part that is cut along other dims as well, only
+    those elements that belong to it, which `part.offset` and the part's shape say.
+
+    Never is there memory for more than one row besides the part.
+    """
+    local, offset = part
+    if local.numel() == 0:
+        return
+    first = offset[0] if offset else 0
+    kept = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
+    for number, target in enumerate(local if local.ndim else local.view(1), first):
+        row = torch.empty(shape[1:], dtype=local.dtype)
+        init(fqn, row, row_generator(seed, fqn, number))
+        target.copy_(row[kept])
+
+
+def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
+    """A CPU generator for one row of one parameter.
+
+    Args:
+        seed: of the whole model, any integer. fqn: the parameter's name. number: the row's, in the whole parameter.
+
+    Returns:
+        A generator of its own, new, that depends on these three alone: the same numbers in every process on every machine,
+        whatever was drawn before, and other numbers if any of the three is another. Its `manual_seed` takes integers of 64
+        bits. Python's `hash` of a text differs from one process to the next; those of `hashlib` do not.
+    """
+    digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

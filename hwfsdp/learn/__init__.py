@@ -1,1 +1,0 @@
-"""The classroom: stations, electives, homework and lab, and what grades them."""

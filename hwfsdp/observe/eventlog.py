@@ -1,0 +1,308 @@
+"""A finished recording: questions about it, and its file.
+
+The log of one rank comes out of `record`; `EventLog.merge` puts the logs of several ranks together.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hwfsdp.errors import UsageError
+from hwfsdp.observe.clocks import RankClock, read_clocks, shifts_to_one_axis
+from hwfsdp.observe.events import COLLECTIVES, COMPUTE_OPS, Event, Sample
+from hwfsdp.observe.perfetto import from_trace, to_trace
+from hwfsdp.observe.races import Order, orders
+from hwfsdp.observe.run_info import read_about
+from hwfsdp.observe.validate import printable
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class EventLog:
+    """Events of one or several ranks, in the order (rank, seq), and samples of memory by rank.
+
+    Attributes:
+        about: what `run_info.describe_run` says of the run, JSON-ready; empty for logs made by hand.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    _orders: tuple[int, dict[int, Order]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @classmethod
+    def merge(cls, logs: Iterable[EventLog]) -> EventLog:
+        """One log of all ranks, on one axis: time 0 is when the first recording began (see `clocks`)."""
+        merged, clocks = cls(), dict[int, RankClock]()
+        for log in logs:
+            merged.events.extend(log.events)
+            merged.samples.update(log.samples)
+            merged.about = merged.about or log.about
+            clocks.update(log.clocks)
+        merged.events.sort(key=lambda e: (e.rank, e.seq))
+        merged._put_on_one_axis(clocks)
+        return merged
+
+    def _put_on_one_axis(self, clocks: dict[int, RankClock]) -> None:
+        shifts = shifts_to_one_axis(clocks)
+        if any(shifts.values()):
+            self.events = [replace(e, start_us=e.start_us + shifts.get(e.rank, 0.0)) for e in self.events]
+            for rank, samples in self.samples.items():
+                self.samples[rank] = [replace(s, us=s.us + shifts.get(rank, 0.0)) for s in samples]
+        moved = {r: c._replace(origin_us=c.origin_us - shifts[r]) for r, c in clocks.items()}
+        self.about = {**self.about, **clocks_about(moved)}
+
+    @property
+    def clocks(self) -> dict[int, RankClock]:
+        """What the times of each rank count from; ranks of logs made by hand are missing."""
+        return read_clocks(self.about)
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({e.rank for e in self.events} | set(self.samples))
+
+    def of_rank(self, rank: int) -> EventLog:
+        """The part of one rank."""
+        return EventLog(
+            [e for e in self.events if e.rank == rank], {rank: self.samples.get(rank, [])}, self.about
+        )
+
+    def select(self, *ops: str, **attributes: Any) -> list[Event]:
+        """Events whose op is one of `ops` (any, if none is given) and whose attributes equal these."""
+        return [
+            e
+            for e in self.events
+            if (not ops or e.op in ops) and all(getattr(e, k) == v for k, v in attributes.items())
+        ]
+
+    def collectives(self) -> list[Event]:
+        """The collectives, in order of issue."""
+        return self.select(*COLLECTIVES)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in numbers; with several ranks, the mean of times and the maximum of bytes alive.
+
+        Returns:
+            step_us: from the end of one optimizer step to that of the next, on average; the first step begins with the
+                log, or with the rank's first event where no clock is known. Without optimizer steps, from the first event to the last.
+            bytes_by_op, count_by_op: of the collectives of one rank, summed over the recording.
+            exposed_comm_us: time per step in which a collective ran and this rank computed nothing.
+            overlap_fraction: share of the collectives' time that compute hid; 0.0 if nothing was communicated.
+            peak_unsharded_bytes: the most bytes that unsharded parameters held at once.
+            peak_bytes_by_kind: the same for each kind of memory.
+            by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction and peak_bytes_by_kind.
+            skew_us: by how much the last rank begins a collective later than the first, on average; skew_max_us: at most.
+                0.0 for one rank, None if the ranks' clocks were not put on one axis (`clocks`).
+            slowest_rank: the one that is the last by the most, over all collectives; None where there is no skew.
+        """
+        ranks = self.ranks
+        times = [_rank_times(self.of_rank(rank)) for rank in ranks]
+        first = self.of_rank(ranks[0]).collectives() if ranks else []
+        communicated, exposed = sum(t.comm for t in times), sum(t.exposed for t in times)
+        peaks = self.peak_bytes_by_kind()
+        return {
+            "step_us": _mean([t.total / t.steps for t in times]),
+            "bytes_by_op": dict(_totals((e.op, e.bytes) for e in first)),
+            "count_by_op": dict(Counter(e.op for e in first)),
+            "exposed_comm_us": _mean([t.exposed / t.steps for t in times]),
+            "overlap_fraction": 1.0 - exposed / communicated if communicated else 0.0,
+            "peak_unsharded_bytes": peaks.get("unsharded_param", 0),
+            "peak_bytes_by_kind": peaks,
+            "by_rank": {rank: self._summary_of(rank, t) for rank, t in zip(ranks, times, strict=True)},
+            **self._skew()._asdict(),
+        }
+
+    def _summary_of(self, rank: int, times: _Times) -> dict[str, Any]:
+        return {
+            "step_us": times.total / times.steps,
+            "exposed_comm_us": times.exposed / times.steps,
+            "overlap_fraction": 1.0 - times.exposed / times.comm if times.comm else 0.0,
+            "peak_bytes_by_kind": EventLog(samples={rank: self.samples.get(rank, [])}).peak_bytes_by_kind(),
+        }
+
+    def _skew(self) -> _Skew:
+        """Ranks are compared at the collectives that they have in common: the n-th of the same op and owner."""
+        if len(set(self.clocks.values())) > 1:
+            return _Skew(None, None, None)
+        begins: dict[tuple[str, str, int], dict[int, float]] = {}
+        seen: Counter[tuple[int, str, str]] = Counter()
+        for event in self.collectives():
+            place = event.rank, event.op, event.owner
+            begins.setdefault((event.op, event.owner, seen[place]), {})[event.rank] = event.start_us
+            seen[place] += 1
+        compared = [of_ranks for of_ranks in begins.values() if len(of_ranks) > 1]
+        skews = [max(of_ranks.values()) - min(of_ranks.values()) for of_ranks in compared]
+        late: dict[int, float] = {}
+        for of_ranks, skew in zip(compared, skews, strict=True):
+            if skew:
+                last = max(sorted(of_ranks), key=of_ranks.__getitem__)
+                late[last] = late.get(last, 0.0) + skew
+        slowest = min(late, key=lambda rank: (-late[rank], rank), default=None)
+        return _Skew(_mean(skews), max(skews, default=0.0), slowest)
+
+    def peak_bytes_by_kind(self) -> dict[str, int]:
+        """The most bytes of each kind that any rank held at once."""
+        peaks: dict[str, int] = {}
+        for samples in self.samples.values():
+            for sample in samples:
+                for kind, nbytes in sample.bytes_by_kind.items():
+                    peaks[kind] = max(peaks.get(kind, 0), nbytes)
+        return peaks
+
+    def happens_before(self, first: Event, second: Event) -> bool:
+        """Whether the log proves that `first` ended before `second` began, on one rank.
+
+        Proof is a path along streams and `after` (see `races`). On one stream an event follows those that were over when
+        it began; a span is not over while one inside it runs.
+        """
+        if first.rank != second.rank:
+            return False
+        if self._orders is None or self._orders[0] != len(self.events):
+            self._orders = len(self.events), orders(self.events)
+        order = self._orders[1].get(first.rank)
+        return order is not None and order.happens_before(first, second)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the log as JSON that https://ui.perfetto.dev opens, compressed if the name ends in `.gz`."""
+        text = json.dumps(to_trace(self.events, self.samples, self.about), separators=(",", ":"))
+        data = text.encode()
+        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> EventLog:
+        """Reads what `save` wrote. Raises UsageError, in one line that names the field, for anything else."""
+        try:
+            data = Path(path).read_bytes()
+            text = gzip.decompress(data) if data.startswith(_GZIP) else data
+            log = cls(*from_trace(json.loads(text, parse_constant=_refuse)))
+            read_about(log.about)
+            read_clocks(log.about)
+            return log
+        except _UNREADABLE as error:
+            raise UsageError(
+                f"trace {str(path)!r}",
+                expected="a file that hwfsdp has recorded",
+                got=_said(error),
+                remedy="Check the path; traces of other programs cannot be read back.",
+            ) from None
+
+
+_GZIP = b"\x1f\x8b"  # how gzip's files begin (RFC 1952)
+_UNREADABLE = (
+    *(OSError, EOFError, zlib.error),  # no file, or half of one
+    *(ValueError, KeyError, TypeError, AttributeError, RecursionError),  # no JSON, or not ours
+)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = printable(" ".join(str(error).split()))
+    if isinstance(error, KeyError):
+        return f"no {said}"
+    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no time")
+
+
+def clocks_about(clocks: Mapping[int, RankClock]) -> dict[str, Any]:
+    """What `EventLog.about` says of clocks, as JSON has it; nothing if there are none."""
+    return {"clocks": {str(rank): list(clock) for rank, clock in sorted(clocks.items())}} if clocks else {}
+
+
+class _Skew(NamedTuple):
+    """Keys of `EventLog.summary`."""
+
+    skew_us: float | None
+    skew_max_us: float | None
+    slowest_rank: int | None
+
+
+@dataclass(frozen=True)
+class _Times:
+    """µs of one rank: of all its steps, of communication, of communication that was not hidden."""
+
+    total: float
+    comm: float
+    exposed: float
+    steps: int
+
+
+def _rank_times(log: EventLog) -> _Times:
+    events = log.events
+    if not events:
+        return _Times(0.0, 0.0, 0.0, 1)
+    optimizers = log.select("optimizer")
+    first = 0.0 if optimizers and log.clocks else min(e.start_us for e in events)
+    total = max(e.end_us for e in optimizers or events) - first
+    comm = union((e.start_us, e.end_us) for e in events if e.op in COLLECTIVES)
+    waits = union((e.start_us, e.end_us) for e in events if e.op == "wait" and e.stream == "compute")
+    busy = union((e.start_us, e.end_us) for e in events if e.op in COMPUTE_OPS and e.stream == "compute")
+    exposed = length(comm) - length(intersect(comm, subtract(busy, waits)))
+    steps = max(1, len({e.step for e in optimizers}))
+    return _Times(total, length(comm), exposed, steps)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Points of both; `a` and `b` as `union` returns them."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Points of `a` that are not in `b`; both as `union` returns them."""
+    left: list[Interval] = []
+    for start, end in a:
+        for cut_start, cut_end in b:
+            if cut_end <= start or cut_start >= end:
+                continue
+            if cut_start > start:
+                left.append((start, cut_start))
+            start = max(start, cut_end)
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _totals(pairs: Iterable[tuple[str, int]]) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for key, value in pairs:
+        totals[key] += value
+    return totals

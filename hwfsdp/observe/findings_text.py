@@ -1,0 +1,208 @@
+"""Findings as text and as JSON-ready values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hwfsdp.observe.findings import Findings, Traffic, TrafficByOp
+from hwfsdp.observe.tables import lay_out, ms, number_of
+from hwfsdp.observe.validate import printable
+
+_NOTHING = Traffic(0, 0)
+_RACES = 20  # as many are shown as text
+_SAYS_STRATEGY = {
+    "DDP": "parameters and gradients whole on every rank",
+    "ZeRO-1": "the optimizer's state sharded",
+    "ZeRO-2": "gradients sharded too, parameters whole from forward to backward",
+    "ZeRO-3": "parameters sharded too",
+    "HSDP": "ZeRO-3 within groups of ranks, replicated across them",
+}
+
+
+def describe(findings: Findings, name: str) -> str:
+    """What `hwfsdp trace show` prints."""
+    parts = [[_headline(findings, name)], _traffic(findings), _strategies(findings), _times(findings)]
+    parts += [_memory(findings), _races(findings)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _headline(findings: Findings, name: str) -> str:
+    return printable(_said_of_run(findings, name))
+
+
+def _said_of_run(findings: Findings, name: str) -> str:
+    about = findings.about
+    text = f"{name}: {number_of(len(findings.ranks), 'rank')}, {number_of(len(findings.steps), 'step')}"
+    if about is None:
+        return f"{text}. It does not say what it is a log of, so there is no closed form to hold it against."
+    if not about.groups:
+        return f"{text}, torch {about.torch}, {about.device}. No module ran that fully_shard was called on."
+    grids = {(g.shards, g.replicas) for g in about.groups}
+    over = " and ".join(
+        f"over {shards}" + (f", {number_of(replicas, 'replica')}" if replicas > 1 else "")
+        for shards, replicas in sorted(grids)
+    )
+    groups = number_of(len(about.groups), "parameter group")
+    return f"{text}, torch {about.torch}, {about.device}. {groups}, sharded {over}."
+
+
+def _traffic(findings: Findings) -> list[str]:
+    if not findings.measured:
+        return ["No step is in it."]
+    rows = [["", "calls", "closed form", "bytes", "closed form", ""]]
+    step = findings.steps[-1]
+    for op, moved, expected in _by_op(findings, step):
+        ours = [f"{expected.calls:,}", f"{expected.bytes:,}"] if findings.expected is not None else ["?", "?"]
+        rows.append(
+            [
+                op,
+                f"{moved.calls:,}",
+                ours[0],
+                f"{moved.bytes:,}",
+                ours[1],
+                _verdict(moved, expected, findings),
+            ]
+        )
+    if len(rows) == 1:
+        rows.append(["nothing was seen" if findings.groups_unseen else "nothing moved", "", "", "", "", ""])
+    title = "What parameter groups moved in one step (bytes are those of whole tensors)"
+    notes = [] if findings.same_every_step else _differing_steps(findings)
+    if not findings.ranks_agree:
+        notes.append("  Ranks did not move the same; this is the first one.")
+    if findings.others:
+        others = ", ".join(f"{t.calls} × {op} ({t.bytes:,} bytes)" for op, t in findings.others.items())
+        notes.append(f"  Besides, in the whole log, collectives of no parameter group: {others}.")
+    if findings.groups_unseen:
+        ranks = findings.about.world_size if findings.about else 0
+        notes.append(
+            f"  It trained on {ranks} ranks. Collectives that C++ calls, as DistributedDataParallel does,"
+        )
+        notes.append("  are not seen; what moved is not known.")
+    return [title, *lay_out(rows), *notes]
+
+
+def _by_op(findings: Findings, step: int) -> list[tuple[str, Traffic, Traffic]]:
+    moved, expected = findings.measured[step], findings.expected or {}
+    ops = dict.fromkeys([op for op, t in expected.items() if t.calls] + list(moved))
+    return [(op, moved.get(op, _NOTHING), expected.get(op, _NOTHING)) for op in ops]
+
+
+def _verdict(moved: Traffic, expected: Traffic, findings: Findings) -> str:
+    if findings.expected is None:
+        return ""
+    if moved == expected:
+        return "equal"
+    return f"{moved.bytes / expected.bytes:.3g} ×" if expected.bytes else "not expected"
+
+
+def _differing_steps(findings: Findings) -> list[str]:
+    rows = [
+        [f"step {step}", *(f"{op} {t.calls:,} × {t.bytes:,}" for op, t in moved.items())]
+        for step, moved in findings.measured.items()
+    ]
+    width = max(map(len, rows))
+    return [
+        "  Steps differ:",
+        *lay_out([[*row, *[""] * (width - len(row))] for row in rows], left=width, indent="    "),
+    ]
+
+
+def _strategies(findings: Findings) -> list[str]:
+    if not findings.strategies:
+        return []
+    if findings.about and findings.about.world_size == 1:
+        return ["On one rank nothing travels, whatever is sharded."]
+    ops = list(findings.strategies[0].bytes_by_op)
+    rows = [["", *ops, ""]]
+    for each in findings.strategies:
+        mark = "← this log" if each.matches else ""
+        rows.append([each.strategy, *(f"{each.bytes_by_op[op]:,}" for op in ops), mark])
+    return ["Bytes of one step, by strategy", *lay_out(rows), f"  {_strategy_said(findings)}"]
+
+
+def _strategy_said(findings: Findings) -> str:
+    matching, times = [each.strategy for each in findings.strategies if each.matches], ""
+    multiple = findings.multiple
+    if not matching and multiple is not None:
+        matching = multiple.strategies
+        times = "".join(f", {op} {n} times" for op, n in multiple.times.items() if n > 1)
+    if not matching:
+        return "It moves what no strategy does."
+    do = "does" if len(matching) == 1 else "do"
+    return f"It moves what {' and '.join(matching)} {do}{times}: {_SAYS_STRATEGY[matching[-1]]}."
+
+
+def _times(findings: Findings) -> list[str]:
+    rows = [["", "step", "exposed communication", "hidden"]]
+    for rank, step, exposed, overlap in findings.by_rank:
+        known = overlap is not None
+        rows.append(
+            [f"rank {rank}", ms(step), ms(exposed) if known else "–", f"{overlap:.0%}" if known else "–"]
+        )
+    lines = ["Time of one step, mean", *lay_out(rows)]
+    if len(findings.ranks) > 1 and any(overlap is not None for *_, overlap in findings.by_rank):
+        lines.append(f"  {_skew(findings.summary)}")
+    return lines
+
+
+def _skew(summary: dict[str, Any]) -> str:
+    mean, most, slowest = summary["skew_us"], summary["skew_max_us"], summary["slowest_rank"]
+    if mean is None:
+        return "How far ranks come apart is not known: their clocks are not on one axis."
+    last = f"; rank {slowest} is late by the most" if slowest is not None else ""
+    return f"The last rank begins a collective {ms(mean)} later than the first, at most {ms(most)}{last}."
+
+
+def _memory(findings: Findings) -> list[str]:
+    peaks = {kind: n for kind, n in findings.summary["peak_bytes_by_kind"].items() if n}
+    if not peaks:
+        return []
+    rows = [[kind, f"{n:,}"] for kind, n in sorted(peaks.items(), key=lambda item: -item[1])]
+    return ["Most bytes alive on any rank, by kind", *lay_out(rows)]
+
+
+def _races(findings: Findings) -> list[str]:
+    if findings.races is None:
+        why = (
+            "nothing was seen of what moved" if findings.accesses else "no event says what memory it touches"
+        )
+        return [f"Whether there are races is not known: {why}."]
+    if not findings.races:
+        accesses = f"{findings.accesses:,} recorded access{'' if findings.accesses == 1 else 'es'}"
+        return [f"No races among {accesses} to memory: each is ordered after the one that it needs."]
+    more = len(findings.races) - _RACES
+    shown = [f"  {printable(race)}" for race in findings.races[:_RACES]] + (
+        [f"  … and {more:,} more"] if more > 0 else []
+    )
+    return [f"{number_of(len(findings.races), 'race')}:", *shown]
+
+
+def as_json(findings: Findings, name: str) -> dict[str, Any]:
+    """The same with stable keys; bytes are whole tensors', times µs."""
+
+    def plain(traffic: TrafficByOp) -> dict[str, dict[str, int]]:
+        return {op: t._asdict() for op, t in traffic.items()}
+
+    about = findings.about
+    return {
+        "file": name,
+        "world_size": about.world_size if about else None,
+        "torch": about.torch if about else None,
+        "device": about.device if about else None,
+        "parameter_groups": [g.fqn for g in about.groups] if about else None,
+        "ranks": findings.ranks,
+        "steps": findings.steps,
+        "traffic_by_step": {str(step): plain(moved) for step, moved in findings.measured.items()},
+        "other_traffic": plain(findings.others),
+        "expected_per_step": None if findings.expected is None else plain(findings.expected),
+        "as_expected": findings.as_expected,
+        "same_every_step": findings.same_every_step,
+        "ranks_agree": findings.ranks_agree,
+        "strategies": {each.strategy: each.bytes_by_op for each in findings.strategies},
+        "matching_strategies": [each.strategy for each in findings.strategies if each.matches],
+        "multiple": None if findings.multiple is None else findings.multiple._asdict(),
+        "by_rank": [each._asdict() for each in findings.by_rank],
+        "summary": findings.summary,
+        "races": findings.races,
+        "accesses": findings.accesses,
+    }

@@ -1,0 +1,125 @@
+"""Functional collectives, seen at the operators that Python calls for them.
+
+A functional collective returns its result at once, to be waited for later; DTensors are redistributed by them. No function
+of `torch.distributed` is called. So a recording puts wrappers around their operators: an event begins when one is called,
+and ends when somebody has waited for the result. What C++ calls, and compiled graphs, pass by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hwfsdp.compat import functional_operators
+from hwfsdp.observe import events
+from hwfsdp.observe.events import Recorder
+
+OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # the others run where they are called: compute
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In the block, the attribute is `value`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def tensors_in(argument: Any) -> list[Tensor]:
+    """The tensors of an argument: itself, or those in lists, to any depth."""
+    if isinstance(argument, Tensor):
+        return [argument]
+    return [t for part in argument for t in tensors_in(part)] if isinstance(argument, list | tuple) else []
+
+
+_OPERATORS = {  # of torch.ops._c10d_functional: what to log, and whether its result is the whole tensor
+    "all_gather_into_tensor": ("all_gather", True),
+    "all_gather_into_tensor_out": ("all_gather", True),
+    "all_gather_into_tensor_coalesced": ("all_gather", True),
+    "reduce_scatter_tensor": ("reduce_scatter", False),
+    "reduce_scatter_tensor_out": ("reduce_scatter", False),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", False),
+    "all_reduce": ("all_reduce", False),
+    "all_reduce_": ("all_reduce", False),
+    "all_reduce_coalesced": ("all_reduce", False),
+    "all_reduce_coalesced_": ("all_reduce", False),
+    "broadcast": ("broadcast", False),
+    "broadcast_": ("broadcast", False),
+    "all_to_all_single": ("all_to_all", False),
+}
+
+
+@contextmanager
+def watch_operators(recorder: Recorder) -> Iterator[None]:
+    """Sees functional collectives, which DTensors are redistributed by, where Python calls their operators."""
+    with ExitStack() as patches:
+        for namespace in functional_operators():
+            for name, (op, gives_whole) in _OPERATORS.items():
+                if hasattr(namespace, name):
+                    operator = _WatchedOperator(getattr(namespace, name), recorder, op, gives_whole)
+                    patches.enter_context(replaced(namespace, name, operator))
+            if hasattr(namespace, "wait_tensor"):
+                waiting = _WatchedWaiting(namespace.wait_tensor, recorder)
+                patches.enter_context(replaced(namespace, "wait_tensor", waiting))
+        yield
+
+
+class _Operator:
+    """An operator of torch that can be called, and has overloads, as before."""
+
+    def __init__(self, original: Any, recorder: Recorder) -> None:
+        self._original, self._recorder = original, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    @property
+    def _is_seen(self) -> bool:
+        watched = events.active() is self._recorder and not self._recorder.inside_collective
+        return watched and not torch.compiler.is_compiling()
+
+
+class _WatchedOperator(_Operator):
+    """A functional collective: logged when it is called, over when somebody has waited for its result."""
+
+    def __init__(self, original: Any, recorder: Recorder, op: str, gives_whole: bool) -> None:
+        super().__init__(original, recorder)
+        self._op, self._gives_whole = op, gives_whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_seen:
+            return self._original(*args, **kwargs)
+        recorder, given = self._recorder, tensors_in([*args, *kwargs.values()])
+        stream = recorder.stream or (self._op if self._op in OWN_STREAM else "compute")
+        draft = recorder.begin(self._op, stream, follows_stream=True, reads=given)
+        result = self._original(*args, **kwargs)
+        made = tensors_in(result)
+        whole = made if self._gives_whole else given
+        draft.writes = recorder.identify(made)
+        draft.dtype = str(whole[0].dtype).removeprefix("torch.") if whole else ""
+        draft.bytes = sum(t.numel() * t.element_size() for t in whole)
+        recorder.results |= dict.fromkeys(draft.writes, draft)
+        return result
+
+
+class _WatchedWaiting(_Operator):
+    """The operator that waits for the result of a functional collective."""
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if not self._is_seen:
+            return self._original(tensor)
+        (number,) = self._recorder.identify([tensor])
+        draft = self._recorder.results.pop(number, None)
+        if draft is None:
+            return self._original(tensor)
+        with events.span("wait", "compute", after=(draft.seq,), owner=draft.owner):
+            result = self._original(tensor)
+            draft.close()
+        return result

@@ -1,0 +1,216 @@
+"""What a recording hears from the heart: its instrument in the slot (`core.observer`).
+
+Forwards and backwards become spans, copies into and out of flat buffers become events, waits and the order of streams become
+edges of the log. What else a recording sees, it sees from outside (`recording`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from hwfsdp.core.compat import in_backward
+from hwfsdp.core.context import Phase
+from hwfsdp.core.observer import Observer
+from hwfsdp.core.param import ShardedState
+from hwfsdp.core.state import FSDPState
+from hwfsdp.core.streams import Stream, StreamEvent, StreamSet
+from hwfsdp.observe import events
+from hwfsdp.observe.events import Draft, Recorder
+from hwfsdp.observe.stream_clocks import clock_of, clock_of_stream, use_newest
+
+_NOTHING = nullcontext()
+_COPIES = ("copy_in", "copy_out")
+_OF_GROUPS = ("all_gather", "reduce_scatter", "all_reduce", "wait_for_reduction")
+
+
+class Instrument:
+    """Tells the recorder of the recording in progress.
+
+    Attributes:
+        behind: the instrument that was in the slot before, which goes on hearing of moments.
+    """
+
+    def __init__(self, behind: Observer | None) -> None:
+        self.behind = behind
+        self._newest: StreamSet | None = None
+        self._after: WeakKeyDictionary[StreamEvent, tuple[int, ...]] = WeakKeyDictionary()
+        self._forwards: dict[FSDPState, list[Draft]] = {}
+        self._backwards: dict[FSDPState, Draft] = {}
+        self._moments = {
+            "pre_forward": self._pre_forward,
+            "post_forward": self._post_forward,
+            "pre_backward": self._pre_backward,
+            "post_backward": self._post_backward,
+            "finish_backward": self._finish_backward,
+            "broken_off": self._broken_off,
+        }
+
+    def moment(
+        self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> AbstractContextManager[Any]:
+        recorder = events.active()
+        around = self.behind.moment(name, of, stream, reads, writes) if self.behind else _NOTHING
+        if recorder is None:
+            return around
+        if name in _COPIES:
+            flat = (reads if name == "copy_out" else writes)[0]
+            nbytes = flat.numel() * flat.element_size()
+            span = events.span(name, stream, owner=of.fqn, bytes=nbytes, reads=reads, writes=writes)
+            return _both(span, around)
+        if name in _OF_GROUPS:
+            return _both(events.owned_by(of.fqn), around)
+        if name in self._moments:
+            return _both(self._moments[name](of, recorder), around)
+        return around
+
+    def made(self, buffer: Tensor) -> None:
+        events.buffer_made(buffer)
+
+    def recorded(self, event: StreamEvent) -> None:
+        if recorder := events.active():
+            self._after[event] = recorder.over_on(event.stream.name)
+
+    @contextmanager
+    def waiting(self, stream: Stream, event: StreamEvent) -> Iterator[None]:
+        """A wait of compute is an event; that of another stream is an edge to whatever comes next there."""
+        after = self._after.get(event, ())
+        if stream.name == "compute":
+            with (
+                events.timed_by(clock_of_stream(stream)),
+                events.span("wait", stream.name, after=after),
+            ):
+                yield
+            return
+        yield
+        if recorder := events.active():
+            recorder.ordered_after(stream.name, *after)
+
+    def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        recorder = events.active()
+        return current if recorder is None else self._running(stream, current, recorder)
+
+    @contextmanager
+    def _running(
+        self, stream: Stream, current: AbstractContextManager[Any], recorder: Recorder
+    ) -> Iterator[None]:
+        outer = recorder.stream, recorder.clock, recorder.host_runs_stream
+        recorder.stream, recorder.host_runs_stream = stream.name, stream.is_host
+        recorder.clock = clock_of_stream(stream)
+        try:
+            with current:
+                yield
+        finally:
+            recorder.stream, recorder.clock, recorder.host_runs_stream = outer
+
+    # --- the moments of a state ---
+
+    @contextmanager
+    def _pre_forward(self, state: FSDPState, recorder: Recorder) -> Iterator[None]:
+        if StreamSet.newest is not self._newest:
+            self._newest = StreamSet.newest
+            use_newest()
+        with _scope("backward" if in_backward() else "forward", state):
+            if state.root.forward_root is None:
+                for module in state.modules:  # its parameters of no group, too
+                    recorder.visit(module)
+                recorder.sample()
+            yield
+            self._forwards.setdefault(state, []).append(_begin_span("forward", state, recorder))
+
+    @contextmanager
+    def _post_forward(self, state: FSDPState, recorder: Recorder) -> Iterator[None]:
+        if self._forwards.get(state):
+            self._forwards[state].pop().close()
+        with _scope("backward" if in_backward() else "forward", state):
+            recorder.sample()
+            yield
+
+    @contextmanager
+    def _pre_backward(self, state: FSDPState, recorder: Recorder) -> Iterator[None]:
+        first = state.phase is not Phase.PRE_BACKWARD
+        with _scope("backward", state):
+            yield
+            if first:
+                self._open_backward(state, recorder)
+
+    def _open_backward(self, state: FSDPState, recorder: Recorder) -> None:
+        """Spans nest as modules do, although a module and the last one inside it are entered in either order."""
+        if state not in self._backwards and state.phase is not Phase.POST_BACKWARD:
+            if parent := _parent_of(state):
+                self._open_backward(parent, recorder)
+            self._backwards[state] = _begin_span("backward", state, recorder)
+
+    @contextmanager
+    def _post_backward(self, state: FSDPState, recorder: Recorder) -> Iterator[None]:
+        if state in self._backwards:
+            self._backwards.pop(state).close()
+        with _scope("backward", state):
+            _watch_grads(state, recorder, sharded=False)
+            recorder.sample()
+            yield
+
+    @contextmanager
+    def _finish_backward(self, state: FSDPState, recorder: Recorder) -> Iterator[None]:
+        with _scope("backward", state):
+            yield
+            for each in state.root.states:
+                _watch_grads(each, recorder, sharded=True)
+            recorder.sample()
+
+    @contextmanager
+    def _broken_off(self, state: FSDPState, recorder: Recorder) -> Iterator[None]:
+        self._forwards.pop(state, None)
+        self._backwards.pop(state, None)
+        yield
+
+
+def _both(
+    inner: AbstractContextManager[Any], outer: AbstractContextManager[Any]
+) -> AbstractContextManager[Any]:
+    if outer is _NOTHING or isinstance(outer, nullcontext):
+        return inner
+    stack = ExitStack()
+    stack.enter_context(inner)
+    stack.enter_context(outer)
+    return stack
+
+
+def _scope(phase: str, state: FSDPState) -> AbstractContextManager[Any]:
+    return events.scope(phase, state.fqn, clock_of(state.comm_ctx.streams))
+
+
+def _parent_of(state: FSDPState) -> FSDPState | None:
+    """The state of the closest sharded module above."""
+    own = state.module_fqn.split(", ")[0]
+    above = {}
+    for other in state.root.states:
+        for fqn in other.module_fqn.split(", "):
+            if other is not state and (fqn == "" or own.startswith(f"{fqn}.")):
+                above[fqn] = other
+    return above[max(above, key=len)] if above else None
+
+
+def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
+    """Of a forward or a backward, which reads the whole parameters, where they are there."""
+    params = [p for g in state.groups if g.params[-1].state is ShardedState.UNSHARDED for p in g.params]
+    whole = [p.unsharded_param for p in params if p.unsharded_param is not None]
+    ids, known = list(map(id, whole)), recorder.visited.get(state.modules[0])
+    if known is None or known[0] != ids:  # others than the last time
+        known = recorder.visited[state.modules[0]] = ids, recorder.identify(whole)
+        recorder.visit_params(whole)
+    draft = recorder.begin(op, "compute", owner=state.fqn)
+    draft.reads = known[1]
+    return draft
+
+
+def _watch_grads(state: FSDPState, recorder: Recorder, sharded: bool) -> None:
+    """Has the gradients counted that are there now: of the whole parameters, or of the shards."""
+    for param in [p for group in state.groups for p in group.params] if recorder.watch else ():
+        of = param.sharded_param if sharded else param.unsharded_param
+        if of is not None and of.grad is not None:
+            recorder.watch(of.grad, "sharded_grad" if sharded else "unsharded_grad")  # type: ignore[misc]

@@ -1,0 +1,99 @@
+"""When each parameter group was sharded, on its way, whole, and freed again: read off the events of a log.
+
+| state     | from                                       | to                                            |
+| --------- | ------------------------------------------ | --------------------------------------------- |
+| sharded   | the beginning of the log                   | the first copy-in of a gather                 |
+| gathering | the copy-in (without one: the all-gather)  | the end of the copy-out                       |
+| full      | the end of the copy-out                    | the last free of what was allocated before it |
+| freed     | that free                                  | the next copy-in                              |
+
+A freed group is sharded like one that was never gathered; the two names tell apart what happened. A group that is freed
+before the log has a gather of it was full when the recording began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from hwfsdp.observe.events import Event
+
+STATES = ("sharded", "gathering", "full", "freed")
+
+
+class Lifetime(NamedTuple):
+    """One state of a group on one rank. `owner` is the group's fqn; times in µs as those of the events."""
+
+    rank: int
+    owner: str
+    state: str
+    start_us: float
+    end_us: float
+
+
+def find_lifetimes(events: Sequence[Event]) -> list[Lifetime]:
+    """The states of all groups that the log sees gathered or freed: by rank, by group in order of the first time, by time.
+
+    Those of one group follow each other without gaps, from the first event of the rank to the last; none is empty.
+    """
+    found: list[Lifetime] = []
+    for rank in sorted({e.rank for e in events}):
+        of_rank = sorted((e for e in events if e.rank == rank), key=lambda e: e.seq)
+        begin, end = min(e.start_us for e in of_rank), max(e.end_us for e in of_rank)
+        for owner, changes in _changes(of_rank).items():
+            found += _lifetimes(rank, owner, changes, begin, end)
+    return found
+
+
+class _Change(NamedTuple):
+    state: str
+    us: float
+
+
+def _changes(events: Iterable[Event]) -> dict[str, list[_Change]]:
+    """By owner, in order of issue: when it goes over into which state."""
+    changes: dict[str, list[_Change]] = {}
+    owner_of: dict[int, str] = {}  # whole memory that is allocated: storage → group
+    held: dict[str, set[int]] = {}
+    for event in events:
+        owner, keys = event.owner, event.writes
+        if event.op == "alloc" and event.stream == "compute" and _state(changes, owner) == "gathering":
+            owner_of.update(dict.fromkeys(keys, owner))
+            held.setdefault(owner, set()).update(keys)
+        elif event.op == "free" and owner and owner not in changes:
+            changes[owner] = [_Change("full", -inf), _Change("freed", event.end_us)]
+        elif event.op == "free":
+            for owner in {owner_of.pop(key) for key in keys if key in owner_of}:
+                held[owner] -= set(keys)
+                if not held[owner] and _state(changes, owner) == "full":
+                    changes[owner].append(_Change("freed", event.end_us))
+        elif _begins_gather(event):
+            if _state(changes, owner) in ("sharded", "freed") or event.op == "copy_in":
+                changes.setdefault(owner, []).append(_Change("gathering", event.start_us))
+        elif event.op == "copy_out" and owner in changes:
+            changes[owner].append(_Change("full", event.end_us))
+    return changes
+
+
+def _state(changes: dict[str, list[_Change]], owner: str) -> str:
+    return changes[owner][-1].state if owner in changes else "sharded"
+
+
+def _begins_gather(event: Event) -> bool:
+    return bool(event.owner) and (
+        event.op == "all_gather" or (event.op == "copy_in" and event.stream == "copy")
+    )
+
+
+def _lifetimes(
+    rank: int, owner: str, changes: Sequence[_Change], begin: float, end: float
+) -> Iterator[Lifetime]:
+    state, since = "sharded", begin
+    for change in changes:
+        if change.us > since:
+            yield Lifetime(rank, owner, state, since, min(change.us, end))
+            since = min(change.us, end)
+        state = change.state
+    if end > since:
+        yield Lifetime(rank, owner, state, since, end)

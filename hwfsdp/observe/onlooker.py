@@ -1,0 +1,187 @@
+"""What a recording needs to know of a model whose `fully_shard` has no instruments: torch's, none, or a file of yours.
+
+hwfsdp's own hooks tell a recording when a module computes, which parameters it has whole, and what its parameter groups
+are. Here hooks on the modules that were sharded tell the same of any implementation, from outside: it is asked for
+nothing, and it cannot tell. Collectives and resized memory a recording sees by itself.
+
+Left out: copies in and out of flat buffers, and whole parameters that no module has computed with since the recording began,
+such as those of a gather ahead. So the peak of whole parameters is right from the second step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core.state import state_of
+from hwfsdp.observe import events
+from hwfsdp.observe.events import Draft, Recorder
+from hwfsdp.observe.run_info import GroupAbout, ParamAbout
+from hwfsdp.streams import after_backward
+
+
+class Layout(NamedTuple):
+    """How parameters are laid out: ranks that hold different rows, ranks that hold the same, dtypes (None: the parameter's)."""
+
+    shards: int
+    replicas: int
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+class Unit(NamedTuple):
+    """A module that is sharded by itself, and where the parameters are registered that it claims."""
+
+    module: nn.Module
+    about: GroupAbout
+    slots: list[tuple[nn.Module, str]]
+
+
+def units_of(model: nn.Module, wrapped: Mapping[nn.Module, bool], layout: Layout) -> list[Unit]:
+    """The parameter groups of a model that is not sharded yet.
+
+    Args:
+        wrapped: the modules that will be sharded, from the inside out, and whether the backward gathers them again.
+    """
+    claimed: set[nn.Parameter] = set()
+    prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    units = []
+    for module, again in wrapped.items():
+        slots, params = [], []
+        for inner in module.modules():
+            for name, param in inner.named_parameters(recurse=False):
+                if param not in claimed:
+                    claimed.add(param)
+                    slots.append((inner, name))
+                    params.append(_about_param(prefixes[inner] + name, param, layout))
+        fqn = prefixes[module].removesuffix(".") or type(model).__name__
+        from_ranks = layout.shards if again and layout.shards > 1 else 0
+        units.append(
+            Unit(module, GroupAbout(fqn, layout.shards, layout.replicas, from_ranks, tuple(params)), slots)
+        )
+    return units
+
+
+def _about_param(fqn: str, param: nn.Parameter, layout: Layout) -> ParamAbout:
+    gathered = layout.gather_dtype or param.dtype
+    reduced = layout.reduce_dtype or gathered
+    names = [str(dtype).removeprefix("torch.") for dtype in (param.dtype, gathered, reduced)]
+    return ParamAbout(
+        fqn,
+        tuple(param.shape),
+        names[0],
+        names[1],
+        gathered.itemsize,
+        names[2],
+        reduced.itemsize,
+        param.requires_grad,
+    )
+
+
+class Onlooker:
+    """Looks on while a recording is active.
+
+    Attach it to a model that has been sharded: its hooks then run after those that gather.
+
+    Args:
+        units: from `units_of`; the model is the module of the last one.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units, self.model = units, units[-1].module
+        self._forward: list[Draft] = []
+        self._backward: dict[nn.Module, Draft] = {}
+
+    def attach(self) -> None:
+        """Hooks itself onto the modules, unless they have instruments of their own."""
+        if state_of(self.model) is not None:
+            return
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            unit.module.register_forward_hook(partial(self._leave_forward, unit), prepend=True)
+            unit.module.register_forward_hook(partial(self._after_forward, unit))
+        self.model.register_forward_pre_hook(self._begin_step, prepend=True)
+
+    def _begin_step(self, module: nn.Module, args: Any) -> None:
+        """Before anything is gathered: what is there are shards."""
+        if recorder := events.active():
+            recorder.groups = [unit.about for unit in self.units]
+            recorder.phase = "forward"
+            self._visit(recorder)
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if recorder := events.active():
+            self._forward.append(self._begin("forward", unit, recorder))
+            for tensor in args:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(self._end_backward, unit))
+
+    def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """Before the implementation frees anything, and before it hooks itself onto the output."""
+        if events.active() is not None and self._forward:
+            self._forward.pop().close()
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(partial(self._before_backward, unit))
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if events.active() is not None and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(self._begin_backward, unit))
+
+    def _before_backward(self, unit: Unit, grad: Tensor) -> None:
+        """Another module's turn: the one before it has ended, unless it is around this one."""
+        if unit.module is self.model:
+            after_backward(self._end_step)
+            if recorder := events.active():
+                recorder.phase = "backward"
+        for module in [m for m in self._backward if unit.module not in set(m.modules())]:
+            self._backward.pop(module).close()
+
+    def _begin_backward(self, unit: Unit, grad: Tensor) -> None:
+        if recorder := events.active():
+            self._backward[unit.module] = self._begin("backward", unit, recorder)
+
+    def _end_backward(self, unit: Unit, grad: Tensor) -> None:
+        if draft := self._backward.pop(unit.module, None):
+            draft.close()
+
+    def _end_step(self) -> None:
+        while self._backward:
+            self._backward.popitem()[1].close()
+        if recorder := events.active():
+            recorder.phase = ""
+            self._visit(recorder)
+            recorder.sample()
+
+    def _visit(self, recorder: Recorder) -> None:
+        """What is registered are shards, unless it has the shape of the whole; a DTensor always is one."""
+        for unit in self.units if recorder.watch else ():
+            for (module, name), about in zip(unit.slots, unit.about.params, strict=True):
+                param = getattr(module, name, None)
+                if not isinstance(param, nn.Parameter):
+                    continue
+                kind = (
+                    "unsharded"
+                    if tuple(param.shape) == about.shape and not isinstance(param, DTensor)
+                    else "sharded"
+                )
+                for tensor, what in ((param, "param"), (param.grad, "grad")):
+                    if tensor is not None:
+                        recorder.watch(tensor, f"{kind}_{what}")  # type: ignore[misc]
+
+    def _begin(self, op: str, unit: Unit, recorder: Recorder) -> Draft:
+        """A span of the unit's computation; a forward reads its whole parameters.
+
+        So does a backward, but its end is seen only after an implementation may have freed them, rightly.
+        """
+        found = [getattr(module, name, None) for module, name in unit.slots]
+        whole = [t for t in found if isinstance(t, Tensor) and not isinstance(t, DTensor)]
+        for tensor in whole:
+            if recorder.watch:
+                recorder.watch(tensor, "unsharded_param")
+        recorder.sample()
+        return recorder.begin(op, "compute", owner=unit.about.fqn, reads=whole if op == "forward" else ())

@@ -1,0 +1,251 @@
+"""An event log as Chrome trace JSON, which https://ui.perfetto.dev opens, and back.
+
+One process per rank, one track per stream, one arrow per dependency between streams, one counter track per
+kind of memory, one track per parameter group that shows when it was sharded, on its way, whole and freed. The full event
+travels in each slice's `args` and what the log says of its run in `otherData`, so nothing is lost by saving.
+
+Format: "Trace Event Format" (the Chrome project's document of that name); times are in µs. Three rules of the
+viewer shape the code: slices of one track may nest but not partly overlap; an arrow must start inside the
+slice that it comes from; and what began with `b` ends with an `e` of the same category and id, innermost first, where
+an id is local to a process.
+
+Note [Times on a grid]
+    The viewer turns µs into whole ns, begin and duration each for itself. A slice that ends with the one around it may
+    then end a nanosecond later, overlap it in part, and be dropped. So slices are drawn on a grid of 1/8 µs: such numbers
+    are exact as floats, their differences and their thousandfolds too. The true times are in the arguments.
+    A slice that begins with the one around it is drawn a step later, so that an arrow can touch the outer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import floor, inf
+from typing import Any, NamedTuple
+
+from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
+from hwfsdp.observe.lifetimes import find_lifetimes
+from hwfsdp.observe.validate import MOST, MOST_RANKS, many, named, text, time_us, whole
+
+TraceEvent = dict[str, Any]
+SamplesByRank = dict[int, list[Sample]]
+
+
+class Contents(NamedTuple):
+    """What a trace file holds: the three parts of an `EventLog`."""
+
+    events: list[Event]
+    samples: SamplesByRank
+    about: dict[str, Any]
+
+
+def to_trace(
+    events: Sequence[Event], samples: SamplesByRank, about: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The log as one JSON-ready object: `{"traceEvents": […], "displayTimeUnit": "ms", "otherData": {"hwfsdp": about}}`."""
+    entries = [*_tracks(events), *_slices_and_arrows(events), *_lifetimes(events), *_counters(samples)]
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"hwfsdp": about or {}}}
+
+
+def from_trace(trace: dict[str, Any]) -> Contents:
+    """Inverse of `to_trace`.
+
+    Raises:
+        KeyError, TypeError, ValueError: this module did not write that; entry and field are named where there are some.
+    """
+    entries = trace["traceEvents"]
+    events = [
+        _event(f"traceEvents[{i}].args", entry["args"])
+        for i, entry in enumerate(entries)
+        if entry["ph"] == "X"
+    ]
+    if len({(e.rank, e.seq) for e in events}) < len(events):
+        raise ValueError("two events of one rank have the same number")
+    samples: dict[int, dict[float, dict[str, int]]] = {}
+    for i, entry in enumerate(entries):
+        if entry["ph"] == "C":
+            where = f"traceEvents[{i}]"
+            rank = whole(f"{where}.pid", entry["pid"], 1, MOST_RANKS) - 1
+            at = samples.setdefault(rank, {}).setdefault(time_us(f"{where}.ts", entry["ts"]), {})
+            kind = text(f"{where}.name", entry["name"]).removeprefix("memory: ")
+            at[kind] = whole(f"{where}.args.bytes", entry["args"]["bytes"])
+    by_rank = {rank: [Sample(us, kinds) for us, kinds in found.items()] for rank, found in samples.items()}
+    about = trace.get("otherData", {}).get("hwfsdp", {})
+    if not isinstance(about, dict):
+        raise TypeError(f"otherData is {about!r}")
+    return Contents(sorted(events, key=lambda e: (e.rank, e.seq)), by_rank, about)
+
+
+def _event(where: str, args: Any) -> Event:
+    found = dict(named(where, args))
+    for name, least, most in _WHOLE:
+        whole(f"{where}.{name}", found[name], least, most)
+    for name in ("op", "stream", "owner", "phase", "dtype"):
+        text(f"{where}.{name}", found[name])
+    time_us(f"{where}.start_us", found["start_us"])
+    time_us(f"{where}.dur_us", found["dur_us"], least=0)
+    for name, least in (("after", -MOST), ("reads", 0), ("writes", 0)):
+        found[name] = tuple(
+            whole(f"{where}.{name}[{i}]", n, least)
+            for i, n in enumerate(many(f"{where}.{name}", found[name]))
+        )
+    for name, known in (("stream", STREAMS), ("op", OPS)):
+        if found[name] not in known:
+            raise ValueError(f"{where}: no {name} is called {found[name]!r}")
+    return Event(**found)
+
+
+_WHOLE = (("rank", 0, MOST_RANKS - 1), ("seq", 0, MOST), ("step", 0, MOST), ("bytes", 0, MOST))
+
+
+def _tid(stream: str) -> int:
+    return STREAMS.index(stream) + 1
+
+
+def _tracks(events: Sequence[Event]) -> Iterator[TraceEvent]:
+    for rank in sorted({e.rank for e in events}):
+        yield _meta("process_name", rank + 1, 0, name=f"rank {rank}")
+        yield _meta("process_sort_index", rank + 1, 0, sort_index=rank)
+    for rank, stream in sorted({(e.rank, e.stream) for e in events}):
+        yield _meta("thread_name", rank + 1, _tid(stream), name=stream)
+        yield _meta("thread_sort_index", rank + 1, _tid(stream), sort_index=_tid(stream))
+
+
+def _meta(kind: str, pid: int, tid: int, /, **args: Any) -> TraceEvent:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+_GRID = 1 / 8  # µs; Note [Times on a grid]
+ROUNDING = 1e-6  # µs by which times that are equal may differ after a shift
+
+Interval = tuple[float, float]
+Place = tuple[int, int]  # rank, seq
+
+
+class Drawn:
+    """A slice as drawn.
+
+    Attributes:
+        free_until: when the first slice on top of it begins, or its end. From then on, the viewer ties an arrow to
+            that slice, although it may be over.
+    """
+
+    def __init__(self, start: float, end: float) -> None:
+        self.start, self.end, self.free_until = start, end, end
+
+    def last_moment(self, before: float) -> float:
+        """The latest time, not after `before`, at which an arrow touches this slice."""
+        end = max(self.start, min(self.free_until, before))
+        return max((self.start + end) / 2, end - _INSIDE)
+
+
+def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
+    """Where to draw each event, by (rank, seq): on each track, intervals nest or are apart.
+
+    An event that would cross the end of an earlier one is cut short there. Only the drawing changes.
+
+    Args:
+        apart: µs by which a slice begins later than the one around it, at least, if that is long enough.
+    """
+    drawn: dict[Place, Drawn] = {}
+    tracks: dict[tuple[int, str], list[Drawn]] = {}
+    for event in sorted(events, key=lambda e: (e.rank, e.stream, e.start_us, -e.dur_us, e.seq)):
+        open_ones = tracks.setdefault((event.rank, event.stream), [])
+        while open_ones and open_ones[-1].end <= event.start_us + ROUNDING:
+            open_ones.pop()
+        end = min([event.end_us, *(other.end for other in open_ones)])
+        start = event.start_us
+        if open_ones:
+            start = max(start, min(open_ones[-1].start + apart, open_ones[-1].end))
+            open_ones[-1].free_until = min(open_ones[-1].free_until, start)
+        slice_ = drawn[event.rank, event.seq] = Drawn(start, max(start, end))
+        open_ones.append(slice_)
+    return drawn
+
+
+def _on_grid(event: Event) -> Event:
+    """The event, begun and ended up to a step of the grid earlier; what nests or is apart stays so."""
+    start, end = (floor(us / _GRID) * _GRID for us in (event.start_us, event.end_us))
+    return replace(event, start_us=start, dur_us=end - start)
+
+
+def nested_intervals(events: Sequence[Event]) -> dict[Place, Interval]:
+    """`draw`, for those who only want the intervals."""
+    return {place: (slice_.start, slice_.end) for place, slice_ in draw(events).items()}
+
+
+def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
+    """Each slice, directly followed by the ends of the arrows that touch it.
+
+    Directly, because at equal times the viewer takes the longer slices first, then what has no length in the order of
+    the file, and ties an arrow to the slice that is open, innermost, on its track at that point.
+    """
+    drawn = draw([_on_grid(event) for event in events], apart=_GRID)
+    arrows = _arrows(events, drawn)
+    for event in events:
+        place = event.rank, event.seq
+        yield {
+            "ph": "X",
+            "name": f"{event.op} {event.owner}".strip(),
+            "cat": event.op,
+            "pid": event.rank + 1,
+            "tid": _tid(event.stream),
+            "ts": drawn[place].start,
+            "dur": drawn[place].end - drawn[place].start,
+            "args": event.as_dict(),
+        }
+        yield from arrows.get(place, ())
+
+
+_INSIDE = 0.05  # µs from the end of a slice at which an arrow touches it: past the end it would touch nothing
+
+
+def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, list[TraceEvent]]:
+    """A flow from each event waited for to the one that waited, by the slice that an end belongs to.
+
+    An arrow leaves the last moment of its source. It arrives at the last moment of a wait, and at the first of
+    anything else; never before it left.
+    """
+    arrows: dict[Place, list[TraceEvent]] = {}
+    by_place = {(e.rank, e.seq): e for e in events}
+    pairs = [(by_place.get((e.rank, seq)), e) for e in events for seq in e.after]
+    for number, (source, event) in enumerate(pairs, start=1):
+        if source is None:
+            continue
+        begin, end = (source.rank, source.seq), (event.rank, event.seq)
+        arrival = drawn[end].last_moment(inf) if event.op == "wait" else drawn[end].start
+        departure = drawn[begin].last_moment(before=arrival)
+        if departure <= arrival:
+            arrows.setdefault(begin, []).append(_flow("s", number, source, departure))
+            arrows.setdefault(end, []).append({**_flow("f", number, event, arrival), "bp": "e"})
+    return arrows
+
+
+def _flow(phase: str, number: int, event: Event, ts: float) -> TraceEvent:
+    place = {"pid": event.rank + 1, "tid": _tid(event.stream), "ts": ts}
+    return {"ph": phase, "id": number, "name": "waits for", "cat": "order", **place}
+
+
+def _lifetimes(events: Sequence[Event]) -> Iterator[TraceEvent]:
+    """Per group a span with its name, which becomes the track's, and inside it the states one after another."""
+    tracks: dict[tuple[int, str], list[TraceEvent]] = {}
+    for rank, owner, state, start, end in find_lifetimes(events):
+        inside = tracks.setdefault((rank, owner), [])
+        place = {"pid": rank + 1, "tid": 0, "cat": "parameters", "id2": {"local": hex(len(tracks))}}
+        if not inside:
+            inside += [{"ph": "b", "name": owner, "ts": start, **place}, {"ph": "e", "name": owner, **place}]
+        inside[-1:-1] = [
+            {"ph": "b", "name": state, "ts": start, **place, "args": {"group": owner}},
+            {"ph": "e", "name": state, "ts": end, **place},
+        ]
+        inside[-1]["ts"] = end
+    for inside in tracks.values():
+        yield from inside
+
+
+def _counters(samples: SamplesByRank) -> Iterator[TraceEvent]:
+    for rank, found in sorted(samples.items()):
+        for sample in found:
+            for kind, nbytes in sample.bytes_by_kind.items():
+                name, args = f"memory: {kind}", {"bytes": nbytes}
+                yield {"ph": "C", "name": name, "pid": rank + 1, "tid": 0, "ts": sample.us, "args": args}

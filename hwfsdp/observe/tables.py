@@ -1,0 +1,44 @@
+"""Tables as text, and numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hwfsdp.observe.validate import printable
+
+
+def lay_out(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> list[str]:
+    """Lines with the cells of each column below each other: the first `left` columns flush left, numbers flush right.
+
+    What a cell says is made printable: names come from files.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    return [
+        (
+            indent
+            + "  ".join(
+                cell.ljust(width) if place < left else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def ms(us: float) -> str:
+    """Microseconds as milliseconds: "12.3 ms", "0.045 ms", "0"."""
+    value = us / 1e3
+    if value == 0:
+        return "0"
+    return f"{value:,.1f} ms" if abs(value) >= 1 else f"{value:.3f} ms"
+
+
+def signed(number: float, text: str) -> str:
+    """`text` of a difference, with its sign; "0" for none."""
+    return "0" if number == 0 else f"{'+' if number > 0 else '−'}{text.lstrip('-−')}"
+
+
+def number_of(count: int, what: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,12 @@
+"""What to train, on what, and how: models, text, the loop, and the same run three times.
+
+    models           a byte-level GPT and Llama, to shard
+    data             text to train on
+    implementations  hwfsdp, FSDP2, none, or a file of yours: one way to call them
+    snapshots        what a run needs to go on where it was
+    loop             the training loop
+    traced_run       a run on ranks of its own, some of its steps recorded
+    demo             three times the same run: hwfsdp, FSDP2, unsharded
+
+All of it takes any implementation of FSDP, so that implementations can be compared.
+"""

@@ -1,0 +1,257 @@
+"""Three times the same run: hwfsdp or a file of yours, torch's FSDP2, and a model that is not sharded at all.
+
+All three start from the same weights and see the same batches, step by step in turn, so that the first two can be
+compared bit for bit, and all three in the same weather. The last steps of the first are recorded: what moved and what was
+alive is held against the closed forms of `accounting`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.compat import local_of
+from hwfsdp.errors import UsageError
+from hwfsdp.observe.accounting import GroupSizes, on_the_wire, peak_unsharded_bytes, step_traffic
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.recording import record
+from hwfsdp.train.data import Batch, draw_batch, load_text, share
+from hwfsdp.train.implementations import NONE, TORCHS, label_of, limit_collectives, own_square, patience
+from hwfsdp.train.loop import (
+    TrainConfig,
+    Trainee,
+    build_model,
+    launch_blaming,
+    mean_over_ranks,
+    sum_over_ranks,
+    train_step,
+)
+from hwfsdp.train.models import GPT
+
+RECORDED_STEPS = 2
+THEIRS, WHOLE = "FSDP2", "unsharded"
+ROUNDING = (
+    1e-3  # relative: more than rounding makes of losses and norms over a demo, less than any mistake does
+)
+
+
+@dataclass
+class Comparison:
+    """What one rank found. Runs are called `label_of(config.implementation)`, `THEIRS` and `WHOLE`.
+
+    Attributes:
+        losses: per run and step, mean over the whole batch; step_ms: per run and step.
+        grad_norms: per run and step, the L2 norm of the gradients of all parameters together.
+        equal: every loss and every gradient of the first run and FSDP2 was the same, bit for bit, on all ranks.
+        largest_difference: between gradients of the two, anywhere.
+        log: the first run's last `RECORDED_STEPS` steps.
+    """
+
+    losses: dict[str, list[float]]
+    grad_norms: dict[str, list[float]]
+    step_ms: dict[str, list[float]]
+    equal: bool = True
+    largest_difference: float = 0.0
+    log: EventLog = field(default_factory=EventLog)
+
+    @classmethod
+    def of(cls, runs: list[str]) -> Comparison:
+        """Nothing found yet."""
+        return cls({run: [] for run in runs}, {run: [] for run in runs}, {run: [] for run in runs})
+
+    def note(self, run: str, loss: float, square: float, ms: float) -> None:
+        """One step of a run: this rank's loss, its share of the squared gradient norm, and milliseconds."""
+        self.losses[run].append(loss)
+        self.grad_norms[run].append(square)
+        self.step_ms[run].append(ms)
+
+
+class _Comparer:
+    """The three runs on one rank. The unsharded one runs on rank 0 alone, on the whole batch."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.text = load_text(config.text)
+        self.name = label_of(config.implementation)
+        self.found = Comparison.of([self.name, THEIRS, WHOLE])
+        self.sharded = {self.name: Trainee(config, config.implementation), THEIRS: Trainee(config, TORCHS)}
+        self.whole = build_model(config.model, config.seed)
+        self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=config.lr)
+
+    def batch_of(self, step: int) -> Batch:
+        """Of all ranks."""
+        config = self.config
+        return draw_batch(self.text, config.model.seq_len, config.batch * self.world_size, config.seed, step)
+
+    def step(self, step: int) -> None:
+        """One step of each run; which of the sharded ones is first changes from step to step."""
+        batch = self.batch_of(step)
+        losses = {}
+        for run in sorted(self.sharded, reverse=step % 2 == 1):
+            dist.barrier()
+            start = time.perf_counter()
+            losses[run] = self.sharded[run].step(*share(batch, self.rank, self.world_size))
+            ms = (time.perf_counter() - start) * 1e3
+            self.found.note(run, float(losses[run]), self.sharded[run].own_square(), ms)
+        ours, theirs = (self.sharded[run].model for run in (self.name, THEIRS))
+        _note_difference(self.found, ours, theirs, [losses[self.name], losses[THEIRS]])
+        dist.barrier()
+        if self.rank == 0:
+            start = time.perf_counter()
+            loss = train_step(self.whole, self.optimizer, *batch)
+            ms = (time.perf_counter() - start) * 1e3
+            self.found.note(WHOLE, float(loss), own_square(self.whole, {}), ms)
+        dist.barrier()
+
+    def finish(self) -> Comparison:
+        """What was found, with means and norms over all ranks; records a few steps more."""
+        found = self.found
+        for run in self.sharded:
+            found.losses[run] = mean_over_ranks(found.losses[run])
+            found.grad_norms[run] = sum_over_ranks(found.grad_norms[run])
+        found.grad_norms = {run: list(map(math.sqrt, squares)) for run, squares in found.grad_norms.items()}
+        found.equal = min(mean_over_ranks([float(found.equal)])) == 1.0
+        found.log = _record_steps(self)
+        return found
+
+
+def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | None = None) -> Comparison:
+    """Runs the three on this rank of an initialized process group."""
+    limit_collectives(patience(config.implementation, config.timeout))
+    runs = _Comparer(config)
+    for step in range(config.steps):
+        runs.step(step)
+        loss, square = runs.found.losses[runs.name][-1], runs.found.grad_norms[runs.name][-1]
+        loss, square = mean_over_ranks([loss])[0], sum_over_ranks([square])[0]
+        if on_step and runs.rank == 0:
+            on_step(step + 1, loss, math.sqrt(square))
+    return runs.finish()
+
+
+def _note_difference(found: Comparison, ours: nn.Module, theirs: nn.Module, losses: list[Tensor]) -> None:
+    """Holds this rank's loss and gradients of the step just made against FSDP2's."""
+    found.equal &= torch.equal(*losses)
+    mine = dict(ours.named_parameters())
+    for name, param in theirs.named_parameters():
+        a, b = (_local_grad(p) for p in (mine.get(name), param))
+        if a is None or b is None or a.shape != b.shape:
+            found.equal &= a is b
+        elif not torch.equal(a, b):
+            found.equal = False
+            found.largest_difference = max(found.largest_difference, float((a - b).abs().max()))
+
+
+def _local_grad(param: nn.Parameter | None) -> Tensor | None:
+    grad = None if param is None else param.grad
+    return local_of(grad) if isinstance(grad, DTensor) else grad
+
+
+def _record_steps(runs: _Comparer) -> EventLog:
+    """A few steps more, recorded; apart from the others, so that recording slows none that is timed."""
+    batches = [
+        share(runs.batch_of(runs.config.steps + i), runs.rank, runs.world_size) for i in range(RECORDED_STEPS)
+    ]
+    dist.barrier()
+    with record() as log:
+        for batch in batches:
+            runs.sharded[runs.name].step(*batch)
+    return log
+
+
+def group_sizes(model: GPT) -> tuple[GroupSizes, list[GroupSizes]]:
+    """The groups that `shard_model` makes of an unsharded model: the root's, and one per block."""
+    blocks = [GroupSizes([p.shape for p in block.parameters()]) for block in model.blocks]
+    inside = {id(p) for block in model.blocks for p in block.parameters()}
+    rest = [p.shape for p in model.parameters() if id(p) not in inside]
+    return GroupSizes(rest, resharded_after_forward=False), blocks
+
+
+def run_demo(
+    ranks: int, config: TrainConfig, out: Path, on_step: Callable[[int, float, float], None] | None = None
+) -> dict[str, Any]:
+    """Runs the comparison, writes its files into `out`, and returns what `summary.json` holds.
+
+    Raises:
+        UsageError: the implementation is one of the two that others are compared with.
+    """
+    if config.implementation in (TORCHS, NONE):
+        raise UsageError(
+            "hwfsdp demo",
+            expected="hwfsdp, or a file of yours, to compare with FSDP2 and with an unsharded model",
+            got=f"--implementation {config.implementation}",
+            remedy=f"Leave it out, or use hwfsdp train --implementation {config.implementation}.",
+        )
+    found = launch_blaming(config, compare, ranks, config, on_step)
+    log = EventLog.merge(comparison.log for comparison in found)
+    summary = summarize(found[0], log, ranks, config)
+    write_results(out, summary, log, found[0])
+    return summary
+
+
+def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig) -> dict[str, Any]:
+    """The demo in numbers, measured beside expected."""
+    root, blocks = group_sizes(build_model(config.model, config.seed))
+    expected = {
+        op: RECORDED_STEPS * nbytes for op, nbytes in step_traffic([root, *blocks], ranks).items() if nbytes
+    }
+    measured, ours = log.summary(), label_of(config.implementation)
+    pairs = [*_pairs(found.losses, ours, THEIRS), *_pairs(found.grad_norms, ours, THEIRS)]
+    return {
+        "implementation": ours,
+        "ranks": ranks,
+        "steps": config.steps,
+        "loss_first": found.losses[ours][0],
+        "loss_last": found.losses[ours][-1],
+        "losses": found.losses,
+        "grad_norms": found.grad_norms,
+        "equal_to_fsdp2": found.equal,
+        "agrees_with_fsdp2": all(math.isclose(a, b, rel_tol=ROUNDING) for a, b in pairs),
+        "largest_gradient_difference_to_fsdp2": found.largest_difference,
+        "largest_loss_difference_to_unsharded": max(abs(a - b) for a, b in _pairs(found.losses, ours, WHOLE)),
+        "recorded_steps": RECORDED_STEPS,
+        **{
+            key: measured[key]
+            for key in ("bytes_by_op", "count_by_op", "overlap_fraction", "exposed_comm_us")
+        },
+        "expected_bytes_by_op": expected,
+        "wire_bytes_by_op": {op: on_the_wire(op, n, ranks) for op, n in measured["bytes_by_op"].items()},
+        "peak_unsharded_bytes": measured["peak_unsharded_bytes"],
+        "expected_peak_unsharded_bytes": peak_unsharded_bytes([root], blocks, ranks),
+        "peak_bytes_by_kind": measured["peak_bytes_by_kind"],
+        "step_ms": {run: statistics.median(times) for run, times in found.step_ms.items()},
+    }
+
+
+def _pairs(curves: dict[str, list[float]], a: str, b: str) -> list[tuple[float, float]]:
+    return list(zip(curves[a], curves[b], strict=True))
+
+
+def write_results(out: Path, summary: dict[str, Any], log: EventLog, found: Comparison) -> None:
+    """`summary.json`, `trace.json` and the figures."""
+    from hwfsdp.plot.loss import plot_losses
+    from hwfsdp.plot.memory import plot_memory
+    from hwfsdp.plot.timeline import plot_timeline
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    log.save(out / "trace.json")
+    expected = {"unsharded, closed form": summary["expected_peak_unsharded_bytes"]}
+    figures = {
+        "loss": plot_losses(found.losses),
+        "timeline": plot_timeline(log, step=RECORDED_STEPS - 1),
+        "memory": plot_memory(log, expected=expected),
+    }
+    for name, figure in figures.items():
+        figure.savefig(out / f"{name}.png", dpi=150, bbox_inches="tight")

@@ -1,0 +1,338 @@
+"""One way to call any implementation of FSDP: ours, torch's, none at all, or a file of yours.
+
+    hwfsdp     `hwfsdp.fully_shard`
+    fsdp2      torch's `fully_shard`
+    none       nothing is sharded: every rank has the whole model, and one all-reduce averages the gradients
+    FILE.py    the `fully_shard` of a file, such as the homework's
+
+`sharder` returns a function that is called as torch's `fully_shard` is. A file's own `fully_shard` gets those of torch's
+arguments that it names, and two more, which the homework has: `module_fqn`, the name of the module, and `comm_ctx`, one
+`FSDPCommContext(device_type)` of the file for all modules of a model.
+
+The file is the user's own: it runs as a script of theirs would, without a guard. What goes wrong in it is said with its
+line (`blamed`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from hwfsdp.compat import default_store_below, local_of
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.errors import RankError, UsageError
+from hwfsdp.features.door import fully_shard
+from hwfsdp.launcher import worker
+from hwfsdp.observe import events
+
+OURS, TORCHS, NONE = NAMES = ("hwfsdp", "fsdp2", "none")
+_MODULE = "hwfsdp_implementation"  # what the user's file is called among the modules of a rank
+_PATIENCE = 60.0  # seconds for a step of a user's file, unless they say otherwise
+_LATER = 5.0  # seconds: whoever hangs by itself is named before those who wait for it
+
+Shard = Callable[..., Any]
+
+
+# --- Before ranks are started ------------------------------------------------------------------------------
+
+
+def read_implementation(name: str) -> str:
+    """The name of an implementation, or the absolute path of a file that has one.
+
+    Raises:
+        UsageError: there is no such file, it is not Python, or it has no `fully_shard`.
+    """
+    if name in NAMES:
+        return name
+    path = Path(name)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(
+            f"implementation {name!r}",
+            expected=f"{', '.join(NAMES)}, or a Python file with a fully_shard",
+            got=error.strerror or type(error).__name__,
+            remedy="Check the path.",
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(
+            f"{name}{line}", expected="Python", got=f"{type(error).__name__}: {what}", remedy="Mend it first."
+        ) from None
+    if not _may_define(tree, "fully_shard"):
+        raise _without_fully_shard(path)
+    return str(path.absolute())
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Whether anything in a file gives `name` a value; a star import may."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return True
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
+            return True
+    return False
+
+
+def _without_fully_shard(path: Path) -> UsageError:
+    return UsageError(
+        shown(path),
+        expected="a function fully_shard",
+        got="none",
+        remedy="Define one; exercises/capstone/hw_fsdp.py shows its arguments.",
+    )
+
+
+def shown(path: Path | str) -> str:
+    """A path as its user would type it: relative where it lies below the current folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def label_of(implementation: str) -> str:
+    """What tables and curves call it."""
+    return {OURS: "hwfsdp", TORCHS: "FSDP2", NONE: "unsharded"}.get(implementation, Path(implementation).name)
+
+
+def uneven_rows(model: nn.Module, ranks: int) -> str:
+    """The first parameter whose rows the ranks cannot share evenly, in words; "" if there is none."""
+    for name, param in model.named_parameters():
+        if param.shape[0] % ranks:
+            return f"{name} has {param.shape[0]} rows for {ranks} ranks"
+    return ""
+
+
+# --- On a rank ---------------------------------------------------------------------------------------------
+
+
+def sharder(implementation: str, model: nn.Module, mesh: DeviceMesh) -> Shard:
+    """A function to call with each module of `model` that is to be sharded, and torch's keywords of `fully_shard`.
+
+    Args:
+        implementation: what `read_implementation` returned.
+
+    Raises:
+        UsageError: a file has no `fully_shard`. What the file raises when it is run.
+    """
+    if implementation == OURS:
+        return partial(fully_shard, mesh=mesh)
+    if implementation == TORCHS:
+        return partial(_shard_with_torch, mesh=mesh)
+    if implementation == NONE:
+        model.to(mesh.device_type)
+        return lambda module, **options: module
+    return _FileSharder(Path(implementation), model, mesh)
+
+
+def _shard_with_torch(module: nn.Module, *, mp_policy: Any = None, **options: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard as torchs
+
+    return torchs(module, mp_policy=_policy_of_torch(mp_policy), **options)
+
+
+def _policy_of_torch(policy: MixedPrecisionPolicy | None) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
+
+    policy = policy or MixedPrecisionPolicy()
+    return Theirs(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
+
+
+class _FileSharder:
+    """The `fully_shard` of a user's file, called with those arguments that it names."""
+
+    def __init__(self, path: Path, model: nn.Module, mesh: DeviceMesh) -> None:
+        self.path, self.model, self.mesh = path, model, mesh
+        self.names = names_of(model)
+        self.file = load_file(path)
+        self.function = getattr(self.file, "fully_shard", None)
+        if not callable(self.function):
+            raise _without_fully_shard(path)
+        self.parameters = list(inspect.signature(self.function).parameters.values())[1:]
+        self.context: Any = None
+
+    def __call__(
+        self, module: nn.Module, *, reshard_after_forward: bool | None = None, mp_policy: Any = None
+    ) -> Any:
+        asked = {"mp_policy": mp_policy not in (None, MixedPrecisionPolicy())}
+        asked["reshard_after_forward"] = reshard_after_forward is not None
+        reshard = module is not self.model if reshard_after_forward is None else reshard_after_forward
+        offered = {"mesh": self.mesh, "reshard_after_forward": reshard, "module_fqn": self.names[module]}
+        offered["mp_policy"] = _policy_of_torch(mp_policy)
+        assert callable(self.function)
+        made = self.function(module, **self._named(offered, asked))
+        if made is not None and made is not module:
+            raise self._unusable("to shard the module in place, and to return it", type(made).__name__)
+        return module
+
+    def _named(self, offered: dict[str, Any], asked: Mapping[str, bool]) -> dict[str, Any]:
+        """Of the arguments that are offered, those that the function names."""
+        names = {p.name for p in self.parameters}
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters):
+            names |= asked.keys() | {"mesh"}
+        required = {p.name for p in self.parameters if p.default is p.empty and p.kind not in _STARRED}
+        if "comm_ctx" in required or ("comm_ctx" in names and hasattr(self.file, "FSDPCommContext")):
+            offered["comm_ctx"] = self._shared_context()
+        if unknown := sorted(required - offered.keys()):
+            raise self._unusable(f"arguments among {', '.join(sorted(offered))}, comm_ctx", unknown[0])
+        if refused := [name for name in asked if asked[name] and name not in names]:
+            raise self._unusable(f"the argument {refused[0]}, since the command sets it", "none of that name")
+        return {name: value for name, value in offered.items() if name in names}
+
+    def _shared_context(self) -> Any:
+        if self.context is None:
+            if not hasattr(self.file, "FSDPCommContext"):
+                raise self._unusable("a class FSDPCommContext(device_type), which comm_ctx wants", "none")
+            self.context = self.file.FSDPCommContext(self.mesh.device_type)
+        return self.context
+
+    def _unusable(self, expected: str, got: str) -> UsageError:
+        return UsageError(
+            f"fully_shard of {shown(self.path)}",
+            expected=expected,
+            got=got,
+            remedy="exercises/capstone/hw_fsdp.py and torch's fully_shard show two signatures that work.",
+        )
+
+
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The name of each module in the model; the model's own is its class."""
+    return {module: name or type(model).__name__ for name, module in model.named_modules()}
+
+
+def load_file(path: Path) -> ModuleType:
+    """Runs a user's file as a module; what lies beside it can be imported, as from a script."""
+    module = ModuleType(_MODULE)
+    module.__file__ = str(path)
+    sys.modules[_MODULE] = module
+    sys.path.insert(0, str(path.parent))
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Replace the gradients of a model that every rank has whole by their mean over the ranks: one all-reduce."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    with events.owned_by(type(model).__name__):
+        dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+
+
+# --- The norm of gradients ---------------------------------------------------------------------------------
+
+
+def own_square(model: nn.Module, shapes: Mapping[str, torch.Size]) -> float:
+    """This rank's share of the squared L2 norm of all gradients; the sum over the ranks is the square.
+
+    The norm of what a rank holds is not the norm of the gradient: a DTensor's part counts once for all ranks that hold
+    it. A plain tensor is the whole gradient on every rank, if it has the shape that its parameter had before it was
+    sharded (`shapes`, by name), and else a part that no other rank has.
+    """
+    total = 0.0
+    for name, param in model.named_parameters():
+        grad = param.grad
+        if grad is None:
+            continue
+        copies = _copies(grad) if isinstance(grad, DTensor) else 1
+        if not isinstance(grad, DTensor) and grad.shape == shapes.get(name):
+            copies = dist.get_world_size()
+        local = local_of(grad) if isinstance(grad, DTensor) else grad
+        norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float64)
+        total += float(norm) ** 2 / copies
+    return total
+
+
+def _copies(grad: DTensor) -> int:
+    """How many ranks hold the same part."""
+    copies = 1
+    for axis, placement in enumerate(grad.placements):
+        copies *= grad.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
+    return copies
+
+
+# --- What hangs, and what raises ---------------------------------------------------------------------------
+
+
+def patience(implementation: str, seconds: float | None) -> float | None:
+    """Seconds for a step: those that were asked for; a user's file gets some if nobody said how many."""
+    return _PATIENCE if seconds is None and implementation not in NAMES else seconds
+
+
+def limit_collectives(seconds: float | None) -> None:
+    """From now on a collective of the default process group is given up a little later than a step is (`time_limit`)."""
+    if seconds is None:
+        return
+    backend, rank, ranks = dist.get_backend(), dist.get_rank(), dist.get_world_size()
+    store = default_store_below("with a limit")
+    dist.destroy_process_group()
+    limit = timedelta(seconds=seconds + _LATER)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    worker.wait_for_connections()
+
+
+@contextmanager
+def time_limit(seconds: float | None, what: str) -> Iterator[None]:
+    """Raise TimeoutError in the block where it stands when time is up; not in a collective, which has a limit of its own.
+
+    An alarm that rings during a collective is heard when the collective has ended. If it failed, its error is the one to
+    report: this rank waited for another one, which is at fault. Only the main thread can be interrupted; in another one the
+    block has no limit.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        if sys.exc_info()[1] is None and not worker.describe_wait():
+            raise TimeoutError(f"{what} took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def blamed(error: RankError, path: Path | str) -> RankError:
+    """The same error, which says where in a user's file it was raised, and not where in this package."""
+    cause, place = error.__cause__, ""
+    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)(?:, in (\S+))?', error.traceback)
+    if isinstance(cause, UsageError) and not lines:
+        return error
+    what = f"{type(cause).__name__}: {cause}".splitlines()[0].removesuffix(": ") if cause else error.got
+    if lines:
+        line, function = lines[-1]
+        place = f" at {shown(path)}:{line}"
+        if isinstance(cause, NotImplementedError) and not str(cause):
+            what += f": {function} is not written yet,"
+    found = RankError(error.rank, what + place, error.traceback, error.remedy, error.reason)
+    found.table = error.table
+    return found

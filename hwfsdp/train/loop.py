@@ -1,0 +1,339 @@
+"""The training loop: the same for the command, for the demo, and under torchrun."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.ranks import default_mesh
+from hwfsdp.errors import RankError, UsageError
+from hwfsdp.launcher.ranks import launch, stoppable
+from hwfsdp.launcher.worker import stop_requested
+from hwfsdp.observe import events
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.onlooker import Layout, Onlooker, units_of
+from hwfsdp.observe.recording import record
+from hwfsdp.train.data import draw_batch, load_text, share
+from hwfsdp.train.implementations import (
+    NAMES,
+    NONE,
+    OURS,
+    average_gradients,
+    blamed,
+    label_of,
+    limit_collectives,
+    own_square,
+    patience,
+    read_implementation,
+    sharder,
+    time_limit,
+    uneven_rows,
+)
+from hwfsdp.train.models import GPT, GPTConfig, next_byte_loss
+from hwfsdp.train.snapshots import ROWS, Progress, SnapshotConfig, Snapshots, rows_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A run.
+
+    Attributes:
+        batch: rows per rank; steps: optimizer steps; lr: AdamW's learning rate; seed: of weights and batches.
+        param_dtype: a key of `DTYPES`; gradients are reduced in float32.
+        reshard_after_forward: as for `fully_shard`.
+        text: path of the training text; None: the one that comes with Python.
+        record_last: how many of the last steps to record.
+        snapshots: where and when to save; None: never. Then a request to stop is not heeded either.
+        implementation: what shards: "hwfsdp", "fsdp2", "none", or a Python file (see `implementations`).
+        timeout: seconds for a step, and for a collective in it; None: 60 with a file, else 300 for a collective.
+    """
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    batch: int = 8
+    steps: int = 50
+    lr: float = 1e-3
+    seed: int = 0
+    param_dtype: str = "float32"
+    reshard_after_forward: bool | None = None
+    text: str | None = None
+    record_last: int = 0
+    snapshots: SnapshotConfig | None = None
+    implementation: str = OURS
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "implementation", read_implementation(self.implementation))
+        if self.implementation == NONE and self.param_dtype != "float32":
+            raise UsageError(
+                "implementation none",
+                expected="float32, since it casts nothing",
+                got=self.param_dtype,
+                remedy="Leave --param-dtype out, or choose another implementation.",
+            )
+        if (
+            min(self.batch, self.steps) < 1
+            or self.param_dtype not in DTYPES
+            or not 0 < self.lr < float("inf")
+        ):
+            raise UsageError(
+                "TrainConfig",
+                expected=f"rows, steps and a learning rate above 0, and a dtype among {', '.join(DTYPES)}",
+                got=f"{self.batch} rows, {self.steps} steps, learning rate {self.lr}, {self.param_dtype}",
+                remedy="Change these settings.",
+            )
+
+
+@dataclass
+class TrainResult:
+    """What one rank has to tell: losses are means over all ranks, times are its own; the log if it recorded.
+
+    Attributes:
+        losses: of all steps, those before the run was resumed as well. resumed_at: how many those are.
+        grad_norms: of the same steps, the L2 norm of the gradients of all parameters together, over all ranks.
+        stopped: whether it was asked to stop before the last step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    log: EventLog | None = None
+    resumed_at: int = 0
+    stopped: bool = False
+
+
+def build_model(config: GPTConfig, seed: int) -> GPT:
+    """The model with the weights that `seed` gives, the same in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT(config)
+
+
+def shard_model(model: GPT, shard: Callable[..., Any], **options: Any) -> GPT:
+    """Applies a `fully_shard`, ours or torch's, to each block and to the rest.
+
+    Args:
+        options: for `shard`. Of an `mp_policy`, the output dtype holds for the whole model only: between blocks,
+            activations stay in the param dtype.
+    """
+    inner = dict(options)
+    if "mp_policy" in options:
+        inner["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
+    for block in model.blocks:
+        shard(block, **inner)
+    shard(model, **options)
+    return model
+
+
+def policy_of(config: TrainConfig) -> MixedPrecisionPolicy:
+    """Parameters in the config's dtype, reductions and logits in float32."""
+    if config.param_dtype == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(DTYPES[config.param_dtype], torch.float32, torch.float32)
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element by element, the sum over all ranks; every rank gives as many values. No recording shows it."""
+    total = torch.tensor(values, dtype=torch.float64)
+    total = total.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    with events.paused():
+        dist.all_reduce(total)
+    sums: list[float] = total.tolist()
+    return sums
+
+
+def mean_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element by element, the mean over all ranks; every rank gives as many values."""
+    return [total / dist.get_world_size() for total in sum_over_ranks(values)]
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    after_backward: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Forward, backward and update; returns this rank's loss."""
+    optimizer.zero_grad()
+    loss = next_byte_loss(model(inputs), targets)
+    loss.backward()
+    after_backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def train(
+    config: TrainConfig, device: str = "cpu", on_step: Callable[[int, float, float], None] | None = None
+) -> TrainResult:
+    """Trains a GPT on this rank, one of an initialized process group.
+
+    Args:
+        on_step: called on rank 0 with the number of steps done, and the loss and the gradient norm of the last one.
+    """
+    with stoppable() if config.snapshots else nullcontext():
+        return _Run(config, device, on_step).run()
+
+
+def launch_blaming(
+    config: TrainConfig, fn: Callable[..., Any], ranks: int, *args: Any, **options: Any
+) -> list[Any]:
+    """`launch`, whose errors name the line of the user's file, if the config's implementation is one.
+
+    Raises:
+        RankError, UsageError: as `launch` does.
+    """
+    try:
+        return launch(fn, ranks, *args, **options)
+    except RankError as error:
+        if config.implementation in NAMES:
+            raise
+        found = blamed(error, config.implementation)
+        if uneven := uneven_rows(build_model(config.model, config.seed), ranks):
+            found.remedy = f"Rows are uneven here ({uneven}): try --ranks 1 or 2. {found.remedy}"
+        raise found from found.__cause__
+
+
+class Trainee:
+    """A GPT, sharded by one implementation, and its optimizer: what one trains step by step.
+
+    Raises:
+        UsageError: a user's file cannot be called. What it raises; TimeoutError if it takes too long.
+    """
+
+    def __init__(self, config: TrainConfig, implementation: str) -> None:
+        self.implementation, self.seconds = implementation, patience(implementation, config.timeout)
+        model, mesh = build_model(config.model, config.seed), default_mesh()
+        onlooker = Onlooker(units_of(model, *_layout(config, implementation, model, mesh.size())))
+        self.shapes = {name: param.shape for name, param in model.named_parameters()}
+        options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy_of(config)}
+        with time_limit(self.seconds, f"sharding with {label_of(implementation)}"):
+            shard = sharder(implementation, model, mesh)
+            self.model = shard_model(model, shard, **options)
+        onlooker.attach()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """One training step; returns this rank's loss."""
+        with time_limit(self.seconds, "a step"):
+            return train_step(self.model, self.optimizer, inputs, targets, self._after_backward)
+
+    def _after_backward(self) -> None:
+        if self.implementation == NONE:
+            average_gradients(self.model)
+
+    def own_square(self) -> float:
+        """This rank's share of the squared norm of the gradients of the last step."""
+        return own_square(self.model, self.shapes)
+
+
+def _layout(
+    config: TrainConfig, implementation: str, model: GPT, ranks: int
+) -> tuple[dict[nn.Module, bool], Layout]:
+    """The modules that are sharded by themselves, whether backward gathers them again, and how they are laid out."""
+    if implementation == NONE:
+        return {model: False}, Layout(1, ranks)
+    policy, reshard = policy_of(config), config.reshard_after_forward
+    again = {block: reshard is not False for block in model.blocks} | {model: bool(reshard)}
+    return again, Layout(ranks, 1, policy.param_dtype, policy.reduce_dtype)
+
+
+class _Run:
+    """A run on one rank."""
+
+    def __init__(
+        self, config: TrainConfig, device: str, on_step: Callable[[int, float, float], None] | None
+    ) -> None:
+        self.config, self.device, self.on_step = config, device, on_step
+        limit_collectives(patience(config.implementation, config.timeout))
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.text = load_text(config.text)
+        self.rows = rows_of(config.snapshots, config.batch * self.world_size, self.world_size)
+        self.trainee = Trainee(config, config.implementation)
+        self.snapshots = self._open_snapshots()
+        self.progress = self.snapshots.resume() if self.snapshots else Progress()
+
+    def _open_snapshots(self) -> Snapshots | None:
+        config, trainee = self.config, self.trainee
+        if config.snapshots is None:
+            return None
+        if config.implementation != NONE:
+            _check_savable(trainee)
+        settings = {
+            "model": str(config.model),
+            "lr": config.lr,
+            "seed": config.seed,
+            "param_dtype": config.param_dtype,
+            "text": f"{self.text.numel()} bytes, CRC-32 {zlib.crc32(self.text.numpy().data):08x}",
+            ROWS: self.rows,
+        }
+        return Snapshots(config.snapshots, trainee.model, trainee.optimizer, settings)
+
+    def run(self) -> TrainResult:
+        """Trains to the last step, or until it is asked to stop."""
+        config, progress = self.config, self.progress
+        result = TrainResult(resumed_at=progress.step)
+        with ExitStack() as recording:
+            while progress.step < config.steps and not result.stopped:
+                if result.log is None and progress.step >= config.steps - config.record_last:
+                    result.log = recording.enter_context(record(first_step=progress.step))
+                result.step_ms.append(self.step())
+                if self.snapshots:
+                    result.stopped = self.any_asked_to_stop() and progress.step < config.steps
+                    self.save_if_due(result.stopped)
+        if self.snapshots:
+            self.snapshots.finish()
+        result.losses, result.grad_norms = progress.losses, progress.grad_norms
+        return result
+
+    def step(self) -> float:
+        """One step on the next batch; returns its milliseconds."""
+        progress, config = self.progress, self.config
+        batch = draw_batch(self.text, config.model.seq_len, self.rows, config.seed, progress.step)
+        inputs, targets = share(batch, self.rank, self.world_size)
+        start = time.perf_counter()
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        own_loss = float(self.trainee.step(inputs, targets))
+        elapsed = (time.perf_counter() - start) * 1e3
+        loss, square = sum_over_ranks([own_loss, self.trainee.own_square()])
+        progress.step += 1
+        progress.losses.append(loss / self.world_size)
+        progress.grad_norms.append(math.sqrt(square))
+        if self.on_step and self.rank == 0:
+            self.on_step(progress.step, progress.losses[-1], progress.grad_norms[-1])
+        return elapsed
+
+    def any_asked_to_stop(self) -> bool:
+        """Whether any rank is to stop, so that all do after the same step."""
+        return any(sum_over_ranks([float(stop_requested.is_set())]))
+
+    def save_if_due(self, stopping: bool) -> None:
+        """Saves every so many steps, and at the end of the run."""
+        assert self.config.snapshots is not None and self.snapshots is not None
+        step, every = self.progress.step, self.config.snapshots.every
+        if stopping or step == self.config.steps or (every and step % every == 0):
+            self.snapshots.save(self.progress)
+
+
+def _check_savable(trainee: Trainee) -> None:
+    """Raises UsageError if a parameter does not say which part of it this rank has."""
+    plain = [name for name, p in trainee.model.named_parameters() if not isinstance(p, DTensor)]
+    if plain:
+        raise UsageError(
+            f"saving with {label_of(trainee.implementation)}",
+            expected="parameters that are DTensors, which say what part of them a rank has",
+            got=f"{plain[0]}, a plain tensor",
+            remedy="Train without saving: leave --save-every, --resume, --keep and --checkpoint out.",
+        )

@@ -1,0 +1,10 @@
+"""Models to shard.
+
+gpt     a byte-level GPT, small enough to train on a CPU
+llama   Llama, in the sizes that the field compares itself on
+zoo     both by name
+"""
+
+from hwfsdp.train.models.gpt import GPT, GPTConfig, next_byte_loss
+
+__all__ = ["GPT", "GPTConfig", "next_byte_loss"]

@@ -1,0 +1,143 @@
+"""`hwfsdp trace run`: ranks started, some of their steps recorded, their logs put together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hwfsdp.errors import RankError, UsageError
+from hwfsdp.launcher.capture import Capture, run_script
+from hwfsdp.launcher.ranks import launch
+from hwfsdp.launcher.steps import Steps
+from hwfsdp.launcher.worker import init_process_group
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.train.implementations import OURS, blamed
+from hwfsdp.train.loop import TrainConfig, train
+from hwfsdp.train.models import GPTConfig
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run.
+
+    Attributes:
+        script: a file; None: the demo's model. arguments: what the script finds in `sys.argv`.
+        steps: which to record. implementation: what shards the demo's model (see `implementations`).
+    """
+
+    script: Path | None
+    arguments: tuple[str, ...]
+    steps: Steps
+    implementation: str = OURS
+
+
+class Captured(NamedTuple):
+    """Of one rank: what it recorded (None: it came to no step that was wanted), and how many steps it finished."""
+
+    log: EventLog | None
+    steps: int
+
+
+def trace_run(
+    target: Target,
+    ranks: int,
+    device: str | None = None,
+    own_output: bool = True,
+    timeout: float | None = None,
+) -> EventLog:
+    """Runs the target on ranks of its own and returns the log of all of them.
+
+    Args:
+        device: "cpu" or "cuda"; None: cuda where there is a GPU for each rank.
+        own_output: what the script prints goes to `sys.stdout`; off, to `sys.stderr`.
+        timeout: seconds for each collective of the default process group; None: what the script says, or 300.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks, which "cuda" needs; there is no such script, or it finished before the first step that was to be recorded.
+        RankError: it raised, on the rank and at the line that the message names.
+    """
+    _check(target)
+    _check_gpus(ranks, device)
+    device = device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous, contextlib.ExitStack() as output:
+        if not own_output:
+            output.enter_context(contextlib.redirect_stdout(sys.stderr))
+        try:
+            folder = Path(rendezvous)
+            captured = launch(capture_on_rank, ranks, target, device, folder, seconds=timeout, device=device)
+        except RankError as error:
+            found = blamed(error, target.script or target.implementation)
+            raise found from found.__cause__
+    logs = [each.log for each in captured if each.log is not None and each.log.events]
+    if len(logs) < ranks:
+        raise UsageError(
+            f"--steps {target.steps}",
+            expected="steps that the script makes with its optimizer",
+            got=f"an end after {captured[0].steps} steps",
+            remedy="Steps are counted from 0; --steps 0.. records all of them.",
+        )
+    _say_if_fewer(target.steps, captured[0].steps)
+    return EventLog.merge(logs)
+
+
+def _say_if_fewer(wanted: Steps, made: int) -> None:
+    """On standard error, that the script ended before all steps that were asked for."""
+    if wanted.last is not None and made <= wanted.last:
+        text = f"hwfsdp: the script made {made} steps; of steps {wanted}, {wanted.first}..{made - 1} are recorded"
+        print(text, file=sys.stderr)
+
+
+def _check_gpus(ranks: int, device: str | None) -> None:
+    if device == "cuda" and (gpus := torch.cuda.device_count()) < ranks:
+        raise UsageError(
+            "--device cuda",
+            expected=f"a GPU for each of {ranks} ranks",
+            got=f"{gpus or 'no'} GPU{'s' * (gpus > 1)}",
+            remedy="Use --device cpu, or fewer --ranks." if gpus else "Use --device cpu.",
+        )
+
+
+def _check(target: Target) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError(
+            "hwfsdp trace run",
+            expected="to start the ranks itself",
+            got="torchrun around it",
+            remedy="Call it without torchrun, with --ranks; on several machines, use hwfsdp.record in the script.",
+        )
+    if target.script is not None and not target.script.is_file():
+        raise UsageError(
+            "hwfsdp trace run",
+            expected="a Python script, or demo",
+            got=f"{str(target.script)!r}, which is {'a folder' if target.script.is_dir() else 'not there'}",
+            remedy="Check the path.",
+        )
+
+
+def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: float | None = None) -> Captured:
+    """What a rank does: runs the target, records the steps that are wanted; `seconds` for each collective."""
+    if seconds is not None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        init_process_group(device, seconds, f"file://{(rendezvous / 'ranks').absolute()}", rank, ranks)
+    with Capture(target.steps).running() as capture:
+        if target.script is not None:
+            run_script(target.script, list(target.arguments), rendezvous, seconds)
+        else:
+            last = target.steps.first + 1 if target.steps.last is None else target.steps.last
+            steps = last + 2  # the forward of the last one ends the recording
+            train(
+                TrainConfig(GPTConfig(), steps=steps, implementation=target.implementation, timeout=seconds),
+                device,
+            )
+    return Captured(capture.log, capture.steps)

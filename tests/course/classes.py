@@ -1,0 +1,167 @@
+"""Classes to grade in tests: a course of a station and an elective, submissions, and a worker that grades as it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from hwfsdp.course.gradebook.results import Result
+from hwfsdp.course.manifest import Course, find_course
+
+REPOSITORY = find_course(Path(__file__))
+FIRST, SECOND = REPOSITORY.exercise(1), REPOSITORY.exercise(12)
+FILES = {e.number: e.target for e in (FIRST, SECOND)}
+
+# Does what the first line of a submitted file says, and notes in a log when it begins and ends.
+FAKE = """
+import json, os, sys
+from pathlib import Path
+LOG = Path(sys.argv[1])
+def note(*words):
+    with LOG.open("a") as file:
+        file.write(" ".join(words) + chr(10))
+def say(**message):
+    os.write(1, json.dumps(message).encode() + b"\\n")
+for line in sys.stdin.buffer:
+    order = json.loads(line)
+    what, folder = order["what"], Path(order["folder"])
+    path = next(folder.glob(what + "_*/*.py"), folder / "my_fsdp.py")
+    told = path.read_text().split("\\n")[0].removeprefix("# ")
+    times = LOG.read_text().count("begin " + told + " " + what + " ") if LOG.exists() else 0
+    note("begin", told, what, str(os.getpid()))
+    check = {"id": what + ".one", "passed": True, "points": 3, "max_points": 3, "misconception": None, "message": None,
+             "expected": None, "actual": None, "dependency": None}
+    if told.startswith("blocks"):
+        while True: sys.stdin.buffer.read(1)
+    if told.startswith("dies twice") or (told.startswith("dies once") and times == 0):
+        print("out of memory", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), 9)
+    if told.startswith("late twice") or (told.startswith("late once") and times == 0):
+        check.update(passed=False, points=0, misconception="endless", message="no end", actual=order["seed"])
+    provisional = not check["passed"] and not order["repeat"]
+    if told.startswith("stuck"):
+        check.update(passed=False, points=0, misconception="stuck-in", message="a deadlock")
+    say(check=check)
+    if told.startswith("dies after"):
+        os.kill(os.getpid(), 9)
+    status = "passed" if check["passed"] else "error"
+    note("end", told, what, str(os.getpid()))
+    if told.startswith("fails"):
+        say(failed="ValueError: the grader is broken")
+    else:
+        say(done={"exercise": what, "score": check["points"], "max_score": 3, "status": status, "checks": [check],
+                  "seconds": 0.5}, provisional=provisional)
+"""
+
+
+def small_course(root: Path) -> Course:
+    """A course of a station and an elective, below a folder."""
+    for exercise in (FIRST, SECOND):
+        shutil.copytree(
+            exercise.folder,
+            root / "exercises" / exercise.directory,
+            ignore=shutil.ignore_patterns("*.png"),
+            dirs_exist_ok=True,
+        )
+    return find_course(root)
+
+
+def hand_in(folder: Path, name: str, **texts: str) -> Path:
+    """A submission, a folder; `first` and `second` are the texts of its files."""
+    for which, text in texts.items():
+        path = folder / name / FILES[{"first": "01", "second": "12"}[which]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / name
+
+
+def hand_in_tar(folder: Path, name: str, text: str, at: float, **pax: str) -> Path:
+    """A submission, a tar with the first exercise; written `at` seconds since 1970; `pax` goes before what the header has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / f"{name}.tar", "w") as archive:
+        info = tarfile.TarInfo(FILES["01"])
+        info.size, info.mtime, info.pax_headers = len(text.encode()), at, pax
+        archive.addfile(info, io.BytesIO(text.encode()))
+    return folder / f"{name}.tar"
+
+
+def commit(folder: Path, date: str) -> None:
+    """Makes a folder a checkout of one commit, of a time as git takes it."""
+    ours = {"GIT_CONFIG_NOSYSTEM": "1", "HOME": str(folder), "PATH": os.environ["PATH"]}
+    ours |= {
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
+        "GIT_COMMITTER_EMAIL": "a@b",
+    }
+    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "x"]):
+        environ = {**ours, "GIT_COMMITTER_DATE": date}
+        subprocess.run(["git", *words], cwd=folder, env=environ, check=True, capture_output=True)
+
+
+def fake_worker(log: Path) -> tuple[str, ...]:
+    """The command of a worker that does as it is told by the first line of what it grades."""
+    return (sys.executable, "-c", FAKE, str(log))
+
+
+def checked(
+    number: str, passed: bool | None = True, misconception: str | None = None, **fields: Any
+) -> dict[str, Any]:
+    """A check as JSON has it."""
+    found = {
+        "id": {"01": "01.padded", "12": "12.order"}[number],
+        "passed": passed,
+        "points": 1 if passed else 0,
+        "max_points": 1,
+        "misconception": misconception,
+        "message": None,
+        "expected": None,
+        "actual": None,
+        "dependency": None,
+    }
+    return {**found, **fields}
+
+
+def exercised(number: str, *checks: dict[str, Any], status: str = "failed") -> dict[str, Any]:
+    """An exercise as JSON has it."""
+    return {
+        "exercise": number,
+        "score": sum(check["points"] for check in checks),
+        "max_score": REPOSITORY.exercise(number).points,
+        "status": status,
+        "checks": list(checks),
+        "seconds": 0.25,
+    }
+
+
+HOSTILE = "<script>alert(1)</script> & \x1b[2J 50%, a:b\nsecond line"
+
+
+def results() -> list[Result]:
+    """A class in which everything happens."""
+    good = exercised("01", checked("01"), status="passed")
+    none = exercised("12", checked("12", None), status="not_started")
+    bad = exercised(
+        "01",
+        checked("01", False, "floor-instead-of-ceil", message=HOSTILE, expected=2, actual="<1>"),
+        checked("01", None, dependency="01.padded", message="skipped, because 01.padded does not hold"),
+    )
+    error = exercised("12", checked("12", True, points=0), checked("12", False, "endless"), status="error")
+    return [
+        Result(
+            "ada", (good, none), {"lab": {"score": 2, "max_score": 4}}, submitted="2026-12-01T20:00:00+01:00"
+        ),
+        Result("=bob <b>", (bad, error), errors=("x.py: a link",), submitted="2026-12-03T01:00:00+01:00"),
+        Result("eve@example.edu", (bad, none), notes=("A.PY was taken for a.py",)),
+    ]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

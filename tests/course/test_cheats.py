@@ -1,0 +1,626 @@
+"""Cheats score nothing and are named, and do no harm: not to the grader, nor to other submissions, nor to the machine."""
+
+from __future__ import annotations
+
+import base64
+import marshal
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import cloudpickle
+import pytest
+
+from hwfsdp.course import landlock, privileges
+from hwfsdp.course.capstone.grading import graded_homework
+from hwfsdp.course.capstone.homework import solution_path
+from hwfsdp.course.confinement import limits_in_force
+from hwfsdp.course.doors import Doors
+from hwfsdp.course.grade import Options, grade
+from hwfsdp.course.manifest import find_course
+from hwfsdp.course.processes import FILES, _is_full, descendants, server_pid
+from hwfsdp.course.rules import find_digging
+from hwfsdp.course.stations.stages import SOURCE as STATIONS
+from hwfsdp.course.submission import solution, starter
+from hwfsdp.course.verdict import Grade
+from hwfsdp.course.workbook import graded
+from suites import fast_are
+
+COURSE = find_course(Path(__file__))
+ROWS, RINGS, NAIVE, CUTS = (COURSE.exercise(number) for number in (1, 2, 3, 12))
+SOLVED = COURSE.root / "solutions" / CUTS.target
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+TRIED = starter(CUTS).replace("raise NotImplementedError", "return 1", 1)
+
+
+def unseen(lines: str) -> str:
+    """The same, in words that no reading of the text finds."""
+    packed = base64.b64encode(lines.encode()).decode()
+    return f"import base64\nexec(base64.b64decode({packed!r}).decode(), globals())\n"
+
+
+def at_import(lines: str, text: str = TRIED) -> str:
+    """The text with lines before its first import of the package."""
+    head, _, rest = text.partition("from hwfsdp")
+    return f"{head}{unseen(lines)}\nfrom hwfsdp{rest}"
+
+
+def filled(lines: str) -> str:
+    """The starter of 12; `lines`, at its end, leave the functions of its holes in `found`."""
+    return starter(CUTS) + "\n" + unseen(lines) + TAKE
+
+
+TAKE = """
+
+def cut_after(placements, dim):
+    return found["cut_after"](placements, dim)
+
+
+def joined_placements(own, before, sizes, dim):
+    return found["joined_placements"](own, before, sizes, dim)
+
+
+def orders_of_cuts(mesh_shape, placements):
+    return found["orders_of_cuts"](mesh_shape, placements)
+
+
+def nested_extent(global_shape, mesh_shape, orders, coordinate):
+    return found["nested_extent"](global_shape, mesh_shape, orders, coordinate)
+
+
+def shard_strided(tensor, mesh_shape, placements, *, pad=False):
+    return found["shard_strided"](tensor, mesh_shape, placements, pad=pad)
+
+
+def unshard_strided(shards, global_shape, mesh_shape, placements):
+    return found["unshard_strided"](shards, global_shape, mesh_shape, placements)
+"""
+
+BYTES = base64.b64encode(marshal.dumps(compile(solution(CUTS), "x", "exec"))).decode()
+
+
+def _solved() -> bytes:
+    names: dict[str, object] = {}
+    exec(compile(solution(CUTS), "x", "exec"), names)
+    return bytes(cloudpickle.dumps({hole: names[hole] for hole in CUTS.hole_names}))
+
+
+CHEATS = {
+    "the oracles called": filled(
+        "from hwfsdp.course.checks import strided_shards as checks\nfrom hwfsdp.layout import LocalExtent\n"
+        "boxes = {n: checks.oracle(n, (2, 2), (1, 0)) for n in range(9)}\n"
+        "found = {'nested_extent': lambda s, m, o, at: LocalExtent(*zip(*(boxes[n][at] for n in s)))}"
+    ),
+    "the oracles read": filled(
+        "import hwfsdp, os\nfound = {'__name__': 'x'}\n"
+        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'course', 'checks', 'strided_shards.py')\n"
+        "exec(open(path).read(), found)"
+    ),
+    "answers brought along, compiled": filled(
+        f"import marshal, base64\nfound = {{'__name__': 'x'}}\nexec(marshal.loads(base64.b64decode({BYTES!r})), found)"
+    ),
+    "answers brought along, compiled, in a file": filled(
+        "import importlib.machinery, importlib.util, base64, os\n"
+        f"data = base64.b64decode({BYTES!r})\n"
+        "open('brought.dat', 'wb').write(importlib.util.MAGIC_NUMBER + bytes(12) + data)\n"
+        "found = importlib.machinery.SourcelessFileLoader('brought', os.path.abspath('brought.dat')).load_module().__dict__"
+    ),
+    "answers brought along, pickled": filled(f"import cloudpickle\nfound = cloudpickle.loads({_solved()!r})"),
+    "code under a name of the package": filled(
+        "found = {}\nexec(compile('import sys; frame = sys._getframe(2)', '<hwfsdp.mine>', 'exec'), found)"
+    ),
+    "the frames of others": filled(
+        "import sys\nframe = sys._getframe()\nwhile frame.f_code.co_name != '_run_on_rank':\n    frame = frame.f_back\n"
+        "frame.f_globals['pack'] = lambda tree: b''\nfound = {}"
+    ),
+    "the frames of others, handed on": filled(
+        "import inspect\nfound = inspect.currentframe().f_back.f_globals"
+    ),
+    "native code": filled("import ctypes\nctypes.CDLL(None).getpid()\nfound = {}"),
+    "the solution imported": filled(f"import runpy\nfound = runpy.run_path({str(SOLVED)!r})"),
+    "the solution read": filled(f"found = {{}}\nexec(open({str(SOLVED)!r}).read(), found)"),
+    "the solution read by another program": filled(
+        f"import subprocess\nfound = {{}}\nexec(subprocess.check_output(['cat', {str(SOLVED)!r}]), found)"
+    ),
+    "the package's text run": filled(
+        "import hwfsdp, os\nfound = {'__name__': 'x'}\n"
+        "path = os.path.join(os.path.dirname(hwfsdp.__file__), 'layout', 'extents.py')\n"
+        "exec(compile(open(path).read(), path, 'exec'), found)"
+    ),
+    "the package's compiled code run": filled(
+        "import glob, hwfsdp, marshal, os\nfound = {'__name__': 'x'}\n"
+        "[path] = glob.glob(os.path.join(os.path.dirname(hwfsdp.__file__), 'layout', '__pycache__', 'extents.*.pyc'))[:1]\n"
+        "exec(marshal.loads(open(path, 'rb').read()[16:]), found)"
+    ),
+    "the package's functions dug out": filled(
+        "import gc, types\nfound = {}\n"
+        "for f in gc.get_objects():\n"
+        "    if isinstance(f, types.FunctionType) and f.__module__ == 'hwfsdp.layout.extents':\n"
+        "        found[f.__qualname__] = f"
+    ),
+    "the report exchanged": at_import(
+        "import hwfsdp.course.packing\nhwfsdp.course.packing.pack = lambda tree: b''\n"
+    ),
+    "the probe exchanged": at_import(
+        "import hwfsdp.course.checks.strided_shards_runs as checks\nchecks.probe_cuts = lambda *a, **k: None\n"
+        "import hwfsdp.layout\nhwfsdp.layout.largest_shape = lambda *a: (0,)\n"
+    ),
+    "code exchanged": at_import(
+        "import hwfsdp.course.packing as p\np.pack.__code__ = (lambda tree: b'').__code__\n"
+    ),
+    "assertions patched": at_import(
+        "import builtins\nbuiltins.all = lambda x: True\nbuiltins.isinstance = lambda *a: True\n"
+    ),
+    "a result file forged": at_import(
+        "import json, pathlib\nfor name in ('results.json', 'grade.json', 'report.json'):\n"
+        "    pathlib.Path(name).write_text(json.dumps({'score': 100, 'status': 'passed'}))\n"
+    ),
+    "exit at import": at_import("import os\nos._exit(0)\n"),
+    "a daemon": at_import(
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n", solution(CUTS)
+    ),
+    "the parent killed": at_import("import os\nos.kill(os.getppid(), 9)\n"),
+    "its group killed": at_import("import os\nos.killpg(0, 9)\n"),
+}
+PASSES = {"a daemon"}  # a right answer, whose daemon is ended
+
+
+# What the learner is told; these score nothing because they are refused.
+NAMED = {
+    "the oracles read": "opens course/checks/strided_shards.py",
+    "answers brought along, compiled": "imports marshal",
+    "answers brought along, compiled, in a file": "compiled elsewhere",
+    "answers brought along, pickled": "uses _pickle.loads",
+    "code under a name of the package": "compiles code under a name that is not its own",
+    "the frames of others": "looks into the frames of others",
+    "the frames of others, handed on": "imports inspect",
+    "native code": "imports ctypes",
+    "the package's text run": "hwfsdp/layout/extents.py",
+    "the package's functions dug out": "imports gc",
+    "the solution imported": "opens solutions/",
+    "the solution read": "opens solutions/",
+    "the solution read by another program": "imports subprocess",
+    "the probe exchanged": "imports hwfsdp.course",
+    "code exchanged": "imports hwfsdp.course",
+    "the parent killed": "sends a signal to another process",
+    "its group killed": "sends a signal to another process",
+}
+
+
+def leaves_nothing() -> bool:
+    server = server_pid()
+    return server is None or descendants(server) == []
+
+
+@pytest.mark.parametrize("name", fast_are(CHEATS.keys() - NAMED.keys(), CHEATS))
+def test_a_cheat_scores_nothing_and_leaves_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(os.listdir(COURSE.root))
+    result = graded(CUTS, COURSE, CHEATS[name], Options(seed=2))
+    assert result.score == (CUTS.points if name in PASSES else 0), described(result)
+    assert leaves_nothing()
+    assert set(os.listdir(COURSE.root)) == before
+    assert not [left for left in os.listdir(tmp_path) if left.startswith("hwfsdp")]
+    assert graded(ROWS, COURSE, solution(ROWS), Options(seed=2)).score == ROWS.points  # the grader lives
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_reaches_for_what_is_not_its_own_is_told_so(name: str) -> None:
+    result = graded(CUTS, COURSE, CHEATS[name], Options(seed=2))
+    assert result.status == "error" and result.finding is not None
+    assert result.finding.misconception == "blocked" and NAMED[name] in result.finding.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import ctypes",
+        "from signal import signal",
+        "f.f_back",
+        "import hwfsdp.course.checks.x",
+        "from hwfsdp import course",
+    ],
+)
+def test_what_no_answer_needs_is_found_in_the_text(line: str) -> None:
+    use = find_digging(f"def f():\n    pass\n\n\n{line}\n")
+    assert use is not None and use.line == 5
+
+
+def test_no_right_answer_has_any_of_it() -> None:
+    assert not [e.number for e in COURSE.exercises if find_digging(solution(e)) or find_digging(starter(e))]
+
+
+WHOLE = """
+
+def all_ranks(part):
+    group = dist.group.WORLD
+    outputs = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    group.allgather([outputs], [part]).wait()
+    return torch.cat(outputs)
+
+
+def ring_all_gather(whole, part):
+    whole.copy_(all_ranks(part))
+
+
+def ring_reduce_scatter(part, whole):
+    part.copy_(all_ranks(whole)[: part.numel()])
+"""
+
+
+def test_a_process_groups_own_collectives_cannot_be_called_past_the_instruments() -> None:
+    result = graded(RINGS, COURSE, starter(RINGS) + WHOLE, Options(seed=2))
+    assert result.score == 0 and "calls allgather" in described(result)
+
+
+THE_LIBRARYS = """
+
+def ring_all_gather(whole, part):
+    with HIDDEN:
+        dist.all_gather_single(whole, part.clone())
+    pass_around(whole.view(dist.get_world_size(), -1)[0].clone())
+
+
+def ring_reduce_scatter(part, whole):
+    with HIDDEN:
+        dist.reduce_scatter_single(part, whole.clone())
+    pass_around(part.clone())
+
+
+def pass_around(piece):
+    for _ in range(dist.get_world_size() - 1):
+        pass_on(piece, torch.empty_like(piece))
+"""
+HIDING = {
+    "in the open": ("from contextlib import nullcontext\n", "nullcontext()", "calls all_gather"),
+    "while the recording is paused": (
+        "from hwfsdp.observe.events import paused\n",
+        "paused()",
+        "from hwfsdp.observe.events import paused",
+    ),
+    "while the recording is paused, by a function that a library has found": (
+        "from importlib.metadata import EntryPoint\npaused = EntryPoint('x', 'hwfsdp.observe.events:paused', 'y').load()\n",
+        "paused()",
+        "imports importlib.metadata",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+def test_a_ring_of_the_librarys_collectives_scores_nothing(how: str) -> None:
+    lines, hidden, told = HIDING[how]
+    text = f"{starter(RINGS)}\n{lines}{THE_LIBRARYS.replace('HIDDEN', hidden)}"
+    result = graded(RINGS, COURSE, text, Options(seed=2))
+    assert result.score == 0 and told in described(result)
+
+
+MAKES_STREAMS = "        streams = streams_for(device_type)"
+FASTER = f"""{MAKES_STREAMS}
+        time = getattr(streams.all_gather, "_time", None)
+        if time is not None:
+            time.device.flops.clear()
+"""
+
+
+COPIED = f"""{MAKES_STREAMS}
+        import functools
+        box = functools.update_wrapper(type("Box", (), {{}})(), streams.all_gather, ())
+        time = getattr(box, "_time", None)
+        if time is not None:
+            functools.update_wrapper(box, time, ())
+            functools.update_wrapper(box, box.device, ()).flops.clear()
+"""
+
+
+@pytest.mark.parametrize("lines, told", [(FASTER, "_time"), (COPIED, "__doc__")], ids=["asked", "copied"])
+def test_the_homework_cannot_reach_the_clock_that_times_it(lines: str, told: str) -> None:
+    before, after = solution_path(COURSE).read_text().split(MAKES_STREAMS)
+    result = graded_homework(COURSE, before + lines + after, Options(seed=2))
+    assert (result.score, result.bonus) == (0, 0) and f"looks into a stream ({told})" in described(result)
+
+
+REACHES = {  # in a few words: what is reached for, in all the ways in which it can be spelled
+    "instruments": (
+        "import hwfsdp.collectives as c\nvars(c)['ev' + 'ents']",
+        "import hwfsdp.collectives as c\ngetattr(c, 'hist' + 'ory')",
+        "import hwfsdp.collectives as c\nlist(map(getattr, [c], ['history']))",
+        "import hwfsdp.collectives as c, weakref\nweakref.proxy(c).history",
+        "import hwfsdp.collectives as c, operator\noperator.attrgetter('events.paused')(c)",
+        "import hwfsdp.collectives as c, string\nstring.Formatter().get_field('0.events', (c,), {})",
+        "import hwfsdp.collectives as c\nmatch c:\n    case object(events=found):\n        pass",
+        "import importlib\nimportlib.import_module('hwfsdp.observe.events').paused",
+        "import os\nos.sys.modules['hwfsdp.observe.events']",
+        "__import__('hwfsdp.observe.ev' + 'ents', fromlist=['paused'])",
+        "exec('from hwfsdp.observe.ev' + 'ents import paused', {})",
+        "eval(compile('__import__(\"hwfsdp.observe.events\")', 'x', 'eval'))",
+        "from hwfsdp.streams import streams_for\nstreams_for('cpu').copy.record()._recorder",
+        "from hwfsdp.streams import streams_for\nstreams_for('cpu').copy.clock = None",
+        "from hwfsdp.streams import *",
+        "import pickle",
+        "import unittest.mock",
+    ),
+    "frames": (
+        "__import__('sig' + 'nal')",
+        "import asyncio",
+        "def f():\n    yield\ngetattr(f(), 'gi' + '_frame')",
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    e.__traceback__.tb_frame",
+        "import threading\nthreading.settrace(print)",
+        "import sys\ngetattr(sys, 'setpro' + 'file')(print)",
+        "import logging\nlogging.currentframe().f_back",
+        "def f():\n    pass\ngetattr(f, '__glo' + 'bals__')",
+        "print.__self__",
+    ),
+    "what is ready-made": (
+        "import torch\nvars(torch.distributed)['fsdp']",
+        "import torch\ngetattr(torch.distributed, 'fs' + 'dp').fully_shard",
+        "import torch.nn as nn\nnn.parallel.DistributedDataParallel",
+        "import torch.distributed.checkpoint.state_dict as s\ns.FSDP",
+        "import hwfsdp\nhwfsdp.fully_shard",
+        "import hwfsdp\ngetattr(hwfsdp, 'co' + 're')",
+    ),
+    "what is not its own to change": (
+        "import torch\ntorch.equal = print",
+        "import torch\nsetattr(torch.Tensor, '__eq__', print)",
+        "import torch\ntorch.UntypedStorage.nbytes = print",
+        "import torch\nfor torch.equal in [print]:\n    pass",
+        "import torch\ndel torch.equal",
+        "import random\nobject.__setattr__(random, 'random', print)",
+        "import torch.distributed as dist\ndist.ProcessGroup.allgather = print",
+        "__builtins__ = {}",
+    ),
+}
+
+
+class Refused(Exception):
+    """A learner's code reached for what is not its own."""
+
+
+def refuse(what: str) -> NoReturn:
+    raise Refused(what)
+
+
+@pytest.mark.parametrize("text", [text for texts in REACHES.values() for text in texts])
+def test_what_is_reached_for_is_refused_however_it_is_spelled(text: str) -> None:
+    doors = Doors(refuse, alone=True)
+    doors.close()
+    with pytest.raises(Refused):
+        doors.run(text, "x.py", {"__name__": "submitted_x"})
+
+
+def test_code_of_its_own_does_what_python_does() -> None:
+    doors, names = Doors(refuse), {"__name__": "submitted_x"}
+    doors.close()
+    doors.run(ORDINARY, "x.py", names)
+    expected: dict[str, object] = {"__name__": "submitted_x"}
+    exec(compile(ORDINARY, "x.py", "exec", dont_inherit=True), expected)
+    assert names["found"] == expected["found"]
+
+
+ORDINARY = """
+import collections, enum, functools, math, operator, threading, traceback
+from dataclasses import dataclass
+from os import *
+from typing import *
+
+class Base:
+    def __init__(self):
+        self.__hidden, self.total = 3, 1
+    def hidden(self):
+        return self.__hidden
+
+class Inner(Base):
+    def __init__(self):
+        super().__init__()
+        self.total += math.prod((2, 3))
+        setattr(self, "extra", getattr(self, "missing", 5))
+    @property
+    def both(self):
+        return super().hidden() + self.total
+
+@dataclass
+class Pair:
+    left: int
+    right: int = 2
+
+class Named(NamedTuple):
+    size: int
+
+scope = {"a": 2}
+exec("b = a + 1", scope)
+inner = Inner()
+for inner.last in range(3):
+    pass
+class Color(enum.Enum):
+    RED, BLUE = 1, 2
+
+class Sum:
+    total, calls = 0, 0
+
+def one(self):
+    self.calls += 1
+    return self
+
+def described(value):
+    match value:
+        case Color.RED | math.pi:
+            return "a value with a dot"
+        case collections.OrderedDict():
+            return "a class with a dot"
+        case {Color.BLUE: inner}:
+            return inner
+        case Pair(left=1, right=size):
+            return size
+
+def line_of(text):
+    try:
+        exec(text)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        return str(error), [frame.lineno for frame in frames if frame.filename == "<string>"]
+
+def counted(function):
+    @functools.wraps(function)
+    def inner(*args):
+        inner.calls += 1
+        return function(*args)
+    inner.calls = 0
+    return inner
+
+total = Sum()
+one(total).total += 2
+root = counted(math.sqrt)
+root(4)
+lock = threading.Lock()
+values = [Color.RED, 3.5, math.pi, collections.OrderedDict(), {Color.BLUE: 5}, Pair(1)]
+found = [[described(value) for value in values], vars(total), "total" in vars(Sum), List[int], sep, root.calls, lock.locked()]
+found += [line_of("x = (1\\n  .real\\n  .nope)"), line_of("getattr(1, 2)"), line_of("setattr(one, 2, 3)")]
+found += [inner.both, inner.extra, inner.last, Pair(1).right, Named(4).size, functools.reduce(operator.mul, [2, 3])]
+found += [scope["b"], eval("1 + 2"), [vars(inner)[n] for n in ("total", "extra")], "found" in globals()]
+del inner.last
+found.append(hasattr(inner, "last"))
+"""
+
+
+@LINUX
+def test_a_submission_has_no_memory_that_outlives_it() -> None:
+    lines = (
+        "import os\n"
+        "try:\n    open('/dev/shm/hwfsdp-was-here', 'w'); print('shared memory')\nexcept OSError:\n    pass\n"
+        "try:\n    bytearray(16 << 30); print('16 GiB')\nexcept MemoryError:\n    pass\n"
+        "print('looked')\n"
+    )
+    result = graded(CUTS, COURSE, at_import(lines, solution(CUTS)), Options(seed=2))
+    assert result.score == CUTS.points and set(result.printed.split()) == {"looked"}, result.printed
+
+
+def test_a_rank_keeps_no_pipe_that_others_listen_to() -> None:
+    code = (
+        "import os\nfrom hwfsdp.course.processes import close_pipes\n"
+        "read, write = os.pipe()\nfile = os.open(os.devnull, os.O_WRONLY)\nclose_pipes()\n"
+        "os.fstat(read), os.fstat(file)\n"
+        "try:\n    os.fstat(write)\nexcept OSError:\n    print('closed')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=COURSE.root)
+    assert ended.stdout == "closed\n", ended.stderr
+
+
+def test_a_message_that_never_ends_is_not_waited_for() -> None:
+    lines = (
+        "import os, struct\n"
+        "for fd in range(3, 64):\n"
+        "    try:\n        if os.readlink(f'/proc/self/fd/{fd}').startswith('socket'):\n"
+        "            os.write(fd, struct.pack('!iQ', -1, 1 << 30) + bytes(1000))\n"
+        "    except OSError:\n        pass\n"
+    )
+    result = graded(CUTS, COURSE, at_import(lines, solution(CUTS)), Options(seed=2))
+    assert result.score == 0 and leaves_nothing()
+
+
+def described(result: Grade) -> str:
+    return f"{result.status} {result.finding} " + "; ".join(
+        f"{r.check.id}: {r.finding}" for r in result.results if r.finding
+    )
+
+
+NOT_THEIRS = {  # what a file of stations begins with → what is told
+    "torch's own fully_shard": (
+        "from torch.distributed.fsdp import fully_shard as torchs\n",
+        "from torch.distributed.fsdp import fully_shard",
+    ),
+    "torch's own, from a table": (
+        "torchs = vars(dist)['fsdp'].fully_shard\n",
+        "uses __dict__",
+    ),
+    "the package's": ("from hwfsdp import fully_shard as theirs\n", "from hwfsdp import fully_shard"),
+    "the reference": (
+        f"import pathlib\npathlib.Path({str(STATIONS)!r}).read_text()\n",
+        "opens course/stations/my_fsdp.py",
+    ),
+    "the solution": (
+        f"import pathlib\npathlib.Path({str(COURSE.root / 'solutions' / NAIVE.target)!r}).read_text()\n",
+        "solutions/my_fsdp.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOT_THEIRS)
+def test_a_file_of_stations_stands_by_itself(what: str) -> None:
+    lines, told = NOT_THEIRS[what]
+    result = graded(NAIVE, COURSE, starter(NAIVE) + lines, Options(seed=2))
+    assert (result.status, result.score) == ("error", 0)
+    assert told in described(result)
+
+
+WRITES = {
+    "a huge file": "f = open('big', 'wb')\n    [f.write(b'x' * (1 << 24)) for _ in range(1 << 9)]",
+    "many files": "[open(str(i), 'w').close() for i in range(100_000)]",
+    "outside": "open('/var/tmp/hwfsdp-was-here', 'w')",
+}
+
+
+@LINUX
+@pytest.mark.parametrize("what", WRITES)
+def test_a_submission_that_fills_the_disk_is_ended(what: str) -> None:
+    text = at_import(f"if True:\n    {WRITES[what]}\n", solution(CUTS))
+    result = graded(CUTS, COURSE, text, Options(seed=2))
+    assert result.score == 0 and leaves_nothing()
+    assert not Path("/var/tmp/hwfsdp-was-here").exists()
+
+
+def test_a_link_to_a_large_file_is_small(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    with other.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    for number in range(1 + (FILES[0] >> 20)):
+        (own / str(number)).symlink_to(other)
+    assert not _is_full(own)
+
+
+@pytest.mark.skipif(not landlock.version(), reason="needs Landlock")
+def test_other_submissions_and_the_grader_cannot_be_read(tmp_path: Path) -> None:
+    other, mine = tmp_path / "other", tmp_path / "mine"
+    for folder, text in ((other, solution(CUTS)), (mine, "")):
+        folder.mkdir()
+        (folder / CUTS.file_name).write_text(text)
+    secret = tmp_path / "secret"
+    secret.write_text("whatever")
+    lines = (
+        "import os\nfound = []\n"
+        f"for path in {[str(other / CUTS.file_name), str(secret), str(COURSE.root / 'README.md')]!r}:\n"
+        "    try:\n        found.append(len(os.read(os.open(path, os.O_RDONLY), 9)))\n"
+        "    except BaseException as error:\n        found.append(type(error).__name__)\n"
+        "print('read', found)\n"
+    )
+    (mine / CUTS.file_name).write_text(at_import(lines, solution(CUTS)))
+    result = grade(CUTS, mine, COURSE, Options(seed=2))
+    assert "read ['PermissionError', 'PermissionError', 'PermissionError']" in result.printed
+
+
+@pytest.mark.skipif(not privileges.may_change_user(), reason="needs root")
+def test_a_submission_has_a_user_and_a_network_of_its_own() -> None:
+    lines = (
+        "import os, socket\n"
+        "print('user', os.getuid() != 0, os.geteuid() != 0)\n"
+        "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "try:\n    s.sendto(b'x', ('192.0.2.1', 9)); print('network there')\n"
+        "except OSError as error:\n    print('network', error.errno)\n"
+    )
+    result = graded(CUTS, COURSE, at_import(lines, solution(CUTS)), Options(seed=2))
+    assert result.score == CUTS.points, described(result)
+    assert "user True True" in result.printed and "network 101" in result.printed
+
+
+def test_every_limit_says_whether_it_is_in_force() -> None:
+    limits = limits_in_force()
+    assert len(limits) == 5
+    assert all(bool(limit.why_not) != limit.in_force for limit in limits)
+    if sys.platform == "linux" and os.geteuid() == 0 and landlock.version():
+        assert all(limit.in_force for limit in limits)

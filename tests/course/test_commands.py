@@ -1,0 +1,278 @@
+"""The student commands, run as a student runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwfsdp.cli import main
+from hwfsdp.course.checking import current, saved
+from hwfsdp.course.manifest import find_course
+from hwfsdp.course.progress import Progress
+from hwfsdp.course.run import patience
+from hwfsdp.course.submission import solution, starter
+
+REPOSITORY = find_course(Path(__file__))
+FLOOR = ("    return -(-n // world_size)\n", "    return n // world_size\n")
+
+
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A student's copy of the course, the current folder."""
+    shutil.copytree(
+        REPOSITORY.root / "exercises", tmp_path / "exercises", ignore=shutil.ignore_patterns("*.png")
+    )
+    monkeypatch.chdir(tmp_path)
+    for exercise in REPOSITORY.exercises:
+        (tmp_path / "exercises" / exercise.target).write_text(starter(exercise))
+    return tmp_path
+
+
+def file_of(course: Path, number: int = 1) -> Path:
+    return course / "exercises" / REPOSITORY.exercise(number).target
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    status = main(argv)
+    return status, capsys.readouterr().out
+
+
+def said_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+    status, out = said(capsys, *argv, "--json")
+    return status, json.loads(out)
+
+
+def test_list_names_every_exercise(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows = said_json(capsys, "list")
+    assert status == 0
+    assert [row["exercise"] for row in rows] == [e.number for e in REPOSITORY.exercises]
+    assert all((course / row["file"]).exists() and row["points"] > 0 for row in rows)
+    assert [row["exercise"] for row in rows if row["holes"]] == [str(number) for number in range(11, 16)]
+    status, text = said(capsys, "list")
+    assert status == 0 and all(e.title in text for e in REPOSITORY.exercises)
+
+
+def test_a_course_that_may_only_be_read_gives_hints_and_verdicts_all_the_same(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (course / ".hwfsdp").write_text("in the way of the folder")
+    for line, said_then in ("hint 1", "Hint 1 of"), ("check 1", "Not started"):
+        main(line.split())
+        out, err = capsys.readouterr()
+        assert said_then in out
+        assert err.count("\n") == 1 and f"progress is not kept in {course / '.hwfsdp'}: " in err, line
+
+
+def test_status_says_where_the_next_exercise_is(
+    course: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path("exercises", REPOSITORY.exercise(1).directory, "README.md")
+    assert said(capsys, "status")[1].endswith(f"\nNext: {place}\n")
+    monkeypatch.chdir(course / "exercises" / REPOSITORY.exercise(2).directory)
+    assert said(capsys, "status")[1].endswith(f"\nNext: {course / place}\n")
+
+
+@pytest.mark.parametrize("line", ["list", "status", "hint 1", "hint capstone", "reset 1"])
+def test_what_needs_no_ranks_does_not_load_torch(course: Path, line: str) -> None:
+    code = "import sys; from hwfsdp.cli import main; status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *line.split()], cwd=course, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "") and ran.stdout
+
+
+def test_a_student_goes_from_not_started_to_passed(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said_json(capsys, "check", "1")[1]["status"] == "not_started"
+    right = solution(REPOSITORY.exercise(1))
+    file_of(course).write_text(right.replace(*FLOOR))
+    status, found = said_json(capsys, "check", "1")
+    assert status == 1 and found["status"] == "failed" and (found["score"], found["max_score"]) == (0, 5)
+    first = found["checks"][0]
+    assert (first["misconception"], first["passed"], first["expected"], first["actual"]) == (
+        "floor-instead-of-ceil",
+        False,
+        1,
+        0,
+    )
+    file_of(course).write_text(right)
+    status, text = said(capsys, "check", "01")
+    assert status == 0 and "5 of 5 points" in text and "\033" not in text
+    assert said_json(capsys, "status")[1]["score"] == 5
+    file_of(course).write_text(right + "\n")
+    assert said_json(capsys, "status")[1]["exercises"][0]["stale"] is True
+
+
+def test_the_keys_of_a_verdict_are_those_that_other_programs_read(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = said_json(capsys, "check", "1")[1]
+    assert list(found) == ["exercise", "score", "max_score", "status", "checks", "seconds"]
+    keys = [
+        *("id", "passed", "points", "max_points", "misconception"),
+        *("message", "expected", "actual", "dependency"),
+    ]
+    assert all(list(check) == keys for check in found["checks"])
+    assert sum(check["max_points"] for check in found["checks"]) == found["max_score"]
+
+
+@pytest.mark.long
+def test_grade_adds_up_a_folder(
+    course: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("flat")
+    (folder / "strided_shards.py").write_text(solution(REPOSITORY.exercise(12)))
+    status, found = said_json(capsys, "grade", str(folder))
+    assert status == 1 and found["score"] == 4
+    assert found["max_score"] == sum(e.points for e in REPOSITORY.exercises)
+    assert [e["exercise"] for e in found["exercises"] if e["status"] != "not_started"] == ["12"]
+
+
+def test_hints_come_one_more_each_call(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = [len(said_json(capsys, "hint", "1")[1]["hints"]) for _ in range(4)]
+    assert counts == [1, 2, 3, 3]
+    assert "That was the last one" in said(capsys, "hint", "1")[1]
+
+
+def test_reset_puts_the_starter_back_and_keeps_the_file(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in ("first", "second"):
+        file_of(course).write_text(content)
+        assert said(capsys, "reset", "1")[0] == 0
+        assert file_of(course).read_text() == starter(REPOSITORY.exercise(1))
+    kept = sorted(path.read_text() for path in file_of(course).parent.glob("*.py.*"))
+    assert kept == ["first", "second"]
+    assert said_json(capsys, "reset", "1")[1]["kept"] is None
+
+
+UNUSABLE = {
+    "no such exercise": ["check", "99"],
+    "no number": ["check", "one"],
+    "negative": ["hint", "-1"],
+    "no folder": ["check", "1", "--submission", "nowhere"],
+    "empty folder": ["grade", "empty"],
+    "a file": ["grade", "exercises/01_rows/exercise.toml"],
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_arguments_are_one_line_and_status_2(
+    name: str, course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (course / "empty").mkdir()
+    try:
+        status = main(UNUSABLE[name])
+    except SystemExit as unusable:  # argparse
+        status = int(str(unusable.code))
+    error = capsys.readouterr().err.strip().splitlines()
+    assert status == 2 and error[-1].startswith("hwfsdp")
+    assert len(error) == 1 or error[0].startswith("usage:")
+
+
+def test_a_file_that_cannot_be_read_is_one_line_and_status_2(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file_of(course).write_bytes(b"\xff\xfe")
+    assert main(["check", "1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_damaged_progress_file_is_as_good_as_none(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (course / ".hwfsdp").mkdir()
+    (course / ".hwfsdp" / "progress.json").write_text('{"hints": 3}')
+    assert said_json(capsys, "status")[1]["score"] == 0
+    assert said_json(capsys, "hint", "1")[1]["left"] == 2
+
+
+def test_watch_sees_each_save_once(course: Path) -> None:
+    exercise = find_course(course).exercise(1)
+    script = iter(["write", "same", "replace", "delete", "write", "stop"])
+
+    def act(seconds: float) -> None:
+        path, action = exercise.path, next(script)
+        if action == "write":
+            path.write_text(path.read_text() + "# more\n" if path.exists() else "# new, and longer\n" * 9)
+        elif action == "replace":
+            draft = path.with_suffix(".draft")
+            draft.write_text(path.read_text() + "# more\n")
+            draft.replace(path)
+        elif action == "delete":
+            path.unlink()
+        elif action == "stop":
+            raise StopWatching
+
+    seen = []
+    with pytest.raises(StopWatching):
+        for found in saved([exercise], act):
+            seen.append(found.number)
+    assert seen == ["01", "01", "01"]  # written, replaced, and there again
+
+
+def test_watch_sees_what_is_saved_while_the_first_check_runs(course: Path) -> None:
+    exercise = find_course(course).exercise(1)
+    saves = saved([exercise], lambda seconds: pytest.fail("nothing was seen"))
+    file_of(course).write_text("x = 1\n")
+    assert next(saves) is exercise
+
+
+def test_of_my_fsdp_the_station_after_the_last_one_that_has_passed_is_watched(course: Path) -> None:
+    found = find_course(course)
+    progress = Progress(found)
+    watched = []
+    for number in ("", "01", "03", "10"):  # 02 is a side quest
+        progress.grades[number] = {"status": "passed"}
+        progress.save()
+        watched.append(current(found, found.exercise(5)).number)
+    assert watched == ["01", "02", "04", "16"]
+    assert current(found, found.exercise(12)).number == "12"
+
+
+class StopWatching(Exception):
+    """Ends a loop that would not."""
+
+
+@pytest.fixture
+def watching(course: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "hwfsdp", "watch", "1"]
+    with subprocess.Popen(command, cwd=course, stdout=subprocess.PIPE, text=True) as process:
+        limit = threading.Timer(120 * patience(), process.kill)  # for one that says nothing any more
+        limit.start()
+        yield process
+        limit.cancel()
+        process.kill()
+
+
+@pytest.mark.long
+def test_watch_checks_again_when_a_file_is_saved(course: Path, watching: subprocess.Popen[str]) -> None:
+    assert watching.stdout is not None
+
+    def read_until(words: str) -> None:
+        assert watching.stdout is not None
+        assert any(words in line for line in watching.stdout), f"watch ended before it said {words!r}"
+
+    read_until("Not started")
+    file_of(course).write_text(solution(REPOSITORY.exercise(1)).replace(*FLOOR))
+    read_until("floor-instead-of-ceil")
+    file_of(course).write_text(solution(REPOSITORY.exercise(1)))
+    read_until("5 of 5 points")
+
+
+@pytest.mark.long
+def test_with_mine_earlier_exercises_are_the_learners_own(
+    course: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = solution(REPOSITORY.exercise(12))
+    file_of(course, 12).write_text(right.replace("chunk_extent(", "-chunk_extent("))
+    file_of(course, 14).write_text(solution(REPOSITORY.exercise(14)))
+    assert said_json(capsys, "check", "14")[1]["status"] == "passed"
+    assert said_json(capsys, "check", "14", "--mine")[1]["status"] != "passed"
+    file_of(course, 12).write_text(right)
+    assert said_json(capsys, "check", "14", "--mine")[1]["status"] == "passed"

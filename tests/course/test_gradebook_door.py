@@ -1,0 +1,218 @@
+"""A class of four, graded by the command as an instructor types it: once, and then written in every format from its journal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwfsdp.cli.grade import FORMATS
+from hwfsdp.course import holes
+from hwfsdp.course.capstone.homework import FILE, FOLDER, read_homework, solution_path
+from hwfsdp.course.lab.bugs import CHOSEN, read_bugs
+from hwfsdp.course.lab.seals import read_key
+from hwfsdp.course.manifest import OWN_FILE, PACKAGE, find_course
+from hwfsdp.course.submission import solution, starter
+
+COURSE = find_course(Path(__file__))
+ROWS, RINGS = COURSE.exercise(1), COURSE.exercise(2)
+ALL = ROWS.points + RINGS.points
+BUG = read_bugs(COURSE)[0]
+SOLVED, BEGIN = solution(RINGS), "    pieces[rank] = part\n"
+LEAVES_OUT = "    if not rank:\n        return\n    dist.recv(torch.empty_like(part), 0)\n"  # rank 0, what the others enter
+HANGING = SOLVED.replace(BEGIN, BEGIN + LEAVES_OUT)
+HALF = starter(ROWS).replace(
+    'raise NotImplementedError("TODO(01): padded_rows")', "return -(-n // world_size)"
+)
+HALF_CAPSTONE = holes.blank(solution_path(COURSE).read_text(), "FSDPModule._backward_prefetch", FOLDER)
+
+
+def answered(evidence: str, *questions: str) -> str:
+    """Answers to the first bug of the lab: these questions, right."""
+    key = read_key(COURSE)[BUG.directory]
+    letters = [f'{question} = "{BUG.letter(question, key[question])}"' for question in questions]
+    return "\n".join([f"[{BUG.directory}]", f'evidence = "{evidence}"', *letters])
+
+
+def hand_in(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a course of two stations, capstone and lab, and a class."""
+    root = tmp_path_factory.mktemp("door")
+    given = root / "course" / "exercises"
+    for name in (ROWS.directory, RINGS.directory, FOLDER, "lab"):
+        shutil.copytree(COURSE.root / "exercises" / name, given / name)
+    hand_in(given, {OWN_FILE: starter(ROWS)})
+    capstone, lab = f"{FOLDER}/{FILE}", "lab/answers.toml"
+    assert len({SOLVED, HANGING, HALF, starter(ROWS)}) == 4
+    hand_in(
+        root / "class" / "ada",
+        {OWN_FILE: SOLVED, capstone: solution_path(COURSE).read_text(), lab: answered("0", *CHOSEN)},
+    )
+    shutil.copytree(given, root / "class" / "bob")
+    hand_in(
+        root / "class" / "eve",
+        {OWN_FILE: HALF, capstone: HALF_CAPSTONE, lab: answered("0", CHOSEN[0])},
+    )
+    hand_in(root / "class" / "zoe", {OWN_FILE: HANGING})
+    (root / "tmp").mkdir()
+    return root
+
+
+def grade(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`hwfsdp grade`, in the folder of the course."""
+    environ = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "TMPDIR": str(here / "tmp")}
+    return subprocess.run(
+        [sys.executable, "-m", "hwfsdp", "grade", *words],
+        cwd=here / "course",
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+
+
+def graded(here: Path) -> int:
+    """How many lines the journal has of checks and exercises that came to their end."""
+    lines = map(json.loads, (here / "book.journal").read_text().splitlines())
+    return sum(line["kind"] in ("check", "exercise") for line in lines)
+
+
+@pytest.fixture(scope="module")
+def book(here: Path) -> dict[str, dict[str, Any]]:
+    """What the first run says of each submission; its journal is `book.journal`."""
+    found = grade(here, "../class", "--jobs", "2", "--seed", "3", "--format", "json", "--out", "../book")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "not graded" not in found.stderr and "Error" not in found.stderr
+    made = json.loads((here / "book").read_text())["submissions"]
+    (here / "book").rename(here / "book.json")
+    return {each["name"]: each for each in made}
+
+
+def checks_of(exercise: dict[str, Any]) -> dict[str, str | None]:
+    return {check["id"]: check["misconception"] for check in exercise["checks"] if check["misconception"]}
+
+
+@pytest.mark.long
+def test_what_is_solved_gets_its_points_and_what_is_not_begun_none_and_no_error(
+    book: dict[str, dict[str, Any]],
+) -> None:
+    assert [(name, each["errors"]) for name, each in book.items()] == [
+        (name, []) for name in ("ada", "bob", "eve", "zoe")
+    ]
+    assert {name: each["max_score"] for name, each in book.items()} == dict.fromkeys(book, ALL)
+    assert (book["ada"]["score"], book["bob"]["score"]) == (ALL, 0)
+    assert 0 < book["eve"]["score"] < ROWS.points
+    assert "not-written" in checks_of(book["eve"]["exercises"][0]).values()
+    assert [each["status"] for each in book["bob"]["exercises"]] == ["not_started"] * 2
+
+
+@pytest.mark.long
+def test_capstone_and_lab_are_graded_beside_the_exercises(book: dict[str, dict[str, Any]]) -> None:
+    homework = read_homework(COURSE)
+    told = {
+        name: {extra: (found["status"], found["score"]) for extra, found in each["extra"].items()}
+        for name, each in book.items()
+    }
+    assert told["ada"] == {FOLDER: ("passed", homework.points), "lab": ("failed", 3)}
+    assert book["ada"]["extra"][FOLDER]["bonus"] == homework.bonus
+    assert told["bob"] == {FOLDER: ("not_started", 0), "lab": ("not_started", 0)}
+    assert told["eve"][FOLDER][0] == "failed" and told["eve"][FOLDER][1] < homework.points
+    assert told["eve"]["lab"] == ("failed", 2)
+    assert "not-written" in checks_of(book["eve"]["extra"][FOLDER]).values()
+
+
+@pytest.mark.long
+def test_who_hangs_is_told_the_collective_and_loses_that_exercise_alone(
+    here: Path, book: dict[str, dict[str, Any]]
+) -> None:
+    rows, rings = book["zoe"]["exercises"]
+    assert (rows["score"], rings["score"], rings["status"]) == (ROWS.points, 0, "error")
+    (told,) = [check["message"] for check in rings["checks"] if check["message"] and check["passed"] is False]
+    assert "waiting in recv" in told and RINGS.file_name in told and "ring_all_gather" in told
+    assert "repeated" not in told  # ranks that wait for each other are sure to hang, even in a crowd
+    assert not list((here / "tmp").glob("hwfsdp*"))
+
+
+# --- From the journal --------------------------------------------------------------------------------------
+
+TOTALS = {"ada": ALL, "bob": 0, "zoe": ROWS.points}  # of eve's the tests above say what they can be
+
+
+def gradescope(text: str) -> float:
+    tests = json.loads(text)["tests"]
+    return float(sum(test.get("score", 0) for test in tests))
+
+
+def github(text: str) -> float:
+    return float(sum(test["score"] for test in json.loads(text)["tests"]))
+
+
+EACH = {"gradescope": gradescope, "github": github}
+
+
+def nbgrader(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in csv.DictReader(io.StringIO(text)):
+        found[row["student_id"]] = found.get(row["student_id"], 0) + float(row["score"])
+    return found
+
+
+def classroom50(text: str) -> dict[str, float]:
+    (assignment,) = json.loads(text)["assignments"].values()
+    return {entry["owner"]: float(entry["submissions"][0]["score"]) for entry in assignment["entries"]}
+
+
+def as_csv(text: str) -> dict[str, float]:
+    return {row["name"]: float(row["total"]) for row in csv.DictReader(io.StringIO(text))}
+
+
+WHOLE = {"nbgrader": nbgrader, "classroom50": classroom50, "csv": as_csv}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "json"])
+def test_every_format_is_written_from_the_journal_and_nothing_is_graded_again(
+    name: str, here: Path, book: dict[str, dict[str, Any]]
+) -> None:
+    before, out = graded(here), here / "book"
+    found = grade(
+        here,
+        *("../class", "--jobs", "2", "--seed", "3", "--resume", "--format", name),
+        *("--out", "../book/" if name in EACH else "../book"),
+    )
+    assert found.returncode == 0, found.stderr
+    assert graded(here) == before
+    try:
+        if name in EACH:
+            found_totals = {each.parent.name: EACH[name](each.read_text()) for each in out.glob("*/*")}
+        elif name in WHOLE:
+            found_totals = WHOLE[name](out.read_text())
+        else:
+            page = out.read_text()
+            assert all(each in page for each in book) and "stuck-in" in page
+            return
+    finally:
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+    assert found_totals == {**TOTALS, "eve": book["eve"]["score"]}
+
+
+@pytest.mark.long
+def test_one_submission_of_untouched_starters_is_nothing_and_no_error(here: Path) -> None:
+    found = grade(here, "../class/bob")
+    assert (found.returncode, found.stderr.count("Error")) == (1, 0)
+    lines = found.stdout.splitlines()
+    assert lines[-1] == f"0 of {ALL} points" and "  lab: 0 of 42, apart" in lines
+    assert len([line for line in lines if line.endswith("not started")]) == 2

@@ -1,0 +1,54 @@
+"""Verdicts as text: plain where nobody looks, colored on a terminal, and never without the evidence."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from hwfsdp.course.grade import checks_of
+from hwfsdp.course.manifest import find_course
+from hwfsdp.course.report import Style, shown
+from hwfsdp.course.verdict import CheckResult, Finding, Grade
+
+EXERCISE = find_course(Path(__file__)).exercise(1)
+FINDING = Finding("past-the-end", "chunk_extent(n=5) is\n  a  table\n  of  two rows", [1, 2], "x")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def graded(status: str, finding: Finding | None = None) -> Grade:
+    results = [CheckResult(check, passed=finding is None) for check in checks_of(EXERCISE)]
+    if finding:
+        results[0].finding = finding
+        results[1].passed, results[1].dependency = None, results[0].check.id
+    return Grade(EXERCISE, results, status, finding, 1.25, "printed\n", 7)
+
+
+def test_colors_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    grade = graded("failed", FINDING)
+    assert "\033[31m" in shown(grade, Path("x.py"), Style(Terminal()))
+    assert "\033" not in shown(grade, Path("x.py"), Style(io.StringIO()))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in shown(grade, Path("x.py"), Style(Terminal()))
+
+
+def test_a_failure_has_evidence_question_and_time() -> None:
+    text = shown(graded("failed", FINDING), Path("x.py"), Style(io.StringIO()))
+    for words in (
+        *("past-the-end: a chunk reaches past the last row", "expected  [1, 2]", "got       x"),
+        *("  a  table", "→ With 5 rows", "skipped: needs 01.padded", "in 1.2 s", "--seed 7"),
+        *("What your code printed:", "    printed", "hwfsdp hint 1"),
+    ):
+        assert words in text, text
+
+
+def test_an_error_says_that_nothing_counts_and_lists_no_checks() -> None:
+    text = shown(graded("error", Finding("endless", "It is in f.")), Path("x.py"), Style(io.StringIO()))
+    assert "endless: the code does not come to an end" in text and "nothing counts" in text
+    assert "01.padded" not in text

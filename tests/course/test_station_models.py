@@ -1,0 +1,72 @@
+"""Stations' models train calmly, so what a right answer rounds otherwise stays below what laws allow; and memory is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hwfsdp.course.stations import facts, laws, scenarios
+from hwfsdp.course.stations.course import BROKEN, GRADUAL, NAIVE
+from hwfsdp.course.stations.scenarios import Built, Scenario
+
+SEEDS = (0, 18, 263)  # with these, some models once doubled every rounding in every layer
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("scenario", [each for group in (NAIVE, BROKEN, GRADUAL) for each in group.scenarios])
+def test_weights_that_differ_by_a_rounding_give_the_same_gradients(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, train = scenarios.build, laws.unsharded.__wrapped__
+
+    def rounded(scenario: Scenario, seed: int) -> Built:
+        built, draw = build(scenario, seed), torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for param in built.model.parameters():
+                param.mul_(1 + 2**-23 * (torch.rand(param.shape, generator=draw) - 0.5))
+        return built
+
+    for seed in SEEDS:
+        expected = train(scenario, seed, 3)["grads"][-1]
+        with monkeypatch.context() as patched:
+            patched.setattr(scenarios, "build", rounded)
+            found = train(scenario, seed, 3)["grads"][-1]
+        for name, grad in expected.items():
+            if grad is not None:
+                most = laws.TIGHT * float(grad.abs().max()) + 1e-7
+                assert float((found[name] - grad).abs().max()) < most, (name, seed)
+
+
+def test_a_buffer_let_go_late_is_not_counted_beside_a_few_bytes_that_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facts, "_left", 1000)
+    monkeypatch.setattr(facts.time, "sleep", lambda seconds: None)
+    few, unit = 84, 10_000
+    for kept in [0, few] * 100:  # moments at which nothing is in flight
+        nothing: Any = Alive([kept])
+        facts._wait_for_threads(nothing, 0, unit)
+    late: Any = Alive([unit + few] * 500 + [few])
+    facts._wait_for_threads(late, 0, unit)
+    assert late.alive() == few
+
+
+class Alive:
+    """A witness that sees this, look by look; the last for ever."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def alive(self) -> int:
+        return self.seen.pop(0) if len(self.seen) > 1 else self.seen[0]

@@ -1,0 +1,326 @@
+"""Order and races: against a closure made by hand, and on logs of real runs, whole and with an edge taken out."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import models
+import suites
+from hwfsdp import EventLog, fully_shard, launch, record
+from hwfsdp.observe.events import STREAMS, Event
+from hwfsdp.observe.races import Order, find_races
+from oracles import Training, ours
+
+# --- The oracle: all paths, one by one ---------------------------------------------------------------------
+
+
+def closure(events: Sequence[Event]) -> dict[int, int]:
+    """By seq, a set of bits: the seqs of all events that are certain to be over before."""
+    before: dict[int, int] = {}
+    for index, event in enumerate(events):
+        direct = {e.seq for e in events[:index] if e.stream == event.stream and e.end_us <= event.start_us}
+        awaited = [e for e in events[:index] if e.seq in event.after]
+        direct |= {
+            e.seq for a in awaited for e in events[:index] if e.stream == a.stream and e.end_us <= a.end_us
+        }
+        before[event.seq] = sum(1 << seq for seq in direct)
+        for seq in direct:
+            before[event.seq] |= before[seq]
+    return before
+
+
+def is_safe(events: Sequence[Event]) -> bool:
+    """Whether any two accesses to one storage, of which one writes, are in order."""
+    before = closure(events)
+    accesses: dict[int, list[tuple[int, bool]]] = {}
+    for event in events:
+        for storage in {*event.reads, *event.writes}:
+            accesses.setdefault(storage, []).append((event.seq, storage in event.writes))
+    return all(
+        before[second] >> first & 1
+        for of_storage in accesses.values()
+        for index, (second, second_writes) in enumerate(of_storage)
+        for first, first_writes in of_storage[:index]
+        if first_writes or second_writes
+    )
+
+
+@st.composite
+def schedules(draw: Any) -> list[Event]:
+    """Events that follow each other on their streams, wait for others at will, known or not, and share a few storages."""
+    now = dict.fromkeys(STREAMS, 0)
+    events: list[Event] = []
+    storages = st.lists(st.integers(1, 4), max_size=2, unique=True).map(tuple)
+    for seq in range(draw(st.integers(0, 14))):
+        stream = draw(st.sampled_from(STREAMS[:3]))
+        start = now[stream] + draw(st.integers(0, 2))
+        now[stream] = start + draw(st.integers(1, 3))
+        after = tuple(draw(st.lists(st.integers(-1, seq + 1), max_size=2, unique=True)))
+        span = {"start_us": float(start), "dur_us": float(now[stream] - start)}
+        events.append(
+            Event(0, seq, "copy_in", stream, after=after, reads=draw(storages), writes=draw(storages), **span)
+        )
+    return events
+
+
+@given(schedules())
+def test_two_events_are_in_order_exactly_where_there_is_a_path(events: list[Event]) -> None:
+    order, before = Order(events), closure(events)
+    for second in events:
+        found = [first.seq for first in events if order.happens_before(first, second)]
+        assert found == [first.seq for first in events if before[second.seq] >> first.seq & 1]
+
+
+@given(schedules())
+def test_there_is_a_race_exactly_where_accesses_to_one_memory_have_no_path(events: list[Event]) -> None:
+    assert (find_races(EventLog(events)) == []) == is_safe(events)
+
+
+def test_a_span_is_not_over_before_the_spans_inside_it_begin() -> None:
+    times = [(0, 10), (2, 4), (5, 8), (11, 12)]
+    events = [
+        Event(0, seq, "forward", "compute", start_us=a, dur_us=b - a) for seq, (a, b) in enumerate(times)
+    ]
+    order = Order(events)
+    found = {(a.seq, b.seq) for a in events for b in events if order.happens_before(a, b)}
+    assert found == {(1, 2), (0, 3), (1, 3), (2, 3)}
+
+
+# --- Races by hand -----------------------------------------------------------------------------------------
+
+
+def on(stream: str, op: str, start: float, **details: Any) -> dict[str, Any]:
+    return {"op": op, "stream": stream, "start_us": start, "dur_us": 1.0, "owner": "a", **details}
+
+
+def log_of(*rows: dict[str, Any], rank: int = 0) -> EventLog:
+    return EventLog([Event(rank, seq, **row) for seq, row in enumerate(rows)])
+
+
+GATHER = on("all_gather", "all_gather", 0, writes=(7,))
+COPY_OUT = on("compute", "copy_out", 5, reads=(7,))
+NEXT = on("copy", "copy_in", 9, writes=(7,))
+
+
+def test_a_race_names_both_events_the_memory_and_what_may_happen() -> None:
+    log = log_of(GATHER, COPY_OUT, rank=3)
+    (race,) = find_races(log)
+    assert (race.first, race.second, race.storage) == (*log.events, 7)
+    assert race.sentence == (
+        "Rank 3, memory 7: copy_out of 'a' (event 1) may read what all_gather of 'a' (event 0) has not written yet; "
+        "compute does not wait for all_gather."
+    )
+
+
+FORWARD = {**on("compute", "forward", 0, reads=(7,)), "dur_us": 10.0}
+READ = {**COPY_OUT, "after": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([GATHER, READ, NEXT], "may overwrite the memory that copy_out of 'a' (event 1) still reads"),
+        ([GATHER, READ, {**NEXT, "op": "free"}], "may give the memory away that copy_out of 'a' (event 1)"),
+        ([GATHER, NEXT], "may come before all_gather of 'a' (event 0) has written there"),
+        ([FORWARD, on("compute", "free", 5, writes=(7,))], "on compute it begins before the other has ended"),
+    ],
+)
+def test_what_may_happen_is_said(rows: list[dict[str, Any]], said: str) -> None:
+    (race,) = find_races(log_of(*rows))
+    assert said in race.sentence
+
+
+def test_memory_of_another_rank_is_other_memory() -> None:
+    gather, read = log_of(GATHER, COPY_OUT).events
+    assert find_races(EventLog([gather, replace(read, rank=1)])) == []
+
+
+def test_an_event_of_another_log_is_in_no_order() -> None:
+    log, stranger = log_of(GATHER), Event(5, 9, "forward", "compute")
+    assert not log.happens_before(stranger, stranger)
+    assert not log.happens_before(log.events[0], replace(stranger, rank=0))
+
+
+# --- Real runs ---------------------------------------------------------------------------------------------
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def plain(training: Training) -> None:
+    for seed in range(3):
+        training.loss(seed).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def accumulate(training: Training) -> None:
+    for seed in range(4):
+        training.model.set_requires_gradient_sync(seed % 2 == 1)
+        training.loss(seed).backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.loss(0).backward()
+
+
+def reduce_each_time(training: Training) -> None:
+    for seed in range(3):
+        training.model.set_is_last_backward(seed == 2)
+        training.loss(seed).backward()
+    training.optimizer.step()
+    training.loss(0).backward()
+
+
+def evaluate_between(training: Training) -> None:
+    for seed in range(2):
+        training.loss(seed).backward()
+        training.optimizer.step()
+        with torch.no_grad():
+            training.loss(seed)
+        training.optimizer.zero_grad()
+
+
+def unshard_by_hand(training: Training) -> None:
+    plain(training)
+    handle = training.model.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    training.model.reshard()
+    plain(training)
+
+
+def prefetch_by_hand(training: Training) -> None:
+    blocks = training.model.blocks
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    plain(training)
+
+
+def hybrid(module: nn.Module, *, policy: Any = None, **options: Any) -> nn.Module:
+    """Sharded over half of the ranks, replicated over the rest; over one of two, replicated only."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(module, mesh=mesh, **options)
+
+
+Scenario = Callable[[Training], None]
+RUNS: dict[str, tuple[Callable[[], models.Model], Scenario, dict[str, Any]]] = {
+    "blocks": (models.graded, plain, {}),
+    "uneven": (models.uneven, plain, {}),
+    "root with parameters": (models.stem, plain, {}),
+    "whole after forward": (models.stem, plain, {"reshard_after_forward": False}),
+    "bf16": (models.stem, plain, {"policy": BF16}),
+    "checkpointing": (functools.partial(models.checkpointed, False), plain, {}),
+    "reentrant checkpointing": (functools.partial(models.checkpointed, True), plain, {}),
+    "checkpointing inside": (functools.partial(models.checkpointed_inside, False), plain, {}),
+    "a module twice": (models.twice, plain, {}),
+    "another order each time": (models.wandering, plain, {}),
+    "frozen": (models.frozen, plain, {}),
+    "accumulation": (models.stem, accumulate, {}),
+    "accumulation of reduced gradients": (models.stem, reduce_each_time, {}),
+    "evaluation in between": (models.stem, evaluate_between, {}),
+    "unsharded by hand": (models.stem, unshard_by_hand, {}),
+    "prefetch by hand": (models.stem, prefetch_by_hand, {}),
+    "replicated": (models.stem, plain, {"library": hybrid}),
+}
+
+
+def recorded(name: str) -> EventLog:
+    """One run on a rank."""
+    build, scenario, options = RUNS[name]
+    training = Training(build, **{"library": ours, **options})
+    with record() as log:
+        scenario(training)
+    return log
+
+
+FAST = ("blocks", "root with parameters", "accumulation", "checkpointing")
+
+
+@functools.cache
+def logs_of_runs(names: tuple[str, ...]) -> dict[str, EventLog]:
+    ranks = launch(lambda: {name: recorded(name) for name in names}, 2, timeout=120)
+    return {name: EventLog.merge(rank[name] for rank in ranks) for name in names}
+
+
+@functools.cache
+def hybrid_log() -> EventLog:
+    def on_a_rank() -> EventLog:
+        training = Training(models.graded, hybrid)
+        with record() as log:
+            plain(training)
+        return log
+
+    return EventLog.merge(launch(on_a_rank, 4, timeout=120))
+
+
+def log_of_run(name: str) -> EventLog:
+    if name == "hybrid":
+        return hybrid_log()
+    return logs_of_runs(FAST if name in FAST else tuple(name for name in RUNS if name not in FAST))[name]
+
+
+@pytest.mark.parametrize("name", suites.fast_are(FAST, [*RUNS, "hybrid"]))
+def test_no_run_of_ours_has_a_race(name: str) -> None:
+    assert log_of_run(name).select("all_gather", "all_reduce")
+    assert [race.sentence for race in find_races(log_of_run(name))] == []
+
+
+def without(log: EventLog, cut: Callable[[Event, Event], bool]) -> EventLog:
+    """The log, less the waits of the second event for the first for which `cut` is true."""
+    by_place = {(e.rank, e.seq): e for e in log.events}
+    return EventLog(
+        [
+            replace(e, after=tuple(seq for seq in e.after if not cut(by_place[e.rank, seq], e)))
+            for e in log.events
+        ]
+    )
+
+
+EDGES = [  # (who waits, for whom), and what is said of one race at least
+    ("compute", "all_gather", "copy_out of 'blocks.1' .* may read what all_gather of 'blocks.1'"),
+    ("all_gather", "copy", "all_gather of 'blocks.1' .* may come before copy_in of 'blocks.1'"),
+    ("copy", "compute", "free .* may give the memory away that copy_out of 'blocks.1' .* still reads"),
+    ("copy", "compute", "copy_in of 'blocks.1' .* may read what optimizer .* has not written"),
+    ("reduce_scatter", "compute", "reduce_scatter of 'blocks.1' .* may read what copy_in of 'blocks.1'"),
+    ("compute", "reduce_scatter", "free .* may give the memory away that reduce_scatter of 'blocks.1'"),
+    ("all_reduce", "reduce_scatter", "all_reduce of 'blocks.1' .* reduce_scatter of 'blocks.1'"),
+    ("compute", "all_reduce", "optimizer .* may read what all_reduce of 'blocks.1'"),
+]
+
+
+@pytest.mark.parametrize(("waiting", "awaited", "sentence"), suites.fast_are(EDGES[:6], EDGES))
+def test_a_stream_that_does_not_wait_for_another_is_found_and_named(
+    waiting: str, awaited: str, sentence: str
+) -> None:
+    log = log_of_run("hybrid" if "all_reduce" in (waiting, awaited) else "blocks")
+    races = find_races(without(log, lambda a, b: (b.stream, a.stream) == (waiting, awaited)))
+    assert any(re.search(sentence, race.sentence) for race in races), [race.sentence for race in races][:5]
+
+
+def edges(events: Iterable[Event]) -> list[tuple[int, int]]:
+    return [(seq, e.seq) for e in events for seq in e.after]
+
+
+@pytest.mark.parametrize("name", ["root with parameters", suites.long("hybrid")])
+def test_every_single_wait_that_matters_is_missed_when_it_is_gone(name: str) -> None:
+    """What matters says the closure: without that wait, two accesses to one memory have no path."""
+    events = [e for e in log_of_run(name).of_rank(0).events if e.step < 2]
+    matter = []
+    for first, second in edges(events):
+        cut = without(EventLog(events), lambda a, b: (a.seq, b.seq) == (first, second)).events  # noqa: B023
+        races, safe = find_races(EventLog(cut)), is_safe(cut)
+        assert (races == []) == safe, (first, second)
+        matter += [] if safe else [(events[first].stream, events[second].stream)]
+    assert set(matter) >= {("all_gather", "compute"), ("copy", "all_gather"), ("compute", "reduce_scatter")}
