@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard
 
 from hwfsdp import cli, explain, fully_shard, launch
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.layout.blueprint import explain_on_paper, find_blocks, find_builder
+from hwfsdp.layout.blueprint import explain_on_paper, find_blocks
+from hwfsdp.train.builders import find_builder
 from hwfsdp.layout.explain import Explanation, ParamRow, Totals, fold
 from hwfsdp.train.models import zoo
 from hwfsdp.train.models.gpt import GPTConfig

@@ -38,8 +38,6 @@ KNOWN = {
     "comm.history imports observe.events",
     "comm.shared_memory imports observe.events",
     "features.advice imports observe.events",
-    "layout.blueprint imports comm.divergence",
-    "layout.blueprint imports train.models.zoo",
     "train.demo imports plot.loss",
     "train.demo imports plot.memory",
     "train.demo imports plot.timeline",

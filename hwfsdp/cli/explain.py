@@ -54,7 +54,8 @@ def _at_least(least: int, text: str) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from hwfsdp.layout.blueprint import explain_on_paper, find_builder
+    from hwfsdp.layout.blueprint import explain_on_paper
+    from hwfsdp.train.builders import find_builder
 
     found = explain_on_paper(find_builder(args.model), args.ranks, args.rank, args.wrap)
     if args.png is not None:

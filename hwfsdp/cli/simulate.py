@@ -138,7 +138,7 @@ def _once(args: argparse.Namespace, choice: Choice) -> Simulation:
 
     import torch
 
-    from hwfsdp.layout.blueprint import find_function
+    from hwfsdp.train.builders import find_function
     from hwfsdp.virtual.run import simulate
 
     settings: dict[str, Any] = {"wrap": args.wrap, "reshard_after_forward": args.reshard_after_forward}

@@ -7,29 +7,19 @@ the table is that of the run. Nothing is communicated.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwfsdp.comm.divergence import place_in
 from hwfsdp.compat import fake_process_group
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.features.door import fully_shard
 from hwfsdp.layout.explain import Explanation, explain
-from hwfsdp.train.models import zoo
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -122,81 +112,3 @@ def find_classes(model: nn.Module, classes: Sequence[str]) -> dict[str, nn.Modul
                 remedy="Name the class of the blocks.",
             )
     return {fqn: module for fqn, module in inner.items() if type(module).__name__ in classes}
-
-
-# --- Which model -------------------------------------------------------------------------------------------
-
-
-def find_builder(name: str) -> Callable[[], nn.Module]:
-    """What makes the model of this name: one of `models.zoo`, or "module:function" of the user's.
-
-    Modules are looked for in the current directory, too. What the function prints goes to standard error.
-
-    Raises:
-        UsageError: there is no such name, module or function; the builder raises it, too: the function raised something, or
-            returned no module.
-    """
-    if ":" not in name:
-        return partial(zoo.build, zoo.config_of(name))
-    function = find_function(name)
-    return lambda: _checked(name, function())
-
-
-def find_function(name: str) -> Callable[[], Any]:
-    """The user's function "module:function"; what it returns is not looked at.
-
-    Raises:
-        UsageError: as `find_builder`.
-    """
-    module_name, _, function_name = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    module = _of_the_user(name, f"import of {module_name!r}", lambda: importlib.import_module(module_name))
-    function = _function_of(module, function_name, name)
-    return lambda: _of_the_user(name, f"{function_name}()", function)
-
-
-def _function_of(module: ModuleType, path: str, name: str) -> Callable[[], Any]:
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if callable(found):
-        return found  # type: ignore[no-any-return]
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-    functions = f", such as {', '.join(own[:8])}" if own else ", which has none"
-    raise UsageError(
-        f"model {name!r}",
-        expected=f"a function of {module.__name__!r}{functions}",
-        got=f"no {path!r} there" if found is None else f"{path!r}, which cannot be called",
-        remedy="Name a function without arguments that returns an nn.Module.",
-    )
-
-
-def _of_the_user(name: str, what: str, call: Callable[[], Any]) -> Any:
-    """`call()`; whatever it raises becomes one line that says where."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            return call()
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        written = io.StringIO()
-        traceback.print_exc(file=written)
-        place = place_in(written.getvalue(), users_only=True)
-        raise UsageError(
-            f"model {name!r}",
-            expected=f"{what} to go well",
-            got=f"{type(error).__name__}: {' '.join(str(error).split())}" + (f" ({place})" if place else ""),
-            remedy="Name it as module:function, importable from the current directory, callable without arguments.",
-        ) from error
-
-
-def _checked(name: str, model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model {name!r}",
-            expected="a function that returns an nn.Module",
-            got=f"an object of type {type(model).__name__}",
-            remedy="Return the model itself, before fully_shard.",
-        )
-    return model

@@ -1,6 +1,7 @@
 """What to train, on what, and how: models, text, the loop, and the same run three times.
 
     models           a byte-level GPT and Llama, to shard
+    builders         which model: by name, or a function of yours
     data             text to train on
     implementations  hwfsdp, FSDP2, none, or a file of yours: one way to call them
     snapshots        what a run needs to go on where it was
