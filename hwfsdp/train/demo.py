@@ -7,14 +7,12 @@ alive is held against the closed forms of `accounting`.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -178,10 +176,20 @@ def group_sizes(model: GPT) -> tuple[GroupSizes, list[GroupSizes]]:
     return GroupSizes(rest, resharded_after_forward=False), blocks
 
 
+class Result(NamedTuple):
+    """What the demo found: in numbers, as `summary.json` holds them, and the log of all ranks."""
+
+    summary: dict[str, Any]
+    log: EventLog
+
+
 def run_demo(
-    ranks: int, config: TrainConfig, out: Path, on_step: Callable[[int, float, float], None] | None = None
-) -> dict[str, Any]:
-    """Runs the comparison, writes its files into `out`, and returns what `summary.json` holds.
+    ranks: int, config: TrainConfig, on_step: Callable[[int, float, float], None] | None = None
+) -> Result:
+    """Run the comparison on so many ranks.
+
+    Args:
+        on_step: called on rank 0 with the step's number, loss and gradient norm.
 
     Raises:
         UsageError: the implementation is one of the two that others are compared with.
@@ -195,9 +203,7 @@ def run_demo(
         )
     found = launch_blaming(config, compare, ranks, config, on_step)
     log = EventLog.merge(comparison.log for comparison in found)
-    summary = summarize(found[0], log, ranks, config)
-    write_results(out, summary, log, found[0])
-    return summary
+    return Result(summarize(found[0], log, ranks, config), log)
 
 
 def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig) -> dict[str, Any]:
@@ -236,22 +242,3 @@ def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig)
 
 def _pairs(curves: dict[str, list[float]], a: str, b: str) -> list[tuple[float, float]]:
     return list(zip(curves[a], curves[b], strict=True))
-
-
-def write_results(out: Path, summary: dict[str, Any], log: EventLog, found: Comparison) -> None:
-    """`summary.json`, `trace.json` and the figures."""
-    from hwfsdp.plot.loss import plot_losses
-    from hwfsdp.plot.memory import plot_memory
-    from hwfsdp.plot.timeline import plot_timeline
-
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    log.save(out / "trace.json")
-    expected = {"unsharded, closed form": summary["expected_peak_unsharded_bytes"]}
-    figures = {
-        "loss": plot_losses(found.losses),
-        "timeline": plot_timeline(log, step=RECORDED_STEPS - 1),
-        "memory": plot_memory(log, expected=expected),
-    }
-    for name, figure in figures.items():
-        figure.savefig(out / f"{name}.png", dpi=150, bbox_inches="tight")

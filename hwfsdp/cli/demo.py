@@ -1,0 +1,119 @@
+"""`hwfsdp demo`: the same run three times, compared, and drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwfsdp.cli.options import (
+    add_implementation,
+    add_run_options,
+    config_of,
+    positive,
+    prints_of_ranks,
+    progress,
+    quiet,
+)
+
+if TYPE_CHECKING:
+    from hwfsdp.train.demo import Result
+
+_STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
+
+
+def add_demo(verbs: Any) -> None:
+    """Adds the verb `demo`."""
+    demo = verbs.add_parser(
+        "demo",
+        help="train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw",
+        description="Trains the same byte-level GPT three times on the CPU and compares the runs.",
+    )
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--ranks", type=positive, default=2, help="processes to shard over (default 2)")
+    demo.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="where results go (default runs/demo)"
+    )
+    add_implementation(demo, "what is compared: hwfsdp, or a file of yours (default hwfsdp)")
+    add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from hwfsdp.train.demo import run_demo
+
+    args.out.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
+    config, on_step = config_of(args), quiet if args.json else progress(args.steps, "demo")
+    with prints_of_ranks(args.json):
+        result = run_demo(args.ranks, config, on_step)
+    summary = result.summary
+    _write(result, args.out)
+    print(json.dumps(summary, indent=2) if args.json else _report(summary, args.out))
+    learned = summary["loss_last"] <= summary["loss_first"] - 0.5 or args.steps < _STEPS_TO_LEARN
+    if not learned:
+        print(f"hwfsdp: the loss fell by less than 0.5 in {args.steps} steps", file=sys.stderr)
+    ours = summary["implementation"] == "hwfsdp"
+    return 0 if learned and summary["equal_to_fsdp2" if ours else "agrees_with_fsdp2"] else 1
+
+
+def _write(result: Result, out: Path) -> None:
+    """`summary.json`, `trace.json` and the figures."""
+    from hwfsdp.plot.loss import plot_losses
+    from hwfsdp.plot.memory import plot_memory
+    from hwfsdp.plot.timeline import plot_timeline
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").write_text(json.dumps(result.summary, indent=2) + "\n")
+    result.log.save(out / "trace.json")
+    expected = {"unsharded, closed form": result.summary["expected_peak_unsharded_bytes"]}
+    figures = {
+        "loss": plot_losses(result.summary["losses"]),
+        "timeline": plot_timeline(result.log, step=result.summary["recorded_steps"] - 1),
+        "memory": plot_memory(result.log, expected=expected),
+    }
+    for name, figure in figures.items():
+        figure.savefig(out / f"{name}.png", dpi=150, bbox_inches="tight")
+
+
+def _report(summary: dict[str, Any], out: Path) -> str:
+    ms, ours = summary["step_ms"], summary["implementation"]
+    verdict = "equal, bit for bit" if summary["equal_to_fsdp2"] else "NOT equal"
+    if ours != "hwfsdp" and not summary["equal_to_fsdp2"] and summary["agrees_with_fsdp2"]:
+        verdict = "equal up to rounding"
+    rows = [
+        ("loss, first step → last", f"{summary['loss_first']:.4f} → {summary['loss_last']:.4f}"),
+        (f"losses and gradients, {ours} and FSDP2", verdict),
+        ("largest loss difference to unsharded", f"{summary['largest_loss_difference_to_unsharded']:.1e}"),
+        (f"step time, ms ({' / '.join(ms)})", " / ".join(f"{value:.0f}" for value in ms.values())),
+        ("communication hidden behind compute", f"{summary['overlap_fraction']:.0%}"),
+    ]
+    steps = summary["recorded_steps"]
+    for op, expected in summary["expected_bytes_by_op"].items():
+        measured = summary["bytes_by_op"].get(op, 0)
+        rows.append(
+            (f"{op} per step, B (measured / closed form)", f"{measured // steps:,} / {expected // steps:,}")
+        )
+    peak, closed = summary["peak_unsharded_bytes"], summary["expected_peak_unsharded_bytes"]
+    rows.append(("peak unsharded parameters, B (measured / closed form)", f"{peak:,} / {closed:,}"))
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{width}}  {value}" for label, value in rows]
+    if ours != "hwfsdp":
+        lines = [*_side_by_side(summary), "", *lines]
+    files = "summary.json, loss.png, timeline.png, memory.png,\n  and trace.json for https://ui.perfetto.dev"
+    return "\n".join(["", *lines, "", f"Written to {out}/:", f"  {files}"])
+
+
+def _side_by_side(summary: dict[str, Any], every: int = 10) -> list[str]:
+    """Losses and gradient norms of the runs: of the first three steps, then of every tenth, and of the last."""
+    runs, steps = list(summary["losses"]), summary["steps"]
+    names = [run if len(run) <= 10 else f"{run[:9]}…" for run in runs]
+    columns = [*names, "", *names]
+    lines = [" " * 6 + f"{'loss':>10}" + " " * 33 + f"{'grad norm':>10}"]
+    lines.append(f"{'step':>5} " + "".join(f"{name:>11}" if name else "  " for name in columns))
+    for step in range(steps):
+        if step < 3 or (step + 1) % every == 0 or step == steps - 1:
+            values = [*(summary["losses"][run][step] for run in runs), None]
+            values += [summary["grad_norms"][run][step] for run in runs]
+            lines.append(f"{step + 1:>5} " + "".join("  " if v is None else f"{v:>11.4f}" for v in values))
+    return lines

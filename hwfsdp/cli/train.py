@@ -1,0 +1,147 @@
+"""`hwfsdp train`: the training loop on ranks of its own, or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwfsdp.cli.options import (
+    add_implementation,
+    add_run_options,
+    config_of,
+    positive,
+    prints_of_ranks,
+    progress,
+    quiet,
+)
+from hwfsdp.errors import UsageError
+
+if TYPE_CHECKING:
+    from hwfsdp.train.snapshots import SnapshotConfig
+
+
+def add_train(verbs: Any) -> None:
+    """Adds the verb `train`."""
+    train = verbs.add_parser(
+        "train",
+        help="train a byte-level GPT, sharded by hwfsdp, by FSDP2 or by a file of yours",
+        description="Trains a byte-level GPT, on ranks of its own or under torchrun. Shows the loss, the mean over all "
+        "ranks, and the L2 norm of the gradient of all parameters together.",
+    )
+    train.set_defaults(run=_train)
+    train.add_argument("--ranks", type=positive, help="processes to shard over (default 2; torchrun decides)")
+    add_implementation(
+        train,
+        "what shards: hwfsdp, fsdp2, none (every rank has the whole model), or the fully_shard of a Python file "
+        "(default hwfsdp)",
+    )
+    train.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    train.add_argument("--heads", type=positive, help="attention heads (default: width / 32)")
+    train.add_argument("--param-dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    train.add_argument(
+        "--reshard-after-forward", choices=("yes", "no"), help="default: yes, but for the root"
+    )
+    train.add_argument(
+        "--trace", type=Path, metavar="FILE", help="record the last two steps into FILE (JSON)"
+    )
+    saving = train.add_argument_group("saving", "with any of these options, SIGTERM saves and ends the run")
+    saving.add_argument("--save-every", type=positive, metavar="N", help="save every N steps, and at the end")
+    saving.add_argument("--resume", action="store_true", help="go on from the last save, if there is one")
+    saving.add_argument("--keep", type=positive, metavar="N", help="how many saves to keep (default 2)")
+    saving.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="where saves go (default runs/train/checkpoint)"
+    )
+    saving.add_argument("--wait-for-saves", action="store_true", help="do not train while a save is written")
+    add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from hwfsdp.launcher.ranks import stoppable
+    from hwfsdp.observe.eventlog import EventLog
+    from hwfsdp.train.loop import launch_blaming, train
+
+    reshard = {None: None, "yes": True, "no": False}[args.reshard_after_forward]
+    config = config_of(
+        args,
+        param_dtype=args.param_dtype,
+        reshard_after_forward=reshard,
+        record_last=min(2, args.steps) if args.trace else 0,
+        snapshots=_snapshots(args),
+    )
+    if args.trace:
+        args.trace.touch()  # complains here, before the work is done
+    if config.snapshots:
+        _make_writable(config.snapshots.path)
+    ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
+    on_step = quiet if args.json else progress(args.steps, "train")
+    device = _device(args)
+    with stoppable() if config.snapshots else nullcontext(), prints_of_ranks(args.json):
+        results = launch_blaming(config, train, ranks, config, device, on_step, device=device)
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # under torchrun the other ranks have nothing to add
+    times = sorted(results[0].step_ms)
+    summary: dict[str, Any] = {"ranks": ranks, "implementation": args.implementation}
+    summary |= {"losses": results[0].losses, "grad_norms": results[0].grad_norms}
+    summary["step_ms"] = times[len(times) // 2] if times else None
+    if config.snapshots:
+        summary |= {"resumed_at": results[0].resumed_at, "stopped": results[0].stopped}
+    if args.trace and results[0].log is None:
+        print(f"hwfsdp: no step was left to record; {args.trace} is as it was", file=sys.stderr)
+    elif args.trace:
+        log = EventLog.merge(result.log for result in results)
+        log.save(args.trace)
+        summary["trace"] = log.summary()
+    if args.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print(_report(summary, str(config.snapshots.path) if config.snapshots else ""))
+    return 0
+
+
+def _snapshots(args: argparse.Namespace) -> SnapshotConfig | None:
+    from hwfsdp.train.snapshots import SnapshotConfig
+
+    if not (args.save_every or args.resume or args.keep or args.checkpoint or args.wait_for_saves):
+        return None
+    path = args.checkpoint or Path("runs/train/checkpoint")
+    return SnapshotConfig(path.absolute(), args.save_every, args.keep or 2, args.resume, args.wait_for_saves)
+
+
+def _make_writable(folder: Path) -> None:
+    """A folder to write to; complains before the work is done, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, "it may only be read", str(folder))
+
+
+def _report(summary: dict[str, Any], path: str) -> str:
+    losses, norms, resumed = summary["losses"], summary["grad_norms"], summary.get("resumed_at")
+    text = f"{summary['ranks']} ranks, {len(losses)} steps"
+    text += f", {resumed} of them done before" if resumed else ""
+    text += ", nothing left to do" if summary["step_ms"] is None else ""
+    text += f": loss {losses[0]:.4f} → {losses[-1]:.4f}, grad norm {norms[0]:.4f} → {norms[-1]:.4f}"
+    text += f", median step {summary['step_ms']:.0f} ms" if summary["step_ms"] is not None else ""
+    if path:
+        text += f"\nSaved in {path}"
+        text += "; asked to stop, --resume goes on from here" if summary["stopped"] else ""
+    return text
+
+
+def _device(args: argparse.Namespace) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    if args.device == "cuda" and not available:
+        raise UsageError(
+            "--device cuda",
+            expected="a GPU that this build of torch can use",
+            got="none",
+            remedy="Leave it out to train on the CPU, or install a CUDA build: make setup TORCH_SPEC=torch.",
+        )
+    return args.device or ("cuda" if available else "cpu")
