@@ -61,7 +61,7 @@ class Confinement:
             whose entries it may list.
         later: `read` and `look` from the moment on when it has loaded what it runs (`hide_checks`).
         user: that it becomes; None: it keeps the grader's. reads_all: see `privileges.become`.
-        network: a path in /proc; None: it keeps the grader's.
+        network: a path in /proc; None: it keeps the grader's. loads: a module that the rank will call.
     """
 
     read: tuple[Path, ...]
@@ -71,6 +71,7 @@ class Confinement:
     user: int | None
     reads_all: bool
     network: str | None
+    loads: str = ""
 
     def enter(self, folder: str) -> None:
         """Gives it all up, in the process of a rank.
@@ -78,7 +79,8 @@ class Confinement:
         Args:
             folder: where the ranks of the run meet; its files become the new user's.
         """
-        importlib.import_module("hwfsdp.course.run")  # what will be called, while its files can be read
+        if self.loads:
+            importlib.import_module(self.loads)  # while its files can be read
         limit_this_process(own_user=self.user is not None)
         close_pipes()
         os.chdir(self.write[0])
@@ -113,12 +115,15 @@ def _give(folder: Path, user: int) -> None:
             os.chown(path, user, user, follow_symlinks=False)
 
 
-def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = ()) -> Confinement:
+def confine(
+    folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = (), loads: str = ""
+) -> Confinement:
     """The plan for ranks of one run.
 
     Args:
         folder: that they may write to.
         modules: of the package, whose text they must not see. off_limits: other paths that they must not.
+        loads: a module that they will call, loaded while its files can be read.
     """
     hidden = {path for module in modules for path in files_of(module)} | set(off_limits)
     read, look = _readable(hidden)
@@ -132,6 +137,7 @@ def confine(folder: Path, modules: Iterable[str], off_limits: Iterable[Path] = (
         _user() if privileges.may_change_user() and (landlock.version() or not reads_all) else None,
         reads_all,
         _network(),
+        loads,
     )
 
 

@@ -366,7 +366,7 @@ def _launch(
         order = _Order(probe.__module__, probe.__name__, arguments, learner, name)
         prepare = None
         if learner is not None:
-            confinement = confine(folder, learner.overlay.modules, learner.off_limits)
+            confinement = confine(folder, learner.overlay.modules, learner.off_limits, __name__)
             prepare = confinement.enter
             order = replace(order, learner=replace(learner, confinement=confinement))
         try:

@@ -224,7 +224,7 @@ class Recorder:
     visited: dict[Any, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
     groups: Collection[Any] = ()
     watch: Callable[[Any, str], None] | None = None
-    buffers: Buffers | None = None
+    buffers: FlatBuffers | None = None
     last_seq: dict[str, int] = field(default_factory=dict)
     waits: dict[str, dict[str, int]] = field(default_factory=dict)
     origin: Mark = field(default_factory=HostMark)
@@ -360,7 +360,7 @@ class Recorder:
         return events, samples
 
 
-class Buffers(Protocol):
+class FlatBuffers(Protocol):
     """Who knows which flat buffers are still there; `memory.Flats` does."""
 
     def keep(self, buffer: Any, stream: str) -> None:
