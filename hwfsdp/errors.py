@@ -85,7 +85,7 @@ class RankError(FSDPError, RuntimeError):
         reason: "raised", "died" or "late".
         table: where ranks part, in a sentence, and what all of them called last, side by side (`divergence`); "" if that
             does not matter.
-        deadlock: it was late, and more time would not have helped: the ranks wait for each other (`ranks`, Note [Deadlocks]).
+        deadlock: it was late, and more time would not have helped: the ranks wait for each other (`caller`, Note [Deadlocks]).
 
     As text it begins with the sentence of the table: the first rank that failed is not always the one at fault.
     """

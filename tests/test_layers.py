@@ -75,7 +75,6 @@ LONG = {
     "course/stations/facts.py": 278,
     "course/stations/laws.py": 314,
     "course/stations/my_fsdp.py": 302,
-    "launcher/ranks.py": 353,
     "layout/extents.py": 261,
     "observe/events.py": 282,
     "observe/recording.py": 293,

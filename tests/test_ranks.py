@@ -26,7 +26,7 @@ from torch import nn
 
 from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.errors import CollectiveError
-from hwfsdp.launcher import ranks
+from hwfsdp.launcher import caller
 from hwfsdp.launcher.messages import read_message
 from hwfsdp.launcher.ranks import run_ranks
 
@@ -138,28 +138,28 @@ IN_A, IN_B, NOWHERE = "waiting in all_gather of 'a'", "waiting in barrier", ""
     ],
 )
 def test_ranks_hang_for_sure_if_they_wait_for_each_other_and_none_wakes(waiting, returned, sure, monkeypatch):
-    stands = {number: ranks._Stand(place, "") for number, place in enumerate(waiting)}
+    stands = {number: caller._Stand(place, "") for number, place in enumerate(waiting)}
     found = [SimpleNamespace(finished=False, process=SimpleNamespace(pid=number)) for number in stands]
     found += [SimpleNamespace(finished=True, process=SimpleNamespace(pid=99))] * returned
-    monkeypatch.setattr(ranks, "_STILL", 0.0)
-    monkeypatch.setattr(ranks, "_turns", lambda pid: f"{pid} has been asleep")
-    assert ranks._is_deadlock(found, stands) is sure  # type: ignore[arg-type]
+    monkeypatch.setattr(caller, "_STILL", 0.0)
+    monkeypatch.setattr(caller, "_turns", lambda pid: f"{pid} has been asleep")
+    assert caller._is_deadlock(found, stands) is sure  # type: ignore[arg-type]
     for turns in (lambda pid: None, lambda pid, turn=itertools.count(): str(next(turn))):
-        monkeypatch.setattr(ranks, "_turns", turns)
-        assert not ranks._is_deadlock(found, stands)  # type: ignore[arg-type]
+        monkeypatch.setattr(caller, "_turns", turns)
+        assert not caller._is_deadlock(found, stands)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the turns of a process")
 def test_a_process_has_no_turns_while_it_waits() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
-        before = ranks._turns(process.pid)
+        before = caller._turns(process.pid)
         process.stdin.write(b"x")
         process.stdin.flush()
         assert process.stdout.read(1) == b"x"  # it has been awake, and then waits again
         process.stdin.close()
-        assert before is not None and before != ranks._turns(process.pid)
-    assert ranks._turns(process.pid) is None
+        assert before is not None and before != caller._turns(process.pid)
+    assert caller._turns(process.pid) is None
 
 
 def test_a_failing_collective_names_rank_collective_and_group(tmp_path: Path) -> None:
@@ -242,14 +242,14 @@ def script(tmp_path: Path, text: str = SCRIPT) -> str:
 
 def test_a_plain_script_without_a_main_guard_runs_once_and_leaves_no_process_even_when_it_is_killed(tmp_path):
     command = [sys.executable, script(tmp_path, SCRIPT + STAY)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
-        assert caller.stdout is not None
-        first, second, third = (caller.stdout.readline().split() for _ in range(3))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        first, second, third = (started.stdout.readline().split() for _ in range(3))
         assert (first, second[0], third[0]) == (["top", "level"], "pids", "ranks")
         of_the_first_launch = [int(pid) for pid in second[1:]]
         assert len(of_the_first_launch) == 2
         assert all_end(of_the_first_launch, seconds=1)
-        caller.kill()
+        started.kill()
     assert all_end([int(pid) for pid in third[1:]])  # a rank, and the server
 
 

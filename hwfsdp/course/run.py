@@ -15,7 +15,7 @@ it reported before is worth looking at.
 Note [Slow or stuck]
     A right answer may run out of time on a crowded machine. So a run that was late is repeated, for longer, the longer the
     more the machine has to do. Only if it is late again, it counts, and the message tells the machine's load. Ranks that
-    wait for each other for sure (`ranks`, Note [Deadlocks]) are not asked twice. Where other runs are graded at the same
+    wait for each other for sure (`caller`, Note [Deadlocks]) are not asked twice. Where other runs are graded at the same
     time, a repeat would meet the same crowd: there the run ends with a `Broken` that is provisional, and who started
     them all repeats it later, with nothing beside it.
 """
@@ -50,7 +50,7 @@ from hwfsdp.course.overlay import Overlay, install
 from hwfsdp.course.packing import pack, unpack
 from hwfsdp.course.processes import nothing_left_behind
 from hwfsdp.errors import RankError, UsageError
-from hwfsdp.launcher import ranks, worker
+from hwfsdp.launcher import caller, ranks, worker
 from hwfsdp.launcher.messages import read_message
 from hwfsdp.observe import recording
 from hwfsdp.observe.eventlog import EventLog
@@ -537,7 +537,7 @@ def _described(error: Exception) -> dict[str, Any]:
         "kind": type(error).__name__,
         "message": message,
         "frames": frames[-40:],
-        "lost_peer": any(sign in message for sign in ranks.LOST_PEER),
+        "lost_peer": any(sign in message for sign in caller.LOST_PEER),
     }
 
 

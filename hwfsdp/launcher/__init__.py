@@ -4,6 +4,7 @@
     preload      what it imports before it forks
     messages     what ranks say to their caller
     worker       what runs on each rank
+    caller       the ranks of one call, as their caller sees them
     ranks        the public function: launch
     steps        which optimizer steps of a run to record
     capture      a script of yours on each rank, as torchrun would run it, recorded

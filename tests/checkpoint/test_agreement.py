@@ -18,7 +18,7 @@ from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError
 from hwfsdp.checkpoint import agreement as agreement_module
 from hwfsdp.checkpoint.agreement import Abandoned, Agreement
 from hwfsdp.compat import receive_bytes, send_bytes
-from hwfsdp.launcher import ranks
+from hwfsdp.launcher import caller
 
 LATER = threading.Event()  # never set
 
@@ -222,7 +222,7 @@ def die_unanswered(path: Path) -> None:
 
 
 def test_the_leader_waits_for_no_answer_to_a_dead_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "_GRACE", 60.0)  # the others are waited for
+    monkeypatch.setattr(caller, "_GRACE", 60.0)  # the others are waited for
     with pytest.raises(RankError):
         launch(die_unanswered, 3, tmp_path, timeout=20)
     for rank in (0, 1):

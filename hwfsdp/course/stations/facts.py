@@ -27,7 +27,7 @@ from hwfsdp.course.checks.lifetimes import ready
 from hwfsdp.course.run import FAILED, Report, attempt
 from hwfsdp.course.stations import scenarios
 from hwfsdp.course.stations.scenarios import Built, Scenario
-from hwfsdp.launcher.ranks import LOST_PEER
+from hwfsdp.launcher.caller import LOST_PEER
 from hwfsdp.observe import events
 from hwfsdp.observe.recording import record
 

@@ -1,0 +1,313 @@
+"""The ranks of one call, as their caller sees them: started, heard, blamed, ended.
+
+Note [Which rank failed first]
+    When a rank dies, its neighbours fail a moment later, because the connection to it breaks, and their errors are
+    about the connection. So after the first failure the others get a moment to fail too, and the one reported is
+    the first that is not about a lost peer.
+
+Note [Deadlocks]
+    When time runs out, ranks may hang or may only be slow, on a crowded machine for example. They are sure to hang if all that
+    run wait in collectives, not all in the same one (or for a rank that has returned), and none of them wakes for a while:
+    a collective ends when all its ranks have called it, and its end wakes them. Linux counts how often a thread was
+    given a processor and left it. Elsewhere nothing is sure.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from hwfsdp.comm import history
+from hwfsdp.comm.divergence import Report, describe_divergence, place_in
+from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
+from hwfsdp.launcher.fork_server import start_server
+from hwfsdp.launcher.messages import LARGEST_REPORT, Inbox
+from hwfsdp.launcher.worker import Task, run_rank
+
+_SILENT, _GONE = "does not answer", "gone"
+_LONGEST_GOT = 80  # characters of an error in a line about a rank
+_ANSWER = 2.0  # seconds in which ranks have to say where they stand
+_STILL = 1.0  # seconds without a turn on a processor: a rank that waits is not about to go on
+_GRACE = 0.5  # seconds that the other ranks get to fail after the first did
+LOST_PEER = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "monitoredBarrier",
+    "a broken connection",
+)
+
+
+class _Failure(NamedTuple):
+    """How a rank failed: `RankError.reason`, what happened, its traceback, and the exception if it travels."""
+
+    reason: str
+    got: str
+    traceback: str = ""
+    exception: BaseException | None = None
+
+
+@dataclass
+class Rank:
+    """A rank as its caller sees it.
+
+    Attributes:
+        history: the file in which it notes what it calls (`history`).
+    """
+
+    process: BaseProcess
+    connection: Connection
+    history: BinaryIO
+    finished: bool = False
+    result: Any = None
+    failure: _Failure | None = None
+    inbox: Inbox = field(default_factory=Inbox)
+
+
+def start_ranks(task: Task) -> list[Rank]:
+    start_server()
+    context = mp.get_context("forkserver")
+    ranks = []
+    for rank in range(task.world_size):
+        ours, theirs = context.Pipe()
+        notes = open(task.history_of(rank), "xb+", buffering=0)
+        notes.write(bytes(history.SIZE))
+        process = context.Process(target=run_rank, args=(rank, task, theirs), name=f"rank {rank}")
+        with _hidden_main():
+            process.start()
+        theirs.close()
+        ranks.append(Rank(process, ours, notes))
+    return ranks
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """multiprocessing runs the caller's script again in each child; the function travels by value instead."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class Caller:
+    """Reads what the ranks say until all have returned, one has failed, or time is up."""
+
+    def __init__(
+        self,
+        ranks: list[Rank],
+        deadline: float | None,
+        timeout: float | None,
+        write: Callable[[str], None],
+        unpickle: Callable[[bytes], Any] | None,
+    ) -> None:
+        self.ranks, self.deadline, self.timeout = ranks, deadline, timeout
+        self.write, self.unpickle = write, unpickle
+        for rank in ranks if unpickle is None else ():
+            rank.inbox.largest = LARGEST_REPORT
+
+    def collect(self) -> list[Any]:
+        """What each rank returned; raises RankError for the first that failed."""
+        while not all(rank.finished for rank in self.ranks):
+            if any(rank.failure for rank in self.ranks):
+                grace = time.monotonic() + _GRACE
+                while self.read_messages(grace):
+                    pass
+                raise _first_failure(self.ranks)
+            if not self.read_messages(self.deadline):
+                raise _time_out(self.ranks, self.timeout or 0.0)
+        return [rank.result for rank in self.ranks]
+
+    def read_messages(self, deadline: float | None) -> bool:
+        """Waits for news of any rank that is still running, and takes it in; False if none came in time."""
+        running = [rank for rank in self.ranks if not rank.finished and not rank.failure]
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if not running or (
+            remaining is not None and remaining < 0
+        ):  # also for a rank that never stops talking
+            return False
+        ready = wait([rank.connection for rank in running], remaining)
+        for rank in running:
+            if rank.connection in ready:
+                self.read_messages_of(rank)
+        return bool(ready)
+
+    def read_messages_of(self, rank: Rank) -> None:
+        try:
+            for kind, content in rank.inbox.take(rank.connection):
+                self.take_in(rank, kind, content)
+        except (EOFError, OSError):
+            if not rank.finished and not rank.failure:
+                rank.failure = _Failure("died", _how_it_died(rank.process))
+        except Exception as error:
+            rank.failure = _Failure("died", f"a message that cannot be read: {error!r}")
+
+    def take_in(self, rank: Rank, kind: str, content: Any) -> None:
+        """Does with a message what it is for."""
+        if kind == "print":
+            self.write(content)
+        elif kind == "return":
+            try:
+                rank.finished, rank.result = True, self.unpickle(content) if self.unpickle else content
+            except Exception as error:
+                rank.finished = False
+                got = f"a result that cannot be unpickled: {error!r}"
+                rank.failure = _Failure("raised", got, exception=error)
+        elif kind == "raise":
+            exception = _unpickled(content[2]) if self.unpickle else None
+            rank.failure = _Failure("raised", content[0], content[1], exception)
+
+
+def _unpickled(exception: bytes | None) -> BaseException | None:
+    try:
+        found = pickle.loads(exception) if exception else None
+    except Exception:
+        return None  # an exception that pickles, but does not come back; its traceback has been told as text
+    return found if isinstance(found, BaseException) else None
+
+
+def _how_it_died(process: BaseProcess) -> str:
+    process.join(5)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"death by signal {signal.Signals(-code).name}"
+    return f"exit with status {code} before the function returned"
+
+
+def _lost_peer(failure: _Failure) -> bool:
+    return any(sign in failure.got for sign in LOST_PEER)
+
+
+def _is_consequence(failure: _Failure) -> bool:
+    """Whether a rank failed in a collective, be it because another had left."""
+    return _lost_peer(failure) or failure.got.startswith("CollectiveError: ")
+
+
+def _first_failure(ranks: list[Rank]) -> RankError:
+    """See Note [Which rank failed first]."""
+    failed = [(number, rank.failure) for number, rank in enumerate(ranks) if rank.failure]
+    own = [(n, f) for n, f in failed if not _lost_peer(f)]
+    number, failure = (own or failed)[0]
+    remedy = TRACEBACK_BELOW if failure.traceback else "Its standard error may say more."
+    error = RankError(number, failure.got, failure.traceback, remedy, failure.reason)
+    error.__cause__ = failure.exception
+    error.table = _describe_divergence(ranks, _ask_where(ranks))
+    return error
+
+
+class _Stand(NamedTuple):
+    """Where a rank says that it stands: the collective that it waits in, or ""; and its stack."""
+
+    waiting: str
+    stack: str
+
+
+def _ask_where(ranks: list[Rank]) -> dict[int, _Stand]:
+    """Asks every rank that still runs where it stands (see `worker`, Note [Time runs out])."""
+    running = [n for n, rank in enumerate(ranks) if not rank.finished and not rank.failure]
+    stands: dict[int, _Stand] = {}
+    for number in running:
+        try:
+            ranks[number].connection.send("where")
+        except OSError:
+            stands[number] = _Stand(_GONE, "")
+    until = time.monotonic() + _ANSWER
+    for number in running:
+        rank = ranks[number]
+        while number not in stands and (left := until - time.monotonic()) > 0 and rank.connection.poll(left):
+            try:
+                heard = dict(rank.inbox.take(rank.connection))
+            except Exception:
+                break
+            if "where" in heard:
+                stands[number] = _Stand(*heard["where"])
+        stands.setdefault(number, _Stand(_SILENT, ""))
+    return stands
+
+
+def _time_out(ranks: list[Rank], timeout: float) -> RankError:
+    stands = _ask_where(ranks)
+    in_python = [n for n, stand in stands.items() if not stand.waiting]
+    first = (in_python or list(stands))[0]
+    places = "; ".join(f"rank {n} {stand.waiting or 'in no collective'}" for n, stand in stands.items())
+    error = RankError(
+        first,
+        f"no return within {timeout:g} s ({places})",
+        "\n".join(f"--- rank {n} ---\n{stand.stack}" for n, stand in stands.items()),
+        "Ranks that wait in a collective wait for one that does not come; see its stack below.",
+        "late",
+    )
+    error.table = _describe_divergence(ranks, stands)
+    error.deadlock = _is_deadlock(ranks, stands)
+    return error
+
+
+def _is_deadlock(ranks: Sequence[Rank], stands: Mapping[int, _Stand]) -> bool:
+    """Whether the ranks wait for each other for sure (Note [Deadlocks])."""
+    waiting = {stand.waiting for stand in stands.values()}
+    apart = len(waiting) > 1 or any(rank.finished for rank in ranks)
+    if not apart or waiting & {"", _GONE, _SILENT}:
+        return False
+    before = [_turns(ranks[number].process.pid) for number in stands]
+    time.sleep(_STILL)
+    return None not in before and before == [_turns(ranks[number].process.pid) for number in stands]
+
+
+def _turns(pid: int | None) -> str | None:
+    """How often the main thread of a process has left a processor; None where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return "".join(re.findall(r"^\w*ctxt_switches:.*\n", status, re.MULTILINE)) or None
+
+
+def _describe_divergence(ranks: list[Rank], stands: Mapping[int, _Stand]) -> str:
+    """What the ranks called last, side by side; "" if they agree."""
+    reports = []
+    for number, rank in enumerate(ranks):
+        calls = history.read(os.pread(rank.history.fileno(), history.SIZE, 0))
+        stand = stands.get(number, _Stand("", ""))
+        left, stack = _SILENT if stand.waiting == _SILENT else "", stand.stack
+        if rank.failure is not None:
+            stack = rank.failure.traceback
+        if rank.finished:
+            left = "has returned"
+        elif rank.failure is not None and not _is_consequence(rank.failure):
+            left = f"{'raised' if stack else 'is gone:'} {_shortened(rank.failure.got)}"
+        reports.append(Report(number, calls, left, place_in(stack)))
+    return describe_divergence(reports)
+
+
+def _shortened(got: str) -> str:
+    text = in_one_line(got)
+    return text if len(text) <= _LONGEST_GOT else f"{text[: _LONGEST_GOT - 1].rstrip()}…"
+
+
+def end_ranks(ranks: list[Rank]) -> None:
+    """No rank outlives the call."""
+    for rank in ranks:
+        if not rank.finished and rank.process.is_alive():
+            rank.process.kill()
+    for rank in ranks:
+        rank.connection.close()
+        rank.history.close()
+        rank.process.join(10)
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.process.close()
