@@ -41,7 +41,8 @@ def git(*command: str) -> str:
 def touched_by(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
     """List the test files that are about one of the changed files."""
     changed = set(changed)
-    modules = {Path(name).stem for name in changed if name.startswith("hwfsdp/")}
+    paths = [Path(name) for name in changed if name.startswith("hwfsdp/")]
+    modules = {name for path in paths for name in (path.stem, path.parent.name)} - {"hwfsdp"}
     areas = {
         str(test.relative_to(ROOT))
         for sources, about in AREAS.values()
@@ -52,9 +53,14 @@ def touched_by(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
 
 
 def subjects(test: Path) -> set[str]:
-    """Modules of the package that a file of tests is about."""
-    imported = re.findall(r"^(?:from|import) hwfsdp\.([\w.]+)", test.read_text(), re.MULTILINE)
-    return {name.split(".")[-1] for name in imported} | {test.stem.removeprefix("test_")}
+    """Modules of the package that a file of tests is about, and folders whose doors it uses."""
+    found = {test.stem.removeprefix("test_")}
+    pattern = r"^(?:from|import) hwfsdp\.([\w.]+)(?: import (.+))?"
+    for name, names in re.findall(pattern, test.read_text(), re.MULTILINE):
+        folder = ROOT / "hwfsdp" / name.replace(".", "/")
+        inside = {each for each in re.findall(r"\w+", names) if (folder / f"{each}.py").exists()}
+        found |= inside or {name.split(".")[-1]}
+    return found
 
 
 def portion(seconds: dict[str, float], touched: list[str], turn: int, budget: float) -> list[str]:
