@@ -21,7 +21,10 @@ This folder imports torch and itself. Read it from the top; each chapter uses on
     precision       which dtype for what: policies and casts
     sharding        which rows belong to which rank: integers only
 
-Two more are to look things up in: `compat`, the private corners of torch, and `errors`.
+Two more are to look things up in:
+
+    compat          the private corners of torch
+    errors          what a caller did wrong, and how it is said
 
 At six seams somebody else's code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer`, `form.Layout`
 and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what becomes of

@@ -9,6 +9,25 @@ feature is a module with one or more of four functions:
     joined(call, state)  the module is sharded now
 
 The heart knows of none of them, and each can be taken out of the list: what it adds is missing then, and the rest works.
+
+    The call
+    call                one call of `fully_shard`: what is asked for, and the parts that will do it
+    door                the door that users call, and the features in their order
+
+    The features
+    module_lists        several modules, one group; parts that are called by themselves
+    checks              what cannot be sharded, or cannot run, said before anything is changed
+    hybrid_sharding     shards that are replicated
+    layouts             parameters that tensor parallelism has cut before; other dimensions than 0
+    offload             shards in host memory
+    smaller_mesh        parameters that stay sharded over fewer ranks between forward and backward
+    extensions          parameters that travel in a form of their own
+    custom_collectives  other ways to move bytes
+    reductions          sums in place of means, other divisors, hooks on what was reduced
+    steering            methods that steer a schedule from outside
+    recovery            what an exception leaves, and how it is put back
+    advice              mistakes that run, but do not train: said once, as warnings
+    profiler_ranges     torch's profiler shows the ranges that FSDP2 shows
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from core import alone, programs
 
 HEART = Path(hwfsdp.core.__file__).parent
 CHAPTERS = re.findall(r"^    (\w+)  +\S", hwfsdp.core.__doc__ or "", re.MULTILINE)
-APPENDIX = ["compat", "errors"]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -55,15 +54,14 @@ def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backw
 
 def test_every_chapter_is_listed_once_and_uses_only_those_below_it() -> None:
     files = sorted(path.stem for path in HEART.glob("*.py") if path.stem != "__init__")
-    assert sorted(CHAPTERS + APPENDIX) == files
-    order = CHAPTERS + APPENDIX
-    for number, chapter in enumerate(order):
+    assert sorted(CHAPTERS) == files
+    for number, chapter in enumerate(CHAPTERS):
         source = (HEART / f"{chapter}.py").read_text()
         code = source.replace(checked_only(source), "")
         used = set(re.findall(r"from hwfsdp\.core\.(\w+) import", code))
         for line in re.findall(r"from hwfsdp\.core import (.+)", code):
             used |= {name.strip() for name in line.split(",")}
-        assert used <= set(order[number + 1 :]), chapter
+        assert used <= set(CHAPTERS[number + 1 :]), chapter
         assert not re.search(r"^\s*(?:from|import) hwfsdp\.(?!core)", source, re.MULTILINE), chapter
 
 
