@@ -1,7 +1,7 @@
 """The part of the long suite that continuous integration runs: what a commit touches, then others in turn.
 
     python tests/portion.py --minutes 20         files of tests for this commit, one a line; the same ones each time
-    python tests/portion.py hwfsdp/group.py      files of tests that are about a module
+    python tests/portion.py hwfsdp/core/group.py      files of tests that are about a module
 
 A commit touches a file of tests if it changes it, or
 a module that it is about: by its name (`group.py`, `test_group.py`), by its imports, or by the areas of `worth.py`. The rest of
@@ -84,7 +84,7 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=20.0, help="of work on one core (default: 20)")
     parser.add_argument(
-        "modules", nargs="*", metavar="MODULE", help="files of the package, for example hwfsdp/group.py"
+        "modules", nargs="*", metavar="MODULE", help="files of the package, for example hwfsdp/core/group.py"
     )
     given = parser.parse_args()
     measured: Counter[str] = Counter()

@@ -63,8 +63,8 @@ LOCKS = frozenset(
     f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident")
 )  # open
 INSTRUMENTS = (  # what tells what a learner's code did
-    *(f"hwfsdp.{name}" for name in ("observe", "comm.history", "comm.divergence", "virtual", "launcher")),
-    *(f"hwfsdp.{name}" for name in ("instrument", "stream_clocks", "core.observer")),
+    *(f"hwfsdp.{name}" for name in ("observe", "core.observer", "comm.history", "comm.divergence")),
+    *(f"hwfsdp.{name}" for name in ("virtual", "launcher")),
 )
 READY_MADE = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")  # of torch's, which are arguments
