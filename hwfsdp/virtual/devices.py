@@ -10,12 +10,13 @@ about 180 of an A100's 312 TFLOP/s with a causal mask, and 335 on an H100 withou
 FlashAttention-3 (arXiv:2407.08608) gives as 35 %.
 
 Sources, read in November 2026:
-    A100   NVIDIA A100 Tensor Core GPU data sheet, June 2021 (SXM4 modules)
-    H100   NVIDIA H100 Tensor Core GPU data sheet (SXM5); matrix figures there are "with sparsity", halved here
-    H100 96 GB   as the H100 with HBM2e at 2.4 TB/s and a 500 W limit, 400 Gb/s of network per GPU: the machines of the
-           published Llama 3.1 figures (torchtitan, docs/performance.md; Meta's Grand Teton platform)
-    H200   NVIDIA H200 Tensor Core GPU data sheet (SXM)
-    B200   NVIDIA DGX B200 data sheet, an eighth of the system's figures
+
+- A100: NVIDIA A100 Tensor Core GPU data sheet, June 2021 (SXM4 modules).
+- H100: NVIDIA H100 Tensor Core GPU data sheet (SXM5); matrix figures there are "with sparsity", halved here.
+- H100 96 GB: as the H100, with HBM2e at 2.4 TB/s, a 500 W limit and 400 Gb/s of network per GPU. These are the machines of the
+  published Llama 3.1 figures (torchtitan, docs/performance.md; Meta's Grand Teton platform).
+- H200: NVIDIA H200 Tensor Core GPU data sheet (SXM).
+- B200: NVIDIA DGX B200 data sheet, an eighth of the system's figures.
 """
 
 from __future__ import annotations
