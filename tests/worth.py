@@ -41,29 +41,30 @@ Record = dict[str, Any]
 
 AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both as patterns
     "core": (
-        "claim.py extensions.py group.py hooks.py mesh.py module.py nested.py param.py placement.py"
-        " precision.py prefetch.py sharding.py storage.py watch.py wrap.py",
-        "test_sharding.py test_precision.py test_nested.py test_prefetch.py test_storage.py test_parity.py"
-        " test_schedule.py test_overlap.py test_start.py test_state_dict.py test_memory_bounds.py test_recovery.py"
-        " test_misuse.py test_identity.py test_accounting.py test_mixed_precision.py test_backward.py test_groups.py"
-        " test_warnings.py test_watch.py test_hsdp.py test_resharding.py test_tensor_parallel.py test_composition.py",
+        "core/*.py features/*.py",
+        "core/test_core.py test_features.py test_sharding.py test_precision.py test_nested.py test_prefetch.py"
+        " test_storage.py test_parity.py test_schedule.py test_overlap.py test_start.py test_state_dict.py"
+        " test_memory_bounds.py test_recovery.py test_misuse.py test_identity.py test_accounting.py"
+        " test_mixed_precision.py test_backward.py test_groups.py test_warnings.py test_watch.py test_hsdp.py"
+        " test_resharding.py test_tensor_parallel.py test_composition.py",
     ),
     "collectives": (
-        "collectives.py comm/ring.py comm/shared_memory.py comm/divergence.py comm/history.py",
+        "collectives.py comm/*.py",
         "test_collectives.py test_ring.py test_shared_memory.py test_divergence.py test_history.py test_parity.py"
         " test_accounting.py test_overlap.py test_races.py test_mixed_precision.py test_hsdp.py",
     ),
     "streams": (
-        "streams.py observe/clocks.py observe/events.py observe/recording.py observe/races.py observe/eventlog.py",
+        "core/streams.py streams.py observe/stream_clocks.py observe/instrument.py observe/clocks.py observe/events.py"
+        " observe/recording.py observe/races.py observe/eventlog.py",
         "test_streams.py test_streams_on_a_device.py test_clocks.py test_events.py test_recording.py test_races.py"
         " test_eventlog.py test_overlap.py test_schedule.py test_trace.py test_virtual_clock.py test_history.py"
         " test_divergence.py",
     ),
     "store": ("checkpoint/*.py", "checkpoint/test_*.py"),
     "layout": (
-        "layout/extents.py layout/init_shards.py placement.py sharding.py mesh.py",
-        "test_layout.py test_sharding.py test_start.py test_hsdp.py test_resharding.py test_tensor_parallel.py test_plot_layouts.py"
-        " checkpoint/test_boxes.py checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
+        "layout/*.py core/form.py core/sharding.py core/ranks.py features/layouts.py features/smaller_mesh.py",
+        "test_layout.py test_explain.py test_sharding.py test_start.py test_hsdp.py test_resharding.py"
+        " test_tensor_parallel.py test_plot_layouts.py checkpoint/test_boxes.py checkpoint/test_store.py checkpoint/test_dcp.py checkpoint/test_meta.py",
     ),
     "grader": (
         "course/*.py course/stations/*.py course/gradebook/*.py course/capstone/*.py course/lab/*.py course/release/*.py",
