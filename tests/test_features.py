@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import models
@@ -44,3 +49,32 @@ def trained() -> list[dict[str, list[Tensor]]]:
 def test_a_model_trains_to_the_same_bits_without_a_feature_that_it_does_not_use(name: str) -> None:
     for found in trained():
         assert all(map(torch.equal, found[name], found[""]))
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+
+def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
+    """This rank's gradients with the feature that the page writes, and those of both ranks' batches without sharding."""
+    text = re.search(r"`features/clipping.py`:\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert text is not None
+    module = ModuleType("hwfsdp.features.clipping")
+    exec(text[1], vars(module))
+    sys.modules[module.__name__] = module
+    place = features.FEATURES.index("reductions") + 1
+    features.FEATURES = (*features.FEATURES[:place], "clipping", *features.FEATURES[place:])  # type: ignore[assignment]
+    model: Any = wrap(fresh(models.uneven), fully_shard, "blocks")
+    model(*model.inputs(4, dist.get_rank())).sum().backward()
+    plain = fresh(models.uneven)
+    for rank in range(2):
+        (plain(*plain.inputs(4, rank)).sum() / 2).backward()
+    return [
+        (p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+
+
+def test_the_feature_written_in_the_page_of_architecture_does_what_the_page_says() -> None:
+    for found in launch(gradients_with_clipping, 2):
+        assert any((expected.abs() > 1).any() for _, expected in found)
+        for grad, expected in found:
+            torch.testing.assert_close(grad, expected.clamp(-1, 1))
