@@ -1,22 +1,23 @@
 """Where autograd calls: before the backward of a module, and after it.
 
-Before: a hook on the tensors that the module returned, since their gradient is the first thing that the module's backward
-gets. After: at the tensors that the module was given, since their gradient is the last. A single one is given to the module as
-a view of itself, and the view's node has a hook; several go through an autograd function together.
+Before: a hook on the tensors that the module returned. Their gradient is the first thing that the module's backward gets.
+
+After: a hook at the tensors that the module was given. A single one is given to the module as a view of itself, and the view's
+node has the hook. Several go through one autograd function. That node is older than all nodes of the module, and of the nodes that
+are ready autograd runs the youngest first. So when it runs, the gradients of the module's parameters are there.
 
 Note [Views as outputs]
-    An in-place operation on an output that is a view, such as `out += x` after `out = h.view(…)`, gives the output a new
-    history in which the hook on it does not occur; that of the tensor it views still does. So a view's base gets a hook as
-    well, which counts only if none of the outputs' own hooks came.
+    A module returns `out = h.view(…)`, and its caller does `out += x`. That gives `out` a new history, without the hook on it.
+    The history of `h`, its base, stays. So the base of a view gets a hook, too. It counts only if no hook of an output came.
 
 Note [Inputs that come out again]
     A module may return what it was given (`return x, f(x)`). Then the view of the input is an output as well, and both kinds
     of hooks are at one tensor. Those on tensors run before those on its node, so pre-backward comes first.
 
 Note [Inputs changed in place]
-    If the first thing a module does to its input is an in-place operation, the view gets a new history in which the hook does
-    not occur. The gradients are right, but post-backward comes only when the backward ends, and the parameters stay whole
-    until then. An autograd function would forbid the operation.
+    If the first thing that a module does is to change its only input in place, the view gets a new history, without the hook.
+    The gradients are right. But post-backward comes when the backward ends, and the parameters stay whole until then. With several
+    inputs, autograd refuses the operation, because an autograd function has returned them as views.
 """
 
 from __future__ import annotations

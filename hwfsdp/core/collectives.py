@@ -17,9 +17,14 @@ other way round. Copy-in and copy-out are that transposition:
 Note [Why flat buffers outlive their use]
     A buffer belongs to the stream that allocated it. Once no tensor refers to it, that stream may be given the memory again,
     at once, for it knows only its own order. So a buffer that another stream still reads must be kept until the owning stream
-    has waited for the reader. A gather's buffer is kept until the copy stream waited for the copy-out, a reduction's input
-    until the compute stream waited for the reduction. Holding a reference is the whole mechanism. It bounds the buffers in
-    flight, and no allocator is told about streams.
+    has waited for the reader. Holding a reference until then is the whole mechanism. It bounds the buffers in flight, and no
+    allocator is told about streams. There are four kinds of memory:
+
+    a gather's buffer       owned by copy; kept until copy has waited for the copy-out
+    a reduction's input     owned by compute; kept until compute has waited for the reduction
+    whole parameters        allocated, read and freed on compute only
+    shards' gradients       owned by reduce-scatter, which waits for compute before each reduction, and so for the optimizer
+                            that has read the last ones
 """
 
 from __future__ import annotations
@@ -134,8 +139,8 @@ def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, on
     """How to average over so many ranks in this dtype.
 
     fp32 and bf16 have range to spare, and the backend divides while it reduces. Other dtypes, such as fp16, overflow in the
-    sum, and underflow when they are divided first. So about a square root of the number of ranks is taken out on each side:
-    `before` is doubled as long as it divides the number and its square is below it.
+    sum, and underflow when they are divided first. So about half of the division is done before the sum and half after it:
+    of 8 ranks, by 4 and by 2; of 6 ranks, by 4 and by 1.5.
 
     Args:
         divide_by: another divisor than the number of ranks. only_sum: the backend must not divide.
@@ -173,7 +178,7 @@ def reduce_scatter(
             that their memory is free before the reduction begins.
 
     Returns:
-        Its result are, in `dtype`, this rank's padded chunks of all gradients, end to end.
+        Its `result` will hold this rank's padded chunks of all gradients, end to end, in `dtype`.
     """
     ranks = transport.ranks
     numel = sum(_chunk_numel(grad.shape, ranks.size) for grad in grads)

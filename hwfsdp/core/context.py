@@ -57,10 +57,6 @@ class FSDPCommContext:
         self.streams = streams_for(device_type)
         self.post_forward_order: list[ParamGroup] = []
         self.max_reductions = 1
-        self.all_gather_stream, self.reduce_scatter_stream = (
-            self.streams.all_gather,
-            self.streams.reduce_scatter,
-        )
         self._copied_out: tuple[Gathered, StreamEvent] | None = None
         self._reducing: deque[InFlight] = deque()  # the oldest first
         self._held: dict[Stream, list[Tensor]] = {}
@@ -73,7 +69,7 @@ class FSDPCommContext:
         self.post_forward_order.append(group)
 
     def before(self, group: ParamGroup) -> ParamGroup | None:
-        """The group whose backward is expected after that of `group`, which begins now (Note [What to gather next]).
+        """The group whose backward is expected after that of `group`, which begins now; its forward ended just before.
 
         A group has one place in the order per forward. Its backwards come in reverse: each takes one place away, from the end.
         """
@@ -149,11 +145,13 @@ class RootContext:
 
     Attributes:
         states: of all modules below the root, in `named_modules` order; empty until a root is found.
-        forward_root: whose forward is running: the root, or a part of the model called by itself; else None.
+        forward_root: whose forward is the outermost one that is running; None between forwards. Not always the root: a part
+            of the model may be called by itself.
         forwards_before: how many forwards were noted when the iteration began (a second one before its backward).
         guessed: groups that were gathered ahead in this forward; unused, they are stale after the next optimizer step.
         is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
-        in_backward: whether a backward will call the root when it is over. backwards: how many are over.
+        finish_queued: whether autograd will call `finish_backward` when the running backward is over.
+        backwards: how many are over.
     """
 
     def __init__(self) -> None:
@@ -162,7 +160,7 @@ class RootContext:
         self.forwards_before = 0
         self.guessed: list[ParamGroup] = []
         self.is_last_backward = True
-        self.in_backward = False
+        self.finish_queued = False
         self.backwards = 0
 
     @property
@@ -180,17 +178,17 @@ class ForwardOrder(Generic[T]):
     def enter(self, group: T) -> list[T]:
         """Note that this forward enters `group`; return the group to gather meanwhile, or nothing.
 
-        That is the one that came after `group` last time, if the last forward had `group` at the same position: a forward that
-        takes another path is not guessed at until the paths agree again.
+        If the last forward had `group` at the same position, it is the one that came next then. If not, this forward takes
+        another path, and nothing is guessed until the paths agree again.
         """
+        expected = self._last[len(self._current) :]
         self._current.append(group)
-        following = self._last[len(self._current) - 1 : len(self._current) + 1]
-        return following[1:] if following and following[0] is group else []
+        return expected[1:2] if expected and expected[0] is group else []
 
     def finish(self) -> None:
-        """This forward is over; what it did is what the next one is expected to do."""
+        """This forward is over. The next one is expected to take the same path."""
         self._last, self._current = self._current, []
 
     def forget(self) -> None:
-        """This forward was broken off; the last one that ended is still the one to go by."""
+        """This forward was broken off. The next one is expected to take the path of the last that ended."""
         self._current = []

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """Which part of a parameter this rank keeps, and as which DTensor: its chunk of rows, `Shard(0)`.
+    """Which part of a parameter this rank keeps, and as which DTensor: its chunk of rows, `Shard(0)`. Seam.
+
+    Here `rows_of`, `as_whole` and `whole_grad` return what they are given. They are for parameters that are cut in other ways.
 
     Attributes:
         shape: of the whole parameter, as gathers put it together and modules compute with it.
@@ -73,13 +75,13 @@ class Layout:
         """What modules compute with, made of `whole` [`shape`]."""
         return whole
 
-    def own_grad(self, grad: Tensor) -> Tensor:
+    def whole_grad(self, grad: Tensor) -> Tensor:
         """The gradient of `shape`, made of what autograd computed for `as_whole`."""
         return grad
 
 
 class Form:
-    """What one parameter's gathers read and write.
+    """What one parameter's gathers read and write. Seam.
 
     Attributes:
         gathered: [W * ceil(d0 / W) * rest], compute dtype: memory of the whole parameter, its padding at the end; None

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hwfsdp.core.collectives import Gathered, Mean, Reducing, all_gather, copy_out, mean_over, reduce_scatter
+from hwfsdp.core import collectives
+from hwfsdp.core.collectives import Gathered, Mean, Reducing
 from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.context import FSDPCommContext, InFlight
 from hwfsdp.core.errors import UsageError
@@ -41,16 +42,21 @@ class Reducer:
 
     def mean(self, dtype: torch.dtype) -> Mean:
         """How to average in this dtype; see `collectives.mean_over`."""
-        return mean_over(self.group.mesh.size, dtype)
+        return collectives.mean_over(self.group.mesh.size, dtype)
 
     def stand_in(self, param: FSDPParam) -> Tensor | None:
-        """What is reduced for a parameter that got no gradient; None: it is left out, on every rank."""
+        """What is reduced for a parameter that got no gradient. None: nothing.
+
+        All ranks reduce the same parameters, or they wait for each other for ever. So None is right only where a parameter that
+        has no gradient on one rank has none on any. Seam.
+        """
         return None
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
         """Say what becomes of a reduction's result, on the stream that makes it; return at once.
 
-        What is put off until the result is there must not refer to `reducing.flat`, the buffer of all gradients.
+        What is put off until the result is there must not refer to `reducing.flat`, the buffer of all gradients. It would keep
+        that buffer from being freed.
 
         Returns:
             An event after which that buffer may be reused.
@@ -101,7 +107,7 @@ class ParamGroup:
 
     @property
     def gather_transport(self) -> Transport:
-        """Moves the next gather."""
+        """Moves the next gather. Seam: the gather of a backward may go over other ranks than that of a forward."""
         return self.transport
 
     def unshard(self) -> None:
@@ -114,7 +120,7 @@ class ParamGroup:
             with streams.copy.run():
                 shards = [shard for param in self.params for shard in param.form.inputs()]
             dtypes = [dtype for param in self.params for dtype in param.form.dtypes]
-            self._gathered = all_gather(shards, dtypes, self.gather_transport, streams)
+            self._gathered = collectives.all_gather(shards, dtypes, self.gather_transport, streams)
 
     def wait_for_gather(self) -> None:
         """Let compute wait for the gather in flight, if there is one (`streams`, Note [What a wait costs])."""
@@ -129,7 +135,7 @@ class ParamGroup:
             gathered, self._gathered = self._gathered, None
             wholes = [memory for param in self.params for memory in param.form.outputs()]
             with moment("copy_out", self.transport, "compute", (gathered.flat,), wholes):
-                copy_out(gathered.flat, gathered.sizes, wholes)
+                collectives.copy_out(gathered.flat, gathered.sizes, wholes)
             self.comm_ctx.keep_until_copied_out(gathered)
             for param in self.params:
                 param.to_unsharded()
@@ -163,7 +169,7 @@ class ParamGroup:
         """After the group's backward: free the whole parameters, and reduce the gradients or keep them for later.
 
         The parameters are freed when the gradients were taken, and before the reduction starts, which allocates as much as they
-        have held. A group that got no gradients communicates nothing.
+        have held. A group without gradients communicates nothing, so the other ranks must have none either.
         """
         with no_autograd():
             with moment("post_backward_reshard", self):
@@ -201,7 +207,7 @@ class ParamGroup:
         with moment("post_backward_reduce", self):
             dtype = self.reduce_dtype(params, grads)
             grads[:] = [param.layout.rows_of(grad) for param, grad in zip(params, grads, strict=True)]
-            reducing = reduce_scatter(
+            reducing = collectives.reduce_scatter(
                 grads, dtype, self.reducer.mean(dtype), self.transport, comm_ctx.streams
             )
             done = self.reducer.finish(params, reducing)
@@ -229,12 +235,7 @@ class ParamGroup:
         """Each of `params` with its rows in a reduction's `result` [n], which has their padded chunks end to end; views."""
         chunks = result.split_with_sizes([p.padded_numel for p in params])
         return [
-            (
-                p,
-                (chunk if p.local_numel == p.padded_numel else chunk[: p.local_numel]).view(
-                    p.layout.local_shape
-                ),
-            )
+            (p, chunk[: p.local_numel].view(p.layout.local_shape))
             for p, chunk in zip(params, chunks, strict=True)
         ]
 

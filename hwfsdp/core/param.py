@@ -12,7 +12,8 @@ An `FSDPParam` stands for one parameter of the model, in two forms:
 | SHARDED   | `sharded_param`           | none                          | `to_unsharded` | UNSHARDED |
 | UNSHARDED | `unsharded_param`         | the whole parameter, gathered | `to_sharded`   | SHARDED   |
 
-Both objects live as long as the model. A transition registers the other one; it never makes a new one.
+Both objects live as long as the model. A transition registers the other one; it does not make a new one. (Only `model.to(dtype)`
+does: the next gather then makes a new `unsharded_param`.)
 
 Note [Padding lives in the shard]
     Ranks contribute equally to a gather, so a shard with fewer rows than a full chunk is padded (`sharding`). Padding before
@@ -57,7 +58,7 @@ class Place(NamedTuple):
 
 
 class Home:
-    """Where shards and their gradients live: on the device of the mesh."""
+    """Where shards and their gradients live: on the device of the mesh. Seam."""
 
     def keep(self, shard: Tensor) -> Tensor:
         """`shard`, or its copy where shards live."""
@@ -160,7 +161,7 @@ class FSDPParam:
             compat.register_parameter(module, name, param)
 
     def set_unsharded(self, whole: Tensor) -> None:
-        """Make a new `unsharded_param` over the memory of `whole`; its form calls this once."""
+        """Make a new `unsharded_param` over the memory of `whole`; its form calls this once per compute dtype."""
         requires_grad = self.sharded_param.requires_grad
         self.unsharded_param = nn.Parameter(self.layout.as_whole(whole), requires_grad=requires_grad)
 
@@ -183,7 +184,7 @@ class FSDPParam:
         if self.unsharded_param is not None:
             grad, self.unsharded_param.grad = self.unsharded_param.grad, None
         if grad is not None:
-            grad = self.layout.own_grad(grad)
+            grad = self.layout.whole_grad(grad)
         if accumulated is None or grad is None:
             return grad if accumulated is None else accumulated
         return accumulated.add_(grad)
@@ -242,7 +243,7 @@ class FSDPParam:
                 expected=f"a DTensor of shape {tuple(layout.global_shape)}, placements {layout.placements}",
                 got=f"{type(param).__name__} of shape {tuple(param.shape)}"
                 + (f", placements {param.placements}" if isinstance(param, DTensor) else ""),
-                remedy="Assign DTensors to a sharded model, such as those of its own state_dict.",
+                remedy="Assign DTensors that are cut as this parameter is, such as those of the model's own state_dict.",
             )
         if param is not self.sharded_param:
             self.sharded_param = param

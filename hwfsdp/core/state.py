@@ -15,17 +15,20 @@ Three groups A, B, C, time to the right; each line is a stream:
 
 Forward hooks are module hooks; those of the backward are in `autograd_hooks`.
 
-The first module to run a forward becomes the *root* of all those below it. The root's forward begins and ends an iteration.
-When a backward has executed its last node, the root waits for what is still in flight.
+The first module to run a forward becomes the *root* of all those below it. Its forward begins and ends an iteration.
+Autograd calls `finish_backward` when a backward has executed its last node: it waits for what is still in flight.
+
+An exception in a forward or a backward leaves states in the middle of an iteration. Nothing here puts them back; a feature
+does (`hwfsdp.features.recovery`).
 
 Note [Groups without an input gradient]
-    A module whose inputs need no gradient, such as an embedding of token ids, gets no post-backward call from autograd. The
-    root makes it when the backward is over, for every group that was left out, and once more for those that got gradients after
-    it, because a module ran twice and autograd came to one of the runs late.
+    A module whose inputs need no gradient, such as an embedding of token ids, gets no post-backward call from autograd. It gets
+    it from `finish_backward`. So does a group that got gradients after its post-backward: its module ran twice, and autograd
+    came to one of the runs late.
 
 Note [Recomputation]
-    Activation checkpointing runs a forward inside the backward. Then the group's parameters are whole already, pre-backward saw
-    to it, and post-backward will free them: the forward hooks stand aside.
+    Activation checkpointing runs a forward again, inside the backward. The parameters are gathered if pre-backward has not done
+    so yet. They are not freed after that forward, because the backward of the same module follows. And its order is not learned.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class FSDPState:
         group: its parameters; None if every parameter below it was claimed by others.
         auto_reshard: `reshard_after_forward` was None: on below the root, off at the root.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
-        always_call: whether the hook after forward is called after an exception, too.
+        always_call: whether the hook after forward is called after an exception, too. Seam.
     """
 
     always_call = False
@@ -93,8 +96,9 @@ class FSDPState:
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Before the module's forward: gather, wait, start the next gather, give the module its parameters.
 
-        Not earlier than this group's bytes are there, or the next gather would share the wire with it; not later, or it would
-        miss the time that the copy-out takes. Inputs are cast, and watched, so that autograd calls post-backward.
+        The next gather starts between the wait and the copy-out. Before the wait it would share the wire with this group's gather;
+        after the copy-out it would miss the time that the copy-out takes. (On a device the wait does not stop the host. There
+        the all-gather stream keeps the gathers in order.) Inputs are cast, and watched, so that autograd calls post-backward.
         """
         with moment("pre_forward", self):
             opens = self.opens_forward()
@@ -117,7 +121,7 @@ class FSDPState:
         return args, kwargs
 
     def opens_forward(self) -> bool:
-        """Whether a forward begins now: not inside another one of this module, nor in a recomputation."""
+        """Whether a forward begins now. None does while one of this module is running, or in a recomputation."""
         return self.phase not in (Phase.FORWARD, Phase.PRE_BACKWARD)
 
     def is_outermost(self) -> bool:
@@ -178,8 +182,9 @@ class FSDPState:
             if self.phase is Phase.PRE_BACKWARD:
                 return
             self.phase = Phase.PRE_BACKWARD
-            if self.group and self.group.unshard_in_backward:
-                self.group.unshard()
+            if self.group:
+                if self.group.unshard_in_backward:
+                    self.group.unshard()
                 self.group.wait_for_gather()
             self.prefetch_backward(self.next_in_backward())
             if self.group:
@@ -205,9 +210,9 @@ class FSDPState:
                 self.group.post_backward()
 
     def queue_final_callback(self) -> None:
-        """Have the root called when this backward has executed its last node."""
-        if not self.root.in_backward:
-            self.root.in_backward = True
+        """Have `finish_backward` called once, when this backward has executed its last node."""
+        if not self.root.finish_queued:
+            self.root.finish_queued = True
             compat.call_after_backward(self.finish_backward)
 
     def finish_backward(self) -> None:
@@ -228,9 +233,9 @@ class FSDPState:
 
     def finish_states(self) -> None:
         """Make the calls that autograd did not make (Note [Groups without an input gradient]); all states are idle."""
-        self.root.forward_root = None
+        self.root.forward_root = None  # checkpointing may have cut a recomputation short
         self.root.backwards += 1
-        self.root.in_backward = False
+        self.root.finish_queued = False
         for state in self.root.states:
             late = any(group.has_late_gradients for group in state.groups)
             if state.phase is not Phase.POST_BACKWARD or late:
@@ -275,7 +280,7 @@ class FSDPState:
         return output
 
     def end_with_root(self, output: Any) -> Any:
-        """The root's forward is over, and with it what this state has left open: nothing. Returns the output."""
+        """The outermost forward is over; return its output. Seam: a feature ends here what it has begun in this state."""
         return output
 
     def become_root(self) -> None:

@@ -57,7 +57,7 @@ class StreamEvent:
 
     @property
     def is_over(self) -> bool:
-        """True once all work issued before this event has finished, as far as the host knows."""
+        """Whether the host knows that all work issued before this event has finished. On a device it does not ask, so False."""
         return False
 
 

@@ -8,8 +8,9 @@
 Bottom up, because a call claims the parameters below its module that no call has claimed before. The module stays the object
 it was. Only its class becomes a subclass that also derives from `FSDPModule`.
 
-Left out here, and built on this heart in `hwfsdp.features`: meshes of several axes, lists of modules, offloading, and all that
-steers the schedule by hand. `hwfsdp.fully_shard` is the door to both.
+Left out here, and built on this heart in `hwfsdp.features`: meshes of several axes (hybrid sharding among them), lists of modules,
+offloading, all that steers the schedule by hand, checks of what is given, and recovery after an exception. `hwfsdp.fully_shard`
+is the door to both.
 """
 
 from __future__ import annotations
@@ -122,8 +123,7 @@ def follow_state_dicts(group: ParamGroup) -> None:
     """State dicts hold the shards: they are registered before one is taken or loaded, and adopted after."""
 
     def reshard(*_: Any) -> None:
-        group.drop_gather()  # of values that may be about to change
-        group.reshard()
+        put_shards_back(group)
 
     def adopt(*_: Any) -> None:
         group.adopt_registered()
@@ -132,6 +132,12 @@ def follow_state_dicts(group: ParamGroup) -> None:
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(reshard)
         module.register_load_state_dict_post_hook(adopt)
+
+
+def put_shards_back(group: ParamGroup) -> None:
+    """The modules have the shards; their values may be about to change, so a gather in flight is dropped."""
+    group.drop_gather()
+    group.reshard()
 
 
 # --- What every sharded module also is -----------------------------------------------------------------------
@@ -161,7 +167,7 @@ class FSDPModule:
         """`to`, `to_empty`, `half` and the like act on the shards."""
         groups = self._groups(recurse=False)
         for group in groups:
-            group.reshard()
+            put_shards_back(group)
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in groups:
             group.adopt_registered()

@@ -127,7 +127,7 @@ class CutLayout(Layout):
         grid = self.unsharded
         return dtensor(whole, grid.mesh, grid.placements, self.global_shape, self.stride)
 
-    def own_grad(self, grad: Tensor) -> Tensor:
+    def whole_grad(self, grad: Tensor) -> Tensor:
         """The part of a tensor-parallel gradient that belongs to this rank's part of the parameter."""
         if not isinstance(grad, DTensor) or self.unsharded is None:
             return grad
