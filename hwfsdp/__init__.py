@@ -2,8 +2,9 @@
 
     from hwfsdp import fully_shard
 
-is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`: FSDP itself, fourteen hundred lines that
-import torch and nothing else. `features` is what FSDP2 can do beyond, joined to the heart at six seams.
+is a drop-in for `torch.distributed.fsdp.fully_shard`. To read how it works, open `core`, the heart: FSDP itself, 1,400 lines of code
+that import only torch. `features` has what else FSDP2 can do. Each feature puts its own part in the place of one of the heart's, at
+places that are made for it: the seams.
 
     core          FSDP over one mesh axis: start here
     features      what FSDP2 can do beyond the heart, and the door that users call

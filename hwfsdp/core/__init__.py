@@ -29,7 +29,7 @@ Two more are to look things up in:
 At six seams somebody else's code can take the place of the heart's own: `ranks.Transport` (how bytes move), `observer`, `form.Layout`
 and `form.Form` (how a parameter is cut and travels), `param.Home` (where shards live), `group.Reducer` (what becomes of
 gradients), `state.FSDPState` (when). `hwfsdp.features` is made of such code: hybrid sharding, for example, is a reducer, and a mesh with
-a second axis. Where a docstring says "Seam", the heart itself does nothing, or always the same; look there when you write a feature.
+a second axis. The word "Seam" in a docstring marks a class or a method that a feature may replace.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Before: a hook on the tensors that the module returned. Their gradient is the first thing that the module's backward gets.
 
-After: a hook at the tensors that the module was given. A single one is given to the module as a view of itself, and the view's
-node has the hook. Several go through one autograd function. That node is older than all nodes of the module, and of the nodes that
-are ready autograd runs the youngest first. So when it runs, the gradients of the module's parameters are there.
+After: a hook at the tensors that the module was given. If one input needs a gradient, the module gets a view of it, and the view's
+node has the hook. Several inputs pass through one autograd function, so that there is one call for all. Either node is older than
+the module's nodes. Autograd runs the youngest ready node first, so this one runs when the parameters' gradients are there.
 
 Note [Views as outputs]
     A module returns `out = h.view(…)`, and its caller does `out += x`. That gives `out` a new history, without the hook on it.
@@ -33,7 +33,7 @@ from hwfsdp.core.precision import replace_tensors_with_grad, tensors_with_grad
 
 
 class WatchedOutputs:
-    """What one forward of a module returned; calls back when a backward comes to it, for every output it comes to.
+    """The outputs of one forward of a module. It calls back each time that a backward reaches one of them.
 
     Args:
         before_backward: the callback.
@@ -90,7 +90,7 @@ class PostBackward(torch.autograd.Function):
 
 
 def watch_inputs(inputs: Any, after_backward: Callable[[], None]) -> Any:
-    """`inputs`, with tensors that need a gradient replaced by what calls `after_backward`, once for all of them."""
+    """`inputs`, with aliases in place of the tensors that need a gradient. A backward that reaches them calls `after_backward`."""
     tensors = tensors_with_grad(inputs) if torch.is_grad_enabled() else []
     if not tensors:
         return inputs

@@ -15,16 +15,16 @@ other way round. Copy-in and copy-out are that transposition:
     flat     | rank 0: A0 B0 | rank 1: A1 B1 |      A: | A0 A1 |   B: | B0 B1 |
 
 Note [Why flat buffers outlive their use]
-    A buffer belongs to the stream that allocated it. Once no tensor refers to it, that stream may be given the memory again,
-    at once, for it knows only its own order. So a buffer that another stream still reads must be kept until the owning stream
-    has waited for the reader. Holding a reference until then is the whole mechanism. It bounds the buffers in flight, and no
-    allocator is told about streams. There are four kinds of memory:
+    A buffer belongs to the stream that allocated it. When the last reference to it is gone, the allocator may reuse the memory at
+    once for new work on that stream. The allocator knows nothing about readers on other streams. So we hold a reference until the
+    owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also bound the buffers
+    in flight. There are four kinds of memory:
 
     a gather's buffer       owned by copy; kept until copy has waited for the copy-out
     a reduction's input     owned by compute; kept until compute has waited for the reduction
     whole parameters        allocated, read and freed on compute only
-    shards' gradients       owned by reduce-scatter, which waits for compute before each reduction, and so for the optimizer
-                            that has read the last ones
+    shards' gradients       owned by reduce-scatter. It waits for compute before each reduction, so the optimizer has already
+                            read the previous gradients
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> No
     Args:
         flat: [W, n]; row r has rank r's parts of all tensors, end to end. Compute has waited for it.
         wholes: per tensor [W, *rest], with any strides: row r becomes the part of rank r. If their dtypes differ, `flat` is
-            uint8 and holds their bytes: a piece of it may begin at any byte, so it cannot be seen in every other dtype.
+            uint8 and holds their bytes. A piece of it may begin at an odd byte, so `wholes` are seen as bytes, too.
     """
     if flat.dtype == torch.uint8:
         wholes = [whole.view(torch.uint8) for whole in wholes]
@@ -138,9 +138,9 @@ class Mean(NamedTuple):
 def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sum: bool = False) -> Mean:
     """How to average over so many ranks in this dtype.
 
-    fp32 and bf16 have range to spare, and the backend divides while it reduces. Other dtypes, such as fp16, overflow in the
-    sum, and underflow when they are divided first. So about half of the division is done before the sum and half after it:
-    of 8 ranks, by 4 and by 2; of 6 ranks, by 4 and by 1.5.
+    fp32 and bf16 have range to spare, and the backend divides while it reduces. In fp16
+    the sum may overflow, and dividing first may underflow. So fp16, and every other dtype, is divided in part before the sum and in
+    part after it: for 8 ranks by 4 and by 2, for 6 ranks by 4 and by 1.5.
 
     Args:
         divide_by: another divisor than the number of ranks. only_sum: the backend must not divide.
@@ -159,7 +159,7 @@ class Reducing(NamedTuple):
 
     Attributes:
         flat: its input, kept alive (Note [Why flat buffers outlive their use]).
-        result: [n], this rank's part, still to be divided by `mean.after`.
+        result: [n], this rank's part, still to be divided by `mean.after`. With one rank it is `flat` itself.
     """
 
     flat: Tensor

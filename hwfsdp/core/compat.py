@@ -132,7 +132,7 @@ def dtensor(
 ) -> DTensor:
     """`local` as this rank's part of a DTensor of this global shape.
 
-    `DTensor.from_local` would move a part that is offloaded to the CPU to the mesh's device.
+    Not `DTensor.from_local`: that moves a part which is offloaded to the CPU to the mesh's device.
     """
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)

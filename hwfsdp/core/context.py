@@ -69,7 +69,7 @@ class FSDPCommContext:
         self.post_forward_order.append(group)
 
     def before(self, group: ParamGroup) -> ParamGroup | None:
-        """The group whose backward is expected after that of `group`, which begins now; its forward ended just before.
+        """The group whose forward ended just before that of `group`, whose backward begins now: it should come next in backward.
 
         A group has one place in the order per forward. Its backwards come in reverse: each takes one place away, from the end.
         """
@@ -147,9 +147,10 @@ class RootContext:
         states: of all modules below the root, in `named_modules` order; empty until a root is found.
         forward_root: whose forward is the outermost one that is running; None between forwards. Not always the root: a part
             of the model may be called by itself.
-        forwards_before: how many forwards were noted when the iteration began (a second one before its backward).
+        forwards_before: length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
+            waits for its backward.
         guessed: groups that were gathered ahead in this forward; unused, they are stale after the next optimizer step.
-        is_last_backward: whether the next backward's end may wait for the reductions and forget the order.
+        is_last_backward: if True, the end of the next backward waits for all reductions and forgets the order.
         finish_queued: whether autograd will call `finish_backward` when the running backward is over.
         backwards: how many are over.
     """
@@ -178,17 +179,17 @@ class ForwardOrder(Generic[T]):
     def enter(self, group: T) -> list[T]:
         """Note that this forward enters `group`; return the group to gather meanwhile, or nothing.
 
-        If the last forward had `group` at the same position, it is the one that came next then. If not, this forward takes
-        another path, and nothing is guessed until the paths agree again.
+        If the last forward had `group` at this position, return the group that came after it. If not, this forward takes another
+        path; guess nothing until the paths agree again.
         """
         expected = self._last[len(self._current) :]
         self._current.append(group)
         return expected[1:2] if expected and expected[0] is group else []
 
     def finish(self) -> None:
-        """This forward is over. The next one is expected to take the same path."""
+        """End this forward. The next one should take the same path."""
         self._last, self._current = self._current, []
 
     def forget(self) -> None:
-        """This forward was broken off. The next one is expected to take the path of the last that ended."""
+        """Drop this forward. The next one should take the path of the last complete one."""
         self._current = []

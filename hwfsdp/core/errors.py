@@ -22,7 +22,7 @@ class FSDPError(Exception):
         super().__init__(f"{subject}: expected {expected}; got {got.removesuffix('.')}. {remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel from ranks to their caller. Constructors differ, so what they made is sent."""
+        """Pickle class, arguments and attributes. Ranks send errors to their caller, and constructors take other arguments."""
         return _restore, (type(self), self.args, self.__dict__)
 
 
@@ -33,7 +33,7 @@ def _restore(cls: type[FSDPError], args: tuple[Any, ...], attributes: dict[str, 
 
 
 class UsageError(FSDPError, ValueError):
-    """An argument, or a model, that cannot be sharded as it is. A call that raises it has changed nothing."""
+    """An argument, or a model, that cannot be sharded as it is. `fully_shard` raises it before it changes anything."""
 
 
 class StateError(FSDPError, RuntimeError):

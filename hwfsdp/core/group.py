@@ -31,7 +31,7 @@ from hwfsdp.core.streams import StreamEvent
 
 
 class Reducer:
-    """What becomes of a group's gradients: scatter, divide, add.
+    """What becomes of a group's gradients: scatter, divide, add. Seam.
 
     Attributes:
         group: whose gradients they are.
@@ -47,16 +47,14 @@ class Reducer:
     def stand_in(self, param: FSDPParam) -> Tensor | None:
         """What is reduced for a parameter that got no gradient. None: nothing.
 
-        All ranks reduce the same parameters, or they wait for each other for ever. So None is right only where a parameter that
-        has no gradient on one rank has none on any. Seam.
+        Return None only if the parameter has no gradient on any rank. Otherwise the ranks wait for each other for ever. Seam.
         """
         return None
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Say what becomes of a reduction's result, on the stream that makes it; return at once.
+        """Queue what is done with a reduction's result, on the reduction's stream; return at once.
 
-        What is put off until the result is there must not refer to `reducing.flat`, the buffer of all gradients. It would keep
-        that buffer from being freed.
+        The queued function must not refer to `reducing.flat`. A reference would keep the buffer of all gradients alive.
 
         Returns:
             An event after which that buffer may be reused.
@@ -162,14 +160,14 @@ class ParamGroup:
 
     @property
     def has_late_gradients(self) -> bool:
-        """Whether there are gradients that a backward which reduces them has left behind."""
+        """Whether a backward should have reduced gradients that are still here."""
         return self.reduce_grads and any(param.has_unreduced_grad for param in self.params)
 
     def post_backward(self) -> None:
         """After the group's backward: free the whole parameters, and reduce the gradients or keep them for later.
 
-        The parameters are freed when the gradients were taken, and before the reduction starts, which allocates as much as they
-        have held. A group without gradients communicates nothing, so the other ranks must have none either.
+        First take the gradients, then free the parameters, then start the reduction: its buffer is as large as the parameters
+        were. A group without gradients communicates nothing, so it must have none on the other ranks either.
         """
         with no_autograd():
             with moment("post_backward_reshard", self):

@@ -12,8 +12,8 @@ An `FSDPParam` stands for one parameter of the model, in two forms:
 | SHARDED   | `sharded_param`           | none                          | `to_unsharded` | UNSHARDED |
 | UNSHARDED | `unsharded_param`         | the whole parameter, gathered | `to_sharded`   | SHARDED   |
 
-Both objects live as long as the model. A transition registers the other one; it does not make a new one. (Only `model.to(dtype)`
-does: the next gather then makes a new `unsharded_param`.)
+Both objects live as long as the model; a transition registers the other one. Two calls of the user exchange them: after
+`model.to(dtype)` the next gather makes a new `unsharded_param`, and `load_state_dict(assign=True)` brings a new `sharded_param`.
 
 Note [Padding lives in the shard]
     Ranks contribute equally to a gather, so a shard with fewer rows than a full chunk is padded (`sharding`). Padding before
@@ -192,8 +192,8 @@ class FSDPParam:
     def accumulate_grad(self) -> None:
         """After a backward that is not reduced: keep the whole gradient, in the reduce dtype.
 
-        A gradient that has this dtype already stays where it is, and autograd itself adds the next one to it. Otherwise sums of
-        many micro-batches would suffer from the compute dtype, so the gradient moves to `accumulated_grad`.
+        If the gradient already has the reduce dtype, it stays at `.grad`, and autograd adds the next one to it. If not, it is added
+        to `accumulated_grad`, because long sums in the compute dtype lose precision.
         """
         grad = self.unsharded_param.grad if self.unsharded_param is not None else None
         if grad is None or (self.accumulated_grad is None and self.dtypes.reduce in (None, grad.dtype)):
@@ -258,8 +258,8 @@ class FSDPParam:
     def hold_rows(self, param: DTensor) -> None:
         """Make the memory of `param`'s rows the one that gathers read: `padded_shard` (Note [Padding lives in the shard]).
 
-        Rows that need no padding stay where they are. Others move to the front of new, padded memory, and `param`, which stays the
-        object that it is, has its local part there.
+        Rows that need no padding stay where they are. Other rows are copied to the front of new, padded memory. `param` stays the
+        same object and points there.
         """
         rows, layout = local_of(param), self.layout
         if address_of(rows) == address_of(self.padded_shard):

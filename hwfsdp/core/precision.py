@@ -81,10 +81,8 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """
     if isinstance(tree, Tensor):
         return fn(tree)
-    if type(tree) in (tuple, list):  # what the rest would find out, too, later
-        return _map_sequence(fn, tree) if tree else tree
-    if not tree and type(tree) is dict:
-        return tree
+    if type(tree) in (tuple, list):  # most trees are, and this is the quickest test
+        return _map_sequence(fn, tree)
     if isinstance(tree, PackedSequence):
         data = fn(tree.data)
         return tree if data is tree.data else tree._replace(data=data)

@@ -52,7 +52,7 @@ class ShardMesh:
         return self.shard.rank
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Of a parameter that is sharded along its dimension `dim`: one placement for each axis of `mesh`."""
+        """The placements of a parameter that is sharded along `dim`: one for each axis of `mesh`."""
         return (Shard(dim),)
 
 
@@ -106,7 +106,7 @@ def device_of(device_type: str) -> torch.device:
 
 
 class Transport:
-    """Moves the bytes of one parameter group.
+    """Moves the bytes of one parameter group. Seam.
 
     A call with `async_op` returns a work to wait for. One without blocks the stream that is current, and returns None.
 

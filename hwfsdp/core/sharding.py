@@ -43,8 +43,7 @@ def padded_length(n: int, world_size: int) -> int:
 def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
     """The rows of `rank` when `n` rows are cut for `world_size` ranks, as `torch.chunk` gives them out.
 
-    A rank for which no row is left gets an empty extent that starts at `n`, so that no empty extent ever shares its
-    start with a real one.
+    A rank without rows gets an empty extent that starts at `n`. Every other extent starts before `n`.
     """
     length = chunk_length(n, world_size)
     start = min(rank * length, n)

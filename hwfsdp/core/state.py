@@ -7,7 +7,7 @@ Each `fully_shard` call makes one `FSDPState`, which turns four moments of its m
     pre-backward   gather again, wait, start the next gather
     post-backward  free the parameters, reduce the gradients while other groups compute
 
-Three groups A, B, C, time to the right; each line is a stream:
+Three groups A, B, C, time to the right; each line is a stream, and a backward takes two columns:
 
     all-gather      A  B  C        |  C  B     A
     compute            A  B  C     |     C     B     A
@@ -18,13 +18,13 @@ Forward hooks are module hooks; those of the backward are in `autograd_hooks`.
 The first module to run a forward becomes the *root* of all those below it. Its forward begins and ends an iteration.
 Autograd calls `finish_backward` when a backward has executed its last node: it waits for what is still in flight.
 
-An exception in a forward or a backward leaves states in the middle of an iteration. Nothing here puts them back; a feature
-does (`hwfsdp.features.recovery`).
+An exception in a forward or a backward leaves states in the middle of an iteration, and later steps would be wrong. An optimizer
+step while parameters are whole leaves them stale. The heart mends neither; `hwfsdp.features.recovery` does.
 
 Note [Groups without an input gradient]
-    A module whose inputs need no gradient, such as an embedding of token ids, gets no post-backward call from autograd. It gets
-    it from `finish_backward`. So does a group that got gradients after its post-backward: its module ran twice, and autograd
-    came to one of the runs late.
+    Autograd makes no post-backward call for a module whose inputs need no gradient, such as an embedding of token ids. So
+    `finish_backward` makes the call. It also repeats the call for a group that got gradients after it: the group's module ran
+    twice, and autograd came to one of the runs late.
 
 Note [Recomputation]
     Activation checkpointing runs a forward again, inside the backward. The parameters are gathered if pre-backward has not done
@@ -57,7 +57,8 @@ class FSDPState:
         modules: the module given to `fully_shard`. fqn, module_fqn: its name from the root; the root's are its class, and "".
         root: what all states below one root share, the same object (`RootContext`). comm_ctx: what their groups share.
         group: its parameters; None if every parameter below it was claimed by others.
-        auto_reshard: `reshard_after_forward` was None: on below the root, off at the root.
+        auto_reshard: the caller gave no `reshard_after_forward`. Then the root keeps its parameters after forward, and all
+            others free them.
         forward_order: the order in which groups ran when this state's forward was the outermost one.
         always_call: whether the hook after forward is called after an exception, too. Seam.
     """
@@ -96,9 +97,9 @@ class FSDPState:
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Before the module's forward: gather, wait, start the next gather, give the module its parameters.
 
-        The next gather starts between the wait and the copy-out. Before the wait it would share the wire with this group's gather;
-        after the copy-out it would miss the time that the copy-out takes. (On a device the wait does not stop the host. There
-        the all-gather stream keeps the gathers in order.) Inputs are cast, and watched, so that autograd calls post-backward.
+        The next gather starts between the wait and the copy-out. Before the wait it would compete with this group's gather; after
+        the copy-out it could not overlap with the copy-out. (On a device the wait does not stop the host. There the all-gather
+        stream keeps the gathers in order.) Inputs are cast, and watched, so that autograd calls post-backward.
         """
         with moment("pre_forward", self):
             opens = self.opens_forward()
@@ -121,18 +122,17 @@ class FSDPState:
         return args, kwargs
 
     def opens_forward(self) -> bool:
-        """Whether a forward begins now. None does while one of this module is running, or in a recomputation."""
+        """Whether this call begins a forward. It does not if one of this module is running, or during recomputation."""
         return self.phase not in (Phase.FORWARD, Phase.PRE_BACKWARD)
 
     def is_outermost(self) -> bool:
-        """Whether no other forward of the model is running around the one that begins now."""
+        """Whether the forward that begins now is the outermost one."""
         return self.root.forward_root is None
 
     def prefetch_forward(self, groups: Sequence[ParamGroup]) -> None:
         """Start the gathers to hide behind this forward.
 
-        Each is a guess. When the forward is over, those that nobody came for are dropped, because the optimizer is about to
-        change what they hold.
+        Each is a guess. The end of the forward drops unused gathers, because the optimizer will change the parameters.
         """
         for group in groups:
             with moment("forward_prefetch", group):
@@ -140,7 +140,7 @@ class FSDPState:
             self.root.guessed.append(group)
 
     def next_in_forward(self) -> list[ParamGroup]:
-        """The groups to gather while this forward computes. A recomputation teaches nothing: its order is another."""
+        """The groups to gather while this forward computes. A recomputation runs groups in another order; it is not noted."""
         if not self.group or not self.root.forward_root or compat.in_backward():
             return []
         return self.root.forward_root.forward_order.enter(self.group)

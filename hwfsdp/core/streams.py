@@ -16,9 +16,8 @@ Note [What a wait costs]
     wrote before the event. So one schedule serves both: issue early, wait late.
 
 Note [Deferred work]
-    What has to happen on a communication stream after a collective, such as casting what was reduced, is handed over as a
-    function (`Stream.then`). A device runs it at once, in stream order. The CPU keeps it until somebody waits for the
-    stream, or until the end of the backward. Every rank waits at the same points of its program, so such a function may
+    `Stream.then` takes the work that follows a collective as a function: for example the cast of its result. A device runs the
+    function at once, in stream order. The CPU keeps it until somebody waits for the stream, or until the end of the backward. Every rank waits at the same points of its program, so such a function may
     issue a collective.
 """
 
@@ -57,7 +56,7 @@ class StreamEvent:
 
     @property
     def is_over(self) -> bool:
-        """Whether the host knows that all work issued before this event has finished. On a device it does not ask, so False."""
+        """Whether the host knows that all work issued before this event has finished. Always False on a device."""
         return False
 
 
@@ -217,7 +216,7 @@ class HostStream(Stream):
 
 
 class DeviceStream(Stream):
-    """A stream of an accelerator; communication has priority, so that it starts as soon as it can.
+    """A stream of an accelerator. Gathers and reduce-scatters have priority, so that they start as soon as they can.
 
     Args:
         native: the device's own stream object; by default a new one, for compute the one that is current.

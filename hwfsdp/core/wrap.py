@@ -120,7 +120,7 @@ def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[
 
 
 def follow_state_dicts(group: ParamGroup) -> None:
-    """State dicts hold the shards: they are registered before one is taken or loaded, and adopted after."""
+    """State dicts hold shards. Before a save or a load, hooks register the shards; after a load, the group adopts the new ones."""
 
     def reshard(*_: Any) -> None:
         put_shards_back(group)
