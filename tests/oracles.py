@@ -78,8 +78,15 @@ Library = Callable[..., nn.Module]
 
 
 def wrap(model: Model, library: Library, how: str = "blocks", **options: Any) -> Model:
-    """Shards the root alone, each block and the root, each layer of each block, too, or blocks without a root."""
-    for block in model.blocks if how != "root" else ():
+    """Shards the root alone, each block and the root, each layer of each block, too, or blocks without a root.
+
+    Under "lists", the first two blocks are one group.
+    """
+    blocks = [] if how == "root" else list(model.blocks)
+    if how == "lists":
+        library(blocks[:2], **options)
+        blocks = blocks[2:]
+    for block in blocks:
         for layer in block.children() if how == "nested" else ():
             if any(True for _ in layer.parameters()):
                 library(layer, **options)
@@ -168,6 +175,13 @@ class Training:
     @property
     def is_sharded(self) -> bool:
         return self.library is not unsharded
+
+    @property
+    def package(self) -> ModuleType:
+        """Whose `fully_shard` it is; hwfsdp's functions do nothing to a model that is not sharded."""
+        from torch.distributed import fsdp
+
+        return fsdp if self.library is theirs else hwfsdp
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """AdamW, with an epsilon that keeps gradients which are nothing but rounding from becoming steps.
@@ -300,7 +314,8 @@ def differences(got: Trace, expected: Trace, rtol: float, atol: float) -> list[s
     for name in got.tensors.keys() & expected.tensors.keys():
         a, b = got.tensors[name], expected.tensors[name]
         if isinstance(a, DTensor) and isinstance(b, DTensor):
-            if (a.shape, a.device_mesh, a.placements) != (b.shape, b.device_mesh, b.placements):
+            layouts = [(t.shape, t.stride(), t.device_mesh, t.placements) for t in (a, b)]
+            if layouts[0] != layouts[1]:
                 found.append(
                     f"{name}: {a.placements} of {a.device_mesh} instead of {b.placements} of {b.device_mesh}"
                 )
@@ -313,6 +328,34 @@ def differences(got: Trace, expected: Trace, rtol: float, atol: float) -> list[s
         elif not (torch.equal(a, b) if rtol == atol == 0 else torch.allclose(a, b, rtol, atol)):
             found.append(f"{name}: off by up to {(a - b).abs().max().item():.3g}")
     return sorted(found)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def unequal(got: Any, expected: Any, where: str = "", locally: bool = False) -> list[str]:
+    """Where two nests of dicts and lists differ, of tensors any bit; `locally`: DTensors may stand for local parts."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        if list(got) != list(expected):
+            return [f"{where}: {list(got)} instead of {list(expected)}"]
+        return [c for key in got for c in unequal(got[key], expected[key], f"{where}.{key}", locally)]
+    if isinstance(expected, list | tuple) and len(got) == len(expected):
+        return [
+            c for i, (a, b) in enumerate(zip(got, expected)) for c in unequal(a, b, f"{where}[{i}]", locally)
+        ]
+    if isinstance(got, DTensor) and isinstance(expected, DTensor):
+        layouts = [(t.stride(), t.device_mesh, t.placements, t._spec.tensor_meta) for t in (got, expected)]
+        if layouts[0] != layouts[1]:
+            return [f"{where}: {layouts[0]} instead of {layouts[1]}"]
+    elif not locally and type(got) is not type(expected):
+        return [f"{where}: {type(got).__name__} instead of {type(expected).__name__}"]
+    if isinstance(got, Tensor):
+        got, expected = local_part(got.detach()), local_part(expected.detach())
+        same = got.dtype == expected.dtype and torch.equal(got, expected)
+    else:
+        same = got == expected
+    return [] if same else [f"{where}: {got} instead of {expected}"]
 
 
 class Tolerance(NamedTuple):
@@ -341,6 +384,27 @@ def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dic
     if plain is not None:
         found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *plain)
     return found
+
+
+def forward_and_backward(training: Training, seed: int) -> None:
+    training.loss(seed).backward()
+
+
+def compare_traffic(
+    case: Case, step: Callable[[Training, int], Any] = forward_and_backward, seeds: tuple[int, ...] = (0,)
+) -> dict[str, list[str]]:
+    """Where what is moved differs from FSDP2 in the steps with these seeds; after the first, in any order."""
+    found = []
+    for library in (ours, theirs):
+        training = Training(case.build, library, case.how, **case.options)
+        logs = []
+        for seed in range(max(seeds) + 1):
+            with hwfsdp.record() as log:
+                step(training, seed)
+            logs.append([(event.op, event.bytes, event.dtype) for event in log.collectives()])
+        found.append([logs[seed] if seed == 0 else sorted(logs[seed]) for seed in seeds])
+    mine, reference = found
+    return {"FSDP2": [] if mine == reference and all(mine) else [f"{mine} instead of {reference}"]}
 
 
 Check = Callable[[], dict[str, list[str]]]

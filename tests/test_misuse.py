@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import hwfsdp
 import models
@@ -117,6 +117,19 @@ def not_a_module() -> tuple[nn.Module, Action]:
     return model, lambda: ours(model.stem.weight)
 
 
+@mistake(UsageError, "nn.Module", "Parameter")
+def a_list_with_something_else() -> tuple[nn.Module, Action]:
+    model = models.stem()
+    return model, lambda: ours([model.blocks[0], model.stem.weight])
+
+
+@mistake(UsageError, "Block")
+def a_list_with_a_module_that_is_sharded() -> tuple[nn.Module, Action]:
+    model = models.stem()
+    ours(model.blocks[1])
+    return model, lambda: ours([*model.blocks[:2]])
+
+
 @mistake(UsageError, "at least one module", "empty")
 def an_empty_list() -> tuple[nn.Module, Action]:
     return models.stem(), lambda: ours([])
@@ -142,6 +155,13 @@ def a_dtensor_on_a_mesh_of_its_own() -> tuple[nn.Module, Action]:
     model = models.stem()
     weight = model.head.weight
     model.head.weight = nn.Parameter(DTensor.from_local(weight.detach(), cpu_mesh(), [Shard(0)]))
+    return shard(lambda: model)
+
+
+@mistake(UsageError, "head.weight", "DTensor", "mesh")
+def a_dtensor_on_another_mesh() -> tuple[nn.Module, Action]:
+    model, mesh = models.stem(), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
     return shard(lambda: model)
 
 
@@ -179,9 +199,14 @@ def a_placement_beyond_the_shape() -> tuple[nn.Module, Action]:
     return shard(shard_placement_fn=lambda param: Shard(2))
 
 
-@mistake(UsageError, "shard_placement_fn", "a Shard, or None", "got 1")
-def a_placement_that_is_none() -> tuple[nn.Module, Action]:
-    return shard(shard_placement_fn=lambda param: 1)
+@mistake(UsageError, "shard_placement_fn", "blocks.0.up.weight", "Shard(dim=-3)")
+def a_placement_before_the_shape() -> tuple[nn.Module, Action]:
+    return shard(shard_placement_fn=lambda param: Shard(-3))
+
+
+@mistake(UsageError, "shard_placement_fn", "a Shard, or None", "got Replicate()")
+def a_placement_that_is_no_shard() -> tuple[nn.Module, Action]:
+    return shard(shard_placement_fn=lambda param: Replicate())
 
 
 @mistake(UsageError, "dp_mesh_dims", "('dp',)")
@@ -246,6 +271,13 @@ def a_child_before_its_root() -> tuple[nn.Module, Action]:
     model, action = runs(models.stem())
     model.blocks[1](torch.ones(2, 8))
     return model, action
+
+
+@mistake(UsageError, "root", "fully_shard")
+def a_list_as_root() -> tuple[nn.Module, Action]:
+    model = models.stem()
+    ours([model.stem, *model.blocks, model.head])
+    return model, lambda: forward(model)
 
 
 def prefetch_unsharded(method: str) -> tuple[nn.Module, Action]:
@@ -321,7 +353,8 @@ REMEDIES: list[tuple[Make, Callable[[nn.Module], Any]]] = [
     (a_forward_on_meta, fill),
     (a_forward_partly_on_meta, fill),
     (trainable_parameters_of_two_dtypes, lambda model: model.to(torch.float32)),
-    (functools.partial(shard, reshard_after_forward=3), shard_rightly),
+    *[(functools.partial(shard, reshard_after_forward=number), shard_rightly) for number in (3, 0, -1)],
+    (a_list_as_root, ours),
     (functools.partial(mesh_of, 1, 2), shard_rightly),
     (a_module_list, shard_rightly),
 ]

@@ -7,7 +7,6 @@ in the reduce dtype, and the mean over the ranks is taken in that, too.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from oracles import (
     BITS,
     REGROUPING,
     ROUNDING,
+    ROWS,
     Case,
     Library,
     Policy,
@@ -29,6 +29,7 @@ from oracles import (
     Tolerance,
     Trace,
     Training,
+    against_fsdp2,
     compare,
     differences,
     fresh,
@@ -126,11 +127,11 @@ class Tables(nn.Module):
         self.register_buffer("order", torch.arange(7, -1, -1))
         self.register_buffer("mask", torch.arange(8) % 3 > 0)
         self.register_buffer("shift", torch.linspace(0, 1, 8))
-        self.seen: list[Any] = []
+        self.seen: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor, index: Tensor, *, options: dict[str, Any]) -> dict[str, Any]:
-        self.seen = [self.linear.weight.dtype, self.ranks.dtype, x.dtype, index, options]
-        self.seen += [self.order.dtype, self.mask.dtype, self.shift.dtype]
+        given = {"x": x, "index": index, "scale": options["scale"], "given mask": options["mask"]}
+        self.seen = given | {"weight": self.linear.weight, "ranks": self.ranks} | dict(self.named_buffers())
         y = self.linear(x.to(self.linear.weight.dtype))[:, self.order]
         y = torch.where(self.mask & options["mask"], y, 2 * y) + self.shift.to(y.dtype)
         return {"out": y * options["scale"].to(y.dtype), "index": index + self.ranks.sum(), "name": "tables"}
@@ -145,8 +146,7 @@ class Tabled(models.Model):
         index, mask = torch.arange(len(x)), torch.ones(8, dtype=torch.bool)
         options = {"mask": mask, "scale": torch.tensor(0.5), "none": None, "number": 2}
         found = tables(x, index, options=options)
-        assert tables.seen[3] is index
-        assert tables.seen[4]["mask"] is mask
+        assert tables.seen["index"] is index and tables.seen["given mask"] is mask
         return found
 
 
@@ -157,11 +157,8 @@ def name_dtypes(training: Training) -> None:
         [tables] = training.model.blocks
         training.trace.keep("out (local)", output["out"])
         training.trace.keep("index (local)", output["index"])
-        seen = [*tables.seen[:3], *tables.seen[5:], tables.seen[4]["scale"].dtype]
-        for name, dtype in zip(
-            ("weight", "ranks", "x", "order", "mask", "shift", "scale"), seen, strict=True
-        ):
-            training.trace.keep(f"dtype of {name} (local)", torch.empty(0, dtype=dtype))
+        for name, tensor in tables.seen.items():
+            training.trace.keep(f"dtype of {name} (local)", torch.empty(0, dtype=tensor.dtype))
         objective(output["out"]).backward()
         training.update()
     training.keep_params()
@@ -214,16 +211,6 @@ MIXTURES: dict[str, Case] = {
                 "13": BF16_FP32,
                 "TransformerBlock": {"param_dtype": BF16},
                 "Transformer": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
-            }
-        },
-    ),
-    "the root casts, the blocks do not": Case(
-        models.stem,
-        how="blocks",
-        options={
-            "policies": {
-                "Stem": {"param_dtype": BF16},
-                "12": {"param_dtype": BF16, "cast_forward_inputs": False, "reduce_dtype": FP64},
             }
         },
     ),
@@ -323,8 +310,7 @@ def train_only(*names: str) -> MicroBatch:
     return switch
 
 
-@dataclasses.dataclass(frozen=True)
-class Beyond:
+class Beyond(NamedTuple):
     """Micro-batches, the gradients of the last of which are compared.
 
     Attributes:
@@ -337,23 +323,15 @@ class Beyond:
     policy: Policy
     accumulate: bool = True
 
-    def sharded(self) -> Trace:
-        """What hwfsdp makes of it."""
-        model = fresh(self.build)
-        for module in (*model.blocks, model):
-            ours(module, policy=self.policy)
+    def train(self, training: Training) -> None:
         last = len(self.micro_batches) - 1
         for number, switch in enumerate(self.micro_batches):
-            switch(model)
-            model.set_requires_gradient_sync(number == last or not self.accumulate)
-            (rows,) = model.inputs(12, number)
-            objective(model(rank_rows(rows))).backward()
+            switch(training.model)
+            training.call("set_requires_gradient_sync", number == last or not self.accumulate)
+            objective(training.model(*training.batch(number))).backward()
             if not self.accumulate and number < last:
-                model.zero_grad()
-        trace = Trace()
-        for name, param in model.named_parameters():
-            trace.keep(name, None if param.grad is None else param.grad.full_tensor())
-        return trace
+                training.model.zero_grad()
+        training.keep_grads()
 
     def unsharded(self) -> Trace:
         """Each rank on its own rows, in the param dtype; sums and the mean in the reduce dtype."""
@@ -363,7 +341,7 @@ class Beyond:
         sums: dict[str, Tensor] = {}
         for number, switch in enumerate(self.micro_batches):
             switch(model)
-            (rows,) = model.inputs(12, number)
+            (rows,) = model.inputs(ROWS, number)
             objective(model(rank_rows(rows).to(compute))).backward()
             if not self.accumulate:
                 sums.clear()
@@ -375,8 +353,8 @@ class Beyond:
         for name, _ in model.named_parameters():
             if name in sums:
                 dist.all_reduce(sums[name])
-                sums[name] /= dist.get_world_size()
-            trace.keep(name, sums[name].to(FP32) if name in sums else None)
+                sums[name] = (sums[name] / dist.get_world_size()).to(FP32)
+            trace.keep(f"grad {name}", sums.get(name))
         return trace
 
 
@@ -384,18 +362,12 @@ BEYOND: dict[str, Beyond] = {
     # FSDP2 raises: gradients that were accumulated are in the reduce dtype already, the new one is not
     "first used": Beyond(branches, (use("left"), use("left"), use("left", "right")), BF16_FP32),
     "first used alone": Beyond(branches, (use("left"), use("right")), BF16_FP32),
-    "first used, reduce fp64": Beyond(
-        branches, (use("left"), use("right", "left")), {"param_dtype": FP16, "reduce_dtype": FP64}
-    ),
     # FSDP2 raises: it looks for a gradient of a parameter that was never gathered
     "first run": Beyond(models.wandering, (walk(0), walk(0, 1), walk(0, 1, 2)), BF16_FP32),
     "never run": Beyond(models.wandering, (walk(0), walk(2), walk(0)), BF16_FP32),
     # FSDP2 takes the dtypes of a group from the parameters that train in the first forward
     "frozen at first": Beyond(
         models.wandering, (train_only("stem"), train_only("")), BF16_FP32, accumulate=False
-    ),
-    "frozen at first, reduce bf16": Beyond(
-        models.wandering, (train_only("stem"), train_only("")), {"param_dtype": BF16}, accumulate=False
     ),
     "all frozen at first": Beyond(
         models.wandering,
@@ -410,9 +382,9 @@ BEYOND: dict[str, Beyond] = {
 
 
 def compare_beyond(case: Beyond) -> Any:
-    rounding = ROUNDING if "reduce_dtype" in case.policy else Tolerance(3e-2, 2e-3)
-    exact = BITS if dist.get_world_size() <= 2 else rounding
-    return {"unsharded": differences(case.sharded(), case.unsharded(), *exact)}
+    exact = against_fsdp2(dist.get_world_size())
+    got = Case(case.build, case.train, options={"policy": case.policy}).run(ours)
+    return {"unsharded": differences(got.gathered(), case.unsharded(), *exact)}
 
 
 for _ranks in (2, 3):

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import models
 from hwfsdp import FSDPCommContext
@@ -30,6 +29,7 @@ from oracles import (
     Training,
     accumulate,
     against_fsdp2,
+    clip,
     compare,
     fresh,
     leaves,
@@ -95,13 +95,6 @@ def backward_twice(training: Training) -> None:
     training.keep_params()
 
 
-def train_in_float64(training: Training) -> None:
-    """The dtype is changed after wrapping, before the first forward."""
-    training.model.to(torch.float64)
-    training.optimizer = training.new_optimizer()
-    training.steps()
-
-
 def call_a_part(training: Training) -> None:
     """Once the root has run, a block can be trained by itself."""
     training.steps(1)
@@ -136,25 +129,6 @@ def reload_while_running(training: Training) -> None:
     training.steps(2, first_seed=2)
 
 
-def materialize(training: Training) -> None:
-    """Wrapped on the meta device, given memory, filled shard by shard, trained."""
-    values = fresh(training.build).state_dict()
-    with torch.device("meta"):
-        model = training.build()
-    training.model = wrap(model, training.library, training.how, **training.options)
-    training.model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, tensor in training.model.state_dict().items():
-            if isinstance(tensor, DTensor):
-                size = -(-tensor.shape[0] // tensor.device_mesh.size())
-                rows = values[name][tensor.device_mesh.get_local_rank() * size :][:size]
-                tensor.to_local().copy_(rows)
-            else:
-                tensor.copy_(values[name])
-    training.optimizer = training.new_optimizer()
-    training.steps()
-
-
 def input_gradient(training: Training) -> None:
     """The batch itself gets a gradient."""
     for seed in range(2):
@@ -170,10 +144,6 @@ SCENARIOS: dict[str, Case] = {
     "keep after forward, nested": Case(
         models.Transformer, how="nested", options={"reshard_after_forward": False}
     ),
-    "accumulate unreduced": Case(models.stem, functools.partial(accumulate, pattern="nnb", say_last=True)),
-    "accumulate unreduced, twice": Case(
-        models.twice, functools.partial(accumulate, pattern="nnb", stay_whole=True)
-    ),
     "no_grad in the middle, nested": Case(models.Transformer, evaluate_in_the_middle, how="nested"),
     "zero in place": Case(models.uneven, zero_in_place),
     "parameters without elements": Case(models.hollow),
@@ -183,11 +153,9 @@ SCENARIOS: dict[str, Case] = {
     "two forwards, two backwards": Case(models.stem, two_forwards_two_backwards),
     "call a part": Case(models.stem, call_a_part),
     "input gradient": Case(models.even, input_gradient),
+    "gradients clipped by their norm": Case(models.uneven, clip),
     "assign a state, recurrent": Case(models.Recurrent, functools.partial(reload, assign=True)),
     "load while running": Case(models.stem, reload_while_running),
-    "meta": Case(models.uneven, materialize),
-    "meta, tied": Case(models.Transformer, materialize),
-    "meta, buffers": Case(models.Normalized, materialize),
     "checkpoints around layers": Case(functools.partial(models.checkpointed, False), how="nested"),
     "checkpoints inside layers, reentrant": Case(
         functools.partial(models.checkpointed_inside, True), how="nested"
@@ -196,8 +164,6 @@ SCENARIOS: dict[str, Case] = {
 NOT_AS_FSDP2 = {"parameters without elements"}  # it cannot train those
 NOT_AS_UNSHARDED = {
     "normalized, blocks",  # batch normalization sees the rows of its own rank only
-    "meta, buffers",
-    "meta, tied",  # PyTorch alone unties parameters there
     "several roots, one runs twice",  # its stem and head are nobody's, and see the rows of their own rank only
 }
 
@@ -239,7 +205,7 @@ FAST: dict[int, tuple[str, ...]] = {
         "frozen, root",
         "transformer, nested",
     ),
-    3: ("uneven, blocks", "unused, blocks", "meta"),
+    3: ("uneven, blocks", "unused, blocks"),
 }
 PROMISES = Promises()
 for _ranks in WRAPPED:
@@ -308,12 +274,6 @@ def run_dtypes(training: Training) -> None:
     accumulate(training, "nnb")
 
 
-def refuse_dtypes(training: Training) -> None:
-    """The input stays as it is, so that the first layer cannot take it."""
-    with pytest.raises(RuntimeError, match="dtype"):
-        training.model(*training.batch(0))
-
-
 def frozen_in_bf16() -> models.Model:
     """One group with parameters of two dtypes, which is allowed as long as those that train have one."""
     model = models.Transformer()
@@ -323,22 +283,15 @@ def frozen_in_bf16() -> models.Model:
     return model
 
 
-def precise(build: Callable[[], models.Model], policy: Policy, scenario: Any = run_dtypes) -> Case:
-    return Case(build, scenario, "blocks", {"policy": policy})
+def precise(build: Callable[[], models.Model], policy: Policy) -> Case:
+    return Case(build, run_dtypes, "blocks", {"policy": policy})
 
 
 PRECISION: dict[str, Case] = {
     "bf16, reduce fp32, transformer": precise(models.Transformer, BF16_FP32),
-    "reduce bf16, transformer": precise(models.Transformer, {"reduce_dtype": BF16}),
     "bf16, output fp16, structured": precise(models.Structured, {"param_dtype": BF16, "output_dtype": FP16}),
     "fp16, reduce fp32, structured": precise(models.Structured, {"param_dtype": FP16, "reduce_dtype": FP32}),
     "bf16, recurrent": precise(models.Recurrent, {"param_dtype": BF16}),
-    "fp16, inputs not cast, transformer": precise(
-        models.Transformer, {"param_dtype": FP16, "cast_forward_inputs": False}
-    ),
-    "bf16, inputs not cast, wrong dtype": precise(
-        models.uneven, {"param_dtype": BF16, "cast_forward_inputs": False}, refuse_dtypes
-    ),
     "frozen in another dtype": Case(frozen_in_bf16, run_dtypes, "root"),
 }
 

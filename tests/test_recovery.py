@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
 
@@ -29,7 +29,7 @@ from hwfsdp import (
     record,
 )
 from hwfsdp.collectives import DefaultReduceScatter
-from oracles import cpu_mesh, ours, theirs
+from oracles import cpu_mesh, ours
 from together import Together
 
 
@@ -128,19 +128,6 @@ def only_the_root_resets() -> bool:
     return True
 
 
-@two.finds([True] * 12)
-def gradients_are_there_after_a_backward_that_is_not_the_last_as_in_fsdp2() -> list[bool]:
-    mine, torchs = build(), build(theirs)
-    results = []
-    for model in (mine, torchs):
-        model.set_is_last_backward(False)
-    for seed in range(2):
-        run(mine, seed)
-        run(torchs, seed)
-        results += [torch.equal(a, b) for a, b in zip(grads(mine), grads(torchs), strict=True)]
-    return results
-
-
 @two.finds([2.0, 0.0])
 def a_rank_may_start_processes_of_its_own() -> list[float]:
     loader = DataLoader([torch.ones(2), torch.zeros(2)], num_workers=1, multiprocessing_context="fork")
@@ -224,24 +211,6 @@ class Chunked(nn.Module):
         return self.norm(self.trunk(x))
 
 
-@two.finds(True)
-def two_calls_of_a_head_with_a_backward_each_give_the_gradients_of_both() -> bool:
-    torch.manual_seed(1)
-    x, found = torch.randn(2, 4), []
-    for sharded in (True, False):
-        model = Chunked()
-        if sharded:
-            fully_shard([model.norm, model.head])
-            fully_shard(model)
-        hidden = model(x).detach()
-        losses = [model.head(chunk.clone().requires_grad_()).square().sum() for chunk in hidden.split(1)]
-        for loss in losses:
-            loss.backward()
-        grad = dict(model.named_parameters())["head.weight"].grad
-        found.append(grad.full_tensor() if sharded else grad)
-    return torch.allclose(*found)
-
-
 @two.finds([True])
 def gradients_of_a_head_on_a_frozen_trunk_that_no_backward_reduced_are_warned_of() -> list[bool]:
     model = Chunked()
@@ -289,20 +258,6 @@ def a_shard_of_another_dimension_cannot_be_assigned() -> tuple[bool, bool]:
     with pytest.raises(UsageError) as caught:
         model.load_state_dict({"weight": other}, assign=True)
     return "dim=0" in str(caught.value), "dim=1" in str(caught.value)
-
-
-class Half(Tensor):
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise AssertionError("not called")
-
-
-@two.finds(True)
-def half_of_an_extension_is_refused_before_anything_is_sharded() -> bool:
-    model = nn.Linear(4, 4)
-    model.bias = nn.Parameter(torch.ones(4).as_subclass(Half))
-    with pytest.raises(UsageError, match="fsdp_post_all_gather"):
-        fully_shard(model)
-    return type(model) is nn.Linear and not isinstance(model.weight, DTensor)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -40,6 +41,7 @@ from oracles import (
     theirs,
     wrap,
 )
+from test_groups import Grouped
 from test_parity import (
     backward_twice,
     evaluate_in_the_middle,
@@ -260,110 +262,62 @@ class Watching:
         return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-Calls = dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]]
-
-
-def gathers(library: Library, build: Any, number: int, prepare: Any = lambda model: None) -> Calls:
-    """By group: its gathers in forward and in backward, of a step after the first."""
-    training = Training(build, library, "blocks", reshard_after_forward=number)
-    prepare(training.model)
+def gathers(build: Callable[[], models.Model], unshard_in_backward: bool = True) -> list[Any]:
+    """What the first block gathers in the forward and in the backward of the second step."""
+    training, watching = Training(build, ours, reshard_after_forward=2), Watching()
+    training.model.blocks[0].set_unshard_in_backward(unshard_in_backward)
     training.loss(0).backward()
-    watching = {name: Watching() for name in sharded_modules(training.model)}
-    for name, module in sharded_modules(training.model).items():
-        module.set_custom_all_gather(watching[name])
+    training.model.blocks[0].set_custom_all_gather(watching)
     loss = training.loss(1)
-    forward = {name: [*watch.calls] for name, watch in watching.items()}
+    forward = [*watching.calls]
     loss.backward()
-    return {name: (forward[name], watch.calls[len(forward[name]) :]) for name, watch in watching.items()}
+    return [forward, watching.calls[len(forward) :]]
 
 
-def spare_the_embedding(model: nn.Module) -> None:
-    model.blocks[0].set_unshard_in_backward(False)
-
-
-MOVES: dict[str, tuple[Any, ...]] = {
-    "even": (models.even, 2),
-    "uneven": (models.uneven, 2),
-    "even, over 1": (models.even, 1),
-    "blocks and root": (models.stem, 2),
-    "embedding without unshard in backward": (Embedded, 2, spare_the_embedding),
-}
-
-
-@functools.cache
-def moves() -> Any:
-    """By rank, case and library."""
-
-    def on_a_rank() -> Any:
-        return {name: [gathers(library, *move) for library in LIBRARIES] for name, move in MOVES.items()}
-
-    return launch(on_a_rank, 4, timeout=100)
-
-
-@pytest.mark.parametrize("case", [name for name in MOVES if "even" == name[:4]])
-def test_gathers_of_even_rows_have_the_ranks_and_bytes_of_fsdp2(case):
-    for rank in moves():
-        mine, reference = rank[case]
-        assert mine == reference != {}
-
-
-@pytest.mark.parametrize("case", [name for name in MOVES if "even" != name[:4]])
-def test_gathers_of_uneven_rows_have_the_ranks_of_fsdp2_and_at_most_its_bytes(case):
-    for rank in moves():
-        mine, reference = rank[case]
-        for group in reference:
-            for my_calls, their_calls in zip(mine[group], reference[group], strict=True):
-                assert [call[0] for call in my_calls] == [call[0] for call in their_calls], group
-                assert all(a <= b for a, b in zip(my_calls, their_calls, strict=True)), group
+def larger_shard_is_freed_when_the_parameter_is_whole() -> bool:
+    training = Training(models.even, ours, reshard_after_forward=2)
+    training.loss(0)
+    block = training.model.blocks[0]
+    storage = weakref.ref(block.up.weight.to_local().untyped_storage())
+    assert storage() is not None
+    block.unshard()
+    return storage() is None
 
 
 def test_backward_gathers_over_the_smaller_group_what_forward_gathered_over_all():
     """But not an embedding without unshard in backward."""
     nbytes = sum(4 * param.numel() for param in models.even().blocks[0].parameters())
-    for rank in moves():
-        assert rank["even"][0]["blocks.0"] == ([(4, nbytes, nbytes // 4)], [(2, nbytes, nbytes // 2)])
-        forward, backward = rank["embedding without unshard in backward"][0]["blocks.0"]
-        assert [call[0] for call in forward] == [4] and backward == []
+    even = [[(4, nbytes, nbytes // 4)], [(2, nbytes, nbytes // 2)]]
+    rows = 4 * 6  # bytes; of 11 rows each of 4 ranks has 3, and each of 2 has 6
+    embedding = [[(4, 12 * rows, 3 * rows)], []]
 
+    def on_a_rank() -> list[Any]:
+        return [
+            gathers(models.even),
+            gathers(Embedded, False),
+            larger_shard_is_freed_when_the_parameter_is_whole(),
+        ]
 
-# --- Numbers that are no number of ranks -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "world_size, numbers", [suites.long(1, (2,)), (2, (3, 0, -1)), suites.long(4, (3, 8))]
-)
-def test_a_number_that_does_not_divide_the_ranks_is_refused_by_both(world_size, numbers):
-    """And at run time, only true and false are taken."""
-
-    def on_a_rank() -> None:
-        for library, number in itertools.product(LIBRARIES, numbers):
-            module = nn.Linear(4, 4)
-            with pytest.raises(ValueError) as caught:
-                library(module, reshard_after_forward=number)
-            if library is ours:
-                words = ("reshard_after_forward", str(number), str(world_size))
-                assert [word for word in words if word not in str(caught.value)] == []
-                assert type(module) is nn.Linear and type(module.weight) is nn.Parameter
-            model = library(nn.Linear(4, 4))
-            for value in (2, 1, 0, "yes", None):
-                with pytest.raises(ValueError, match="reshard_after_forward"):
-                    model.set_reshard_after_forward(value)
-
-    launch(on_a_rank, world_size, timeout=60)
+    assert launch(on_a_rank, 4, timeout=100) == [[even, embedding, True]] * 4
 
 
 # --- Which form is registered at every turn ----------------------------------------------------------------
 
 
 def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]:
-    """What is registered after each thing that one may do."""
-    training = Training(models.stem, library, how, reshard_after_forward=reshard)
+    """What is registered after each thing that one may do, and whether the whole parameters of a part have memory."""
+    build, how = (Grouped, "blocks") if how == "lists" else (models.stem, how)
+    training = Training(build, library, how, reshard_after_forward=reshard)
     model, turns = training.model, {}
     parts = sharded_modules(model)
-    part = [*parts.values()][-1]
+    part = parts["layers.0"] if build is Grouped else [*parts.values()][-1]
+    part.unshard()
+    whole = [param for param in part.parameters() if not isinstance(param, DTensor)]
+    part.reshard()
 
     def see(turn: str) -> None:
-        turns[turn] = kinds(model)
+        with_memory = {param.untyped_storage().nbytes() > 0 for param in whole}
+        turns[turn] = kinds(model) | {"memory": str(with_memory)}
 
     see("wrapped")
     with torch.no_grad():
@@ -417,6 +371,10 @@ def forms(library: Library, how: str, reshard: Any) -> dict[str, dict[str, str]]
     see("after the last backward")
     training.loss(11)
     see("after a forward told to reshard")
+    model.zero_grad()
+    part.set_requires_gradient_sync(False, recurse=False)
+    training.loss(12).backward()
+    turns["without a gradient"] = {name: str(p.grad is None) for name, p in model.named_parameters()}
     return turns
 
 
@@ -437,7 +395,14 @@ def all_forms(world_size: int) -> Any:
 
 FORM_CASES = [
     *[(2, "blocks", value) for value in (None, False, 1)],
-    *[(2, "nested", None), (2, "root", 1)],
+    *[
+        (2, "lists", None),
+        (2, "nested", None),
+        (2, "nested", True),
+        (2, "root", None),
+        (2, "root", 1),
+        (1, "blocks", None),
+    ],
     *[(4, "blocks", value) for value in (2, 4)],
 ]
 
@@ -453,9 +418,11 @@ def test_the_form_registered_is_that_of_fsdp2_whatever_is_done(world_size, how, 
 def test_names_and_their_order_are_the_same_in_every_form():
     names = [name for name, _ in models.stem().named_parameters()]
     for turns in all_forms(4)["blocks", "2"]:
-        for turn, found in turns[0].items():
-            assert list(found) == names, turn
-        assert len({form for found in turns[0].values() for form in found.values()}) == 3
+        *turns_of_forms, _ = turns[0].items()
+        for turn, found in turns_of_forms:
+            assert [*found][:-1] == names, turn
+        forms_seen = {found[name] for _, found in turns_of_forms for name in names}
+        assert len(forms_seen) == 3
 
 
 def test_a_number_of_ranks_counts_for_the_root_too():
@@ -465,7 +432,7 @@ def test_a_number_of_ranks_counts_for_the_root_too():
         (4, 4, "1D, sharded over 4"),
     ):
         for turns in all_forms(world_size)["blocks", repr(number)]:
-            assert set(turns[0]["after a forward"].values()) == {form}
+            assert {*turns[0]["after a forward"].values()} - {"{True}", "{False}"} == {form}
 
 
 # --- By hand, in any order ---------------------------------------------------------------------------------
@@ -607,57 +574,3 @@ def test_unshard_tells_nothing_unless_it_is_asked_to_return_at_once():
         assert model.blocks[1].unshard() is None and model.reshard() is None
 
     launch(on_a_rank, 2, timeout=60)
-
-
-# --- Memory -----------------------------------------------------------------------------------------------
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> set[bool]:
-    """Whether they have memory."""
-    return {tensor.untyped_storage().nbytes() > 0 for tensor in tensors}
-
-
-def memory_at_every_turn(library: Library, reshard: Any) -> dict[str, list[bool]]:
-    """Whether the whole parameters of a block hold memory, by turn."""
-    training = Training(models.stem, library, "blocks", reshard_after_forward=reshard)
-    block, seen = training.model.blocks[1], {}
-    block.unshard()
-    whole = [*block.parameters()]
-    assert not any(isinstance(param, DTensor) for param in whole)
-
-    def see(turn: str) -> None:
-        seen[turn] = sorted(bytes_of(whole))
-
-    see("unsharded")
-    block.reshard()
-    see("resharded")
-    block.reshard()
-    see("resharded twice")
-    loss = training.loss(0)
-    see("after forward")
-    block.reshard()
-    see("resharded after forward")
-    handle = block.unshard(async_op=True)
-    handle.wait()
-    see("unsharded after forward")
-    loss.backward()
-    see("after backward")
-    return seen
-
-
-@pytest.mark.parametrize(
-    "world_size, values",
-    [suites.long(1, (True, False)), (2, (True, False, 1)), suites.long(4, (2,))],
-    ids=str,
-)
-def test_memory_of_whole_parameters_is_there_when_it_is_in_fsdp2_and_really_freed(world_size, values):
-    def on_a_rank() -> Any:
-        return [[memory_at_every_turn(library, value) for library in LIBRARIES] for value in values]
-
-    for mine, reference in itertools.chain(*launch(on_a_rank, world_size, timeout=100)):
-        assert mine == reference
-        for turn, holds in mine.items():
-            if turn.startswith("resharded") or turn == "after backward":
-                assert holds == [False], turn
-            elif turn.startswith("unsharded") and world_size > 1:
-                assert holds == [True], turn

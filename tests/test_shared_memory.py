@@ -19,11 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from hwfsdp import MixedPrecisionPolicy, compat, fully_shard, launch, record
-from hwfsdp.collectives import BackendAllGather, BackendReduceScatter, DefaultAllGather, DefaultReduceScatter
+from hwfsdp import compat, fully_shard, launch
+from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter
 from hwfsdp.comm import shared_memory
 from hwfsdp.comm.shared_memory import SharedMemoryGroup
 from suites import long
@@ -139,39 +138,6 @@ def blocks_written_before_all_have_read_them() -> list[str]:
     return wrong
 
 
-def trained(through_backend: bool, policy: dict[str, torch.dtype]) -> tuple[list[Tensor], dict[str, Any]]:
-    """Local shards after three steps; and what was counted of the last."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(13, 29), nn.ReLU(), nn.Linear(29, 13)) for _ in range(3)])
-    for module in (*model, model):
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(**policy))
-        if through_backend and module is not model:
-            module.set_custom_all_gather(BackendAllGather())
-            module.set_custom_reduce_scatter(BackendReduceScatter())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(dist.get_rank() + 1)
-    for _ in range(3):
-        with record() as log:
-            model(torch.randn(5, 13)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    shards = [p.to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
-    return shards, {key: log.summary()[key] for key in ("bytes_by_op", "count_by_op")}
-
-
-POLICIES = {"fp32": {}, "bf16": {"param_dtype": torch.bfloat16}, "fp16": {"reduce_dtype": torch.float16}}
-
-
-def trainings_that_differ_from_those_through_gloo() -> list[str]:
-    """In a shard, or in what is logged."""
-    wrong = []
-    for name, policy in POLICIES.items():
-        (shared, counted), (through_gloo, expected) = (trained(through, policy) for through in (False, True))
-        same = all(map(torch.equal, shared, through_gloo)) and counted == expected
-        wrong += [] if same else [f"{name}: {counted} instead of {expected}"]
-    return wrong
-
-
 def groups_that_mix() -> list[str]:
     """The first and the last rank, and all of them, in turn."""
     group = fresh_group()
@@ -190,7 +156,6 @@ AS_GLOO = (
     unequal_reductions,
     unequal_gathers,
     blocks_written_before_all_have_read_them,
-    trainings_that_differ_from_those_through_gloo,
     groups_that_mix,
 )
 
@@ -299,36 +264,27 @@ def error_of(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-SUMMED, GATHERED = f"reduce_scatter by sum of 32 bytes of {FP32}", f"all_gather of 32 bytes of {FP32}"
+CALLED = [  # on rank 0 and on rank 1, both ranks being told of both
+    (f"all_gather of 32 bytes of {FP32}", f"reduce_scatter by sum of 32 bytes of {FP32}"),
+    ("all_gather of 16 bytes of torch.float16", "all_gather of 16 bytes of torch.bfloat16"),
+    (f"all_gather of 32 bytes of {FP32}", f"all_gather of 40 bytes of {FP32}"),
+]
 
 
-@two.finds(f"{GATHERED} on rank 0, {SUMMED} on rank 1", f"{SUMMED} on rank 1, {GATHERED} on rank 0")
-def ranks_that_call_different_collectives_are_told_which() -> str:
-    group = fresh_group()
-    small, large = torch.zeros(4), torch.zeros(8)
-    if dist.get_rank() == 0:
-        return error_of(gather(large, small, group).wait)
-    return error_of(reduce(small, large, SUM, group).wait)
-
-
-FP16, BF16 = (f"all_gather of 16 bytes of torch.{dtype}" for dtype in ("float16", "bfloat16"))
-
-
-@two.finds(f"{FP16} on rank 0, {BF16} on rank 1", f"{BF16} on rank 1, {FP16} on rank 0")
-def ranks_that_gather_different_dtypes_are_told_which() -> str:
-    group = fresh_group()
-    part = torch.zeros(4, dtype=torch.bfloat16 if dist.get_rank() else torch.float16)
-    return error_of(gather(torch.zeros(8, dtype=part.dtype), part, group).wait)
-
-
-LARGER = f"all_gather of 40 bytes of {FP32}"
-
-
-@two.finds(f"{GATHERED} on rank 0, {LARGER} on rank 1", f"{LARGER} on rank 1, {GATHERED} on rank 0")
-def ranks_that_gather_different_sizes_are_told_which() -> str:
-    group = fresh_group()
-    part = torch.zeros(4 + dist.get_rank())
-    return error_of(gather(torch.zeros(2 * part.numel()), part, group).wait)
+@two.finds(*([f"{pair[r]} on rank {r}, {pair[1 - r]} on rank {1 - r}" for pair in CALLED] for r in (0, 1)))
+def ranks_that_call_something_else_are_told_what() -> list[str]:
+    """Another collective, another dtype, another size."""
+    rank, said = dist.get_rank(), []
+    for length, dtypes in (
+        (4, (torch.float32,) * 2),
+        (4, (torch.float16, torch.bfloat16)),
+        (4 + rank, (torch.float32,) * 2),
+    ):
+        group, part = fresh_group(), torch.zeros(length, dtype=dtypes[rank])
+        whole = torch.zeros(2 * length, dtype=part.dtype)
+        transfer = gather(whole, part, group) if said or not rank else reduce(part, whole, SUM, group)
+        said.append(error_of(transfer.wait))
+    return said
 
 
 @two.finds((True, [8.0 * step for step in range(9)], True))

@@ -107,7 +107,9 @@ class CutLayout(Layout):
         sharded, self.unsharded = placements_of(param, dim, mesh, fqn)
         self.device_mesh, self.placements = sharded.mesh, sharded.placements
         if dim:
-            self.rows = torch.Size(rows_shape(self.shape, dim, mesh.size))
+            # (4, 6) cut along dim 1 for 3 ranks: (3, 4, 2)
+            before, length, after = self.shape[:dim], self.shape[dim], self.shape[dim + 1 :]
+            self.rows = torch.Size((mesh.size, *before, length // mesh.size, *after))
             self.local_shape = self.rows[1:]
             self.padded_shape = padded_local_shape(self.rows, mesh.size)
             self.padded_numel = prod(self.padded_shape)
@@ -142,17 +144,6 @@ class CutLayout(Layout):
         part = grad if wanted == grad.placements else grad.redistribute(placements=wanted)
         local: Tensor = part.to_local()
         return local
-
-
-def rows_shape(shape: Sequence[int], dim: int, world_size: int) -> tuple[int, ...]:
-    """The shape whose dim 0 is dealt out to the ranks when a tensor of this shape is cut along `dim`.
-
-    For dim 0 it is `shape`. For any other, whose length must be a multiple of `world_size`, it is that of the ranks' chunks,
-    stacked: (4, 6) cut along dim 1 for 3 ranks gives (3, 4, 2).
-    """
-    if dim == 0:
-        return tuple(shape)
-    return (world_size, *shape[:dim], shape[dim] // world_size, *shape[dim + 1 :])
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

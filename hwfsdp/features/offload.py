@@ -51,7 +51,11 @@ class HostMemory(Home):
         self.device, self.pin = device, pin
 
     def keep(self, shard: Tensor) -> Tensor:
-        return shard if shard.is_meta else in_host_memory(shard, self.device, self.pin)
+        if shard.is_meta:
+            return shard
+        shard = shard.cpu()
+        pin = self.pin and self.device.type != "cpu" and not shard.is_pinned()
+        return shard.pin_memory() if pin else shard
 
     def keep_grad(self, grad: Tensor, used_at_once: bool) -> Tensor:
         return grad.to("cpu", non_blocking=self.pin and not used_at_once)
@@ -59,12 +63,6 @@ class HostMemory(Home):
     def settle(self, streams: StreamSet) -> None:
         """The host waits: it is about to read gradients."""
         streams.compute.synchronize()
-
-
-def in_host_memory(tensor: Tensor, device: torch.device, pin: bool) -> Tensor:
-    """`tensor`, or its copy in host memory; if `pin`, page-locked where `device` is an accelerator."""
-    tensor = tensor.cpu()
-    return tensor.pin_memory() if pin and device.type != "cpu" and not tensor.is_pinned() else tensor
 
 
 def is_offloaded(group: ParamGroup) -> bool:

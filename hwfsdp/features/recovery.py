@@ -27,7 +27,7 @@ from hwfsdp.core.compat import call_after_backward, in_backward, no_autograd
 from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.observer import moment
-from hwfsdp.core.param import FSDPParam, ShardedState
+from hwfsdp.core.param import ShardedState
 from hwfsdp.core.context import Phase
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
@@ -218,10 +218,7 @@ class RecoveringState(FSDPState):
             for group in state.groups:
                 group.drop_gather()
                 group.reshard()
-                for param in group.params:
-                    drop_grads(param)
-                if isinstance(group.reducer, SteeredReducer):
-                    group.reducer.drop()
+                drop_grads(group)
         self.root.guessed.clear()
 
     def break_off(self) -> None:
@@ -262,11 +259,14 @@ def has_accumulated(group: ParamGroup) -> bool:
     return not reduces and (bool(partial) or any(p.has_unreduced_grad for p in group.params))
 
 
-def drop_grads(param: FSDPParam) -> None:
-    """Forget gradients that were not reduced."""
-    param.accumulated_grad = None
-    if param.unsharded_param is not None:
-        param.unsharded_param.grad = None
+def drop_grads(group: ParamGroup) -> None:
+    """Forget gradients that were not reduced, or not over all ranks."""
+    for param in group.params:
+        param.accumulated_grad = None
+        if param.unsharded_param is not None:
+            param.unsharded_param.grad = None
+    if isinstance(group.reducer, SteeredReducer):
+        group.reducer.drop()
 
 
 def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -> None:
@@ -285,7 +285,5 @@ def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -
         finally:
             for param, shard in dropped:
                 param.sharded_param = shard
-                drop_grads(param)
             for group in groups:
-                if isinstance(group.reducer, SteeredReducer):
-                    group.reducer.drop()
+                drop_grads(group)
