@@ -8,17 +8,12 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 import hwfsdp
-from hwfsdp import UsageError
 from hwfsdp.course.holes import extract, functions
-from hwfsdp.course.mutants import Mutant, mutants, sample
+from hwfsdp.course.mutants import Mutant, mutants
 
 PACKAGE = Path(hwfsdp.__file__).parent
 EVERY = 50  # functions of the package: one of so many is looked at
@@ -101,11 +96,16 @@ def in_function(line: str) -> str:
     return f"def f(a, b, c):\n    {line}\n"
 
 
+def plain(line: str) -> str:
+    """The line as Python writes it: what it does, without how it is laid out."""
+    return ast.unparse(ast.parse(in_function(line)))
+
+
 def found_in(line: str) -> dict[str, list[str]]:
     """The changed lines, by kind."""
     found: dict[str, list[str]] = {}
     for mutant in promises(in_function(line)):
-        found.setdefault(mutant.operator, []).append(mutant.text.removeprefix("def f(a, b, c):\n    ")[:-1])
+        found.setdefault(mutant.operator, []).append(ast.unparse(ast.parse(mutant.text)))
     return found
 
 
@@ -119,7 +119,7 @@ EXAMPLES = [
     ("swap comparison", "a == b, a != b", ["a != b, a != b", "a == b, a == b"]),
     ("swap comparison", "a is(b), a is  not b", ["a is not(b), a is  not b", "a is(b), a is b"]),
     ("swap comparison", "a in b, a not  in b", ["a not in b, a not  in b", "a in b, a in b"]),
-    ("swap and/or", "a and b or c", ["a or b or c", "a and b and c"]),
+    ("swap and/or", "a and b or c", ["(a or b) or c", "(a and b) and c"]),
     ("swap and/or", "(a)and(b)and c", ["(a)or(b)and c", "(a)and(b)or c"]),
     ("swap function", "min(a), b.any(), max", ["max(a), b.any(), max", "min(a), b.all(), max"]),
     ("swap arguments", "f(a, (b), c)", ["f((b), a, c)", "f(a, c, (b))"]),
@@ -178,12 +178,12 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("operator", "line", "expected"), EXAMPLES)
 def test_examples_of_each_kind(operator: str, line: str, expected: list[str] | None) -> None:
-    assert sorted(found_in(line).get(operator, [])) == sorted(expected or [])
+    assert sorted(found_in(line).get(operator, [])) == sorted(map(plain, expected or []))
 
 
 def test_there_is_an_example_of_every_kind() -> None:
     source = (PACKAGE / "course" / "mutants.py").read_text()
-    assert set(re.findall(r'_Edit\(\s*"(.*?)"', source)) == {operator for operator, _, _ in EXAMPLES}
+    assert set(re.findall(r'_Change\(\s*"(.*?)"', source)) == {operator for operator, _, _ in EXAMPLES}
 
 
 HARD = '''\
@@ -239,30 +239,24 @@ def test_a_method_with_all_that_is_hard_about_positions(ending: str) -> None:
     original = HARD.replace("\n", ending)
     found = promises(original)
     shown = {(mutant.line, mutant.operator, mutant.before, mutant.after) for mutant in found}
-    assert (8, "swap arithmetic", "n + 1", "n - 1") in shown
+    assert (8, "swap arithmetic", "数 = n + 1", "数 = n - 1") in shown
     assert (8, "change constant", "n + 1", "n + 0") in shown
-    assert (11, "swap arithmetic", "-", "+") in shown
-    assert (19, "swap comparison", "x @ y < k", "x @ y <= k") in shown
-    assert (
-        37,
-        "off by one",
-        f"数{ending}                or n",
-        f"(数{ending}                or n) + 1",
-    ) in shown
+    assert (19, "swap comparison", "lambda x, y=10: x @ y < k", "lambda x, y=10: x @ y <= k") in shown
+    assert (37, "off by one", f"数{ending}                or n", "(数 or n) + 1") in shown
     assert (39, "swap comparison", "x not in 字", "x in 字") in shown
     assert found == list(mutants(original))
 
 
 def test_what_errors_and_assertions_say_stays() -> None:
     line = "raise E('a' if a else 'b', c + 1, x=not c) if a else None"
-    assert found_in(line) == {"drop statement": ["pass"]}
+    assert found_in(line) == {"drop statement": [plain("pass")]}
     assert found_in("assert a < 1, 'a' if a + 1 else c") == {}
 
 
 def test_a_mutant_says_what_was_changed() -> None:
     found = [str(mutant) for mutant in mutants(in_function("return f(a - b,  # why\n c=1)"))]
     assert "line 2, swap arithmetic: `a - b` → `a + b`" in found
-    assert "line 3, drop keyword: `c=1` → nothing" in found
+    assert "line 2, drop keyword: `f(a - b, # why c=1)` → `f(a - b)`" in found
     assert "line 2, drop return value: `return f(a - b, # why c=1)` → `return None`" in found
 
 
@@ -275,30 +269,3 @@ def test_what_is_not_python_is_refused() -> None:
     for text in ("def f(:\n    pass\n", "return 1\n"):
         with pytest.raises(SyntaxError):
             list(mutants(text))
-
-
-def of_kinds(kinds: str) -> list[Mutant]:
-    return [Mutant(kind, line, "", "", "") for line, kind in enumerate(kinds)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text("abcd", max_size=40), st.integers(0, 45), st.integers(0, 9))
-def test_a_sample_takes_from_every_kind_as_evenly_as_possible(kinds: str, count: int, seed: int) -> None:
-    found = of_kinds(kinds)
-    taken = sample(found, count, seed)
-    assert taken == sample(found, count, seed)
-    assert len(taken) == min(count, len(found))
-    assert taken == [mutant for mutant in found if mutant in taken]  # in order, none twice
-    available, chosen = Counter(kinds), Counter(mutant.operator for mutant in taken)
-    for kind, other in product(available, repeat=2):
-        assert chosen[kind] >= chosen[other] - 1 or chosen[kind] == available[kind]
-
-
-def test_another_seed_is_another_sample() -> None:
-    found = of_kinds("abc" * 30)
-    assert len({tuple(sample(found, 9, seed)) for seed in range(5)}) == 5
-
-
-def test_a_sample_of_fewer_than_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="count >= 0"):
-        sample([], -1, 0)

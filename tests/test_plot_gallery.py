@@ -13,15 +13,8 @@ from matplotlib.figure import Figure
 from torch.distributed.tensor import Replicate, Shard
 
 import suites
-from figures import (
-    MIB,
-    assert_everything_is_on_the_sheet,
-    event,
-    lifetime_log,
-    points_of,
-    sampled,
-    training_log,
-)
+from figures import MIB, assert_everything_is_on_the_sheet, event, lifetime_log, points_of, sampled
+from figures import training_log
 from hwfsdp import EventLog, UsageError, plot
 from hwfsdp.compat import strided_shard
 from hwfsdp.course import gallery

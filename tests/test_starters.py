@@ -49,17 +49,11 @@ def test_starter_and_solution_differ_in_bodies_only():
 
 
 GIVEN = '''
-from enum import Enum, auto
 from typing import NamedTuple
 
 MANIFEST, _NEW = "manifest.json", "CURRENT.new"
 Init = Callable[[str, Tensor], object]
 LIMIT: int = 3
-
-
-class Kind(Enum):
-    ONE = auto()
-    TWO = auto()
 
 
 class Need(NamedTuple):
@@ -117,9 +111,8 @@ DESCRIBED = {
     "Handle._thread": "attribute Handle._thread: Thread",
     "Handle.later": "attribute Handle.later: int | None",
     "Base.path": "attribute Base.path: Path",
-    "Handle": "class Handle(path: Path, *, keep: int | None = None)",
+    "Base": "class Base(path: Path, *, keep: int | None = None)",
     "Need": "class Need(entry: str, box: tuple[int, ...] = (), seen: list[int] = …)",
-    "Kind": "enum Kind: ONE, TWO",
     "_NEW": "constant _NEW = 'CURRENT.new'",
     "Init": "constant Init = Callable[[str, Tensor], object]",
     "LIMIT": "constant LIMIT: int",

@@ -38,10 +38,7 @@ _SYSTEM = tuple(
 _WRITABLE = ("/dev/null", "/dev/zero")
 _TORCHS_OWN = Path(torch.distributed.fsdp.__path__[0]) / "_fully_shard"
 _CHECKS = tuple(PACKAGE / "course" / name for name in ("checks", "stations", "capstone", "lab"))
-_FIRST_USER, _USERS = (
-    60_600,
-    500,
-)  # ids that no distribution gives to anyone; one for each grader on the machine
+_FIRST_USER, _USERS = 60_600, 500  # ids that no distribution gives to anyone; one for each grader here
 
 
 class Limit(NamedTuple):
@@ -129,20 +126,9 @@ def confine(
     read, look = _readable(hidden)
     later = _readable(hidden | {*_CHECKS})
     reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
-    return Confinement(
-        tuple(read),
-        (folder, *map(Path, _WRITABLE)),
-        tuple(look),
-        (tuple(later[0]), tuple(later[1])),
-        _user() if privileges.may_change_user() and (landlock.version() or not reads_all) else None,
-        reads_all,
-        _network(),
-        loads,
-    )
-
-
-def _user() -> int:
-    return _FIRST_USER + os.getpid() % _USERS
+    write, own = (folder, *map(Path, _WRITABLE)), privileges.may_change_user()
+    user = _FIRST_USER + os.getpid() % _USERS if own and (landlock.version() or not reads_all) else None
+    return Confinement(read, write, look, later, user, reads_all, _network(), loads)
 
 
 @functools.cache
@@ -158,7 +144,7 @@ def files_of(module: str) -> Iterator[Path]:
     yield from (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")
 
 
-def _readable(hidden: set[Path]) -> tuple[list[Path], list[Path]]:
+def _readable(hidden: set[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """Python, its libraries and the package, without what is hidden; and folders that have hidden files in them."""
     roots = [*map(Path, _SYSTEM), Path(sys.base_prefix), Path(sys.prefix), PACKAGE]
     roots += [Path(entry) for entry in sys.path if entry and not PACKAGE.is_relative_to(entry)]
@@ -166,7 +152,7 @@ def _readable(hidden: set[Path]) -> tuple[list[Path], list[Path]]:
     present = {path.resolve() for path in hidden if path.exists()}
     for root in dict.fromkeys(path.resolve() for path in roots if path.exists()):
         _split(root, present, read, look)
-    return read, look
+    return tuple(read), tuple(look)
 
 
 def _split(path: Path, hidden: set[Path], read: list[Path], look: list[Path]) -> None:
@@ -181,32 +167,23 @@ def _split(path: Path, hidden: set[Path], read: list[Path], look: list[Path]) ->
 
 def _is_open_to_all(path: Path) -> bool:
     """Whether any user can read what is there, by the permissions of the folders on the way."""
-    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents)) and bool(
-        path.stat().st_mode & 0o004
-    )
+    folders_open = all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
+    return folders_open and bool(path.stat().st_mode & 0o004)
 
 
 def limits_in_force() -> list[Limit]:
     """What keeps a submission in its place on this machine, and what does not."""
-    plan, on_linux = confine(Path(os.devnull), ()), sys.platform == "linux"
+    plan = confine(Path(os.devnull), ())
     no_root = "only root can, and the grader is not root" if os.geteuid() else "the system forbids it"
     unreadable = "Python lies in a folder that only root may enter, and there is no Landlock"
-    return [
-        Limit("time, memory, and a session of its own", True),
-        Limit(
-            f"at most {PROCESSES} processes, {MEMORY >> 30} GiB of memory each, files of {FILE >> 30} GiB",
-            on_linux,
-            "needs Linux, to count them" if not on_linux else "",
-        ),
-        Limit(
-            "a user of its own",
-            plan.user is not None,
-            "" if plan.user is not None else unreadable if privileges.may_change_user() else no_root,
-        ),
-        Limit("no network", plan.network is not None, "" if plan.network is not None else no_root),
-        Limit(
-            "no files but Python's and its own",
-            bool(landlock.version()),
-            "" if landlock.version() else "needs Landlock, of Linux 5.13 or later, and not forbidden",
-        ),
+    no_user = unreadable if privileges.may_change_user() else no_root
+    old = "needs Landlock, of Linux 5.13 or later, and not forbidden"
+    counted = f"at most {PROCESSES} processes, {MEMORY >> 30} GiB of memory each, files of {FILE >> 30} GiB"
+    limits = [  # name, whether it is in force, why it would not be
+        ("time, memory, and a session of its own", True, ""),
+        (counted, sys.platform == "linux", "needs Linux, to count them"),
+        ("a user of its own", plan.user is not None, no_user),
+        ("no network", plan.network is not None, no_root),
+        ("no files but Python's and its own", bool(landlock.version()), old),
     ]
+    return [Limit(name, in_force, "" if in_force else why_not) for name, in_force, why_not in limits]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -50,23 +51,20 @@ def describe(event: Event) -> str:
 def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
     """Raises a Finding with an aligned table if ranks did not issue the same collectives in the same order."""
     orders = {rank: [(e.op, e.owner, e.bytes) for e in found] for rank, found in by_rank.items()}
+    first = orders[0]
     for rank, order in orders.items():
-        first = orders[0]
         if order == first:
             continue
-        length = min(len(order), len(first))
-        at = next((i for i in range(length) if order[i] != first[i]), length)
+        pairs = enumerate(zip_longest(order, first))
+        at = next(place for place, (own, other) in pairs if own != other)
         rows: list[tuple[str, ...]] = [("", "rank 0", f"rank {rank}")]
         for index in range(max(0, at - 1), at + 3):
             cells = [describe(by_rank[r][index]) if index < len(by_rank[r]) else "–" for r in (0, rank)]
             rows.append((f"{index + 1}.", *cells))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        table = "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
-        raise Finding(
-            "order-diverged", f"Collective number {at + 1} differs between ranks 0 and {rank}:\n{table}"
-        )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        title = f"Collective number {at + 1} differs between ranks 0 and {rank}:"
+        raise Finding("order-diverged", "\n".join([title, *lines]))
 
 
 # --- Failures ----------------------------------------------------------------------------------------------
@@ -88,28 +86,25 @@ def explain_failure(run: Run, paths: Sequence[str], holes: Sequence[str]) -> Fin
     if not run.raised:
         return Finding("left-early", "A rank returned without having reported anything.")
     raised = run.raised[0]
-    if raised.kind == "MissingHole":
-        return Finding("missing", f"{raised.message}.")
-    if raised.kind == "NotImplementedError" and raised.frames and _is_hole(raised):
+    kind, message = raised.kind, raised.message
+    where, line = f"Rank {raised.rank}{_place(raised, paths)}", _one_line(message)
+    if kind == "MissingHole":
+        return Finding("missing", f"{message}.")
+    if kind == "NotImplementedError" and raised.frames and _is_hole(raised):
         return Finding("not-written", f"{_hole_name(raised, holes)} is called, and still a TODO.")
-    if raised.kind == "SyntaxError":
-        return Finding("not-python", raised.message)
-    if "can't allocate memory" in raised.message or raised.kind == "MemoryError":
-        text = f"Rank {raised.rank}{_place(raised, paths)}: more than {MEMORY >> 30} GiB. {_one_line(raised.message)}"
-        return Finding("too-much-memory", text.rstrip())
-    if any(sign in raised.message for sign in TIMEOUT):
-        return Finding("stuck-in", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}")
+    if kind == "SyntaxError":
+        return Finding("not-python", message)
+    if "can't allocate memory" in message or kind == "MemoryError":
+        return Finding("too-much-memory", f"{where}: more than {MEMORY >> 30} GiB. {line}".rstrip())
+    if any(sign in message for sign in TIMEOUT):
+        return Finding("stuck-in", f"{where}: {line}")
     if raised.lost_peer:
         gone = [rank for rank in range(len(run.reports)) if rank not in {r.rank for r in run.raised}]
         who = f"rank {gone[0]}" if gone else "another rank"
-        text = f"Rank {raised.rank}{_place(raised, paths)} waited for {who}, which had finished already."
-        return Finding("left-early", text)
-    if any(sign in raised.message for sign in MISMATCH):
-        return Finding(
-            "order-diverged", f"Rank {raised.rank}{_place(raised, paths)}: {_one_line(raised.message)}"
-        )
-    where = _place(raised, paths)
-    return Finding("crashed", f"Rank {raised.rank} raised {raised.kind}{where}: {_one_line(raised.message)}")
+        return Finding("left-early", f"{where} waited for {who}, which had finished already.")
+    if any(sign in message for sign in MISMATCH):
+        return Finding("order-diverged", f"{where}: {line}")
+    return Finding("crashed", f"Rank {raised.rank} raised {kind}{_place(raised, paths)}: {line}")
 
 
 def _is_hole(raised: Raised) -> bool:
@@ -139,26 +134,20 @@ def _one_line(message: str) -> str:
 
 def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
     """Why a run was ended; `paths` are those of the learner's files."""
-    got = _one_line(broken.got)
-    if broken.reason == "processes":
-        return Finding(
-            "too-many-processes", "More processes were running than a rank has any use for; all were ended."
-        )
-    if broken.reason == "files":
-        return Finding(
-            "too-many-files", "More was written than a rank has any use for; its ranks were ended."
-        )
-    if broken.reason == "blocked":
-        return Finding("blocked", f"On rank {broken.rank}, it {got.removesuffix('.')}.")
-    if broken.reason == "exited":
-        return Finding("left-early", f"Rank {broken.rank} left: {got}.")
-    if broken.reason == "died":
-        return Finding(
-            "died", f"Rank {broken.rank}: {got}.{_line_of_learner(broken, paths)}{_last_words(broken)}"
-        )
-    waiting = "waiting in" in broken.got
-    line = _line_of_learner(broken, paths)
-    finding = Finding("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}")
+    got, line = _one_line(broken.got), _line_of_learner(broken, paths)
+    waiting = "waiting in" in got
+    name, message = {
+        "processes": (
+            "too-many-processes",
+            "More processes were running than a rank has any use for; all were ended.",
+        ),
+        "files": ("too-many-files", "More was written than a rank has any use for; its ranks were ended."),
+        "blocked": ("blocked", f"On rank {broken.rank}, it {got.removesuffix('.')}."),
+        "exited": ("left-early", f"Rank {broken.rank} left: {got}."),
+        "died": ("died", f"Rank {broken.rank}: {got}.{line}{_last_words(broken)}"),
+        "late": ("stuck-in" if waiting else "endless", f"{got[:1].upper()}{got[1:]}.{line}"),
+    }[broken.reason]
+    finding = Finding(name, message)
     finding.provisional = broken.provisional
     return finding
 

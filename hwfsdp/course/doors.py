@@ -35,21 +35,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from hwfsdp.compat import NATIVE_MODULES
 from hwfsdp.course.overlay import SUBMITTED
-from hwfsdp.course.rules import (
-    ATTRIBUTES,
-    BOUND,
-    CLOSED,
-    FRAMES,
-    HOMEWORK_MAY,
-    INSTRUMENTS,
-    LOCKS,
-    NAMES,
-    ONE_BY_ONE,
-    POLICIES,
-    READY_MADE,
-    RECORDS,
-    is_below,
-)
+from hwfsdp.course.rules import ATTRIBUTES, BOUND, CLOSED, FRAMES, HOMEWORK_MAY, INSTRUMENTS, LOCKS
+from hwfsdp.course.rules import NAMES, ONE_BY_ONE, POLICIES, READY_MADE, RECORDS, is_below
 from hwfsdp.course.trust import ROOTS
 
 Refuse = Callable[[str], NoReturn]
@@ -77,9 +64,8 @@ class Doors:
         # names that nobody can write
         self._look, self._touch, self._hold = (f"<{secrets.token_hex(8)}>" for _ in range(3))
         self._closed: dict[int, str] = {}
-        self._passed: dict[tuple[int, str], tuple[Any, Any]] = (
-            {}
-        )  # modules and names that were asked for, with the answer
+        # modules and names that were asked for, with the answer
+        self._passed: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._plain: set[type] = set()  # whose instances are nobody's instruments
         self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a module's names, with them
         self._builtins = {**vars(builtins), **self._by_name(), **self._by_text()}
@@ -199,9 +185,8 @@ class Doors:
             tree: Any = ast.parse(source if isinstance(source, str) else bytes(source), path, mode)
         else:
             tree = source
-        tree = ast.fix_missing_locations(
-            _Marked((self._look, self._touch, self._hold), tree, self._refuse).visit(tree)
-        )
+        marked = _Marked((self._look, self._touch, self._hold), tree, self._refuse)
+        tree = ast.fix_missing_locations(marked.visit(tree))
         code = compile(tree, path, mode, dont_inherit=True)
         for each in (code, *_codes_in(code)):
             self._came_in[id(each)] = each
@@ -428,9 +413,8 @@ def _meant(value: Any) -> Any:
 
 def _is_stream(kind: type) -> bool:
     """A stream, or an event of one, of whatever device."""
-    return any(
-        each.__module__ == _STREAMS and each.__name__ in ("Stream", "StreamEvent") for each in kind.__mro__
-    )
+    streams = [each.__name__ for each in kind.__mro__ if each.__module__ == _STREAMS]
+    return "Stream" in streams or "StreamEvent" in streams
 
 
 def _may_hold_spies(module: types.ModuleType, home: str) -> bool:

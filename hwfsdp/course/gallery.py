@@ -25,31 +25,13 @@ from hwfsdp.compat import strided_shard
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.layout.explain import Explanation, explain
-from hwfsdp.observe.accounting import (
-    GroupSizes,
-    MeshShape,
-    Strategy,
-    bytes_sent,
-    model_state_bytes,
-    peak_unsharded_bytes,
-    step_traffic,
-    strategy_traffic,
-)
+from hwfsdp.observe import accounting
+from hwfsdp.observe.accounting import GroupSizes, Strategy
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.recording import record
-from hwfsdp.plot.cartoon import plot_collective
-from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot import cartoon, comparison, lifetimes, loss, memory, meshmap, overlap
+from hwfsdp.plot import parameters, scaling, states, timeline, traffic
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
-from hwfsdp.plot.lifetimes import plot_lifetimes
-from hwfsdp.plot.loss import plot_losses
-from hwfsdp.plot.memory import plot_memory
-from hwfsdp.plot.meshmap import plot_mesh
-from hwfsdp.plot.overlap import plot_overlap
-from hwfsdp.plot.parameters import plot_parameters
-from hwfsdp.plot.scaling import ScalingPoint, plot_scaling
-from hwfsdp.plot.states import MeasuredState, plot_model_states
-from hwfsdp.plot.timeline import plot_timeline
-from hwfsdp.plot.traffic import plot_traffic
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
 
@@ -123,9 +105,8 @@ def _look() -> Sight:
 
 def _record_hybrid() -> EventLog:
     ranks = dist.get_world_size()
-    model = _model(
-        mesh=init_device_mesh("cpu", (ranks // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
-    )
+    mesh = init_device_mesh("cpu", (ranks // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
+    model = _model(mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(BATCH // ranks, MODEL.seq_len, dtype=torch.long)
     with record() as log:
@@ -143,13 +124,12 @@ def _exchange(op: str) -> tuple[Tensor, Tensor]:
         dist.all_gather(parts, before)
         return before, torch.cat(parts)
     before = torch.arange(2.0 * ranks) + 10 * rank
-    after = before.clone()
+    after = before.clone() if op == "all_reduce" else torch.empty(2)
     if op == "all_reduce":
         dist.all_reduce(after)
-        return before, after
-    part = torch.empty(2)
-    dist.reduce_scatter(part, list(before.chunk(ranks)))
-    return before, part
+    else:
+        dist.reduce_scatter(after, list(before.chunk(ranks)))
+    return before, after
 
 
 # --- Pictures ----------------------------------------------------------------------------------------------
@@ -166,27 +146,26 @@ def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
 
 def _memory(runs: Runs) -> Figure:
     root, blocks = _groups()
-    return plot_memory(
-        runs.logs[2], expected={"unsharded, closed form": peak_unsharded_bytes([root], blocks, 2)}
-    )
+    expected = {"unsharded, closed form": accounting.peak_unsharded_bytes([root], blocks, 2)}
+    return memory.plot_memory(runs.logs[2], expected=expected)
 
 
 def _traffic(runs: Runs) -> Figure:
     root, blocks = _groups()
-    closed = strategy_traffic([root, *blocks], Strategy.HSDP, 4, SHARDS)
-    return plot_traffic(EventLog.merge(sight.hybrid for sight in runs.sights), {"HSDP, closed form": closed})
+    closed = accounting.strategy_traffic([root, *blocks], Strategy.HSDP, 4, SHARDS)
+    return traffic.plot_traffic(
+        EventLog.merge(sight.hybrid for sight in runs.sights), {"HSDP, closed form": closed}
+    )
 
 
 def _states(runs: Runs) -> Figure:
     root, blocks = _groups()
     shapes = [shape for group in (root, *blocks) for shape in group.shapes]
-    measured = [
-        MeasuredState(
-            Strategy.ZERO3, ranks, max(sum(s.bytes_by_kind[k] for k in _STATES) for s in log.samples[0])
-        )
-        for ranks, log in runs.logs.items()
-    ]
-    return plot_model_states(shapes, [2**n for n in range(7)], shards=8, measured=measured)
+    measured = []
+    for ranks, log in runs.logs.items():
+        most = max(sum(sample.bytes_by_kind[kind] for kind in _STATES) for sample in log.samples[0])
+        measured.append(states.MeasuredState(Strategy.ZERO3, ranks, most))
+    return states.plot_model_states(shapes, [2**n for n in range(7)], shards=8, measured=measured)
 
 
 def _scaling(runs: Runs) -> Figure:
@@ -196,29 +175,29 @@ def _scaling(runs: Runs) -> Figure:
         tokens = _TOKENS / gpus
         compute = 6 * _PARAMETERS * tokens / _FLOPS
         group = GroupSizes([(_PARAMETERS,)], gather_itemsize=2, reduce_itemsize=4)
-        sent = bytes_sent(step_traffic([group], gpus), MeshShape(1, gpus))
+        sent = accounting.bytes_sent(accounting.step_traffic([group], gpus), accounting.MeshShape(1, gpus))
         wire = sum(sent.values()) / _WIRE
         step = max(compute, wire)
-        memory = sum(model_state_bytes([(_PARAMETERS,)], Strategy.ZERO3, gpus)) / 2**30
-        points.append(ScalingPoint(gpus, tokens / step, step, memory, (step - compute) / step))
+        held = sum(accounting.model_state_bytes([(_PARAMETERS,)], Strategy.ZERO3, gpus)) / 2**30
+        points.append(scaling.ScalingPoint(gpus, tokens / step, step, held, (step - compute) / step))
     caption = (
         "Computed by hand: 6 operations per parameter and token at 300 TFLOP/s, every byte over a wire of 50 GB/s, compute"
         " hides all that it can. Memory is that of the model states. Left out: attention, activations, latencies, stragglers,"
         " and links within a node."
     )
-    return plot_scaling(points, title="8 billion parameters, a batch of 4 Mi tokens", caption=caption)
+    return scaling.plot_scaling(points, title="8 billion parameters, a batch of 4 Mi tokens", caption=caption)
 
 
 def _strided(runs: Runs) -> Figure:
     rows, columns = (strided_shard(0, 2), Shard(0)), (Shard(0), Shard(1))
-    parameters = [
+    laid = [
         LaidOut("attention.wq.weight", (14, 8), rows),
         LaidOut("attention.wo.weight", (8, 14), columns),
         LaidOut("feed_forward.w1.weight", (30, 8), rows),
         LaidOut("feed_forward.w2.weight", (8, 30), columns),
         LaidOut("norm.weight", (8,), (Shard(0), Replicate())),
     ]
-    return plot_sharding(parameters, {"dp": 3, "tp": 2})
+    return plot_sharding(laid, {"dp": 3, "tp": 2})
 
 
 def _sharded(runs: Runs) -> Figure:
@@ -228,41 +207,40 @@ def _sharded(runs: Runs) -> Figure:
 
 
 def _hybrid(runs: Runs) -> Figure:
-    parameters = [LaidOut(p.name, p.shape, (Replicate(), Shard(0))) for p in runs.sights[0].parameters[:4]]
-    return plot_sharding(
-        [*parameters, LaidOut("five.rows", (5, 3), (Replicate(), Shard(0)))], {"replicate": 2, "shard": 2}
-    )
+    shapes = {p.name: p.shape for p in runs.sights[0].parameters[:4]} | {"five.rows": (5, 3)}
+    laid = [LaidOut(name, shape, (Replicate(), Shard(0))) for name, shape in shapes.items()]
+    return plot_sharding(laid, {"replicate": 2, "shard": 2})
 
 
 def _collective(op: str) -> Callable[[Runs], Figure]:
     def draw(runs: Runs) -> Figure:
         held = [sight.exchanged[op] for sight in runs.sights]
-        return plot_collective(op, [before for before, _ in held], [after for _, after in held])
+        return cartoon.plot_collective(op, [before for before, _ in held], [after for _, after in held])
 
     return draw
 
 
 PICTURES: dict[str, Callable[[Runs], Figure]] = {
-    "timeline": lambda runs: plot_timeline(runs.logs[4], step=RECORDED - 1),
+    "timeline": lambda runs: timeline.plot_timeline(runs.logs[4], step=RECORDED - 1),
     "memory": _memory,
     "sharding_1d": _sharded,
     "sharding_hsdp": _hybrid,
     "sharding_fsdp_tp": _strided,
-    "lifetimes": lambda runs: plot_lifetimes(runs.logs[2], step=RECORDED - 1),
+    "lifetimes": lambda runs: lifetimes.plot_lifetimes(runs.logs[2], step=RECORDED - 1),
     "traffic": _traffic,
     "states": _states,
-    "overlap": lambda runs: plot_overlap(runs.logs[4], step=RECORDED - 1),
-    "comparison": lambda runs: plot_comparison(
+    "overlap": lambda runs: overlap.plot_overlap(runs.logs[4], step=RECORDED - 1),
+    "comparison": lambda runs: comparison.plot_comparison(
         {f"{ranks} ranks": log for ranks, log in runs.logs.items() if ranks > 1}, step=RECORDED - 1
     ),
     "all_gather": _collective("all_gather"),
     "reduce_scatter": _collective("reduce_scatter"),
     "all_reduce": _collective("all_reduce"),
-    "mesh_hsdp": lambda runs: plot_mesh({"replicate": 2, "shard": 4}, node=4),
-    "mesh_fsdp_tp": lambda runs: plot_mesh({"dp": 4, "tp": 2}, node=4),
-    "loss": lambda runs: plot_losses(runs.losses),
+    "mesh_hsdp": lambda runs: meshmap.plot_mesh({"replicate": 2, "shard": 4}, node=4),
+    "mesh_fsdp_tp": lambda runs: meshmap.plot_mesh({"dp": 4, "tp": 2}, node=4),
+    "loss": lambda runs: loss.plot_losses(runs.losses),
     "scaling": _scaling,
-    "parameters": lambda runs: plot_parameters(runs.sights[0].explanation),
+    "parameters": lambda runs: parameters.plot_parameters(runs.sights[0].explanation),
 }
 
 

@@ -21,7 +21,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d
 
@@ -32,12 +32,10 @@ from hwfsdp.course.rules import RECORDS
 from hwfsdp.course.trust import FILLER, digging, is_package, is_trusted
 
 _FSDP = "torch.distributed.fsdp"
-FOREIGN = (  # what the course is about, ready-made
-    *(
-        f"{_FSDP}._fully_shard._{name}"
-        for name in ("fully_shard", "fsdp_init", "fsdp_state", "fsdp_param_group")
-    ),
-    *(f"{_FSDP}._fully_shard._{name}" for name in ("fsdp_param", "fsdp_collectives")),
+FOREIGN = tuple(  # what the course is about, ready-made
+    f"{_FSDP}._fully_shard._{name}"
+    for name in "fully_shard fsdp_init fsdp_state fsdp_param_group fsdp_param fsdp_collectives".split()
+) + (
     *(f"{_FSDP}.{name}" for name in ("fully_sharded_data_parallel", "_flat_param", "_runtime_utils")),
     *("torch.distributed._composable.replicate", "torch.nn.parallel.distributed"),
 )
@@ -181,11 +179,6 @@ def _leaves_the_machine(address: Any) -> bool:
     return not address[0].startswith(("127.", "::1", "localhost"))
 
 
-class _Binding(NamedTuple):
-    module: str
-    name: str
-
-
 def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
     """Functions and classes of the package and of torch.distributed, and the functions in the package's classes."""
     for module_name, module in list(sys.modules.items()):
@@ -195,11 +188,11 @@ def _bindings() -> Iterable[tuple[tuple[str, str], Any]]:
         for name, value in list(vars(module).items()):
             kind = type(value)  # not isinstance, which asks lazy objects what they are
             if kind is types.FunctionType or issubclass(kind, type):
-                yield _Binding(module_name, name), value
+                yield (module_name, name), value
             if issubclass(kind, type) and value.__module__ == module_name:
                 for inner, method in list(vars(value).items()):
                     if callable(method) or isinstance(method, property | staticmethod | classmethod):
-                        yield _Binding(module_name, f"{name}.{inner}"), method
+                        yield (module_name, f"{name}.{inner}"), method
 
 
 def _guard_groups(seen: list[str]) -> None:

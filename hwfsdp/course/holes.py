@@ -80,28 +80,21 @@ def definitions(source: str) -> Iterator[tuple[str, Function]]:
     yield from _definitions(parsed(source).body, "")
 
 
-def _definitions(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
+def _definitions(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, Function]]:
     for node in body:
         if isinstance(node, Function):
             yield prefix + node.name, node
         elif isinstance(node, ast.ClassDef):
             yield from _definitions(node.body, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.If | ast.Try | ast.With):
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
             for field in ("body", "orelse", "handlers", "finalbody"):
-                for inner in getattr(node, field, []):
-                    yield from _definitions(
-                        inner.body if isinstance(inner, ast.ExceptHandler) else [inner], prefix
-                    )
+                yield from _definitions(getattr(node, field, []), prefix)
 
 
 def _span(node: Function, lines: Sequence[str]) -> Span:
     start = _first_line(node)
     first = node.body[0]
-    docstring = (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    )
+    docstring = ast.get_docstring(node, clean=False) is not None
     assert node.end_lineno is not None and first.end_lineno is not None, "ast.parse gives all positions"
     indent = lines[node.lineno - 1][: node.col_offset]
     stop = node.end_lineno

@@ -17,25 +17,24 @@ begin there; the checks of all stations are run until one of them notices.
 
 from __future__ import annotations
 
+import random
 import re
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.course import holes
 from hwfsdp.course.capstone.homework import Homework, solution_path
 from hwfsdp.course.grade import Options
 from hwfsdp.course.manifest import Course, Exercise
-from hwfsdp.course.mutants import Mutant, mutants, sample
+from hwfsdp.course.mutants import Mutant, mutants
 from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.submission import solution
 from hwfsdp.course.verdict import Grade
 from hwfsdp.course.workbook import SEED
-from hwfsdp.errors import UsageError
 
 SECONDS = 6.0  # of one run; a mutant that takes longer is killed. Stations train, and take as long as they do
 
@@ -109,32 +108,20 @@ def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
 
 
 def hole_sample(course: Course, exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
-    """Some of them, of every kind of change as evenly as possible."""
+    """`count` of them by chance (or all, if there are fewer), in their order."""
     found = hole_mutants(course, exercise)
-    chosen = sample([each.mutant for each in found], count, seed)
-    return [each for each in found if any(each.mutant is mutant for mutant in chosen)]
+    chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
+    return [found[index] for index in sorted(chosen)]
 
 
 def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str, str]]:
-    """(hole, before, after) of the mutants that are listed.
-
-    Raises:
-        UsageError: the list cannot be read, or an entry has no reason.
-    """
+    """(hole, before, after) of the mutants that are listed, each with a reason."""
     path = course.root / "tests" / "course" / "survivors" / f"{exercise.topic}.toml"
     if not path.exists():
         return set()
-    try:
-        entries = tomllib.loads(path.read_text()).get("survivor", [])
-        assert all(entry["reason"].strip() for entry in entries), "a survivor without a reason"
-        return {(entry["hole"], entry["before"], entry["after"]) for entry in entries}
-    except (ValueError, KeyError, AssertionError) as error:
-        raise UsageError(
-            f"survivors of {exercise.number}",
-            expected="hole, before, after and reason of each",
-            got=f"{type(error).__name__}: {error}",
-            remedy=f"See {Path(path).name}.",
-        ) from None
+    entries = tomllib.loads(path.read_text())["survivor"]
+    assert all(entry["reason"].strip() for entry in entries), f"{path} has a survivor without a reason"
+    return {(entry["hole"], entry["before"], entry["after"]) for entry in entries}
 
 
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:

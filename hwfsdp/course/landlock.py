@@ -30,7 +30,7 @@ def version() -> int:
     """Of the system's Landlock; 0 if it has none, or forbids it."""
     if sys.platform != "linux":
         return 0
-    found: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
+    found: int = libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     return max(0, found)
 
 
@@ -58,7 +58,7 @@ def restrict_files(read: Iterable[Path], write: Iterable[Path], look: Iterable[P
             _allow(ruleset, path, every)
         for path in look:
             _allow(ruleset, path, _READ_DIR)
-        if _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+        if libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl")
         _call(_RESTRICT_SELF, ruleset, ctypes.c_uint32(0))
     finally:
@@ -77,12 +77,13 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
             os.close(fd)
 
 
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
+    """The C library, whose functions leave their error in `ctypes.get_errno`."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def _call(number: int, *arguments: object) -> int:
-    result: int = _libc().syscall(number, *arguments)
+    result: int = libc().syscall(number, *arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result

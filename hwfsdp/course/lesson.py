@@ -26,7 +26,6 @@ from hwfsdp.errors import FSDPError, UsageError
 STATIC = "HWFSDP_STATIC"
 OLDEST = (3, 11)  # of Python
 _DPI = 100  # of figures in a notebook
-_ON_PAPER = 2  # pictures that stand for a slider
 
 
 def begin() -> None:
@@ -92,7 +91,7 @@ class Pages:
 
     def __init__(self, draw: Callable[..., Any], choices: dict[str, Sequence[Any]]) -> None:
         ends = [{name: values[end] for name, values in choices.items()} for end in (0, -1)]
-        self.chosen = [each for n, each in enumerate(ends) if each not in ends[:n]][:_ON_PAPER]
+        self.chosen = ends[:1] if ends[0] == ends[1] else ends
         self.pictures = [draw(**each) for each in self.chosen]
 
     def _ipython_display_(self) -> None:

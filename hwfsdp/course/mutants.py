@@ -6,9 +6,10 @@ arguments swapped), and a check that passes one of them is too weak, unless the 
 Which of them do, no machine can say. Changes that mostly would are left out (the arguments of `min` are not swapped), and
 so are those that raise TypeError whatever is checked (`-` between strings).
 
-Changes are made to the text, at the positions that `ast` gives, so everything else stays byte for byte. Left alone are
-docstrings, signatures, decorators, annotations and imports; what an error says (a `raise` goes as a whole, or stays);
-`assert`, which states what is true anyway; and f-strings, whose parts have no reliable positions before Python 3.12.
+A change puts an expression, or a statement, in the place of another: of the one that is changed the text is written anew, all
+around it stays byte for byte. Left alone are docstrings, signatures, decorators, annotations and imports; what an error says
+(a `raise` goes as a whole, or stays); `assert`, which states what is true anyway; and f-strings, whose parts have no reliable
+positions before Python 3.12.
 
 A mutant may run forever (a loop that has lost its step): run mutants under a time limit.
 """
@@ -16,24 +17,32 @@ A mutant may run forever (a loop that has lost its step): run mutants under a ti
 from __future__ import annotations
 
 import ast
-import io
-import random
+import copy
 import re
-import tokenize
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
-from typing import NamedTuple
-
-from hwfsdp.errors import UsageError
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 SHORT = 60  # characters of a fragment that can be read at a glance
 
-ARITHMETIC = {"+": "-", "-": "+", "*": "//", "//": "*", "/": "*", "%": "//"}  # of the same precedence
-COMPARISONS = {"<": "<=", ">": ">=", "==": "!=", "is": "is not", "in": "not in"}
+ARITHMETIC = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+COMPARISONS: dict[type, Any] = {
+    ast.Lt: ast.LtE,
+    ast.Gt: ast.GtE,
+    ast.Eq: ast.NotEq,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+}
 COMPARISONS |= {after: before for before, after in COMPARISONS.items()}
-LOGIC = {"and": "or", "or": "and"}
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 NOT_SWAPPED = frozenset(  # functions whose arguments may as well be swapped, or cannot be
@@ -59,7 +68,6 @@ FIELDS = {  # of which nothing is touched
 }
 
 Placed = ast.expr | ast.stmt | ast.keyword
-ATOMS = ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.Constant | ast.List | ast.GeneratorExp
 DROPPED = (
     (ast.Assign | ast.AugAssign | ast.Delete)
     | (ast.For | ast.AsyncFor | ast.While)
@@ -88,11 +96,11 @@ class Mutant(NamedTuple):
 
 
 def _quoted(fragment: str) -> str:
-    """On one line, its middle left out if it is long: changes are made at the ends."""
+    """On one line, its middle left out if it is long."""
     line = " ".join(fragment.split())
     if len(line) > SHORT:
         line = f"{line[: SHORT * 2 // 3]} … {line[-SHORT // 3 :]}"
-    return f"`{line}`" if line else "nothing"
+    return f"`{line}`"
 
 
 def mutants(text: str) -> Iterator[Mutant]:
@@ -105,41 +113,25 @@ def mutants(text: str) -> Iterator[Mutant]:
         SyntaxError: it is not Python.
     """
     code = _Code(text)
-    edits = [edit for node in code.nodes for kind in KINDS for edit in kind(code, node)]
     seen = {ast.dump(code.tree)}
-    for edit in sorted(
-        edits, key=lambda edit: edit.start
-    ):  # where two start together, the outer one comes first
-        mutant = code.changed(edit)
+    nobodys = {
+        node.value for node in code.nodes if isinstance(node, ast.Expr)
+    }  # calls whose result is not taken
+    changes = [
+        change
+        for node in code.nodes
+        for change in _changes(node)
+        if not (change.operator == "unwrap call" and node in nobodys)
+    ]
+    for change in sorted(changes, key=lambda change: code.span(change.node)[0]):  # the outer one comes first
         try:
+            mutant = code.changed(change)
             program = ast.dump(_compiled(code.opening + mutant.text))
         except SyntaxError:
             continue
         if program not in seen:
             seen.add(program)
             yield mutant
-
-
-def sample(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """`count` of the mutants (or all, if there are fewer), in their order, the same ones for the same seed.
-
-    Kinds take turns, so that frequent ones do not crowd out rare ones: no kind has two more than another that could
-    have given one more.
-
-    Raises:
-        UsageError: the count is negative.
-    """
-    if count < 0:
-        raise UsageError(
-            "sample of mutants", expected="count >= 0", got=str(count), remedy="Ask for 0 or more."
-        )
-    chance = random.Random(seed)
-    kinds: dict[str, list[int]] = {}
-    for index in chance.sample(range(len(found)), len(found)):
-        kinds.setdefault(found[index].operator, []).append(index)
-    rounds = zip_longest(*kinds.values())  # kinds in an order of chance, too
-    turns = [index for each in rounds for index in each if index is not None]
-    return [found[index] for index in sorted(turns[:count])]
 
 
 def _compiled(text: str) -> ast.Module:
@@ -151,19 +143,12 @@ def _compiled(text: str) -> ast.Module:
     return tree
 
 
-class _Edit(NamedTuple):
-    """`after` in place of the bytes from `start` to `stop`."""
+class _Change(NamedTuple):
+    """`new` in place of `node`."""
 
     operator: str
-    start: int
-    stop: int
-    after: str
-
-
-class _Token(NamedTuple):
-    start: int
-    stop: int
-    string: str
+    node: Placed
+    new: ast.AST
 
 
 class _Code:
@@ -172,104 +157,54 @@ class _Code:
     Attributes:
         opening: a line put above a method, so that its indentation is right.
         nodes: those that may be changed, outer ones first.
-        tokens: in order, without comments and line ends.
-        statements: calls whose result nobody takes.
     """
 
     def __init__(self, text: str) -> None:
         self.opening = "if True:\n" if re.match(r"\s*^[ \t]+\S", text, re.MULTILINE) else ""
         self.bytes = (self.opening + text).encode()
         self.tree = _compiled(self.opening + text)
-        self.lines = [0, *(found.end() for found in re.finditer(rb"\r\n|\r|\n", self.bytes))]
+        self.lines = list(accumulate(map(len, self.bytes.splitlines(keepends=True)), initial=0))
         self.nodes = list(_touchable(self.tree))
-        self.tokens = list(self._tokens())
-        self.statements = {node.value for node in self.nodes if isinstance(node, ast.Expr)}
-        self._spans = sorted(
-            {self.span(node) for node in self.nodes if isinstance(node, Placed)}, key=_length
-        )
-
-    def _tokens(self) -> Iterator[_Token]:
-        skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        for token in tokenize.generate_tokens(io.StringIO(self.bytes.decode(), newline="").readline):
-            if token.type not in skipped and token.string:
-                row, column = token.start  # in characters
-                start = self.lines[row - 1]
-                start += len(self.bytes[start : start + 4 * column].decode(errors="ignore")[:column].encode())
-                yield _Token(start, start + len(token.string.encode()), token.string)
+        spans = {self.span(node) for node in self.nodes if isinstance(node, Placed)}
+        self._spans = sorted(spans, key=lambda span: (span[1] - span[0], span))
 
     def span(self, node: Placed) -> tuple[int, int]:
         """From its first byte to the one after its last. Parentheses around it are not part of it."""
-        assert (
-            node.end_lineno is not None and node.end_col_offset is not None
-        ), "ast.parse gives all positions"
-        decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+        assert node.end_lineno is not None and node.end_col_offset is not None, "ast.parse gives them"
         start = self.lines[node.lineno - 1] + node.col_offset
-        if decorators:
-            above = self.between(0, self.span(decorators[0])[0])
-            start = [token.start for token in above if token.string == "@"][-1]
         return start, self.lines[node.end_lineno - 1] + node.end_col_offset
 
-    def text(self, start: int, stop: int) -> str:
+    def text(self, start: int, stop: int | None = None) -> str:
         return self.bytes[start:stop].decode()
 
-    def between(self, start: int, stop: int) -> list[_Token]:
-        """The tokens that begin there."""
-        first, last = (
-            bisect_left(self.tokens, position, key=lambda token: token.start) for position in (start, stop)
-        )
-        return self.tokens[first:last]
-
-    def operator(self, left: Placed, right: Placed) -> tuple[int, int]:
-        """Span of what stands between two operands, their parentheses aside."""
-        gap = self.between(self.span(left)[1], self.span(right)[0])
-        signs = [token for token in gap if token.string not in ("(", ")")]
-        return signs[0].start, signs[-1].stop
-
-    def outer(self, node: Placed, inside: tuple[int, int]) -> tuple[int, int]:
-        """Span of a node with the parentheses around it, as far as these are inside of a span."""
-        start, stop = self.span(node)
-        while True:
-            left, right = self.between(inside[0], start)[-1:], self.between(stop, inside[1])[:1]
-            if [token.string for token in left + right] != ["(", ")"]:
-                return start, stop
-            start, stop = left[0].start, right[0].stop
-
-    def arguments(self, call: ast.Call) -> tuple[int, int]:
-        """Span of what is between a call's parentheses."""
-        start, stop = self.span(call)
-        opening = self.between(self.outer(call.func, (start, stop))[1], stop)[0]
-        return opening.stop, stop - 1
-
-    def operand(self, node: ast.expr) -> str:
-        """Its text, in parentheses unless it can stand anywhere without."""
-        text = self.text(*self.span(node))
-        return text if isinstance(node, ATOMS) and len(text.splitlines()) == 1 else f"({text})"
-
-    def changed(self, edit: _Edit) -> Mutant:
+    def changed(self, change: _Change) -> Mutant:
         """The mutant, described with the smallest expression or statement around the change, if that is short."""
-        start, stop = edit.start, edit.stop
-        left, right = self.text(0, start), self.text(stop, len(self.bytes))
-        after = _glue(left, edit.after or right) + edit.after
-        after += _glue(after, right)
-        around = (
-            each for each in self._spans if each[0] <= start and stop <= each[1] and each != (start, stop)
+        start, stop = self.span(change.node)
+        left, right = self.text(0, start), self.text(stop)
+        new = ast.unparse(change.new).replace("\n", "\n" + " " * change.node.col_offset)
+        if isinstance(change.new, ast.expr) and not isinstance(change.new, ast.Slice):
+            new = _parenthesized(left, new, right)
+        first, last = next(
+            (each for each in self._spans if each[0] <= start and stop <= each[1] and each != (start, stop)),
+            (start, stop),
         )
-        first, last = next(around, (start, stop))
         if last - first > SHORT or len(self.bytes[first:last].splitlines()) > 1:
             first, last = start, stop
-        line = bisect_left(self.lines, start + 1) - self.opening.count("\n")
-        new = self.text(first, start) + after + self.text(stop, last)
-        text = left + after + right
-        return Mutant(edit.operator, line, self.text(first, last), new, text[len(self.opening) :])
+        text = (left + new + right)[len(self.opening) :]
+        line = bisect_right(self.lines, start) - self.opening.count("\n")
+        after = self.text(first, start) + new + self.text(stop, last)
+        return Mutant(change.operator, line, self.text(first, last), after, text)
 
 
-def _length(span: tuple[int, int]) -> tuple[int, int]:
-    return span[1] - span[0], span[0]
-
-
-def _glue(left: str, right: str) -> str:
-    """What must stand between two pieces so that they do not become one word: `return-x` without its minus."""
-    return " " if re.match(r"\w", left[-1:]) and re.match(r"\w", right[:1]) else ""
+def _parenthesized(left: str, new: str, right: str) -> str:
+    """An expression, in parentheses if its neighbors would take it apart without; with a blank if it would join a word."""
+    spaced = f" {new}" if re.match(r"\w", left[-1:]) else new
+    spaced += " " if re.match(r"\w", right[:1]) else ""
+    try:
+        same = ast.dump(ast.parse(left + spaced + right)) == ast.dump(ast.parse(f"{left}({new}){right}"))
+    except SyntaxError:
+        same = False
+    return spaced if same else f"({new})"
 
 
 def _touchable(node: ast.AST) -> Iterator[ast.AST]:
@@ -281,15 +216,31 @@ def _touchable(node: ast.AST) -> Iterator[ast.AST]:
                     yield from _touchable(child)
 
 
-def _swap_arithmetic(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.BinOp) and not _is_sequence(node):
-        start, stop = code.operator(node.left, node.right)
-        if new := ARITHMETIC.get(code.text(start, stop)):
-            yield _Edit("swap arithmetic", start, stop, new)
-    elif isinstance(node, ast.AugAssign) and not _is_sequence(node.value):
-        start, stop = code.operator(node.target, node.value)
-        if new := ARITHMETIC.get(code.text(start, stop - 1)):
-            yield _Edit("swap arithmetic", start, stop, f"{new}=")
+# --- Kinds of changes ----------------------------------------------------------------------------------------
+
+Node = TypeVar("Node", bound=ast.AST)
+
+
+def _with(node: Node, **fields: Any) -> Node:
+    """A copy of a node with other fields."""
+    new = copy.copy(node)
+    for name, value in fields.items():
+        setattr(new, name, value)
+    return new
+
+
+def _changes(node: ast.AST) -> Iterator[_Change]:
+    """All that may be changed about a node itself."""
+    for kinds, changes in KINDS:
+        if isinstance(node, kinds):
+            yield from changes(node)
+
+
+def _swap_arithmetic(node: ast.BinOp | ast.AugAssign) -> Iterator[_Change]:
+    operand = node if isinstance(node, ast.BinOp) else node.value
+    new = ARITHMETIC.get(type(node.op))
+    if new and not _is_sequence(operand):
+        yield _Change("swap arithmetic", node, _with(node, op=new()))
 
 
 def _is_sequence(node: ast.expr) -> bool:
@@ -302,93 +253,90 @@ def _is_sequence(node: ast.expr) -> bool:
     return literal or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
 
 
-def _swap_comparison(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.Compare):
-        operands = [node.left, *node.comparators]
-        for left, right in zip(operands, operands[1:], strict=False):
-            start, stop = code.operator(left, right)
-            sign = " ".join(token.string for token in code.between(start, stop))
-            yield _Edit("swap comparison", start, stop, COMPARISONS[sign])
+def _swap_comparison(node: ast.Compare) -> Iterator[_Change]:
+    for place, sign in enumerate(node.ops):
+        ops = [*node.ops[:place], COMPARISONS[type(sign)](), *node.ops[place + 1 :]]
+        yield _Change("swap comparison", node, _with(node, ops=ops))
 
 
-def _swap_logic(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.BoolOp):
-        for left, right in zip(node.values, node.values[1:], strict=False):
-            start, stop = code.operator(left, right)
-            yield _Edit("swap and/or", start, stop, LOGIC[code.text(start, stop)])
+def _swap_logic(node: ast.BoolOp) -> Iterator[_Change]:
+    other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+    for place in range(1, len(node.values)):
+        parts = [node.values[:place], node.values[place:]]
+        sides = [part[0] if len(part) == 1 else _with(node, values=part) for part in parts]
+        yield _Change("swap and/or", node, ast.BoolOp(other, sides))
 
 
-def _negate_condition(code: _Code, node: ast.AST) -> Iterator[_Edit]:
+def _negate_condition(
+    node: ast.If | ast.While | ast.IfExp | ast.comprehension | ast.match_case,
+) -> Iterator[_Change]:
     """Unless another kind does: `==` becomes `!=`, `not x` becomes `x`, True becomes False."""
-    tests = list(node.ifs) if isinstance(node, ast.comprehension) else []
-    if isinstance(node, ast.If | ast.While | ast.IfExp):
+    if isinstance(node, ast.comprehension):
+        tests = node.ifs
+    elif isinstance(node, ast.match_case):
+        tests = [node.guard] if node.guard else []
+    else:
         tests = [node.test]
-    elif isinstance(node, ast.match_case) and node.guard:
-        tests = [node.guard]
     exact = ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
     for test in tests:
         negated = isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], exact)
         negated |= isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
         if not negated and not isinstance(test, ast.Constant):
-            yield _Edit("negate condition", *code.span(test), f"not {code.operand(test)}")
+            yield _Change("negate condition", test, ast.UnaryOp(ast.Not(), test))
 
 
-def _drop_statement(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.Return) and node.value and not _is_none(node.value):
-        yield _Edit("drop return value", *code.span(node), "return None")
-    elif isinstance(node, DROPPED | ast.Return):
-        yield _Edit("drop statement", *code.span(node), "pass")
-    elif isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-        yield _Edit("drop statement", *code.span(node), "pass")
-    elif isinstance(node, ast.AnnAssign) and node.value:
-        yield _Edit("drop statement", *code.span(node), "pass")
+def _drop_statement(node: ast.stmt) -> Iterator[_Change]:
+    if isinstance(node, ast.Return) and node.value and not _is_constant(node.value, None):
+        yield _Change("drop return value", node, ast.Return(ast.Constant(None)))
+        return
+    says_something = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+    if (
+        isinstance(node, DROPPED | ast.Return)
+        or says_something
+        or (isinstance(node, ast.AnnAssign) and node.value)
+    ):
+        yield _Change("drop statement", node, ast.Pass())
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
 
 
-def _drop_with(code: _Code, node: ast.AST) -> Iterator[_Edit]:
+def _drop_with(node: ast.With | ast.AsyncWith) -> Iterator[_Change]:
     """The body of a `with`; and what it enters, unless the body has a name for that."""
-    if isinstance(node, ast.With | ast.AsyncWith):
-        start, stop = code.span(node.body[0])[0], code.span(node.body[-1])[1]
-        yield _Edit("drop statement", start, stop, "pass")
-        if not any(item.optional_vars for item in node.items):
-            colon = code.between(code.span(node)[0], start)[-1]
-            yield _Edit("drop context", code.span(node)[0], colon.stop, "if True:")
+    yield _Change("drop statement", node, _with(node, body=[ast.Pass()]))
+    if not any(item.optional_vars for item in node.items):
+        yield _Change("drop context", node, ast.If(ast.Constant(True), node.body, []))
 
 
-def _change_constant(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        value = node.value
-        if isinstance(value, bool):
-            new = repr(not value)
-        else:
-            new = repr(type(value)(0) if value == 1 else value + 1)
-        yield _Edit("change constant", *code.span(node), new)
+def _change_constant(node: ast.Constant) -> Iterator[_Change]:
+    value = node.value
+    if isinstance(value, bool):
+        yield _Change("change constant", node, ast.Constant(not value))
+    elif isinstance(value, int | float):
+        yield _Change("change constant", node, ast.Constant(type(value)(0 if value == 1 else value + 1)))
 
 
-def _off_by_one(code: _Code, node: ast.AST) -> Iterator[_Edit]:
+def _off_by_one(node: ast.Call | ast.Slice) -> Iterator[_Change]:
     """Bounds of ranges and slices, unless there is a number in them, which is another kind's."""
-    bounds: list[tuple[ast.expr | None, str]] = []
-    if isinstance(node, ast.Call) and _name(node.func) == "range" and node.args:
-        stop = node.args[:2][-1]
-        bounds = [(stop, "+"), (stop, "-"), *((start, "+") for start in node.args[:2][:-1])]
-    elif isinstance(node, ast.Slice):
-        bounds = [(node.lower, "+"), (node.upper, "+")]
+    bounds: list[tuple[ast.expr | None, ast.operator]] = []
+    if isinstance(node, ast.Slice):
+        bounds = [(node.lower, ast.Add()), (node.upper, ast.Add())]
+    elif _name(node.func) == "range" and node.args:
+        *start, stop = node.args[:2]
+        bounds = [(stop, ast.Add()), (stop, ast.Sub()), *((bound, ast.Add()) for bound in start)]
     for bound, sign in bounds:
         last = bound.right if isinstance(bound, ast.BinOp) else bound
         last = last.operand if isinstance(last, ast.UnaryOp) else last
         if bound and not isinstance(last, ast.Constant | ast.Starred):
-            yield _Edit("off by one", *code.span(bound), f"{code.operand(bound)} {sign} 1")
+            yield _Change("off by one", bound, ast.BinOp(bound, sign, ast.Constant(1)))
 
 
-def _drop_bound(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.Slice):
-        for bound in (node.lower, node.upper, node.step):
-            zero = bound is node.lower and isinstance(bound, ast.Constant) and bound.value == 0
-            if bound and not zero:
-                yield _Edit("drop bound", *code.outer(bound, (0, len(code.bytes))), "")
+def _drop_bound(node: ast.Slice) -> Iterator[_Change]:
+    for field in ("lower", "upper", "step"):
+        bound = getattr(node, field)
+        if bound and not (field == "lower" and _is_constant(bound, 0)):
+            yield _Change("drop bound", node, _with(node, **{field: None}))
 
 
 def _name(function: ast.expr) -> str:
@@ -396,67 +344,53 @@ def _name(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
-def _swap_function(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.Call) and (new := FUNCTIONS.get(_name(node.func))):
-        name = code.between(*code.span(node.func))[-1]
-        yield _Edit("swap function", name.start, name.stop, new)
+def _swap_function(node: ast.Call) -> Iterator[_Change]:
+    if new := FUNCTIONS.get(_name(node.func)):
+        field = "id" if isinstance(node.func, ast.Name) else "attr"
+        yield _Change("swap function", node, _with(node, func=_with(node.func, **{field: new})))
 
 
-def _swap_arguments(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.Call) and _name(node.func) not in NOT_SWAPPED:
-        inside = code.arguments(node)
-        for left, right in zip(node.args, node.args[1:], strict=False):
-            if not isinstance(left, ast.Starred) and not isinstance(right, ast.Starred):
-                (start, end), (begin, stop) = code.outer(left, inside), code.outer(right, inside)
-                swapped = code.text(begin, stop) + code.text(end, begin) + code.text(start, end)
-                yield _Edit("swap arguments", start, stop, swapped)
+def _swap_arguments(node: ast.Call) -> Iterator[_Change]:
+    if _name(node.func) not in NOT_SWAPPED:
+        for place, pair in enumerate(zip(node.args, node.args[1:], strict=False)):
+            if not any(isinstance(argument, ast.Starred) for argument in pair):
+                args = [*node.args[:place], pair[1], pair[0], *node.args[place + 2 :]]
+                yield _Change("swap arguments", node, _with(node, args=args))
 
 
-def _drop_keyword(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    """One comma goes with it, and blanks beside that; never a comment."""
-    if isinstance(node, ast.Call):
-        low, high = code.arguments(node)
-        for keyword in node.keywords:
-            start, stop = code.span(keyword)
-            if after := code.between(stop, high):
-                stop = after[0].stop
-                stop += len(code.bytes[stop:high]) - len(code.bytes[stop:high].lstrip(b" "))
-            elif (before := code.between(low, start)) and not code.bytes[before[-1].stop : start].strip(b" "):
-                start = before[-1].start
-            yield _Edit("drop keyword", start, stop, "")
+def _drop_keyword(node: ast.Call) -> Iterator[_Change]:
+    for keyword in node.keywords:
+        rest = [each for each in node.keywords if each is not keyword]
+        yield _Change("drop keyword", node, _with(node, keywords=rest))
 
 
-def _unwrap_call(code: _Code, node: ast.AST) -> Iterator[_Edit]:
+def _unwrap_call(node: ast.Call) -> Iterator[_Change]:
     """`x.clone()` and `sorted(x)` become `x`, where somebody takes the result."""
-    if isinstance(node, ast.Call) and node not in code.statements:
-        inner: ast.expr | None = None
-        if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-            inner = node.func.value
-        elif _name(node.func) in CONVERSIONS and node.args and not isinstance(node.args[0], ast.Starred):
-            inner = node.args[0]
-        if inner:
-            yield _Edit("unwrap call", *code.span(node), code.operand(inner))
+    if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+        yield _Change("unwrap call", node, node.func.value)
+    elif _name(node.func) in CONVERSIONS and node.args and not isinstance(node.args[0], ast.Starred):
+        yield _Change("unwrap call", node, node.args[0])
 
 
-def _drop_unary(code: _Code, node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.UAdd):
-        sign, operand = code.between(*code.span(node))[:2]
-        yield _Edit("drop unary", sign.start, operand.start, "")
+def _drop_unary(node: ast.UnaryOp) -> Iterator[_Change]:
+    if not isinstance(node.op, ast.UAdd):
+        yield _Change("drop unary", node, node.operand)
 
 
-KINDS: tuple[Callable[[_Code, ast.AST], Iterator[_Edit]], ...] = (
-    _swap_arithmetic,
-    _swap_comparison,
-    _swap_logic,
-    _swap_function,
-    _swap_arguments,
-    _negate_condition,
-    _drop_statement,
-    _drop_with,
-    _drop_keyword,
-    _drop_bound,
-    _drop_unary,
-    _off_by_one,
-    _change_constant,
-    _unwrap_call,
+Kinds = Callable[[Any], Iterator[_Change]]
+KINDS: tuple[tuple[Any, Kinds], ...] = (  # of nodes, and what may be changed about them
+    (ast.BinOp | ast.AugAssign, _swap_arithmetic),
+    (ast.Compare, _swap_comparison),
+    (ast.BoolOp, _swap_logic),
+    (ast.Call, _swap_function),
+    (ast.Call, _swap_arguments),
+    (ast.If | ast.While | ast.IfExp | ast.comprehension | ast.match_case, _negate_condition),
+    (ast.stmt, _drop_statement),
+    (ast.With | ast.AsyncWith, _drop_with),
+    (ast.Call, _drop_keyword),
+    (ast.Slice, _drop_bound),
+    (ast.UnaryOp, _drop_unary),
+    (ast.Call | ast.Slice, _off_by_one),
+    (ast.Constant, _change_constant),
+    (ast.Call, _unwrap_call),
 )

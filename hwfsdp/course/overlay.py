@@ -135,27 +135,23 @@ def install(
     """
     forget_package()
     sockets: dict[Place, Socket] = {}
-    by_module: dict[str, list[str]] = {name: [] for name in overlay.modules}
-    for place in (place for submitted in overlay.submitted for place in submitted.places):
-        by_module[place.module].append(place.name)
-    loaders = {
-        name: _Loader(text, f"<{name} with holes>", by_module[name], sockets)
-        for name, text in overlay.modules.items()
-    }
+    places = [place for submitted in overlay.submitted for place in submitted.places]
+    loaders = {}
+    for module, text in overlay.modules.items():
+        names = [place.name for place in places if place.module == module]
+        loaders[module] = _Loader(text, f"<{module} with holes>", names, sockets)
     sys.meta_path.insert(0, _Finder(loaders))
     if importlib.util.find_spec("hwfsdp.bodies"):  # a student's edition, which fills its holes by itself
         filler: Any = importlib.import_module("hwfsdp.bodies")
-        filler.left_blank.update(
-            tuple(place) for submitted in overlay.submitted for place in submitted.places
-        )
+        filler.left_blank.update(map(tuple, places))
     for name in overlay.modules:
         importlib.import_module(name)
     when_loaded()
     for submitted in overlay.submitted:
-        names = _run_file(submitted, run)
+        defined = _run_file(submitted, run)
         for place in submitted.places:
-            sockets[place].plugged = _learners_function(names, place, submitted.path)
-        _add_helpers(names, submitted.places)
+            sockets[place].plugged = _learners_function(defined, place, submitted.path)
+        _add_helpers(defined, submitted.places)
 
 
 def forget_package() -> None:
@@ -181,7 +177,7 @@ def _run_file(submitted: Submitted, run: Runner) -> dict[str, Any]:
 
 def _insert_socket(module: types.ModuleType, name: str) -> Socket:
     """Puts a socket where the blank function is; a property or static method stays one."""
-    owner, attribute = _owner(module.__dict__, name, module)
+    owner, attribute = _owner(module, name)
     blank = vars(owner)[attribute]
     socket = Socket(_function_of(blank))
     replaced: Any = socket.function
@@ -193,12 +189,12 @@ def _insert_socket(module: types.ModuleType, name: str) -> Socket:
     return socket
 
 
-def _owner(names: dict[str, Any], name: str, module: Any) -> tuple[Any, str]:
+def _owner(module: types.ModuleType, name: str) -> tuple[Any, str]:
     """The class, or the module, that a dotted name is an attribute of."""
     *classes, attribute = name.split(".")
-    owner = module
+    owner: Any = module
     for inner in classes:
-        owner = names[inner] if owner is module else vars(owner)[inner]
+        owner = vars(owner)[inner]
     return owner, attribute
 
 
@@ -229,9 +225,8 @@ def _learners_function(names: dict[str, Any], place: Place, path: str) -> Functi
 
 
 def _package_class(place: Place) -> type:
-    owner, _ = _owner(sys.modules[place.module].__dict__, place.name, sys.modules[place.module])
-    found: type = owner
-    return found
+    owner: type = _owner(sys.modules[place.module], place.name)[0]
+    return owner
 
 
 def _belongs_to(function: Function, owner: type) -> None:

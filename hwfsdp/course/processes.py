@@ -33,21 +33,17 @@ def limit_this_process(own_user: bool = False) -> None:
         own_user: it is about to become a user whose processes are all of the same run, so that these can be counted.
     """
     os.setsid()
-    used = (
-        int((_PROC / "self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") if _on_linux() else 0
-    )
-    mapped = (
-        int((_PROC / "self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if _on_linux() else 0
-    )
-    for what, limit in (
-        (resource.RLIMIT_DATA, used + MEMORY),
-        *(
-            [(resource.RLIMIT_AS, mapped + MEMORY + _STACKS)] if _on_linux() else []
-        ),  # shared mappings are no data
-        (resource.RLIMIT_FSIZE, FILE),
-        (resource.RLIMIT_CORE, 0),
-        *([(resource.RLIMIT_NPROC, _THREADS)] if own_user else []),
-    ):
+    limits = [(resource.RLIMIT_FSIZE, FILE), (resource.RLIMIT_CORE, 0)]
+    statm = _PROC / "self/statm"
+    mapped, used = 0, 0
+    if statm.exists():
+        pages = [int(field) for field in statm.read_text().split()]
+        mapped, used = (pages[field] * os.sysconf("SC_PAGE_SIZE") for field in (0, 5))
+        limits.append((resource.RLIMIT_AS, mapped + MEMORY + _STACKS))  # shared mappings are no data
+    limits.append((resource.RLIMIT_DATA, used + MEMORY))
+    if own_user:
+        limits.append((resource.RLIMIT_NPROC, _THREADS))
+    for what, limit in limits:
         _, most = resource.getrlimit(what)
         resource.setrlimit(what, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
@@ -60,10 +56,6 @@ def close_pipes() -> None:
             mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
             if fd > 2 and stat.S_ISFIFO(mode) and flags & os.O_ACCMODE != os.O_RDONLY:
                 os.close(fd)
-
-
-def _on_linux() -> bool:
-    return (_PROC / "self/statm").exists()
 
 
 def descendants(pid: int) -> list[int]:

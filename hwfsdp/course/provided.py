@@ -59,16 +59,9 @@ def _wrapped(text: str) -> list[str]:
     """In lines of `WIDTH`, broken between parameters and before an arrow."""
     kind, _, rest = text.partition(" ")
     tied = rest.replace(" ", _TIED).replace(f",{_TIED}", ", ").replace(f"{_TIED}->{_TIED}", f" ->{_TIED}")
-    first, later = f"#     {kind:<9}  ", "#" + " " * 20
-    lines = textwrap.wrap(
-        tied,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace(_TIED, " ") for line in lines]
+    wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = f"#     {kind:<9}  ", "#" + " " * 20
+    return [line.replace(_TIED, " ") for line in wrapper.wrap(tied)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -86,7 +79,7 @@ def described(name: Provided) -> str:
         if isinstance(node, ast.FunctionDef) and node.name == last:
             return _function(node, name.name, is_method=bool(owner))
         if isinstance(node, ast.ClassDef) and node.name == last:
-            return _class(node, name.name, body)
+            return _class(node, name.name)
     types = dict(_attributes(body)) if owner else dict(_values(body))
     if last in types:
         return f"{'attribute' if owner else 'constant'} {name.name}{types[last]}"
@@ -130,18 +123,13 @@ def _default(value: ast.expr | None) -> str:
     return "" if value is None else f" = {'…' if isinstance(value, ast.Call) else ast.unparse(value)}"
 
 
-def _class(node: ast.ClassDef, name: str, around: Sequence[ast.stmt]) -> str:
-    """With what an object is made of: parameters of `__init__`, or fields of a record; with the members of an enum."""
-    bases = [ast.unparse(base) for base in node.bases]
-    if "Enum" in bases:
-        return f"enum {name}: {', '.join(member for member, _ in _variables(node.body))}"
+def _class(node: ast.ClassDef, name: str) -> str:
+    """With what an object is made of: parameters of `__init__`, or fields of a record."""
     inits = [s for s in node.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
     if inits:
         return f"class {name}({', '.join([*_parameters(inits[0].args)][1:])})"
-    above = [other for other in around if isinstance(other, ast.ClassDef) and other.name in bases]
-    is_record = "NamedTuple" in bases or any("dataclass" in ast.unparse(d) for d in node.decorator_list)
-    if above and not is_record:
-        return _class(above[0], name, around)
+    makers = [ast.unparse(each) for each in (*node.bases, *node.decorator_list)]
+    is_record = any("NamedTuple" in each or "dataclass" in each for each in makers)
     fields = [
         f"{ast.unparse(s.target)}: {ast.unparse(s.annotation)}{_default(s.value)}"
         for s in node.body

@@ -23,9 +23,7 @@ FRAMES = frozenset(
     """_getframe _current_frames _current_exceptions f_back f_globals f_locals f_builtins f_code f_trace tb_frame gi_frame
     cr_frame ag_frame settrace setprofile settrace_all_threads setprofile_all_threads""".split()
 )
-BOUND = frozenset(
-    ["__builtins__", "__match_args__"]
-)  # names that mean something to Python, as variables, too
+BOUND = frozenset(["__builtins__", "__match_args__"])  # names that mean something to Python as variables, too
 ATTRIBUTES = BOUND | frozenset(
     """addaudithook __globals__ __closure__ cell_contents __code__ co_code co_consts __subclasses__ CodeType FunctionType
     get_objects get_referrers get_referents __getattribute__ __setattr__ __delattr__ __wrapped__ __self__ __func__ __defaults__
@@ -33,20 +31,8 @@ ATTRIBUTES = BOUND | frozenset(
     c10d c10d_functional _c10d_functional _c10d_functional_autograd""".split()  # torch's operators, past its functions
 )
 NAMES = {  # closed by themselves, in modules that are open
-    "builtins": (
-        *(
-            "getattr",
-            "setattr",
-            "delattr",
-            "vars",
-            "globals",
-            "locals",
-            "exec",
-            "eval",
-            "compile",
-            "__import__",
-            "breakpoint",
-        ),
+    "builtins": tuple(
+        "getattr setattr delattr vars globals locals exec eval compile __import__ breakpoint".split()
     ),
     "importlib": ("reload",),
     "sys": ("modules", "meta_path", "path_hooks", "path_importer_cache", "breakpointhook"),
@@ -59,9 +45,8 @@ NAMES = {  # closed by themselves, in modules that are open
     "hwfsdp.compat": ("unseen_by_modes", "fake_tensors", "fake_process_group", "around_shape_propagation"),
 }
 ONE_BY_ONE = {name for names in NAMES.values() for name in names}
-LOCKS = frozenset(
-    f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident")
-)  # open
+# open
+LOCKS = frozenset(f"_thread.{name}" for name in ("allocate_lock", "lock", "RLock", "_local", "get_ident"))
 INSTRUMENTS = (  # what tells what a learner's code did
     *(f"hwfsdp.{name}" for name in ("observe", "core.observer", "comm.history", "comm.divergence")),
     *(f"hwfsdp.{name}" for name in ("virtual", "launcher")),

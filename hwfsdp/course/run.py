@@ -66,18 +66,9 @@ MOST_LOAD = 4.0  # times, at most
 PATIENCE = "HWFSDP_PATIENCE"  # environment: a factor for both, on a slow or crowded machine
 WORLD_SIZE = 2  # of runs whose number of ranks does not matter
 FAILED = "parts that raised"  # in a report: by key, what kept it from being reported
-KEPT = (  # of the environment, for ranks
-    *(
-        "PATH",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "LD_LIBRARY_PATH",
-        "DYLD_LIBRARY_PATH",
-        "GLOO_SOCKET_IFNAME",
-        "HWFSDP_SHARED_MEMORY",
-    ),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONWARNINGS"),
+KEPT = frozenset(  # of the environment, for ranks
+    """PATH LANG LANGUAGE TZ LD_LIBRARY_PATH DYLD_LIBRARY_PATH GLOO_SOCKET_IFNAME HWFSDP_SHARED_MEMORY OMP_NUM_THREADS
+    MKL_NUM_THREADS PYTHONHASHSEED PYTHONPATH PYTHONWARNINGS""".split()
 )
 PRINTED = 4_000  # characters of what ranks print that are kept
 
@@ -220,10 +211,10 @@ class Times:
     load: Callable[[], float] = load_per_core
 
 
-_references: dict[str, Run] = (
-    {}
-)  # runs with the package as it is, the same whoever asks; the last one asked for is last
-_REMEMBERED = 32  # of them: more than one exercise asks for, and few for a class whose every submission has a seed of its own
+# runs with the package as it is, the same whoever asks; the last one asked for is last
+_references: dict[str, Run] = {}
+# how many: more than one exercise asks for, and few for a class where each submission has a seed of its own
+_REMEMBERED = 32
 
 
 class Ranks:
@@ -264,7 +255,7 @@ class Ranks:
         Raises:
             Broken: a rank died, hung or exited.
         """
-        key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
+        key = _name_of(probe, world_size, arguments)
         found = self._late.get(key) or self.runs.get(key)
         if found is None:
             found = self._attempt(probe, world_size, arguments)
@@ -276,11 +267,9 @@ class Ranks:
 
     def reference(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
         """The same with the package as it is: an oracle's run, remembered until many others were asked for."""
-        key = f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
-        if key in _references:
-            _references[key] = _references.pop(key)
-        else:
-            _references[key] = _launch(probe, world_size, arguments, None, 60.0, lambda text: None)
+        key = _name_of(probe, world_size, arguments)
+        found = _references.pop(key, None)
+        _references[key] = found or _launch(probe, world_size, arguments, None, 60.0, lambda text: None)
         while len(_references) > _REMEMBERED:
             del _references[next(iter(_references))]
         return _references[key]
@@ -324,6 +313,10 @@ class Ranks:
         kept, self._left = text[: self._left], max(0, self._left - len(text))
         if kept:
             self._write(kept)
+
+
+def _name_of(probe: Probe, world_size: int, arguments: dict[str, Any]) -> str:
+    return f"{probe.__module__}:{probe.__name__} {world_size} {arguments!r}"
 
 
 def patience() -> float:
@@ -371,16 +364,9 @@ def _launch(
             order = replace(order, learner=replace(learner, confinement=confinement))
         try:
             with nothing_left_behind(folder) as watch:
-                packed = ranks.run_ranks(
-                    cloudpickle.dumps((_run_on_rank, (order,), {})),
-                    world_size,
-                    seconds,
-                    "cpu",
-                    write=write,
-                    unpickle=None,
-                    environ=_environment(folder),
-                    prepare=prepare,
-                )
+                call = cloudpickle.dumps((_run_on_rank, (order,), {}))
+                more: dict[str, Any] = {"environ": _environment(folder), "prepare": prepare}
+                packed = ranks.run_ranks(call, world_size, seconds, "cpu", write=write, unpickle=None, **more)
         except RankError as error:
             if watch.exceeded:
                 raise Broken(watch.exceeded, error.rank, f"too many {watch.exceeded}") from None
@@ -401,9 +387,8 @@ def _run_of(results: list[Report]) -> Run:
     for rank, result in enumerate(results):
         if result["blocked"]:
             raise Broken("blocked", rank, str(result["blocked"][0]))
-    return Run(
-        [dict(result["report"]) for result in results], sorted(raised, key=lambda r: (r.lost_peer, r.rank))
-    )
+    raised.sort(key=lambda r: (r.lost_peer, r.rank))
+    return Run([dict(result["report"]) for result in results], raised)
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -464,9 +449,7 @@ def _run_on_rank(order: _Order) -> bytes:
     finish: Callable[[], list[str]] = list
     sealed, described = pack, _described  # taken before the learner's code could exchange them
     redirect_errors(Path(order.folder) / str(dist.get_rank()))
-    torch.set_num_threads(
-        1
-    )  # models are tiny, and threads of several runs at once would spin, each for its core
+    torch.set_num_threads(1)  # models are tiny; threads of several runs at once would spin, each for its core
     try:
         if order.learner is None:
             probe = _probe_of(order)
@@ -566,17 +549,10 @@ def _collective_called() -> str:
     """The function of torch.distributed that this rank is in, by its stack."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = ""
-    while frame is not None:
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if path == recording.__file__:  # which stands between a call and what it calls
-            frame = frame.f_back
-            continue
+    for inner, line in traceback.walk_stack(frame) if frame else ():
+        path, name = inner.f_code.co_filename, inner.f_code.co_name
         if "/torch/distributed/" in path:
             found = name if BLOCKING.match(name) else found
-        elif found:
-            return WAIT if found == "wait" else found
-        else:
-            line = linecache.getline(path, frame.f_lineno)
-            return WAIT if ".wait(" in line else ""
-        frame = frame.f_back
+        elif path != recording.__file__:  # which stands between a call and what it calls
+            return found or (WAIT if ".wait(" in linecache.getline(path, line) else "")
     return found

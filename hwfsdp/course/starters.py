@@ -55,11 +55,8 @@ class Import(NamedTuple):
     @property
     def renamed(self) -> str:
         """The name, and what it is called if that is something else."""
-        return (
-            self.name
-            if self.alias in (self.name, self.name.split(".")[0])
-            else f"{self.name} as {self.alias}"
-        )
+        is_own = self.alias in (self.name, self.name.split(".")[0])
+        return self.name if is_own else f"{self.name} as {self.alias}"
 
 
 def render(
@@ -117,10 +114,8 @@ def _import_lines(chosen: Sequence[Hole]) -> list[str]:
         line = f"from {module} import {', '.join(names)}"
         wrapped = "".join(f"    {name},\n" for name in names)
         lines.append(line if len(line) <= WIDTH else f"from {module} import (\n{wrapped})")
-    blocks: list[list[str]] = [[], [], []]
-    for line in lines:
-        blocks[_origin(line)].append(line)
-    return [line for block in blocks if block for line in ["", *block]][1:]
+    blocks = [list(block) for _, block in groupby(sorted(lines, key=_origin), key=_origin)]
+    return [line for block in blocks for line in ["", *block]][1:]
 
 
 def _origin(line: str) -> int:

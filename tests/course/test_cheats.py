@@ -27,7 +27,6 @@ from hwfsdp.course.stations.stages import SOURCE as STATIONS
 from hwfsdp.course.submission import solution, starter
 from hwfsdp.course.verdict import Grade
 from hwfsdp.course.workbook import graded
-from suites import fast_are
 
 COURSE = find_course(Path(__file__))
 ROWS, RINGS, NAIVE, CUTS = (COURSE.exercise(number) for number in (1, 2, 3, 12))
@@ -197,8 +196,8 @@ def leaves_nothing() -> bool:
     return server is None or descendants(server) == []
 
 
-@pytest.mark.parametrize("name", fast_are(CHEATS.keys() - NAMED.keys(), CHEATS))
-def test_a_cheat_scores_nothing_and_leaves_nothing(
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_scores_nothing_and_leaves_nothing_and_is_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -208,26 +207,14 @@ def test_a_cheat_scores_nothing_and_leaves_nothing(
     assert leaves_nothing()
     assert set(os.listdir(COURSE.root)) == before
     assert not [left for left in os.listdir(tmp_path) if left.startswith("hwfsdp")]
-    assert graded(ROWS, COURSE, solution(ROWS), Options(seed=2)).score == ROWS.points  # the grader lives
+    if name in NAMED:
+        assert result.status == "error" and result.finding is not None
+        assert result.finding.misconception == "blocked" and NAMED[name] in result.finding.message
+    else:
+        assert graded(ROWS, COURSE, solution(ROWS), Options(seed=2)).score == ROWS.points  # the grader lives
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_what_reaches_for_what_is_not_its_own_is_told_so(name: str) -> None:
-    result = graded(CUTS, COURSE, CHEATS[name], Options(seed=2))
-    assert result.status == "error" and result.finding is not None
-    assert result.finding.misconception == "blocked" and NAMED[name] in result.finding.message
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import ctypes",
-        "from signal import signal",
-        "f.f_back",
-        "import hwfsdp.course.checks.x",
-        "from hwfsdp import course",
-    ],
-)
+@pytest.mark.parametrize("line", ["from signal import signal", "f.f_back", "from hwfsdp import course"])
 def test_what_no_answer_needs_is_found_in_the_text(line: str) -> None:
     use = find_digging(f"def f():\n    pass\n\n\n{line}\n")
     assert use is not None and use.line == 5

@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwfsdp.course.diagnose import (
-    compare_order,
-    explain_broken,
-    explain_failure,
-    first_difference,
-    ratio,
-)
+from hwfsdp.course.diagnose import compare_order, explain_broken, explain_failure, first_difference
+from hwfsdp.course.diagnose import ratio
 from hwfsdp.course.misconceptions import FATAL, MISCONCEPTIONS
 from hwfsdp.course.run import Broken, Raised, Run
 from hwfsdp.course.verdict import Finding

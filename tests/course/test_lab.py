@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hwfsdp import cli
-from hwfsdp.course.lab import evidence, grade_lab, report, workshop
+from hwfsdp.course.lab import evidence, grade_lab, kept, report, workshop
 from hwfsdp.course.lab.answers import Unreadable, agrees
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, read_bugs
 from hwfsdp.course.lab.grading import LabCheck, LabGrade, refute
@@ -191,16 +191,13 @@ def test_the_key_gets_full_marks_from_a_course_that_does_not_have_it(
 
     monkeypatch.setattr(evidence, "_known", {})
     monkeypatch.setattr(evidence, "run_script", refuse)
-    monkeypatch.setattr(evidence, "run_together", refuse)
     assert grade_lab(tmp_path, course).score == result.score
 
 
 @pytest.fixture
-def measured(sealed: Course, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The sealed course's evidence is known."""
-    seals = read_seals(sealed, BUGS)
-    known = {evidence._key(bug, seals[bug.directory]): MADE_UP[bug.directory] for bug in BUGS}
-    monkeypatch.setattr(evidence, "_known", known)
+    monkeypatch.setattr(evidence, "_known", dict(MADE_UP))
     return MADE_UP
 
 
@@ -382,7 +379,7 @@ def test_a_machine_that_measures_something_else_blames_nobody(
     sealed: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "_known", {})
-    monkeypatch.setattr(evidence, "_load", lambda course: {})
+    monkeypatch.setattr(kept, "load", lambda course, name: {})
     monkeypatch.setattr(evidence, "run_script", lambda script, seconds: None)
     monkeypatch.setattr(evidence, "measure", lambda bug, run: "123")
     result = graded(sealed, tmp_path, answer(BUGS[0], MADE_UP[BUGS[0].directory]))
@@ -393,10 +390,8 @@ def test_a_machine_that_measures_something_else_blames_nobody(
 def test_a_forged_cache_does_not_count(
     sealed: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seals = read_seals(sealed, BUGS)
-    forged = {evidence._key(BUGS[0], seals[BUGS[0].directory]): "42"}
     monkeypatch.setattr(evidence, "_known", {})
-    monkeypatch.setattr(evidence, "_load", lambda course: forged)
+    monkeypatch.setattr(kept, "load", lambda course, name: {BUGS[0].directory: "42"})
     monkeypatch.setattr(evidence, "run_script", lambda script, seconds: None)
     monkeypatch.setattr(evidence, "measure", lambda bug, run: MADE_UP[bug.directory])
     assert graded(sealed, tmp_path, answer(BUGS[0], "42")).score == 0

@@ -52,8 +52,6 @@ def read_answers(path: Path, bugs: Iterable[Bug]) -> dict[str, Answers]:
     known = [bug.directory for bug in bugs]
     try:
         found = tomllib.loads(_read_text(path))
-    except FileNotFoundError:
-        found = {}
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         what = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _refused(path, "TOML", printable(what), "Compare with the file as it was given.") from None
@@ -90,21 +88,21 @@ def _read_value(path: Path, name: str, value: Any) -> str:
 
 
 def _read_text(path: Path) -> str:
+    """Nothing if there is no file."""
     try:
-        if path.exists() and not path.is_file():
+        if not path.exists():
+            return ""
+        if not path.is_file():
             raise OSError(0, "something that is no file")
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise OSError(0, f"more than {LARGEST:,} bytes")
         return content.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise
-    except UnicodeDecodeError:
-        got = "bytes that are not UTF-8"
-    except OSError as error:
-        got = error.strerror or "an error"
-    raise _refused(path, "a text in UTF-8", got, "Check the file, how it was saved, and its permissions.")
+    except (OSError, UnicodeDecodeError) as error:
+        got = getattr(error, "strerror", None) or "bytes that are not UTF-8"
+        remedy = "Check the file, how it was saved, and its permissions."
+        raise _refused(path, "a text in UTF-8", got, remedy) from None
 
 
 def _refused(path: Path, expected: str, got: str, remedy: str) -> UsageError:

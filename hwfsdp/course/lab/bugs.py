@@ -27,7 +27,6 @@ from hwfsdp.errors import UsageError
 LETTERS = "ABCDEFGH"
 CHOSEN = ("cause", "fix")  # the questions with choices
 KINDS = ("whole", "ratio", "name")
-ENDS = ("together", "alone", "never")
 FEWEST = 4  # choices
 
 
@@ -65,8 +64,7 @@ class Bug:
         directory: name of its folder, and of the table in answers.toml; the first two characters are its number.
         symptom: as a bug report would put it. look: where to look. shows: what the run shows, {evidence} in it.
         choices: by question, in the order of the letters (Note [Letters]).
-        ends: "together": its ranks stay in step, so other scripts may run on them afterwards; "alone": they do not;
-            "never": the run does not end by itself.
+        hangs: the run does not end by itself.
     """
 
     directory: str
@@ -76,7 +74,7 @@ class Bug:
     shows: str
     evidence: Evidence
     choices: dict[str, tuple[Choice, ...]]
-    ends: str
+    hangs: bool
     folder: Path
 
     @property
@@ -161,18 +159,18 @@ def _read_bug(path: Path) -> Bug:
         choices = {question: _read_choices(directory, question, found[question]) for question in CHOSEN}
         texts = [_text(found[name]) for name in ("title", "symptom", "shows")]
         look = tuple(map(_text, found["look"]))
-        ends = str(found["ends"])
-        if evidence.kind not in KINDS or ends not in ENDS:
-            raise ValueError(f"kind {evidence.kind!r}, ends {ends!r}")
+        if evidence.kind not in KINDS:
+            raise ValueError(f"kind {evidence.kind!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{directory}/bug.toml",
-            expected="title, symptom, look, shows, ends, evidence, cause and fix",
+            expected="title, symptom, look, shows, evidence, cause and fix",
             got=f"{type(error).__name__}: {error}",
             remedy="Compare with that of another bug.",
         ) from None
     title, symptom, shows = texts
-    return Bug(directory, title, symptom, look, shows, evidence, choices, ends, path.parent)
+    hangs = found.get("ends") == "never"
+    return Bug(directory, title, symptom, look, shows, evidence, choices, hangs, path.parent)
 
 
 def _read_choices(directory: str, question: str, given: dict[str, dict[str, str]]) -> tuple[Choice, ...]:

@@ -7,17 +7,16 @@ it was made for: when they change, it is forgotten.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.course.lab import report
+from hwfsdp.course.lab import kept, report
 from hwfsdp.course.lab.answers import Answers, find_answers, read_answers
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, find_bug, read_bugs
 from hwfsdp.course.lab.grading import LabGrade, grade_lab
-from hwfsdp.course.lab.report import Standing
+from hwfsdp.course.lab.report import OF_BUG, Standing
 from hwfsdp.course.lab.running import SECONDS, run_script
 from hwfsdp.course.manifest import Course, find_course
 from hwfsdp.course.report import Style
@@ -25,7 +24,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.export import View, export
 
-_POINTS = 3  # of a bug
+KEPT = "lab_standing.json"
 _SHOWN = 4.0  # seconds after which a script that hangs is ended
 
 
@@ -66,7 +65,7 @@ def run(number: str, out: Path | None, as_json: bool) -> int:
     bug = find_bug(read_bugs(find_course()), number)
     target = out or Path("runs") / "lab" / bug.directory
     target.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
-    found = run_script(bug.script, _SHOWN if bug.ends == "never" else SECONDS)
+    found = run_script(bug.script, _SHOWN if bug.hangs else SECONDS)
     files = _write(found.log, target) if found.log else []
     if as_json:
         said = {"printed": found.printed, "raised": list(found.raised), "parted": found.parted}
@@ -120,30 +119,13 @@ def check(number: str | None, submission: Path | None, as_json: bool) -> int:
 # --- Standing ------------------------------------------------------------------------------------------------
 
 
-def _file(course: Course) -> Path:
-    return course.root / ".hwfsdp" / "lab_standing.json"
-
-
-def _load(course: Course) -> dict[str, dict[str, Any]]:
-    try:
-        found = json.loads(_file(course).read_text())
-        return {str(name): dict(entry) for name, entry in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
 def _remember(course: Course, bugs: Iterable[Bug], grade: LabGrade) -> None:
-    known, answers = _load(course), _own_answers(course)
+    known, answers = kept.load(course, KEPT), _own_answers(course)
     for bug in bugs:
         checks = [each for each in grade.checks if each.id.startswith(f"{bug.number}.")]
         score = sum(each.passed is True for each in checks)
         known[bug.directory] = {"score": score, "answers": list(answers[bug.directory])}
-    path = _file(course)
-    with suppress(OSError):  # a course that may only be read can be checked all the same
-        path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(known, indent=1))
-        draft.replace(path)
+    kept.save(course, KEPT, known)
 
 
 def _own_answers(course: Course) -> dict[str, Answers]:
@@ -151,13 +133,14 @@ def _own_answers(course: Course) -> dict[str, Answers]:
 
 
 def _standings(course: Course, bugs: tuple[Bug, ...]) -> Iterable[Standing]:
-    known, answers = _load(course), _own_answers(course)
+    known, answers = kept.load(course, KEPT), _own_answers(course)
     for bug in bugs:
-        entry = known.get(bug.directory, {})
+        entry = known.get(bug.directory)
+        entry = entry if isinstance(entry, dict) else {}
         score = entry.get("score") if entry.get("answers") == list(answers[bug.directory]) else None
         if not any(answers[bug.directory]):
-            yield Standing(bug, "not_answered", 0, _POINTS)
+            yield Standing(bug, "not_answered", 0)
         elif not isinstance(score, int):
-            yield Standing(bug, "unchecked", 0, _POINTS)
+            yield Standing(bug, "unchecked", 0)
         else:
-            yield Standing(bug, "passed" if score == _POINTS else "failed", score, _POINTS)
+            yield Standing(bug, "passed" if score == OF_BUG else "failed", score)

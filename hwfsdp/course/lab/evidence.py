@@ -22,17 +22,15 @@ Note [A run that hangs]
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hwfsdp.course.lab import kept
 from hwfsdp.course.lab.bugs import Bug
-from hwfsdp.course.lab.running import HANGS, SECONDS, Run, run_script, run_together
+from hwfsdp.course.lab.running import HANGS, SECONDS, Run, run_script
 from hwfsdp.course.lab.seals import Seal
 from hwfsdp.course.manifest import Course
 from hwfsdp.errors import RankError, UsageError
@@ -50,24 +48,26 @@ class Measured(NamedTuple):
     problem: str = ""
 
 
-_known: dict[str, str] = {}  # values by `_key`
+KEPT = "lab.json"
+_known: dict[str, str] = {}  # values by directory of the bug; what a seal does not hold for is nothing
 
 
 def evidence_of(bugs: Sequence[Bug], seals: Mapping[str, Seal], course: Course) -> dict[str, Measured]:
     """The evidence of these bugs' scripts as they were given, by directory; measured if it is not known yet."""
-    _known.update({key: value for key, value in _load(course).items() if key not in _known})
+    for name, value in kept.load(course, KEPT).items():
+        if name in seals and not seals[name].holds(_known.get(name, "")):
+            _known[name] = str(value)
     unknown = [bug for bug in bugs if not _is_known(bug, seals[bug.directory])]
-    runs = _run_together([bug for bug in unknown if bug.ends == "together" and _is_original(bug, seals)])
     for bug in unknown:
         if _is_original(bug, seals):
-            _measure_until_sealed(bug, seals[bug.directory], runs.get(bug.directory))
+            _measure_until_sealed(bug, seals[bug.directory])
     if unknown:
-        _save(course)
+        kept.save(course, KEPT, _known)
     return {bug.directory: _answer(bug, seals) for bug in bugs}
 
 
 def _is_known(bug: Bug, seal: Seal) -> bool:
-    return seal.holds(_known.get(_key(bug, seal), ""))
+    return seal.holds(_known.get(bug.directory, ""))
 
 
 def _is_original(bug: Bug, seals: Mapping[str, Seal]) -> bool:
@@ -77,14 +77,14 @@ def _is_original(bug: Bug, seals: Mapping[str, Seal]) -> bool:
 def _answer(bug: Bug, seals: Mapping[str, Seal]) -> Measured:
     seal = seals[bug.directory]
     if _is_known(bug, seal):
-        return Measured(_known[_key(bug, seal)])
+        return Measured(_known[bug.directory])
     if not _is_original(bug, seals):
         return Measured(
             "",
             f"exercises/lab/{bug.directory}/train.py is not the script that was given. Keep yours under another name and "
             "put the original back.",
         )
-    found = _known.get(_key(bug, seal)) or "nothing"
+    found = _known.get(bug.directory) or "nothing"
     return Measured(
         "",
         f"This machine measures {found}, which is not what the lab was made with; perhaps its torch is of a version that "
@@ -92,29 +92,18 @@ def _answer(bug: Bug, seals: Mapping[str, Seal]) -> Measured:
     )
 
 
-def _run_together(bugs: Sequence[Bug]) -> dict[str, Run]:
-    """Runs by directory of the bug; none if one of them spoiled it for the others."""
-    if len(bugs) > 1:
-        with suppress(RankError):
-            runs = run_together([bug.script for bug in bugs])
-            return dict(zip((bug.directory for bug in bugs), runs, strict=True))
-    return {}
-
-
-def _measure_until_sealed(bug: Bug, seal: Seal, run: Run | None) -> None:
-    """Measures in a run, and in further ones if there is none or it will not do (Note [A run that hangs])."""
-    attempts = HANGS if bug.ends == "never" else (SECONDS,)
-    for seconds in attempts if run is None else (None, *attempts):
+def _measure_until_sealed(bug: Bug, seal: Seal) -> None:
+    """Measures in a run; if it hangs, in further ones (Note [A run that hangs])."""
+    for seconds in HANGS if bug.hangs else (SECONDS,):
         with suppress(UsageError, RankError):
-            value = measure(bug, run_script(bug.script, seconds) if seconds or run is None else run)
-            _known[_key(bug, seal)] = value
+            value = _known[bug.directory] = measure(bug, run_script(bug.script, seconds))
             if seal.holds(value):
                 return
 
 
 def run_to_the_end_or_hang(bug: Bug, script: Path) -> Run:
     """A run on ranks of its own; of a bug that hangs, one whose evidence is that of the run before (Note [A run that hangs])."""
-    if bug.ends != "never" or script != bug.script:
+    if not bug.hangs or script != bug.script:
         return run_script(script, SECONDS)
     before = None
     for seconds in HANGS:
@@ -163,31 +152,11 @@ def _selected(run: Run, arguments: dict[str, Any]) -> list[Event]:
     return found
 
 
-def _bytes(run: Run, arguments: dict[str, Any]) -> str:
-    return str(sum(event.bytes for event in _selected(run, arguments)))
-
-
-def _largest(run: Run, arguments: dict[str, Any]) -> str:
-    return str(max(event.bytes for event in _selected(run, arguments)))
-
-
-def _count(run: Run, arguments: dict[str, Any]) -> str:
-    return str(len(_selected(run, arguments)))
-
-
-def _dtype(run: Run, arguments: dict[str, Any]) -> str:
-    return ", ".join(sorted({event.dtype for event in _selected(run, arguments)}))
-
-
 def _find(run: Run, pattern: str) -> str:
     found = re.search(pattern, run.printed)
     if found is None:
         raise ValueError(f"no line with {pattern!r}")
     return found[1].replace(",", "")
-
-
-def _printed(run: Run, arguments: dict[str, Any]) -> str:
-    return _find(run, arguments["pattern"])
 
 
 def _quotient(run: Run, arguments: dict[str, Any]) -> str:
@@ -203,42 +172,11 @@ def _parting(run: Run, arguments: dict[str, Any]) -> str:
 
 _MEASURES: dict[str, Callable[[Run, dict[str, Any]], str]] = {
     "peak": _peak,
-    "bytes": _bytes,
-    "largest": _largest,
-    "count": _count,
-    "dtype": _dtype,
-    "printed": _printed,
+    "bytes": lambda run, arguments: str(sum(event.bytes for event in _selected(run, arguments))),
+    "largest": lambda run, arguments: str(max(event.bytes for event in _selected(run, arguments))),
+    "count": lambda run, arguments: str(len(_selected(run, arguments))),
+    "dtype": lambda run, arguments: ", ".join(sorted({event.dtype for event in _selected(run, arguments)})),
+    "printed": lambda run, arguments: _find(run, arguments["pattern"]),
     "quotient": _quotient,
     "parting": _parting,
 }
-
-
-# --- What is known already ----------------------------------------------------------------------------------
-
-
-def _key(bug: Bug, seal: Seal) -> str:
-    """Of the script as it was given, and of what is measured in it."""
-    what = json.dumps([bug.directory, seal.script, bug.evidence.measure], sort_keys=True)
-    return hashlib.sha256(what.encode()).hexdigest()
-
-
-def _file(course: Course) -> Path:
-    return course.root / ".hwfsdp" / "lab.json"
-
-
-def _load(course: Course) -> dict[str, str]:
-    try:
-        found = json.loads(_file(course).read_text())
-        return {str(key): str(value) for key, value in found["evidence"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _save(course: Course) -> None:
-    """As a whole, so that an interrupted command leaves the old file; not at all in a course that may only be read."""
-    path = _file(course)
-    with suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"evidence": {**_load(course), **_known}}, indent=1))
-        draft.replace(path)

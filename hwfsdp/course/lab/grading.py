@@ -105,10 +105,10 @@ def grade_lab(folder: Path, course: Course, only: str | None = None) -> LabGrade
     measured = evidence_of(answered, seals, course)
     checks: list[LabCheck] = []
     for bug in chosen:
-        if bug in answered:
-            checks += _judge(bug, answers[bug.directory], seals[bug.directory], measured[bug.directory])
-        else:
-            checks += _unanswered(bug)
+        name = bug.directory
+        checks += (
+            _judge(bug, answers[name], seals[name], measured[name]) if bug in answered else _unanswered(bug)
+        )
     status = "passed" if all(check.passed for check in checks) else "failed"
     return LabGrade(checks, status, "", time.monotonic() - began)
 
@@ -118,34 +118,26 @@ def _unanswered(bug: Bug) -> list[LabCheck]:
 
 
 def _judge(bug: Bug, answers: Answers, seal: Seal, measured: Measured) -> Iterator[LabCheck]:
-    evidence = f"{bug.number}.evidence"
-    if measured.problem:
-        yield LabCheck(evidence, False, "not-measured", measured.problem)
-    else:
-        yield _judge_evidence(evidence, bug, answers.evidence, measured.value)
-    holds = not measured.problem and _agrees(bug, answers.evidence, measured.value)
+    evidence = _judge_evidence(f"{bug.number}.evidence", bug, answers.evidence, measured)
+    yield evidence
     for question in CHOSEN:
         name = f"{bug.number}.{question}"
-        if not holds:
-            yield LabCheck(name, None, message=f"not judged before {evidence} is right", dependency=evidence)
-        else:
+        if evidence.passed:
             yield _judge_choice(name, bug, question, getattr(answers, question), seal, measured.value)
+        else:
+            message = f"not judged before {evidence.id} is right"
+            yield LabCheck(name, None, message=message, dependency=evidence.id)
 
 
-def _agrees(bug: Bug, typed: str, value: str) -> bool:
-    try:
-        return bool(typed) and agrees(bug.evidence.kind, typed, value)
-    except Unreadable:
-        return False
-
-
-def _judge_evidence(name: str, bug: Bug, typed: str, value: str) -> LabCheck:
+def _judge_evidence(name: str, bug: Bug, typed: str, measured: Measured) -> LabCheck:
     """Says what is wrong without telling the value."""
     shown = printable(typed)
+    if measured.problem:
+        return LabCheck(name, False, "not-measured", measured.problem)
     if not typed:
         return LabCheck(name, False, "not-answered", f"No evidence given. {bug.evidence.question}")
     try:
-        if agrees(bug.evidence.kind, typed, value):
+        if agrees(bug.evidence.kind, typed, measured.value):
             return LabCheck(name, True)
     except Unreadable as error:
         message = f"{shown!r} is not {error}. {bug.evidence.question}"

@@ -13,15 +13,15 @@ from hwfsdp.observe.eventlog import EventLog
 
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}
 _INDENT = " " * 4
+OF_BUG = 3  # points
 
 
 class Standing(NamedTuple):
-    """How far a learner is with a bug: "passed", "failed", "unchecked" or "not_answered", and the points of the last check."""
+    """How far a learner is with a bug: "passed", "failed", "unchecked" or "not_answered", and its points in the last check."""
 
     bug: Bug
     status: str
     score: int
-    max_score: int
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -29,7 +29,7 @@ class Standing(NamedTuple):
             "title": self.bug.title,
             "status": self.status,
             "score": self.score,
-            "max_score": self.max_score,
+            "max_score": OF_BUG,
         }
 
 
@@ -44,7 +44,7 @@ def listed(standings: Sequence[Standing], style: Style) -> str:
     lines = []
     for each in standings:
         word, color = words[each.status]
-        word = word or f"{each.score} of {each.max_score} points"
+        word = word or f"{each.score} of {OF_BUG} points"
         lines.append(f"{each.bug.number}  {each.bug.title:<42} {style.paint(word, color)}")
     solved = sum(each.status == "passed" for each in standings)
     lines += ["", f"{solved} of {len(standings)} solved. The next one: hwfsdp lab {_next(standings)}"]
@@ -97,9 +97,8 @@ def described(run: Run) -> str:
     for rank, raised in enumerate(run.raised):
         if raised:
             name = "" if raised.startswith("rank ") else f"rank {rank}: "
-            lines += [f"{name}{printable(raised)}"]
-    if any(run.raised):
-        lines.append("")
+            lines.append(f"{name}{printable(raised)}")
+    lines += [""] if any(run.raised) else []
     if run.parted:
         lines += [run.parted, ""]
     if run.log:

@@ -17,7 +17,7 @@ from pathlib import Path
 from hwfsdp.course.lab import answers, seals
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, lab_folder, read_bugs
 from hwfsdp.course.lab.evidence import measure, run_to_the_end_or_hang
-from hwfsdp.course.lab.running import Run, run_together
+from hwfsdp.course.lab.running import Run
 from hwfsdp.course.manifest import Course
 from hwfsdp.errors import UsageError
 
@@ -69,13 +69,7 @@ def mended_scripts(course: Course) -> dict[str, Path]:
 
 def run_all(bugs: Sequence[Bug], scripts: Mapping[str, Path]) -> dict[str, Run]:
     """Runs a script of each bug, broken or mended, by directory of the bug."""
-    together = [bug for bug in bugs if bug.ends == "together"]
-    found = run_together([scripts[bug.directory] for bug in together])
-    runs = {bug.directory: run for bug, run in zip(together, found, strict=True)}
-    for bug in bugs:
-        if bug not in together:
-            runs[bug.directory] = run_to_the_end_or_hang(bug, scripts[bug.directory])
-    return runs
+    return {bug.directory: run_to_the_end_or_hang(bug, scripts[bug.directory]) for bug in bugs}
 
 
 def write(course: Course) -> list[Path]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from torch import nn
 
+from hwfsdp.course.pictures.drawing import box, clear, headline
 from hwfsdp.features.door import fully_shard
 from hwfsdp.features.steering import FSDPModule
 from hwfsdp.launcher.ranks import launch
@@ -80,9 +80,8 @@ def draw() -> Figure:
     for index, (setting, recorded) in enumerate(zip(SETTINGS, recordings, strict=True)):
         axes = figure.add_axes((0.125, 0.695 - 0.315 * index, 0.865, 0.235))
         _draw_strip(axes, setting, recorded, longest)
-    figure.text(
-        0.125, 0.018, "order of issue on rank 0 →", fontsize=style.TEXT_SIZE + 1, color=style.GREYS[3]
-    )
+    larger: dict[str, Any] = {"fontsize": style.TEXT_SIZE + 1, "color": style.GREYS[3]}
+    figure.text(0.125, 0.018, "order of issue on rank 0 →", **larger)
     return figure
 
 
@@ -95,43 +94,23 @@ def _draw_strip(axes: Axes, setting: Setting, recorded: Recorded, longest: int) 
     events = _drawn(recorded)
     counts = [sum(e.op == op for e in events) for op in ("all_gather", "reduce_scatter")]
     title = f"{setting.title}: {counts[0]} gathers, {counts[1]} reductions"
-    axes.set_title(title, loc="left", fontsize=style.TITLE_SIZE, pad=20)
+    clear(axes, (0, longest), (ALIVE, 3.1))
+    headline(axes, title, 20)
     for place, event in enumerate(events):
-        _draw_bar(axes, place, event)
+        at, color = (place + 0.06, ROWS[event.op]), style.look_of_op(event.op).color
+        box(axes, at, color, event.owner, size=(0.88, 0.8), fontsize=9, edgecolor="none")
     places = [sum(e.seq < end for e in events) for end in (0, *recorded.ends)]
     for micro, (start, stop) in enumerate(zip(places, places[1:], strict=False)):
         name = f"micro-batch {micro + 1}" + (", synchronized" if micro == MICRO_BATCHES - 1 else "")
         axes.text((start + stop) / 2, 3.15, name, ha="center", va="bottom", fontsize=style.TEXT_SIZE + 1)
         axes.plot([stop, stop], [ALIVE, 3.4], color=style.GREYS[2], linewidth=0.8, linestyle=(0, (4, 3)))
-    heights = [_alive(recorded, event) for event in events]
-    axes.fill_between(
-        range(len(events) + 1),
-        ALIVE,
-        [ALIVE + 0.42 * h for h in (*heights, 0)],
-        step="post",
-        color=style.SKY_BLUE,
-        linewidth=0,
-    )
-    ticks = {
-        2.4: "all-gather",
-        1.4: "compute",
-        0.4: "reduce-scatter",
-        ALIVE + 0.6: "whole groups\nalive (0 to 3)",
-    }
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=style.TEXT_SIZE + 1)
-    axes.set_xticks([])
-    axes.set_xlim(0, longest)
-    axes.set_ylim(ALIVE, 3.1)
+    heights = [ALIVE + 0.42 * _alive(recorded, event) for event in events] + [ALIVE]
+    look: dict[str, Any] = {"step": "post", "color": style.SKY_BLUE, "linewidth": 0}
+    axes.fill_between(range(len(heights)), ALIVE, heights, **look)
+    names = ("all-gather", "compute", "reduce-scatter", "whole groups\nalive (0 to 3)")
+    axes.set_yticks((2.4, 1.4, 0.4, ALIVE + 0.6), names, fontsize=style.TEXT_SIZE + 1)
     axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
     axes.axhline(ALIVE, color=style.GREYS[2], linewidth=0.8)
-
-
-def _draw_bar(axes: Axes, place: int, event: Event) -> None:
-    look, y = style.look_of_op(event.op), ROWS[event.op]
-    axes.add_patch(Rectangle((place + 0.06, y), 0.88, 0.8, facecolor=look.color, edgecolor="none"))
-    ink = style.ink_on(look.color)
-    axes.text(place + 0.5, y + 0.38, event.owner, ha="center", va="center", fontsize=9, color=ink)
 
 
 def _alive(recorded: Recorded, event: Event) -> int:

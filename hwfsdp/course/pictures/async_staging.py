@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
+from hwfsdp.course.pictures.drawing import box, clear, say
 from hwfsdp.plot import style
 
 LEFT = 2.3  # where time begins
@@ -55,16 +54,15 @@ def draw() -> Figure:
     """Lanes from left to right in time."""
     figure = Figure(figsize=(10.0, 4.3), dpi=140)
     axes = figure.add_axes((0.02, 0.13, 0.96, 0.83))
-    axes.set_xlim(0, LEFT + 9.6)
-    axes.set_ylim(4.6, -0.25)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set_visible(False)
+    clear(axes, (0, LEFT + 9.6), (4.6, -0.25))
     names = {0: "save", 1.55: "async_save", 2.55: "its thread", 3.55: "buffers"}
     for line, name in names.items():
-        axes.text(0, line + 0.4, name, fontsize=style.TEXT_SIZE + 1, va="center", color=style.GREYS[3])
+        say(axes, (0, line + 0.4), name, style.TEXT_SIZE + 1)
     for bar in (*synchronous(), *asynchronous()):
-        _draw(axes, bar)
+        at, size = (LEFT + bar.begin + 0.02, bar.line), (bar.length - 0.04, 0.8)
+        fontsize = style.TEXT_SIZE if bar.length < 0.8 else style.TEXT_SIZE + 1
+        edge = style.edge_of(bar.look)
+        box(axes, at, bar.look.color, bar.text, size=size, fontsize=fontsize, edgecolor=edge)
     begin, end = LEFT + 2, LEFT + 2.5
     for x in (begin, end):
         axes.plot([x, x], [1.4, 4.45], color=style.GREYS[2], linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
@@ -74,27 +72,3 @@ def draw() -> Figure:
     )
     figure.text(0.02, 0.045, caption, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
     return figure
-
-
-def _draw(axes: Axes, bar: Bar) -> None:
-    color = bar.look.color
-    axes.add_patch(
-        Rectangle(
-            (LEFT + bar.begin + 0.02, bar.line),
-            bar.length - 0.04,
-            0.8,
-            facecolor=color,
-            edgecolor=style.edge_of(bar.look),
-            linewidth=0.8,
-        )
-    )
-    size = style.TEXT_SIZE if bar.length < 0.8 else style.TEXT_SIZE + 1
-    axes.text(
-        LEFT + bar.begin + bar.length / 2,
-        bar.line + 0.4,
-        bar.text,
-        ha="center",
-        va="center",
-        fontsize=size,
-        color=style.ink_on(color),
-    )

@@ -3,15 +3,16 @@ at each of them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from hwfsdp.checkpoint.boxes import Box, intersection, within
-from hwfsdp.plot import style
 from hwfsdp.core.sharding import chunk_extents
+from hwfsdp.course.pictures.drawing import box, clear, headline, say
+from hwfsdp.plot import style
 
 ROWS, SAVED, LOADED = 7, 3, 2  # rows of the tensor, ranks that saved it, ranks that load it
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)
@@ -54,108 +55,60 @@ def draw() -> Figure:
     return figure
 
 
-def _frame(axes: Axes, width: float, height: float, title: str) -> None:
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=style.TITLE_SIZE, pad=8)
-
-
-def _text(axes: Axes, x: float, y: float, text: str, size: float = style.TEXT_SIZE, **options: str) -> None:
-    axes.text(x, y, text, fontsize=size, va="center", **{"color": style.GREYS[3], **options})  # type: ignore[arg-type]
-
-
 def _draw_boxes(axes: Axes) -> None:
-    _frame(axes, 13.4, 4.0, f"{ROWS} rows, saved by {SAVED} ranks, loaded by {LOADED}")
+    clear(axes, (0, 13.4), (4.0, 0))
+    headline(axes, f"{ROWS} rows, saved by {SAVED} ranks, loaded by {LOADED}")
     left, y = 2.0, 0.25
-    _text(axes, 0, y + HEIGHT / 2, "saved", style.TEXT_SIZE + 1)
-    for rank, box in enumerate(parts(SAVED)):
-        _draw_rows(axes, left, y, box, COLORS[rank])
-        _text(axes, left + box.offset[0] + box.shape[0] / 2, y - 0.17, f"chunk of rank {rank}", ha="center")
-    for rank, box in enumerate(parts(LOADED)):
+    say(axes, (0, y + HEIGHT / 2), "saved", style.TEXT_SIZE + 1)
+    for rank, part in enumerate(parts(SAVED)):
+        _draw_rows(axes, left, y, part, COLORS[rank])
+        middle = left + part.offset[0] + part.shape[0] / 2
+        say(axes, (middle, y - 0.17), f"chunk of rank {rank}", ha="center")
+    for rank, part in enumerate(parts(LOADED)):
         y = 1.7 + rank * 1.4
-        _text(axes, 0, y + HEIGHT / 2, f"loaded by rank {rank}", style.TEXT_SIZE + 1)
-        line = 0
-        for number, chunk in enumerate(parts(SAVED)):
-            shared = intersection(chunk, box)
-            if shared is None:
-                continue
+        say(axes, (0, y + HEIGHT / 2), f"loaded by rank {rank}", style.TEXT_SIZE + 1)
+        found = [
+            (n, chunk, shared)
+            for n, chunk in enumerate(parts(SAVED))
+            if (shared := intersection(chunk, part))
+        ]
+        for line, (number, chunk, shared) in enumerate(found):
             _draw_rows(axes, left, y, shared, COLORS[number])
-            there, here = within(shared, chunk), within(shared, box)
+            there, here = within(shared, chunk), within(shared, part)
             text = f"rows {_range(shared)}: {_range(there)} of chunk {number}, {_range(here)} of this part"
-            _text(axes, left + ROWS + 0.25, y + 0.13 + line * 0.42, text)
-            line += 1
-        outline = Rectangle(
-            (left + box.offset[0], y),
-            box.shape[0],
-            HEIGHT,
-            facecolor="none",
-            edgecolor=style.BLACK,
-            linewidth=2.2,
-        )
-        axes.add_patch(outline)
+            say(axes, (left + ROWS + 0.25, y + 0.13 + line * 0.42), text)
+        outline: dict[str, Any] = {"edgecolor": style.BLACK, "linewidth": 2.2}
+        box(axes, (left + part.offset[0], y), "none", size=(part.shape[0], HEIGHT), **outline)
     for edge in range(ROWS + 1):
         axes.plot([left + edge] * 2, [0.25, 3.1 + HEIGHT], color=style.GREYS[1], linewidth=0.8, zorder=0)
 
 
-def _range(box: Box) -> str:
-    return f"{box.offset[0]}:{box.offset[0] + box.shape[0]}"
+def _range(part: Box) -> str:
+    return f"{part.offset[0]}:{part.offset[0] + part.shape[0]}"
 
 
-def _draw_rows(axes: Axes, left: float, y: float, box: Box, color: str) -> None:
-    for row in range(box.offset[0], box.offset[0] + box.shape[0]):
-        cell = Rectangle((left + row, y), 1, HEIGHT, facecolor=color, edgecolor=style.GREYS[3], linewidth=0.8)
-        axes.add_patch(cell)
-        _text(
-            axes,
-            left + row + 0.5,
-            y + HEIGHT / 2,
-            str(row),
-            style.TEXT_SIZE + 1,
-            ha="center",
-            color=style.BLACK,
-        )
+def _draw_rows(axes: Axes, left: float, y: float, part: Box, color: str) -> None:
+    for row in range(part.offset[0], part.offset[0] + part.shape[0]):
+        box(axes, (left + row, y), color, str(row), size=(1, HEIGHT))
 
 
 def _draw_commit(axes: Axes) -> None:
-    _frame(axes, 12.6, 3.1, "The commit, and what a load finds after a crash between two operations")
+    clear(axes, (0, 12.6), (3.1, 0))
+    headline(axes, "The commit, and what a load finds after a crash between two operations")
     left, width = 1.55, 1.57
     for number, step in enumerate(STEPS):
-        x = left + number * width
-        box = Rectangle(
-            (x + 0.08, 0.15),
-            width - 0.16,
-            0.95,
-            facecolor=style.GREYS[0],
-            edgecolor=style.GREYS[2],
-            linewidth=0.8,
-        )
-        axes.add_patch(box)
-        _text(axes, x + width / 2, 0.62, step.name, style.TEXT_SIZE - 0.6, ha="center", color=style.BLACK)
+        at, size = (left + number * width + 0.08, 0.15), (width - 0.16, 0.95)
+        small = style.TEXT_SIZE - 0.6
+        box(axes, at, style.GREYS[0], step.name, size=size, fontsize=small, edgecolor=style.GREYS[2])
     for line, name in enumerate(("killed", "power cut")):
         y = 1.45 + line * 0.75
-        _text(axes, 0, y + 0.25, name, style.TEXT_SIZE + 1)
-        start = 0
+        say(axes, (0, y + 0.25), name, style.TEXT_SIZE + 1)
         found = [step.kill if line == 0 else step.power for step in STEPS]
-        for number in range(1, len(found) + 1):
-            if number < len(found) and found[number] == found[start]:
-                continue
-            begin = left if start == 0 else left + (start + 1) * width - width / 2
-            end = (
-                left + len(found) * width if number == len(found) else left + (number + 1) * width - width / 2
-            )
-            bar = Rectangle(
-                (begin, y),
-                end - begin,
-                0.5,
-                facecolor=LOOKS[found[start]],
-                edgecolor=style.WHITE,
-                linewidth=2,
-            )
-            axes.add_patch(bar)
-            what = f"the {found[start]} save" if end - begin > 2 else found[start]
-            ink = style.ink_on(LOOKS[found[start]])
-            _text(axes, (begin + end) / 2, y + 0.25, what, style.TEXT_SIZE, ha="center", color=ink)
-            start = number
+        begin = left
+        for save, same in groupby(enumerate(found), key=lambda each: each[1]):
+            last = [number for number, _ in same][-1]
+            end = left + len(found) * width if last == len(found) - 1 else left + (last + 1.5) * width
+            text = f"the {save} save" if end - begin > 2 else save
+            look: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 2, "fontsize": style.TEXT_SIZE}
+            box(axes, (begin, y), LOOKS[save], text, size=(end - begin, 0.5), **look)
+            begin = end

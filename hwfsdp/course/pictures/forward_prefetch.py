@@ -6,20 +6,15 @@ from unittest import mock
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from hwfsdp.core.state import FSDPState
-from hwfsdp.course.pictures.timelines import HEIGHT, draw_streams, inference, simulated
+from hwfsdp.course.pictures.drawing import arrow
+from hwfsdp.course.pictures.timelines import HEIGHT, Place, draw_strips, inference, simulated
 from hwfsdp.plot import style
 from hwfsdp.virtual.run import Simulation
 
 LANES = ("copy", "all_gather", "compute")
-KEYS = {
-    "pack": "copy_in",
-    "all-gather": "all_gather",
-    "copy out": "copy_out",
-    "forward": "forward",
-}
+OPS = ("copy_in", "all_gather", "copy_out", "forward")
 
 
 def draw() -> Figure:
@@ -27,27 +22,14 @@ def draw() -> Figure:
     with mock.patch.object(FSDPState, "prefetch_forward", lambda state, groups: None):
         without = simulated(inference)
     ahead = simulated(inference)
+    strips = {
+        "Each gather starts when its block needs it": without,
+        "The next gather starts before the block computes": ahead,
+    }
     figure = Figure(figsize=(10.0, 5.2), dpi=150)
-    until = without.step_seconds * 1e6 * 1.01
-    for bottom, simulation, title in (
-        (0.585, without, "Each gather starts when its block needs it"),
-        (0.13, ahead, "The next gather starts before the block computes"),
-    ):
-        axes = figure.add_axes((0.085, bottom, 0.9, 0.315))
-        draw_streams(axes, simulation.log, LANES, until)
-        axes.set_title(_headline(title, simulation), loc="left", fontsize=style.TEXT_SIZE + 2, weight="bold")
-    _draw_arrows(axes, ahead)
-    axes.set_xlabel("ms", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
-    patches = [Patch(facecolor=style.look_of_op(op).color, label=name) for name, op in KEYS.items()]
-    figure.legend(
-        handles=patches, loc="lower left", bbox_to_anchor=(0.08, 0.0), ncols=4, frameon=False, fontsize=9
-    )
+    *_, last = draw_strips(figure, strips, Place(0.085, 0.585, 0.9, 0.315, 0.455), LANES, OPS)
+    _draw_arrows(last, ahead)
     return figure
-
-
-def _headline(title: str, simulation: Simulation) -> str:
-    exposed = simulation.exposed_comm_fraction * simulation.step_seconds * 1e3
-    return f"{title}: {simulation.step_seconds * 1e3:.1f} ms, {exposed:.2f} ms of communication exposed"
 
 
 def _draw_arrows(axes: Axes, simulation: Simulation) -> None:
@@ -63,15 +45,4 @@ def _draw_arrows(axes: Axes, simulation: Simulation) -> None:
         ((packed.end_us, copy), (gather.start_us, wire + HEIGHT)),
         ((gather.end_us, wire), (copied.start_us, compute + HEIGHT)),
     ):
-        axes.annotate(
-            "",
-            xy=end,
-            xytext=start,
-            arrowprops={
-                "arrowstyle": "-|>",
-                "color": style.BLACK,
-                "linewidth": 1.2,
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
-        )
+        arrow(axes, start, end, style.BLACK)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from hwfsdp.observe.accounting import (
-    GroupSizes,
-    StateBytes,
-    Strategy,
-    bytes_sent,
-    mesh_shape,
-    model_state_bytes,
-    strategy_traffic,
-)
+from hwfsdp.course.pictures.drawing import caption, headline, patches
+from hwfsdp.observe.accounting import GroupSizes, StateBytes, Strategy, bytes_sent, mesh_shape
+from hwfsdp.observe.accounting import model_state_bytes, strategy_traffic
 from hwfsdp.plot import style
 
-RANKS, SHARDS, PARAMETERS = (
-    64,
-    8,
-    7_500_000_000,
-)  # ranks; of them in one host, for HSDP; the ZeRO paper's example
+# ranks; of them in one host, for HSDP; the ZeRO paper's example
+RANKS, SHARDS, PARAMETERS = 64, 8, 7_500_000_000
 SHAPES = [(PARAMETERS,)]
 MIXED = StateBytes(2, 2, 12)  # bytes per element: bf16 parameters and gradients, Adam with an fp32 copy
 NAMES = {
@@ -31,11 +23,11 @@ NAMES = {
     Strategy.ZERO3: "ZeRO-3",
     Strategy.HSDP: f"HSDP\n{RANKS // SHARDS} × {SHARDS}",
 }
-STATES = (  # name, and the kind of memory whose look it has
-    ("parameters", style.look_of_kind("sharded_param")),
-    ("gradients", style.look_of_kind("sharded_grad")),
-    ("optimizer", style.look_of_kind("optimizer_state")),
-)
+STATES = {  # looks of the kinds of memory that they are
+    "parameters": style.look_of_kind("sharded_param"),
+    "gradients": style.look_of_kind("sharded_grad"),
+    "optimizer": style.look_of_kind("optimizer_state"),
+}
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -45,13 +37,12 @@ def draw() -> Figure:
     left = figure.add_axes((0.075, 0.155, 0.40, 0.62))
     right = figure.add_axes((0.575, 0.155, 0.40, 0.62))
     held = [_states(strategy) for strategy in Strategy]
-    _draw_bars(left, "Model states of a rank, GB", held, [look for _, look in STATES])
-    _draw_legend(left, [(name, look) for name, look in STATES])
+    _draw_bars(left, "Model states of a rank, GB", held, STATES)
     sent = [_sent(strategy) for strategy in Strategy]
-    _draw_bars(right, "Sent by a rank in a step, GB", sent, [style.look_of_op(op) for op in COLLECTIVES])
-    _draw_legend(right, [(op.replace("_", "-"), style.look_of_op(op)) for op in COLLECTIVES])
-    caption = f"{PARAMETERS / 1e9:g} billion parameters on {RANKS} ranks, mixed precision with Adam"
-    figure.text(0.5, 0.02, caption, ha="center", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    looks = {op.replace("_", "-"): style.look_of_op(op) for op in COLLECTIVES}
+    _draw_bars(right, "Sent by a rank in a step, GB", sent, looks)
+    text = f"{PARAMETERS / 1e9:g} billion parameters on {RANKS} ranks, mixed precision with Adam"
+    caption(figure, text, 0.02, style.TEXT_SIZE)
     return figure
 
 
@@ -65,44 +56,31 @@ def _sent(strategy: Strategy) -> list[int]:
     return [sent[collective] for collective in COLLECTIVES]
 
 
-def _draw_bars(axes: Axes, title: str, stacks: list[list[int]], looks: list[style.Look]) -> None:
-    """One bar per strategy, its parts from the bottom up, the sum above."""
+def _draw_bars(axes: Axes, title: str, stacks: list[list[int]], looks: dict[str, style.Look]) -> None:
+    """One bar per strategy, its parts from the bottom up, the sum above; the names of the parts above all."""
     style.open_frame(axes)
-    axes.set_title(title, fontsize=style.TITLE_SIZE, weight="bold", pad=40)
+    headline(axes, title, 40, loc="center", weight="bold")
     for place, parts in enumerate(stacks):
         bottom = 0.0
-        for part, look in zip(parts, looks, strict=True):
-            height = part / 1e9
-            edge = style.mixed(look.color, style.BLACK, 0.3)
-            axes.bar(
-                place, height, 0.7, bottom, color=look.color, edgecolor=edge, hatch=look.hatch, linewidth=0.5
-            )
-            bottom += height
-        axes.annotate(
-            f"{bottom:.3g}",
-            (place, bottom),
-            (0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=style.TEXT_SIZE + 1,
-        )
+        for part, look in zip(parts, looks.values(), strict=True):
+            drawn: dict[str, Any] = {
+                "color": look.color,
+                "edgecolor": style.edge_of(look),
+                "hatch": look.hatch,
+            }
+            axes.bar(place, part / 1e9, 0.7, bottom, linewidth=0.5, **drawn)
+            bottom += part / 1e9
+        above: dict[str, Any] = {
+            "textcoords": "offset points",
+            "ha": "center",
+            "fontsize": style.TEXT_SIZE + 1,
+        }
+        axes.annotate(f"{bottom:.3g}", (place, bottom), (0, 3), **above)
     axes.set_xticks(range(len(stacks)), list(NAMES.values()))
     axes.tick_params(axis="x", length=0, labelsize=style.TEXT_SIZE + 0.5)
     axes.set_xlim(-0.6, len(stacks) - 0.4)
     axes.set_ylim(0.0, 1.1 * max(map(sum, stacks)) / 1e9)
-
-
-def _draw_legend(axes: Axes, entries: list[tuple[str, style.Look]]) -> None:
-    handles = [
-        Patch(
-            facecolor=look.color,
-            edgecolor=style.mixed(look.color, style.BLACK, 0.3),
-            hatch=look.hatch,
-            label=name,
-        )
-        for name, look in entries
-    ]
     axes.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.03), ncol=3, frameon=False,
+        handles=patches(looks), loc="lower center", bbox_to_anchor=(0.5, 1.03), ncol=3, frameon=False,
         fontsize=style.TEXT_SIZE, columnspacing=1.2, handletextpad=0.5,
     )  # fmt: skip

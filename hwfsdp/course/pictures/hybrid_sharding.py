@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from hwfsdp.course.pictures.drawing import Point, arrow, box, clear, headline, say
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
@@ -59,55 +59,36 @@ def draw() -> Figure:
 
 def _draw_grid(axes: Axes) -> None:
     """Two replicas of two shards; the rows that each rank holds, and what it exchanges with whom."""
-    axes.set_xlim(-2.35, 8.2)
-    axes.set_ylim(7.0, -0.9)
-    axes.axis("off")
-    axes.set_title(
-        "mesh (replicate, shard) of 2 × 2", loc="left", fontsize=style.TITLE_SIZE, weight="bold", pad=4
-    )
+    clear(axes, (-2.35, 8.2), (7.0, -0.9))
+    headline(axes, "mesh (replicate, shard) of 2 × 2", 4, weight="bold")
+    larger = style.TEXT_SIZE + 1
     for rank in range(4):
         replica, shard = divmod(rank, 2)
         x, y = 4.9 * shard, 4.0 * replica
-        axes.add_patch(Rectangle((x, y), 3.0, 2.2, facecolor=style.GREYS[0], edgecolor=style.GREYS[2]))
-        axes.text(x + 1.5, y + 0.4, f"rank {rank}", ha="center", va="center", fontsize=style.TEXT_SIZE + 1)
-        color = (style.SKY_BLUE, style.BLUE)[shard]
-        axes.add_patch(Rectangle((x + 0.25, y + 0.8), 2.5, 1.1, facecolor=color, edgecolor="none"))
-        rows = ("rows 0 and 1", "rows 2 and 3")[shard]
-        ink = style.ink_on(color)
-        axes.text(x + 1.5, y + 1.35, rows, ha="center", va="center", fontsize=style.TEXT_SIZE + 1, color=ink)
-    for replica in range(2):
-        y = 4.0 * replica + 1.1
-        _arrow(axes, (3.05, y), (4.85, y), style.VERMILION)
-        axes.text(-0.2, y, f"replica {replica}", ha="right", va="center", fontsize=style.TEXT_SIZE + 1)
-        axes.text(
-            3.95,
-            y - 0.5,
-            "gather,\nreduce-\nscatter",
-            ha="center",
-            va="bottom",
-            fontsize=style.TEXT_SIZE,
-            color=style.BLACK,
-        )
-    for shard in range(2):
-        x = 4.9 * shard + 1.5
-        _arrow(axes, (x, 2.25), (x, 3.95), style.ORANGE)
-        text = "all-reduce\nof these rows"
-        axes.text(x + 0.25, 3.1, text, ha="left", va="center", fontsize=style.TEXT_SIZE)
+        box(axes, (x, y), style.GREYS[0], size=(3.0, 2.2), edgecolor=style.GREYS[2], linewidth=1.0)
+        say(axes, (x + 1.5, y + 0.4), f"rank {rank}", larger, ha="center", color=style.BLACK)
+        color, rows = ((style.SKY_BLUE, "rows 0 and 1"), (style.BLUE, "rows 2 and 3"))[shard]
+        box(axes, (x + 0.25, y + 0.8), color, rows, size=(2.5, 1.1), edgecolor="none")
+    for place in range(2):
+        y = 4.0 * place + 1.1
+        _draw_exchange(axes, (3.05, y), (4.85, y), style.VERMILION)
+        say(axes, (-0.2, y), f"replica {place}", larger, ha="right", color=style.BLACK)
+        text = "gather,\nreduce-\nscatter"
+        say(axes, (3.95, y - 0.5), text, ha="center", va="bottom", color=style.BLACK)
+        x = 4.9 * place + 1.5
+        _draw_exchange(axes, (x, 2.25), (x, 3.95), style.ORANGE)
+        say(axes, (x + 0.25, 3.1), "all-reduce\nof these rows", color=style.BLACK)
     text = "inside: whole parameters and gradients of a group.   across: this rank's rows of gradients."
-    axes.text(-2.3, 6.75, text, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    say(axes, (-2.3, 6.75), text, va="baseline")
 
 
-def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
-    axes.add_patch(
-        FancyArrowPatch(
-            start, end, arrowstyle="<->", mutation_scale=16, color=color, linewidth=2.2, shrinkA=0, shrinkB=0
-        )
-    )
+def _draw_exchange(axes: Axes, start: Point, end: Point, color: str) -> None:
+    arrow(axes, start, end, color, 2.2, arrowstyle="<->", mutation_scale=16)
 
 
 def _draw_bytes(axes: Axes, sent: list[Sent]) -> None:
     """A bar for each axis of each arrangement."""
-    axes.set_title("sent by rank 0 in a step", loc="left", fontsize=style.TITLE_SIZE, weight="bold", pad=8)
+    headline(axes, "sent by rank 0 in a step", weight="bold")
     top = max(sum(each.by_op.values()) for each in sent)
     for index, each in enumerate(sent):
         for offset, ops, name in ((-0.2, INSIDE, "inside"), (0.2, ACROSS, "across")):
@@ -117,14 +98,8 @@ def _draw_bytes(axes: Axes, sent: list[Sent]) -> None:
                 if height:
                     axes.bar(index + offset, height, 0.36, bottom=bottom, color=look.color)
                 bottom += height
-            axes.text(
-                index + offset,
-                bottom + top * 0.015,
-                style.format_bytes(bottom) + "\n" + name,
-                ha="center",
-                va="bottom",
-                fontsize=style.SMALL_SIZE + 0.5,
-            )
+            text, at = f"{style.format_bytes(bottom)}\n{name}", (index + offset, bottom + top * 0.015)
+            say(axes, at, text, style.SMALL_SIZE + 0.5, ha="center", va="bottom", color=style.BLACK)
     for op in (*INSIDE, *ACROSS):
         axes.bar(0, 0, color=style.look_of_op(op).color, label=op.replace("_", "-"))
     axes.legend(loc="upper right", fontsize=style.SMALL_SIZE + 0.5, frameon=False, handlelength=1.2)

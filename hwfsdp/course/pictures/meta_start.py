@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from hwfsdp.core.sharding import Extent, chunk_extents
+from hwfsdp.course.pictures.drawing import box, caption, clear, say
 from hwfsdp.layout.init_shards import row_generator
 from hwfsdp.plot import style
 
@@ -44,21 +44,17 @@ def draw() -> Figure:
     _draw_panel(figure.add_axes((0.01, 0.12, 0.485, 0.86)), "One generator per rank", per_rank)
     _draw_panel(figure.add_axes((0.51, 0.12, 0.485, 0.86)), "One generator per row", per_row)
     text = "A line is a row, with its number; a cell is a number that was drawn. Left, ranks hold copies of each other's noise."
-    figure.text(0.5, 0.035, text, ha="center", fontsize=style.TEXT_SIZE + 0.5, color=style.GREYS[3])
+    caption(figure, text)
     return figure
 
 
 def _draw_panel(axes: Axes, title: str, draw_rows: Draw) -> None:
-    axes.set_xlim(-0.7, len(WORLD_SIZES) * PITCH + 0.1)
-    axes.set_ylim(TOP + ROWS + 3 * GAP + 0.6, -1.2)
-    axes.axis("off")
+    clear(axes, (-0.7, len(WORLD_SIZES) * PITCH + 0.1), (TOP + ROWS + 3 * GAP + 0.6, -1.2))
     axes.text(-0.6, -0.7, title, fontsize=style.TITLE_SIZE, weight="bold")
     for place, size in enumerate(WORLD_SIZES):
         x = place * PITCH
         name = "1 rank" if size == 1 else f"{size} ranks"
-        axes.text(
-            x + COLUMNS / 2, TOP - 0.35, name, ha="center", fontsize=style.TEXT_SIZE + 1, color=style.GREYS[3]
-        )
+        say(axes, (x + COLUMNS / 2, TOP - 0.35), name, style.TEXT_SIZE + 1, ha="center", va="baseline")
         for rank, extent in enumerate(chunk_extents(ROWS, size)):
             _draw_rank(axes, x, rank, extent, draw_rows(extent))
 
@@ -67,27 +63,11 @@ def _draw_rank(axes: Axes, x: float, rank: int, extent: Extent, rows: Tensor) ->
     top = TOP + rank * GAP
     for number, row in enumerate(rows, extent.start):
         y = top + number
-        axes.text(x - 0.15, y + 0.5, str(number), ha="right", va="center", fontsize=style.SMALL_SIZE + 1)
+        say(axes, (x - 0.15, y + 0.5), str(number), style.SMALL_SIZE + 1, ha="right", color=style.BLACK)
         for column, value in enumerate(row.tolist()):
-            color = NOISE(min(max((value + 2) / 4, 0.0), 1.0))
-            axes.add_patch(
-                Rectangle((x + column, y), 1, 1, facecolor=color, edgecolor=style.WHITE, linewidth=0.8)
-            )
+            box(axes, (x + column, y), to_hex(NOISE((value + 2) / 4)), edgecolor=style.WHITE)
     if extent.length:
-        frame = Rectangle(
-            (x, top + extent.start),
-            COLUMNS,
-            extent.length,
-            fill=False,
-            edgecolor=style.GREYS[3],
-            linewidth=1.2,
-        )
-        axes.add_patch(frame)
-        middle = top + extent.start + extent.length / 2
-        axes.text(
-            *(x + COLUMNS + 0.2, middle, f"rank {rank}"),
-            va="center",
-            rotation=270,
-            fontsize=style.SMALL_SIZE + 1,
-            color=style.GREYS[2],
-        )
+        first = top + extent.start
+        box(axes, (x, first), "none", size=(COLUMNS, extent.length), linewidth=1.2)
+        at = x + COLUMNS + 0.2, first + extent.length / 2
+        say(axes, at, f"rank {rank}", style.SMALL_SIZE + 1, rotation=270, color=style.GREYS[2])

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.course.pictures.drawing import headline, patches, say
 from hwfsdp.features.door import fully_shard
 from hwfsdp.features.steering import checked_state
 from hwfsdp.launcher.ranks import launch
@@ -86,25 +86,20 @@ def draw() -> Figure:
     for index, (title, stops) in enumerate(zip(POLICIES, columns, strict=True)):
         axes = figure.add_axes((0.17 + 0.278 * index, 0.13, 0.262, 0.8))
         _draw_column(axes, title, stops, longest, named=index == 0)
-    handles = [
-        Patch(facecolor=look.color, hatch=look.hatch, edgecolor=style.WHITE, label=dtype)
-        for dtype, look in LOOKS.items()
-    ]
+    handles = patches(LOOKS, style.WHITE)
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.16, 0.0), ncols=2, frameon=False)
-    caption = (
-        f"nn.Linear({WIDTH}, {WIDTH}, bias=False) on {RANKS} ranks, as recorded on rank 0; time goes down"
-    )
-    figure.text(0.99, 0.035, caption, ha="right", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    text = f"nn.Linear({WIDTH}, {WIDTH}, bias=False) on {RANKS} ranks, as recorded on rank 0; time goes down"
+    figure.text(0.99, 0.035, text, ha="right", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
     return figure
 
 
 def _draw_column(axes: Axes, title: str, stops: list[Stop], longest: int, named: bool) -> None:
-    axes.set_title(title, loc="left", fontsize=style.TITLE_SIZE - 1.5)
+    headline(axes, title, 6, fontsize=style.TITLE_SIZE - 1.5)
     for place, stop in enumerate(stops):
         look = LOOKS[stop.dtype]
         axes.barh(-place, stop.nbytes, 0.62, color=look.color, hatch=look.hatch, edgecolor=style.WHITE)
         text = f" {style.format_bytes(stop.nbytes)}"
-        axes.text(stop.nbytes, -place, text, va="center", fontsize=style.TEXT_SIZE)
+        say(axes, (stop.nbytes, -place), text, color=style.BLACK)
     axes.set_yticks([-place for place in range(len(stops))], [NAMES[s.name] if named else "" for s in stops])
     axes.set_xticks([])
     axes.set_xlim(0, 1.32 * longest)

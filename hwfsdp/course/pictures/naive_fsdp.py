@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from hwfsdp.core import form as storage
-from hwfsdp.plot import style
 from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
+from hwfsdp.course.pictures.drawing import box, clear, headline, say
+from hwfsdp.plot import style
 
 SHAPE, RANKS = (5, 3), 3
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)  # of ranks
@@ -36,18 +36,16 @@ def draw() -> Figure:
 
 
 def _draw_rows(axes: Axes) -> None:
-    axes.set_xlim(0, 11.6)
-    axes.set_ylim(8.6, -1.3)
-    axes.axis("off")
-    axes.set_title("Where the rows are", fontsize=style.TITLE_SIZE, weight="bold", loc="left", pad=8)
+    clear(axes, (0, 11.6), (8.6, -1.3))
+    headline(axes, "Where the rows are", weight="bold")
     extents, (chunk, columns) = chunk_extents(SHAPE[0], RANKS), padded_local_shape(SHAPE, RANKS)
-    _say(axes, 1.5, -0.45, f"whole: {SHAPE}")
+    say(axes, (1.5, -0.45), f"whole: {SHAPE}", ha="center")
     for rank, extent in enumerate(extents):
         for row in range(extent.start, extent.stop):
-            _draw_row(axes, 0.0, float(row), columns, COLORS[rank], "r" + str(row))
+            _draw_row(axes, 0.0, float(row), columns, COLORS[rank], f"r{row}")
     for rank, extent in enumerate(extents):
         top = rank * (chunk + 0.85)
-        _say(axes, 6.5, top - 0.35, f"rank {rank}")
+        say(axes, (6.5, top - 0.35), f"rank {rank}", ha="center")
         for row in range(chunk):
             own = row < extent.length
             color = COLORS[rank] if own else style.GREYS[0]
@@ -63,29 +61,18 @@ def _draw_rows(axes: Axes) -> None:
     text = (
         f"With padding, every rank has {padded_local_numel(SHAPE, RANKS)} elements.\nIts own rows come first."
     )
-    _say(axes, 0.0, last + 0.75, text, ha="left")
+    say(axes, (0.0, last + 0.75), text)
 
 
 def _draw_row(axes: Axes, x: float, y: float, columns: int, color: str, text: str) -> None:
     for column in range(columns):
-        cell = Rectangle((x + column, y), 1, 1, facecolor=color, edgecolor=style.WHITE, linewidth=1.2)
-        axes.add_patch(cell)
-        axes.text(
-            *(x + column + 0.5, y + 0.5, text),
-            ha="center",
-            va="center",
-            fontsize=style.SMALL_SIZE + 1,
-            color=style.BLACK if color in COLORS else style.GREYS[2],
-        )
+        look: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 1.2, "fontsize": style.SMALL_SIZE + 1}
+        box(axes, (x + column, y), color, text, **look)
 
 
 def _draw_bracket(axes: Axes, x: float, y: float, rows: int, text: str) -> None:
     axes.plot([x, x + 0.15, x + 0.15, x], [y, y, y + rows, y + rows], color=style.GREYS[3], linewidth=1)
-    _say(axes, x + 0.35, y + rows / 2, text, ha="left")
-
-
-def _say(axes: Axes, x: float, y: float, text: str, ha: str = "center") -> None:
-    axes.text(x, y, text, ha=ha, va="center", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    say(axes, (x + 0.35, y + rows / 2), text)
 
 
 # --- States ------------------------------------------------------------------------------------------------
@@ -95,14 +82,8 @@ def moments() -> list[Moment]:
     """Forward and backward of a step, with the bytes that the storage itself reports after each call."""
     gathered = torch.empty(RANKS * padded_local_numel(SHAPE, RANKS))
     found = list[Moment]()
-    for call, verb in (
-        (storage.free, ""),
-        (storage.allocate, "gather"),
-        (storage.free, "free"),
-        (storage.allocate, "gather"),
-        (storage.free, "free"),
-    ):
-        call(gathered)
+    for verb in ("", "gather", "free", "gather", "free"):
+        (storage.allocate if verb == "gather" else storage.free)(gathered)
         found.append(Moment(verb, gathered.untyped_storage().nbytes()))
     return found
 
@@ -111,7 +92,7 @@ def _draw_states(axes: Axes) -> None:
     style.open_frame(axes)
     found, shard = moments(), padded_local_numel(SHAPE, RANKS) * 4
     most = max(moment.nbytes for moment in found)
-    axes.set_title("What one rank holds", fontsize=style.TITLE_SIZE, weight="bold", loc="left", pad=8)
+    headline(axes, "What one rank holds", weight="bold")
     axes.set_xlim(0, len(found))
     axes.set_ylim(0, 1.42 * (shard + most))
     axes.set_ylabel("bytes", fontsize=style.TEXT_SIZE)
@@ -119,13 +100,8 @@ def _draw_states(axes: Axes) -> None:
     axes.tick_params(axis="x", length=0, labelsize=style.TEXT_SIZE)
     axes.set_yticks([0, shard, shard + most])
     axes.bar(0, shard, len(found), align="edge", color=style.BLUE)
-    axes.text(
-        *(len(found) / 2, shard / 2, f"rows and padding: {shard} B, always there"),
-        ha="center",
-        va="center",
-        fontsize=style.TEXT_SIZE,
-        color=style.WHITE,
-    )
+    text = f"rows and padding: {shard} B, always there"
+    say(axes, (len(found) / 2, shard / 2), text, ha="center", color=style.WHITE)
     for index, moment in enumerate(found):
         _draw_moment(axes, index, moment, shard, most)
 
@@ -135,7 +111,7 @@ def _draw_moment(axes: Axes, index: int, moment: Moment, shard: int, most: int) 
     axes.bar(index, moment.nbytes, 1, shard, align="edge", color=style.SKY_BLUE)
     height = shard + max(moment.nbytes / 2, most * 0.12)
     text = f"whole\n{moment.nbytes} B"
-    axes.text(index + 0.5, height, text, ha="center", va="center", fontsize=style.TEXT_SIZE)
+    say(axes, (index + 0.5, height), text, ha="center", color=style.BLACK)
     if index:
         axes.annotate(
             *(moment.verb, (index, shard + most * 1.04)),

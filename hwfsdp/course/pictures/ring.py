@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import Tensor
 
 from hwfsdp.comm import ring
+from hwfsdp.course.pictures.drawing import arrow, box, caption, clear, headline
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.plot import style
 
@@ -39,13 +39,12 @@ def draw() -> Figure:
             new = (receiver[step + 1] - receiver[step]).nonzero().item()
             _draw_arrow(left, rank, step, float(new) + 0.5, COLORS[int(new)])
             _draw_arrow(right, rank, step, 2.0, style.GREYS[3])
-    captions = (
+    texts = (
         "A color is the rank that gave it; on the right, a letter is the block that it is a share of.",
         f"In each of W − 1 = {RANKS - 1} steps every rank sends one block; what leaves at the right enters at the left.",
     )
-    for line, caption in enumerate(captions):
-        y = 0.075 - 0.048 * line
-        figure.text(0.5, y, caption, ha="center", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    for line, text in enumerate(texts):
+        caption(figure, text, 0.075 - 0.048 * line, style.TEXT_SIZE)
     return figure
 
 
@@ -87,10 +86,8 @@ def walk() -> dict[str, list[Tensor]]:
 
 
 def _frame(axes: Axes, title: str, rows: list[str]) -> None:
-    axes.set_xlim(-0.6, RANKS * PITCH - 0.4)
-    axes.set_ylim(RANKS * ROW - 0.9, -0.75)
-    axes.spines[:].set_visible(False)
-    axes.set_title(title, fontsize=style.TITLE_SIZE, weight="bold", pad=24)
+    clear(axes, (-0.6, RANKS * PITCH - 0.4), (RANKS * ROW - 0.9, -0.75))
+    headline(axes, title, 24, loc="center", weight="bold")
     axes.xaxis.tick_top()
     axes.set_xticks([rank * PITCH + 2 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
     axes.set_yticks([step * ROW + 0.5 for step in range(RANKS)], rows)
@@ -100,8 +97,8 @@ def _frame(axes: Axes, title: str, rows: list[str]) -> None:
 def _draw_blocks(axes: Axes, rank: int, step: int, held: Tensor) -> None:
     """The memory of a rank, with the letters of the blocks that are there."""
     for block, owner in enumerate(int(value) - 1 for value in held.tolist()):
-        color = COLORS[owner] if owner >= 0 else style.GREYS[0]
-        _draw_cell(axes, rank * PITCH + block, step * ROW, color, "abcd"[owner] if owner >= 0 else "")
+        color, text = (COLORS[owner], "abcd"[owner]) if owner >= 0 else (style.GREYS[0], "")
+        box(axes, (rank * PITCH + block, step * ROW), color, text, edgecolor=style.GREYS[2])
 
 
 def _draw_sum(axes: Axes, rank: int, step: int, shares: Tensor) -> None:
@@ -109,35 +106,14 @@ def _draw_sum(axes: Axes, rank: int, step: int, shares: Tensor) -> None:
     block = int(shares.sum(0).argmax())
     for giver in range(RANKS):
         there = bool(shares[giver, block])
-        _draw_cell(
-            axes,
-            rank * PITCH + giver,
-            step * ROW,
-            COLORS[giver] if there else style.GREYS[0],
-            "abcd"[block] if there else "",
-        )
-
-
-def _draw_cell(axes: Axes, x: float, y: float, color: str, text: str) -> None:
-    axes.add_patch(Rectangle((x, y), 1.0, 1.0, facecolor=color, edgecolor=style.GREYS[2], linewidth=0.8))
-    if text:
-        axes.text(
-            x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=style.TEXT_SIZE + 1, color=style.BLACK
-        )
+        color, text = (COLORS[giver], "abcd"[block]) if there else (style.GREYS[0], "")
+        box(axes, (rank * PITCH + giver, step * ROW), color, text, edgecolor=style.GREYS[2])
 
 
 def _draw_arrow(axes: Axes, rank: int, step: int, x: float, color: str) -> None:
-    """From a rank's block after a step to the next rank's after the next step."""
-    start, stop = (rank * PITCH + x, step * ROW + 1.05), ((rank + 1) * PITCH + x, (step + 1) * ROW - 0.05)
-    _arrow(axes, start, stop, color)
-    if rank == RANKS - 1:
-        _arrow(axes, (start[0] - RANKS * PITCH, start[1]), (stop[0] - RANKS * PITCH, stop[1]), color)
-
-
-def _arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], color: str) -> None:
+    """From a rank's block after a step to the next rank's after the next step; the last rank's enters at the left."""
     shade = style.mixed(color, style.BLACK, 0.2)
-    arrow = FancyArrowPatch(
-        start, stop, arrowstyle="-|>", mutation_scale=9, color=shade, linewidth=1.2, shrinkA=0, shrinkB=0
-    )
-    arrow.set_clip_on(True)
-    axes.add_patch(arrow)
+    top, bottom = step * ROW + 1.05, (step + 1) * ROW - 0.05
+    for place in (rank, -1) if rank == RANKS - 1 else (rank,):
+        left = place * PITCH + x
+        arrow(axes, (left, top), (left + PITCH, bottom), shade, mutation_scale=9)

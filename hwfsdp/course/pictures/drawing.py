@@ -1,0 +1,74 @@
+"""What the pictures share: axes with nothing around them, boxes with a word in them, words, arrows, captions, legends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+
+from hwfsdp.plot import style
+
+Point = tuple[float, float]
+
+
+def clear(axes: Axes, x: Point, y: Point) -> None:
+    """The axes show these ranges, y from the bottom to the top, and no frame."""
+    axes.set_xlim(x)
+    axes.set_ylim(y)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+
+
+def headline(axes: Axes, text: str, pad: float = 8, **options: Any) -> None:
+    axes.set_title(text, **{"loc": "left", "fontsize": style.TITLE_SIZE, "pad": pad, **options})
+
+
+def say(axes: Axes, at: Point, text: str, size: float = style.TEXT_SIZE, **options: Any) -> None:
+    """Words, dark grey and centered on their line unless `options` of matplotlib say otherwise."""
+    axes.text(*at, text, **{"va": "center", "fontsize": size, "color": style.GREYS[3], **options})
+
+
+def box(
+    axes: Axes,
+    at: Point,
+    color: str,
+    text: str = "",
+    *,
+    size: Point = (1.0, 1.0),
+    fontsize: float = style.TEXT_SIZE + 1,
+    **look: Any,
+) -> None:
+    """A rectangle with a word in its middle, black or white as `color` asks for; `look` is the rectangle's."""
+    look = {"facecolor": color, "edgecolor": style.GREYS[3], "linewidth": 0.8, **look}
+    axes.add_patch(Rectangle(at, *size, **look))
+    if text:
+        middle = at[0] + size[0] / 2, at[1] + size[1] / 2
+        say(axes, middle, text, fontsize, ha="center", color=style.ink_on(color))
+
+
+def padding(axes: Axes, at: Point) -> None:
+    """A cell that is no part of a parameter."""
+    box(axes, at, style.GREYS[0], edgecolor=style.GREYS[2], linestyle="--")
+
+
+def arrow(axes: Axes, start: Point, end: Point, color: str, width: float = 1.2, **options: Any) -> None:
+    given = {"arrowstyle": "-|>", "mutation_scale": 10, "shrinkA": 0, "shrinkB": 0, **options}
+    patch = FancyArrowPatch(start, end, color=color, linewidth=width, **given)
+    patch.set_clip_on(True)
+    axes.add_patch(patch)
+
+
+def caption(figure: Figure, text: str, y: float = 0.035, size: float = style.TEXT_SIZE + 0.5) -> None:
+    figure.text(0.5, y, text, ha="center", fontsize=size, color=style.GREYS[3])
+
+
+def patches(looks: Mapping[str, style.Look], edge: str = "") -> list[Patch]:
+    """The entries of a legend, by name; each has an edge of its own color unless one is given."""
+    return [
+        Patch(facecolor=look.color, hatch=look.hatch, edgecolor=edge or style.edge_of(look), label=name)
+        for name, look in looks.items()
+    ]
