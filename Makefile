@@ -8,7 +8,7 @@ BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check exercises mutants worth format bench notebooks docs clean
+.PHONY: help setup demo test test-all notebooks clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ test: setup  ## run the tests that a commit needs, TEST_JOBS files at a time
 test-all: setup  ## run all tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
+# instructors
+.PHONY: check exercises mutants worth format bench docs
+
 check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
 	$(BIN)/python -m mypy
@@ -76,12 +79,15 @@ worth: setup  ## measure which tests notice which mistakes; writes tests/worth.j
 
 bench: setup  ## measure against FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks
+# /instructors
 
 notebooks: setup  ## run every notebook from top to bottom, and keep what it shows; NB="03 07" runs these
 	$(BIN)/python notebooks/write.py $(NB)
 
+# instructors
 docs: setup  ## build the site into docs/_build/html; a broken link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+# /instructors
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .hypothesis .coverage*

@@ -68,8 +68,6 @@ LONG = {
     "course/checks/strided_shards.py": 275,
     "course/checks/strided_shards_runs.py": 304,
     "course/doors.py": 324,
-    "course/gradebook/archives.py": 255,
-    "course/gradebook/grading.py": 259,
     "course/mutants.py": 271,
     "course/run.py": 359,
     "course/stations/facts.py": 278,

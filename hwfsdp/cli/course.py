@@ -30,6 +30,7 @@ def add_course(verbs: Any) -> None:
 
 def _course(args: argparse.Namespace) -> int:
     from hwfsdp.course.manifest import PACKAGE, carried_course, find_course
+    from hwfsdp.course.refusals import check_new_folder
 
     course = carried_course()
     if course is None:
@@ -40,13 +41,7 @@ def _course(args: argparse.Namespace) -> int:
             got=f"a checkout, whose course is {root / 'exercises'}",
             remedy="Work there; hwfsdp reset N puts a file back as it was given.",
         )
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise UsageError(
-            f"course {args.out}",
-            expected="a new folder",
-            got="one with something in it",
-            remedy="Choose another.",
-        )
+    check_new_folder("course", args.out)
     target = args.out / "exercises"
     shutil.copytree(course.root / "exercises", target, ignore=shutil.ignore_patterns("__pycache__"))
     first = course.exercises[0]

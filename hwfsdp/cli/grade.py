@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
+
+from hwfsdp.cli.options import natural, positive, seconds
+from hwfsdp.errors import UsageError
 
 FORMATS = ("json", "gradescope", "github", "nbgrader", "classroom50", "csv", "html")
 
@@ -21,12 +23,11 @@ def add_grade(verbs: Any) -> None:
         "everything could be read and graded, 1 if not.",
     )
     grade.set_defaults(run=_grade)
-    grade.add_argument(
-        "submission", type=Path, metavar="DIR", nargs="*", help="submission, or folder of submissions"
-    )
-    grade.add_argument("--single", action="store_true", help="each DIR is one submission, whatever is in it")
-    grade.add_argument("--json", action="store_true", help="print JSON instead of text")
-    grade.add_argument(
+    add = grade.add_argument
+    add("submission", type=Path, metavar="DIR", nargs="*", help="submission, or folder of submissions")
+    add("--single", action="store_true", help="each DIR is one submission, whatever is in it")
+    add("--json", action="store_true", help="print JSON instead of text")
+    add(
         "--require-isolation",
         action="store_true",
         help="refuse to grade unless all limits of submissions are in force (hwfsdp doctor shows them)",
@@ -38,48 +39,40 @@ def add_grade(verbs: Any) -> None:
 
 
 def _add_how(grade: argparse.ArgumentParser) -> None:
-    how = grade.add_argument_group("grading")
-    how.add_argument(
-        "--jobs", type=_count, default=1, metavar="N", help="exercises to grade at once (default 1)"
-    )
-    how.add_argument(
+    add = grade.add_argument_group("grading").add_argument
+    add("--jobs", type=positive, default=1, metavar="N", help="exercises to grade at once (default 1)")
+    add(
         "--mine",
         action="store_true",
         help="earlier exercises come from the same folder, not from the package",
     )
-    how.add_argument("--seed", type=_natural, help="of the inputs (default: another one each time)")
-    how.add_argument(
+    add("--seed", type=natural, help="of the inputs (default: another one each time)")
+    add(
         "--secret",
         type=Path,
         metavar="FILE",
         help="draw inputs and numbers of ranks from a secret; reports for students tell no inputs (or: HWFSDP_SECRET)",
     )
-    how.add_argument(
-        "--timeout", type=_seconds, metavar="S", help="seconds for everything; the rest is not graded"
-    )
+    add("--timeout", type=seconds, metavar="S", help="seconds for everything; the rest is not graded")
 
 
 def _add_output(grade: argparse.ArgumentParser) -> None:
-    output = grade.add_argument_group("gradebook")
-    output.add_argument("--format", choices=FORMATS, help="default: by the name of FILE, or text")
-    output.add_argument(
-        "--out", metavar="FILE", help="where it goes; a folder (FOLDER/) for one file per submission"
-    )
-    output.add_argument(
+    add = grade.add_argument_group("gradebook").add_argument
+    add("--format", choices=FORMATS, help="default: by the name of FILE, or text")
+    add("--out", metavar="FILE", help="where it goes; a folder (FOLDER/) for one file per submission")
+    add(
         "--resume",
         action="store_true",
         help="go on with a run that was stopped; what has not changed is kept",
     )
-    output.add_argument("--reports", type=Path, metavar="FOLDER", help="write a page for each student")
+    add("--reports", type=Path, metavar="FOLDER", help="write a page for each student")
 
 
 def _add_lateness(grade: argparse.ArgumentParser) -> None:
-    late = grade.add_argument_group("deadline")
-    late.add_argument("--deadline", metavar="TIME", help="for example 2026-12-01T23:59+01:00")
-    late.add_argument(
-        "--late", metavar="RULE", help="10%%/day, 0.5/h, '10%%/day max 50%%' (default: costs nothing)"
-    )
-    late.add_argument(
+    add = grade.add_argument_group("deadline").add_argument
+    add("--deadline", metavar="TIME", help="for example 2026-12-01T23:59+01:00")
+    add("--late", metavar="RULE", help="10%%/day, 0.5/h, '10%%/day max 50%%' (default: costs nothing)")
+    add(
         "--submitted",
         type=Path,
         metavar="FILE",
@@ -89,9 +82,9 @@ def _add_lateness(grade: argparse.ArgumentParser) -> None:
 
 
 def _add_elsewhere(grade: argparse.ArgumentParser) -> None:
-    elsewhere = grade.add_argument_group("elsewhere", "each writes a file and grades nothing")
-    elsewhere.add_argument("--make-autograder", type=Path, metavar="ZIP", help="an autograder for Gradescope")
-    elsewhere.add_argument(
+    add = grade.add_argument_group("elsewhere", "each writes a file and grades nothing").add_argument
+    add("--make-autograder", type=Path, metavar="ZIP", help="an autograder for Gradescope")
+    add(
         "--make-workflow",
         type=Path,
         metavar="FILE",
@@ -99,37 +92,7 @@ def _add_elsewhere(grade: argparse.ArgumentParser) -> None:
     )
 
 
-def _count(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected {least} or more, got {value}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}")
-    return value
-
-
 def _grade(args: argparse.Namespace) -> int:
-    from hwfsdp.errors import UsageError
-
     if args.make_autograder or args.make_workflow:
         return _make(args)
     if not args.submission:

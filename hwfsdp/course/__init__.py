@@ -4,6 +4,7 @@
     holes           functions cut out of a module, and put back
     provided        what the package gives to whoever fills a hole
     starters        what a student opens
+    refusals        what the system refuses, told
     manifest        what an exercise is, and where its files are
     workbook        starters and solutions, written and compared
     cuts            three ways to say which rows a rank holds
@@ -40,6 +41,7 @@
 
     What students and instructors call
     report          grades as text
+    pages           HTML from templates
     progress        how far a learner is
     certificate     what they take home
     filemap         a map of their `my_fsdp.py`

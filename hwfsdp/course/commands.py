@@ -12,9 +12,10 @@ from pathlib import Path
 from hwfsdp.course.capstone.homework import FOLDER, read_homework
 from hwfsdp.course.filemap import file_map
 from hwfsdp.course.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
-from hwfsdp.course.progress import Progress, replace_file, reset
+from hwfsdp.course.progress import Progress, replace_file
 from hwfsdp.course.report import Style, listed
 from hwfsdp.course.stations.stages import SOURCE, caught_up, earlier_than, is_given
+from hwfsdp.course.submission import starter
 from hwfsdp.errors import UsageError
 
 
@@ -163,7 +164,7 @@ def filled(items: Sequence[object], width: int) -> Iterator[str]:
 def reset_exercise(number: str, as_json: bool) -> int:
     """Puts a starter back."""
     exercise = find_course().exercise(number)
-    kept = reset(exercise)
+    kept = replace_file(exercise, starter(exercise))
     if as_json:
         print(json.dumps({"exercise": exercise.number, "kept": str(kept) if kept else None}))
     else:

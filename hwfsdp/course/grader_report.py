@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.version
@@ -21,32 +22,14 @@ from hwfsdp.course.capstone.homework import Homework, read_homework
 from hwfsdp.course.grade import Options
 from hwfsdp.course.killrate import KillRate, hole_mutants, kill, solved
 from hwfsdp.course.manifest import Course, Exercise
+from hwfsdp.course.pages import template
 from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.run import WORLD_SIZE
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.verdict import Grade
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
-_HEAD = """# How the grader is graded
-
-Written by `make mutants`, with torch {torch}.
-
-| exercise | wrong answers | right answers | mutants | noticed | same as the reference | right answers graded | that failed |
-| --- | --- | --- | --- | --- | --- | --- | --- |
-"""
-_FOOT = """
-- *Wrong answers* are plausible ones, written by hand. Each names the check that has to fail and the misconception that has to be
-  named. *Right answers* are written differently from the package's, and have to get all points. The tests grade all of both.
-- *Mutants* are mistakes made by a machine, in every hole: an operator swapped, a statement dropped, a condition negated. One is
-  *noticed* if it gets less than everything. Those that do the *same as the reference* are listed, with the reason, in
-  `tests/course/survivors/`.
-- Mistakes in `my_fsdp.py` are made in the file as it is after the last station, and counted where the function begins. The checks of
-  all stations are run until one notices. Right answers to a station are the file as it is after later ones.
-- *Right answers graded*: the reference and the right answers in turn, with {sizes} ranks and {seeds} seeds for each number of ranks;
-  of a station, whose checks say themselves on how many ranks they run, with {seeds} seeds.
-- The lab has letters to choose and numbers to measure, no code to change. For each of its scripts the tests
-  (`tests/course/test_lab.py`) try the key, every wrong letter, right letters without evidence, and the mended script's numbers.
-"""
+_TEMPLATE = Path(__file__).parent / "templates" / "grading.md"
 
 
 class Answers(NamedTuple):
@@ -65,21 +48,6 @@ class ExerciseReport:
     rate: KillRate
     runs: int = 0
     false_failures: list[str] = field(default_factory=list)
-
-    def row(self) -> str:
-        rate, answers = self.rate, self.answers
-        noticed, of = len(rate.killed), len(rate.killed) + len(rate.survived)
-        cells = [
-            f"{self.exercise.number} {self.exercise.title}",
-            str(answers.wrong),
-            str(len(answers.right)),
-            str(of + len(rate.equivalent)),
-            f"{noticed} of {of}",
-            str(len(rate.equivalent)),
-            str(self.runs),
-            str(len(self.false_failures)),
-        ]
-        return f"| {' | '.join(cells)} |"
 
 
 def examine(course: Course, exercises: Sequence[Exercise]) -> Iterator[ExerciseReport]:
@@ -132,21 +100,6 @@ def everything(course: Course) -> list[Exercise]:
 
 def written(reports: Sequence[ExerciseReport]) -> str:
     """The page."""
-    killed = sum(len(report.rate.killed) for report in reports)
-    survived = sum(len(report.rate.survived) for report in reports)
-    failed, runs = sum(len(r.false_failures) for r in reports), sum(report.runs for report in reports)
-    total = (
-        f"| **all** | {sum(r.answers.wrong for r in reports)} | {sum(len(r.answers.right) for r in reports)} | "
-        f"{killed + survived + sum(len(r.rate.equivalent) for r in reports)} | "
-        f"**{killed} of {killed + survived}, {killed / max(1, killed + survived):.1%}** | "
-        f"{sum(len(r.rate.equivalent) for r in reports)} | {runs} | **{failed}** |"
-    )
-    survivors = [f"- {r.exercise.number}: {each}" for r in reports for each in r.rate.survived]
-    left = (
-        ["", "Not noticed, and not known to do the same as the reference:", "", *survivors]
-        if survivors
-        else []
-    )
-    rows = [*(report.row() for report in reports), total, *left]
-    foot = _FOOT.format(sizes=f"{WORLD_SIZES[0]} to {WORLD_SIZES[-1]}", seeds=len(SEEDS))
-    return _HEAD.format(torch=torch.version.__version__) + "\n".join(rows) + "\n" + foot
+    sizes = f"{WORLD_SIZES[0]} to {WORLD_SIZES[-1]}"
+    page = template(_TEMPLATE, torch=torch.version.__version__, sizes=sizes, seeds=len(SEEDS))
+    return page.render(reports=reports)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import hwfsdp
 from hwfsdp.course.provided import Provided
+from hwfsdp.course.refusals import refused
 from hwfsdp.course.starters import Hole
 from hwfsdp.errors import UsageError
 
@@ -148,16 +149,9 @@ def module_source(module: str, package: Path = PACKAGE) -> str:
         UsageError: there is no such module.
     """
     path = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    try:
+    with refused(f"module {module!r} in a manifest", "one of hwfsdp", "See the list in hwfsdp/__init__.py."):
         with path.open(newline="") as file:
             return file.read()
-    except OSError as error:
-        raise UsageError(
-            f"module {module!r} in a manifest",
-            expected="one of hwfsdp",
-            got=error.strerror or "no file",
-            remedy="See the list in hwfsdp/__init__.py.",
-        ) from None
 
 
 def compiled_body(place: Place, package: Path = PACKAGE) -> Path:
@@ -173,9 +167,8 @@ def find_course(start: Path | None = None) -> Course:
     """
     here = (start or Path.cwd()).resolve()
     for root in [here, *here.parents, PACKAGE.parent]:
-        manifests = sorted((root / "exercises").glob("[0-9][0-9]_*/exercise.toml"))
-        if manifests:
-            return Course(root, tuple(map(read_manifest, manifests)))
+        if (course := _course_in(root)) is not None:
+            return course
     raise UsageError(
         "the course",
         expected="a folder exercises/ here or above",
@@ -186,8 +179,12 @@ def find_course(start: Path | None = None) -> Course:
 
 def carried_course() -> Course | None:
     """The course as it is given, in an installed package; None in a checkout. To be read, not to be worked in."""
-    manifests = sorted((CARRIED / "exercises").glob("[0-9][0-9]_*/exercise.toml"))
-    return Course(CARRIED, tuple(map(read_manifest, manifests))) if manifests else None
+    return _course_in(CARRIED)
+
+
+def _course_in(root: Path) -> Course | None:
+    manifests = sorted((root / "exercises").glob("[0-9][0-9]_*/exercise.toml"))
+    return Course(root, tuple(map(read_manifest, manifests))) if manifests else None
 
 
 def read_manifest(path: Path) -> Exercise:

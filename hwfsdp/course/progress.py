@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from hwfsdp.course.manifest import Course, Exercise
 from hwfsdp.course.stations.stages import is_given
-from hwfsdp.course.submission import find_source, is_started, starter
+from hwfsdp.course.submission import find_source, is_started
 from hwfsdp.course.verdict import Grade
 from hwfsdp.errors import UsageError
 
@@ -125,11 +125,6 @@ def _file(course: Course) -> Path:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def reset(exercise: Exercise) -> Path | None:
-    """Puts the starter back. Returns where the learner's file was kept, if there was one that differs."""
-    return replace_file(exercise, starter(exercise))
 
 
 def replace_file(exercise: Exercise, fresh: str) -> Path | None:

@@ -36,6 +36,7 @@ from hwfsdp.observe.eventlog import EventLog
 
 ISSUED = ("op", "stream", "owner", "phase", "dtype", "bytes")  # what counts of an event; its times do not
 _REFERENCE = "the reference"
+_Question = tuple[Probe, int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
     exercise = course.exercise(number)
     own = find_source(exercise, course.root / "exercises")
     begun = own.text is not None and is_started(exercise, own.text)
-    asked: list[_Asked] = []
+    asked: list[tuple[Ranks, _Question]] = []
     reference = _reference(exercise)
 
     class NotedRanks(Ranks):
@@ -166,8 +167,8 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
 
         def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
             question = (probe, world_size, arguments)
-            if question not in [each.question for each in asked]:
-                asked.append(_Asked(self, question, reference))
+            if question not in [each for _, each in asked]:
+                asked.append((self, question))
             return super().run(probe, world_size, **arguments)
 
     warm_up()
@@ -177,27 +178,20 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             (folder / exercise.file_name).write_text(text)
         verdict = grade(exercise, folder, course, Options(seed=seed), new_ranks=NotedRanks)
-    path = Path(os.path.relpath(own.path))
-    return Replay(exercise, path, begun, verdict, [each.replay() for each in asked], seed)
+    runs = [_asked_again(ranks, question, reference) for ranks, question in asked]
+    return Replay(exercise, Path(os.path.relpath(own.path)), begun, verdict, runs, seed)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A question of a check, whom it asked, who remembers the answer, and who else is to be asked."""
-
-    ranks: Ranks
-    question: tuple[Probe, int, dict[str, Any]]
-    reference: Callable[..., Run] | None
-
-    def replay(self) -> Replayed:
-        probe, world_size, arguments = self.question
-        plural = "s" if world_size > 1 else ""
-        name = f"{probe.__module__.rpartition('.')[2]}.{probe.__name__} on {world_size} rank{plural}"
-        theirs = self.reference(probe, world_size, **arguments) if self.reference else None
-        try:
-            return Replayed(name, Ranks.run(self.ranks, probe, world_size, **arguments), theirs)
-        except Broken as broken:
-            return Replayed(name, None, theirs, broken)
+def _asked_again(ranks: Ranks, question: _Question, reference: Callable[..., Run] | None) -> Replayed:
+    """What ranks, who remember it, and the reference answer to a question of a check."""
+    probe, world_size, arguments = question
+    plural = "s" if world_size > 1 else ""
+    name = f"{probe.__module__.rpartition('.')[2]}.{probe.__name__} on {world_size} rank{plural}"
+    theirs = reference(probe, world_size, **arguments) if reference else None
+    try:
+        return Replayed(name, Ranks.run(ranks, probe, world_size, **arguments), theirs)
+    except Broken as broken:
+        return Replayed(name, None, theirs, broken)
 
 
 def _reference(exercise: Exercise) -> Callable[..., Run] | None:

@@ -16,7 +16,7 @@ from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.verdict import CheckResult, Finding, Grade
 
 _CODES = {"green": "32", "red": "31", "grey": "90", "bold": "1"}
-_MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}
+MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}
 _INDENT = " " * 6
 
 
@@ -125,7 +125,7 @@ def _texts(result: CheckResult) -> tuple[str, str]:
 
 
 def _check_line(result: CheckResult, widths: Sequence[int], style: Style, with_points: bool) -> str:
-    mark, color = _MARKS[result.passed]
+    mark, color = MARKS[result.passed]
     cells = [text.ljust(width) for text, width in zip(_texts(result), widths, strict=True)]
     points = f"  {result.check.points if result.passed else 0}/{result.check.points}" if with_points else ""
     line = f"  {style.paint(mark, color)} {'  '.join(cells)}{points}"

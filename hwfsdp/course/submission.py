@@ -94,8 +94,7 @@ def starter(exercise: Exercise) -> str:
         return kept.read_text()
     if exercise.is_station:
         return stage(0)
-    title = f"Exercise {exercise.number}: {exercise.title}"
-    return starters.render(exercise.holes, exercise.number, title, solved=False, calls=exercise.provided)
+    return _cut_out(exercise, solved=False)
 
 
 def solution(exercise: Exercise) -> str:
@@ -113,8 +112,12 @@ def solution(exercise: Exercise) -> str:
         )
     if exercise.is_station:
         return stage(LAST)
+    return _cut_out(exercise, solved=True)
+
+
+def _cut_out(exercise: Exercise, solved: bool) -> str:
     title = f"Exercise {exercise.number}: {exercise.title}"
-    return starters.render(exercise.holes, exercise.number, title, solved=True, calls=exercise.provided)
+    return starters.render(exercise.holes, exercise.number, title, solved=solved, calls=exercise.provided)
 
 
 def inspect(exercise: Exercise, source: Source) -> Submitted:

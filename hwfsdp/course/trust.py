@@ -23,9 +23,8 @@ import torch
 from hwfsdp.course.manifest import PACKAGE
 from hwfsdp.course.rules import CLOSED, NAMES, is_below
 
-_BESIDE_TORCH = os.path.dirname(
-    os.path.dirname(torch.__file__)
-)  # libraries may lie outside of Python's own folders
+# libraries may lie outside of Python's own folders
+_BESIDE_TORCH = os.path.dirname(os.path.dirname(torch.__file__))
 FOLDERS = (sys.prefix, sys.base_prefix, sys.exec_prefix, _BESIDE_TORCH, str(PACKAGE))
 ROOTS = (*FOLDERS, "<hwfsdp.", "<frozen ")
 FILLER = str(PACKAGE / "bodies.py")  # of a student's edition

@@ -92,18 +92,18 @@ def hand_in_tar(folder: Path, name: str, text: str, at: float, **pax: str) -> Pa
     return folder / f"{name}.tar"
 
 
+def git(folder: Path, *words: str, **environ: str) -> None:
+    """Runs git in a folder, with no settings but those there."""
+    ours = {"GIT_CONFIG_NOSYSTEM": "1", "HOME": str(folder), "PATH": os.environ["PATH"], **environ}
+    whose = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *whose, *words], cwd=folder, env=ours, check=True, capture_output=True)
+
+
 def commit(folder: Path, date: str) -> None:
     """Makes a folder a checkout of one commit, of a time as git takes it."""
-    ours = {"GIT_CONFIG_NOSYSTEM": "1", "HOME": str(folder), "PATH": os.environ["PATH"]}
-    ours |= {
-        "GIT_AUTHOR_NAME": "a",
-        "GIT_AUTHOR_EMAIL": "a@b",
-        "GIT_COMMITTER_NAME": "a",
-        "GIT_COMMITTER_EMAIL": "a@b",
-    }
-    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "x"]):
-        environ = {**ours, "GIT_COMMITTER_DATE": date}
-        subprocess.run(["git", *words], cwd=folder, env=environ, check=True, capture_output=True)
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "x", GIT_COMMITTER_DATE=date)
 
 
 def fake_worker(log: Path) -> tuple[str, ...]:

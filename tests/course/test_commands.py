@@ -123,18 +123,6 @@ def test_the_keys_of_a_verdict_are_those_that_other_programs_read(
     assert sum(check["max_points"] for check in found["checks"]) == found["max_score"]
 
 
-@pytest.mark.long
-def test_grade_adds_up_a_folder(
-    course: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("flat")
-    (folder / "strided_shards.py").write_text(solution(REPOSITORY.exercise(12)))
-    status, found = said_json(capsys, "grade", str(folder))
-    assert status == 1 and found["score"] == 4
-    assert found["max_score"] == sum(e.points for e in REPOSITORY.exercises)
-    assert [e["exercise"] for e in found["exercises"] if e["status"] != "not_started"] == ["12"]
-
-
 def test_hints_come_one_more_each_call(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = [len(said_json(capsys, "hint", "1")[1]["hints"]) for _ in range(4)]
     assert counts == [1, 2, 3, 3]

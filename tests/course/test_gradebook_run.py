@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -92,9 +92,8 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(
     assert first.name == "ada" and len(before) < 6
     journal = settings.journal
     assert journal is not None
-    journal.write_bytes(
-        journal.read_bytes() + b'{"kind": "exercise", "final": true, "na'
-    )  # killed while it wrote
+    torn = b'{"kind": "exercise", "final": true, "na'  # killed while it wrote
+    journal.write_bytes(journal.read_bytes() + torn)
     found = by_name(grade_class([handed], course, replace(settings, resume=True)))
     assert found == whole
     again = begun(log)[len(before) :]
@@ -261,9 +260,8 @@ def test_memory_does_not_grow_with_the_class(
             kept.append(tracemalloc.get_traced_memory()[0])
             assert sum(1 for _ in run.journal.results(run.names)) == count
         tracemalloc.stop()
-    grown = min(
-        kept[1] - kept[0], kept[2] - kept[1]
-    )  # in the other one, a table of Python's own may have doubled
+    # in the other one, a table of Python's own may have doubled
+    grown = min(kept[1] - kept[0], kept[2] - kept[1])
     assert grown / 40 < 2000  # bytes a submission: names and places, no results
 
 
@@ -310,61 +308,54 @@ def test_only_folders_of_our_own_are_removed(tmp_path: Path, monkeypatch: pytest
 
 # --- Times -------------------------------------------------------------------------------------------------
 
+NO_TIME = "no time that can be read"
 LATE = LatePolicy(datetime(2020, 1, 1, tzinfo=timezone.utc), parse_rule("50%/day max 50%"))
-TIMES = {  # how it is handed in → what the time is said to be
-    "a tar of 1970": lambda folder: hand_in_tar(folder, "eve", "# eve", 0),
-    "a tar of no number": lambda folder: hand_in_tar(folder, "eve", "# eve", 1_500_000_000, mtime="nan"),
-    "a tar of no end": lambda folder: hand_in_tar(folder, "eve", "# eve", 1_500_000_000, mtime="inf"),
-    "a tar of 2200": lambda folder: hand_in_tar(folder, "eve", "# eve", 7_258_118_400),
-    "a commit of 1999": lambda folder: commit(
-        hand_in(folder, "eve", first="# eve"), "1999-12-31T00:00:00 +0000"
+Times = tuple[Callable[[Path], object], str]
+TIMES: dict[str, Times] = {  # how it is handed in, and what its time is said to be
+    "a tar of 1970": (lambda path: hand_in_tar(path, "eve", "# eve", 0), "1970-01-01, before 2000"),
+    "a tar of no number": (lambda path: hand_in_tar(path, "eve", "# eve", 1, mtime="nan"), NO_TIME),
+    "a tar of no end": (lambda path: hand_in_tar(path, "eve", "# eve", 1, mtime="inf"), NO_TIME),
+    "a tar of 2200": (
+        lambda path: hand_in_tar(path, "eve", "# eve", 7_258_118_400),
+        "2200-01-01, in the future",
     ),
-    "a commit of 2099": lambda folder: commit(
-        hand_in(folder, "eve", first="# eve"), "2099-01-01T00:00:00 +0000"
-    ),
-    "a file of 1970": lambda folder: os.utime(hand_in(folder, "eve", first="# eve") / FILES["01"], (0, 0)),
+    "a commit of 1999": (lambda path: committed(path, "1999-12-31"), "1999-12-31, before 2000"),
+    "a commit of 2099": (lambda path: committed(path, "2099-01-01"), "2099-01-01, in the future"),
+    "a file of 1970": (lambda path: written(path, 0), "1970-01-01, before 2000"),
 }
 
 
-SAID = {
-    "1970": "tells 1970-01-01, before 2000",
-    "1999": "tells 1999-12-31, before 2000",
-    "2099": "tells 2099-01-01, in the future",
-    "2200": "tells 2200-01-01, in the future",
-    "no number": "tells no time that can be read",
-    "no end": "tells no time that can be read",
-}
+def committed(folder: Path, day: str) -> None:
+    commit(hand_in(folder, "eve", first="# eve"), f"{day}T00:00:00 +0000")
+
+
+def written(folder: Path, seconds: int) -> None:
+    os.utime(hand_in(folder, "eve", first="# eve") / FILES["01"], (seconds, seconds))
 
 
 @pytest.mark.parametrize("name", TIMES)
 def test_a_time_that_cannot_be_is_told_and_counts_as_that_of_grading(
     name: str, handed: Path, course: Course, settings: Settings
 ) -> None:
-    TIMES[name](handed)
+    make, said = TIMES[name]
+    make(handed)
     (found,) = grade_class([handed], course, replace(settings, times_count=True))
     (error,) = found.errors
-    assert SAID[name.rpartition(" of ")[2]] in error and "time unknown" in error and "--submitted" in error
+    assert f"tells {said}" in error and "time unknown" in error and "--submitted" in error
     assert found.submitted_by == "grading" and found.time is not None
     assert abs(found.time - datetime.now(timezone.utc)) < timedelta(hours=1)
     standing = LATE.standing(found)
     assert (standing.raw, standing.final, standing.time_unknown) == (3, 1.5, True)
 
 
-@pytest.mark.parametrize("name", TIMES)
-def test_a_time_that_is_given_goes_before_one_that_cannot_be(
-    name: str, handed: Path, course: Course, settings: Settings
+def test_a_time_that_cannot_be_is_no_error_where_another_is_given_or_none_counts(
+    handed: Path, course: Course, settings: Settings
 ) -> None:
-    TIMES[name](handed)
+    hand_in_tar(handed, "eve", "# eve", 0)
     given = {"eve": datetime(2019, 12, 31, tzinfo=timezone.utc)}
     (found,) = grade_class([handed], course, replace(settings, times_count=True, submitted=given))
     assert (found.errors, found.submitted_by) == ((), "--submitted")
     assert (LATE.standing(found).final, LATE.standing(found).time_unknown) == (3, False)
-
-
-def test_without_a_deadline_an_unknown_time_is_no_error(
-    handed: Path, course: Course, settings: Settings
-) -> None:
-    hand_in_tar(handed, "eve", "# eve", 0)
     (found,) = grade_class([handed], course, settings)
     assert (found.errors, found.submitted_by) == ((), "grading")
 
@@ -440,11 +431,8 @@ def test_inputs_from_a_secret_are_the_same_for_everyone_and_differ_by_exercise_a
     drawn = [[inputs.options(number) for number in numbers] for inputs in (one, same, other)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(drawn[0])) == len(numbers)
-    assert {world_size for _, world_size in drawn[0] + drawn[2]} == {
-        2,
-        3,
-        4,
-    }  # never 1, where nothing is sent
+    world_sizes = {world_size for _, world_size in drawn[0] + drawn[2]}
+    assert world_sizes == {2, 3, 4}  # never 1, where nothing is sent
     assert one.fingerprint == same.fingerprint != other.fingerprint
     assert "correct" not in repr(one)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from classes import FILES, FIRST, REPOSITORY, SECOND
+from classes import FILES, FIRST, REPOSITORY, SECOND, commit, git
 
 from hwfsdp import UsageError
 from hwfsdp.course.gradebook.archives import Limits, Refused, open_source
@@ -172,13 +171,18 @@ def make_zip(path: Path, files: Files, compress: int = zipfile.ZIP_DEFLATED) -> 
             archive.writestr(zipfile.ZipInfo(name, (2026, 3, 4, 5, 6, 8)), content, compress)
 
 
+def add(archive: tarfile.TarFile, name: str, content: bytes, **pax: str) -> None:
+    """One more file of a tar; `pax` goes before what its header has."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.pax_headers = len(content), 1_772_600_768, pax
+    archive.addfile(info, io.BytesIO(content))
+
+
 def make_tar(mode: str) -> Callable[[Path, Files], None]:
     def make(path: Path, files: Files) -> None:
         with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
             for name, content in files.items():
-                info = tarfile.TarInfo(name)
-                info.size, info.mtime = len(content), 1_772_600_768
-                archive.addfile(info, io.BytesIO(content))
+                add(archive, name, content)
 
     return make
 
@@ -246,9 +250,7 @@ def linked_tar(path: Path) -> None:
         link = tarfile.TarInfo(TARGET)
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-        other = tarfile.TarInfo(OTHER)
-        other.size = 5
-        archive.addfile(other, io.BytesIO(b"y = 1"))
+        add(archive, OTHER, b"y = 1")
 
 
 def linked_folder(path: Path) -> None:
@@ -297,18 +299,15 @@ def traversing_tar(path: Path) -> None:
 
 def negative_tar(path: Path) -> None:
     with tarfile.open(path, "w") as archive:
-        for name, headers in ((OTHER, {}), (TARGET, {"size": "-5"}), ("later.txt", {})):
-            info = tarfile.TarInfo(name)
-            info.size, info.pax_headers = 5, headers
-            archive.addfile(info, io.BytesIO(b"y = 1"))
+        add(archive, OTHER, b"y = 1")
+        add(archive, TARGET, b"y = 1", size="-5")
+        add(archive, "later.txt", b"y = 1")
 
 
 def backward_tar(path: Path) -> None:
     with tarfile.open(path, "w") as archive:
-        for name, headers in ((OTHER, {}), (TARGET, {"size": "-99999"})):
-            info = tarfile.TarInfo(name)
-            info.size, info.pax_headers = 5, headers
-            archive.addfile(info, io.BytesIO(b"y = 1"))
+        add(archive, OTHER, b"y = 1")
+        add(archive, TARGET, b"y = 1", size="-99999")
 
 
 def damaged_tar(path: Path) -> None:
@@ -349,84 +348,42 @@ def test_a_file_that_is_not_read_is_told_and_the_others_are_graded(
     assert not (tmp_path / TARGET).exists()
 
 
-def bomb_zip(path: Path) -> None:
-    make_zip(path, {TARGET: b"x", "zeros": b"\0" * (SMALL.unpacked - 100)})
-
-
-def bomb_tar(path: Path) -> None:
-    make_tar("w:gz")(path, {TARGET: b"x", "zeros": b"\0" * (SMALL.unpacked - 4096)})
-
-
-def large_tar(path: Path) -> None:
-    make_tar("w:gz")(path, {TARGET: b"x", "noise": os.urandom(SMALL.unpacked + 1)})
-
-
-def large_archive(path: Path) -> None:
-    make_zip(path, {TARGET: b"x", "noise": os.urandom(SMALL.archive)}, zipfile.ZIP_STORED)
-
-
-def many_in_zip(path: Path) -> None:
-    make_zip(path, {TARGET: b"x", **{f"f{index}": b"" for index in range(50)}})
-
-
-def many_in_folder(path: Path) -> None:
-    make_folder(path, {TARGET: b"x", **{f"f{index}": b"" for index in range(50)}})
-
-
-def many_in_tar(path: Path) -> None:
-    make_tar("w")(path, {TARGET: b"x", **{f"f{index}": b"" for index in range(50)}})
-
-
-def empty_file(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def rar(path: Path) -> None:
-    path.write_bytes(b"Rar!\x1a\7")
-
-
-def picture(path: Path) -> None:
-    path.write_bytes(b"\x89PNG" + os.urandom(600))
-
-
-def torn_zip(path: Path) -> None:
-    make_zip(path, {TARGET: b"x" * 500})
-    path.write_bytes(path.read_bytes()[:90])
-
-
-def torn_tar(path: Path) -> None:
-    make_tar("w:gz")(path, {TARGET: os.urandom(2000)})
-    path.write_bytes(path.read_bytes()[:900])
-
-
-def link_itself(path: Path) -> None:
-    path.symlink_to("/etc")
-
-
-ALL_BAD = {
-    bomb_zip: "times its size",
-    bomb_tar: "times its size",
-    large_tar: "when unpacked",
-    large_archive: "the limit is 1,048,576",
-    many_in_zip: "more than 40 files",
-    many_in_folder: "more than 40 files",
-    many_in_tar: "more than 40 files",
-    empty_file: "an empty file",
-    rar: "a RAR archive",
-    picture: "another kind of file",
-    torn_zip: "without its end",
-    torn_tar: "cannot be read",
-    link_itself: "a symbolic link",
+MANY = {TARGET: b"x", **{f"f{index}": b"" for index in range(50)}}
+ZEROS, NOISE = b"\0" * (SMALL.unpacked - 4096), os.urandom(SMALL.archive)
+ALL_BAD: dict[str, tuple[Callable[[Path], object], str]] = {  # how it is made, and words about it
+    "a bomb, zip": (lambda path: make_zip(path, {TARGET: b"x", "zeros": ZEROS}), "times its size"),
+    "a bomb, tar": (lambda path: make_tar("w:gz")(path, {TARGET: b"x", "zeros": ZEROS}), "times its size"),
+    "a large tar": (
+        lambda path: make_tar("w:gz")(path, {"noise": NOISE[: SMALL.unpacked + 1]}),
+        "when unpacked",
+    ),
+    "a large zip": (
+        lambda path: make_zip(path, {"noise": NOISE}, zipfile.ZIP_STORED),
+        "the limit is 1,048,576",
+    ),
+    "many, zip": (lambda path: make_zip(path, MANY), "more than 40 files"),
+    "many, folder": (lambda path: make_folder(path, MANY), "more than 40 files"),
+    "many, tar": (lambda path: make_tar("w")(path, MANY), "more than 40 files"),
+    "an empty file": (lambda path: path.write_bytes(b""), "an empty file"),
+    "a RAR archive": (lambda path: path.write_bytes(b"Rar!\x1a\7"), "a RAR archive"),
+    "a picture": (lambda path: path.write_bytes(b"\x89PNG" + NOISE[:600]), "another kind of file"),
+    "a torn zip": (lambda path: torn(make_zip, path, 90), "without its end"),
+    "a torn tar": (lambda path: torn(make_tar("w:gz"), path, 900), "cannot be read"),
+    "a link": (lambda path: path.symlink_to("/etc"), "a symbolic link"),
 }
 
 
-@pytest.mark.parametrize("make", ALL_BAD, ids=lambda make: make.__name__)
-def test_what_cannot_be_read_at_all_is_told_and_nothing_is_written(
-    make: Callable[[Path], None], tmp_path: Path
-) -> None:
+def torn(make: Callable[[Path, Files], None], path: Path, size: int) -> None:
+    make(path, {TARGET: NOISE[:2000]})
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("name", ALL_BAD)
+def test_what_cannot_be_read_at_all_is_told_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+    make, words = ALL_BAD[name]
     make(tmp_path / "in")
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES, limits=SMALL)
-    assert len(collected.errors) == 1 and ALL_BAD[make] in collected.errors[0], collected.errors
+    assert len(collected.errors) == 1 and words in collected.errors[0], collected.errors
     assert not collected.digests and not (tmp_path / "out").exists()
 
 
@@ -470,10 +427,8 @@ def test_a_file_without_anything_in_it_is_noted(content: bytes, tmp_path: Path) 
 
 def test_one_entry_of_a_tar_without_a_time_leaves_it_unknown(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "in", "w") as archive:
-        for name, headers in ((TARGET, {"mtime": "nan"}), (OTHER, {"mtime": "1700000000"})):
-            info = tarfile.TarInfo(name)
-            info.pax_headers = headers
-            archive.addfile(info)
+        add(archive, TARGET, b"", mtime="nan")
+        add(archive, OTHER, b"", mtime="1700000000")
     collected = collect(Handed("a", tmp_path / "in"), tmp_path / "out", EXERCISES)
     assert (collected.submitted, collected.submitted_by) == (None, "archive")
 
@@ -533,26 +488,13 @@ def test_the_file_of_stations_is_started_as_soon_as_it_differs_from_what_was_giv
 # --- Checkouts ---------------------------------------------------------------------------------------------
 
 
-def git(folder: Path, *words: str, **environ: str) -> None:
-    ours = {
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "HOME": str(folder),
-        "GIT_AUTHOR_NAME": "a",
-        "GIT_COMMITTER_NAME": "a",
-    }
-    ours |= {"GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_EMAIL": "a@b", "PATH": os.environ["PATH"], **environ}
-    subprocess.run(["git", *words], cwd=folder, env=ours, check=True, capture_output=True)
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["loose", "packed"])
 def test_the_time_of_a_checkout_is_its_commit_and_its_settings_run_nothing(
     packed: bool, tmp_path: Path
 ) -> None:
     folder, trap = tmp_path / "alice", tmp_path / "trap"
     make_folder(folder, {TARGET: b"x = 1"})
-    git(folder, "init", "-q")
-    git(folder, "add", ".")
-    git(folder, "commit", "-qm", "x", GIT_COMMITTER_DATE="2026-11-30T23:00:00 +0100")
+    commit(folder, "2026-11-30T23:00:00 +0100")
     if packed:
         git(folder, "gc", "-q")
     program = tmp_path / "program"

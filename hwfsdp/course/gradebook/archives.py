@@ -21,7 +21,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone, tzinfo
@@ -32,11 +32,17 @@ from hwfsdp.course.gradebook.layout import is_junk
 from hwfsdp.course.submission import LARGEST
 
 SUFFIXES = (".tar.gz", ".tar.bz2", ".tar.xz", ".tgz", ".tar", ".zip")
+Opener = Callable[[Any], Any]
+# what a packed tar begins with
+PACKED: dict[bytes, Opener] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 OTHERS = {b"Rar!": "a RAR archive", b"7z\xbc\xaf": "a 7z archive", b"%PDF": "a PDF file"}
 BROKEN = (  # what readers of archives raise
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError),
     *(NotImplementedError, RuntimeError, ValueError, OverflowError, MemoryError),
 )
+
+
+LINK = "a symbolic link, which is not followed"
 
 
 class Refused(Exception):
@@ -68,15 +74,16 @@ class Source:
 
     Attributes:
         paths: relative, with `/`: None, or why this one cannot be read.
-        problems: what is wrong besides. newest: when the newest file was written; None if unknown.
-        naive: `newest` is a wall clock's, of no known place.
+        problems: what is wrong besides. newest: when the newest file of an archive was written; None if unknown.
+        told_by: whose word the time is.
     """
+
+    told_by = "archive"
 
     limits: Limits
     paths: dict[str, str | None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     newest: datetime | None = None
-    naive: bool = False
 
     def read(self, path: str) -> bytes:
         """The bytes of one path.
@@ -90,13 +97,17 @@ class Source:
         try:
             content = self._read(path)
         except BROKEN as error:
-            raise Refused(f"cannot be read: {str(error) or type(error).__name__}") from None
+            raise Refused(f"cannot be read: {_said(error)}") from None
         if len(content) > self.limits.file:
             raise Refused(f"more than {self.limits.file:,} bytes")
         return content
 
     def _read(self, path: str) -> bytes:
         raise NotImplementedError
+
+    def written(self, chosen: Iterable[str]) -> datetime | None:
+        """When it was handed in, as far as files tell: the newest in an archive, or the newest chosen one in a folder."""
+        return self.newest
 
     def add(self, path: str, reason: str | None) -> None:
         """One more path, unless its name leads out of the submission.
@@ -106,14 +117,18 @@ class Source:
         """
         if len(self.paths) >= self.limits.files:
             raise Refused(f"more than {self.limits.files:,} files")
-        clean = path.replace("\\", "/")
-        parts = [part for part in clean.split("/") if part not in ("", ".")]
-        if clean.startswith("/") or ".." in parts or clean[1:2] == ":" or "\0" in clean:
+        clean, slashed = _clean(path), path.replace("\\", "/")
+        if slashed.startswith("/") or ".." in clean.split("/") or path[1:2] == ":" or "\0" in path:
             self.problems.append(f"{path!r} leads out of the submission; it was left out")
-        elif "/".join(parts) in self.paths:
-            self.paths["/".join(parts)] = "there are two files of this name in the archive"
-        elif parts:
-            self.paths["/".join(parts)] = reason
+        elif clean in self.paths:
+            self.paths[clean] = "there are two files of this name in the archive"
+        elif clean:
+            self.paths[clean] = reason
+
+
+def _clean(path: str) -> str:
+    """A path in an archive as `Source.paths` has it."""
+    return "/".join(part for part in path.replace("\\", "/").split("/") if part not in ("", "."))
 
 
 @contextmanager
@@ -136,7 +151,7 @@ def open_source(path: Path, zone: tzinfo = timezone.utc, limits: Limits = Limits
 
 def _open(path: Path, stack: ExitStack, zone: tzinfo, limits: Limits) -> Source:
     if path.is_symlink():
-        raise Refused("a symbolic link, which is not followed")
+        raise Refused(LINK)
     if path.is_dir():
         return _Folder(path, limits)
     if not path.is_file():
@@ -158,8 +173,9 @@ def _archive(file: IO[bytes], zone: tzinfo, limits: Limits) -> Source:
         raise Refused(f"an archive of {size:,} bytes; the limit is {limits.archive:,}")
     if magic.startswith((b"PK\3\4", b"PK\5\6")):
         return _Zip(file, size, zone, limits)
-    if magic.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0")) or magic[257:262] == b"ustar":
-        return _Tar(file, size, magic, limits)
+    unpack = next((unpack for start, unpack in PACKED.items() if magic.startswith(start)), None)
+    if unpack or magic[257:262] == b"ustar":
+        return _Tar(unpack(file) if unpack else file, size, limits)
     what = next((said for start, said in OTHERS.items() if magic.startswith(start)), "another kind of file")
     raise Refused(f"{what}; expected a folder, a zip or a tar archive")
 
@@ -175,59 +191,53 @@ def _check_sizes(total: int, packed: int, limits: Limits) -> None:
 class _Folder(Source):
     """A folder. Links in it are listed, with the reason why they are not read."""
 
+    told_by = "file"
+
     def __init__(self, root: Path, limits: Limits) -> None:
         super().__init__(limits)
-        self.root, self.seen = root, 0
-        self._walk(root, ())
-
-    def _walk(self, folder: Path, above: tuple[str, ...]) -> None:
-        if len(above) > self.limits.depth:
-            self.problems.append(f"{'/'.join(above)!r} lies too deep; it was left out")
-            return
-        try:
-            with os.scandir(folder) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-        except OSError as error:
-            self.problems.append(f"{'/'.join(above) or '.'!r} cannot be read: {_said(error)}")
-            return
-        for entry in found:
-            self.seen += 1
-            if self.seen > self.limits.files:
-                raise Refused(f"more than {self.limits.files:,} files")
-            if is_junk(entry.name):
+        self.root, seen = root, 0
+        for folder, folders, names in os.walk(root, onerror=self._note_unreadable):
+            above = Path(folder).relative_to(root)
+            seen += len(folders) + len(names)
+            if seen > limits.files:
+                raise Refused(f"more than {limits.files:,} files")
+            folders[:] = sorted(name for name in folders if not is_junk(name))
+            if len(above.parts) > limits.depth:
+                self.problems.append(f"{above.as_posix()!r} lies too deep; it was left out")
+                folders.clear()
                 continue
-            if entry.is_symlink():
-                self._link(entry.name, above)
-            elif entry.is_dir(follow_symlinks=False):
-                self._walk(Path(entry.path), (*above, entry.name))
-            else:
-                regular = entry.is_file(follow_symlinks=False)
-                self.paths["/".join((*above, entry.name))] = None if regular else "no plain file"
+            for name in (*folders, *sorted(name for name in names if not is_junk(name))):
+                self._note(above / name, is_folder=name in folders)
 
-    def _link(self, name: str, above: tuple[str, ...]) -> None:
-        path = "/".join((*above, name))
-        self.paths[path] = "a symbolic link, which is not followed"
-        if (self.root / path).is_dir():
-            self.problems.append(f"{path!r} is a symbolic link, which is not followed")
+    def _note(self, path: Path, is_folder: bool) -> None:
+        mode = (self.root / path).lstat().st_mode
+        if stat.S_ISLNK(mode):
+            self.paths[path.as_posix()] = LINK
+            if is_folder:
+                self.problems.append(f"{path.as_posix()!r} is {LINK}")
+        elif not is_folder:
+            self.paths[path.as_posix()] = None if stat.S_ISREG(mode) else "no plain file"
+
+    def _note_unreadable(self, error: OSError) -> None:
+        path = Path(error.filename).relative_to(self.root).as_posix()
+        self.problems.append(f"{path!r} cannot be read: {_said(error)}")
 
     def _read(self, path: str) -> bytes:
         number = os.open(self.root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(number, "rb") as file:
-            about = os.fstat(number)
-            if not stat.S_ISREG(about.st_mode):
+            if not stat.S_ISREG(os.fstat(number).st_mode):
                 raise Refused("no plain file")
             return file.read(self.limits.file + 1)
 
-    def written(self, path: str) -> datetime | None:
-        """When a file was last written; None if that is a time that no calendar has."""
-        return _instant((self.root / path).lstat().st_mtime)
+    def written(self, chosen: Iterable[str]) -> datetime | None:
+        return _newest((self.root / path).lstat().st_mtime for path in chosen if self.paths[path] is None)
 
 
 class _Zip(Source):
     """A zip. What it says of sizes is checked here; `read` counts bytes all the same."""
 
     def __init__(self, file: IO[bytes], size: int, zone: tzinfo, limits: Limits) -> None:
-        super().__init__(limits, naive=True)
+        super().__init__(limits)
         if _directory_bytes(file, size) > 512 * limits.files:
             raise Refused(f"more than {limits.files:,} files")
         self.archive = zipfile.ZipFile(file)
@@ -235,9 +245,8 @@ class _Zip(Source):
         infos = [info for info in self.archive.infolist() if not info.is_dir()]
         for info in infos:
             self.add(info.filename, _why_not(info))
-            parts = [part for part in info.filename.replace("\\", "/").split("/") if part not in ("", ".")]
-            self.entries["/".join(parts)] = info
-        _check_sizes(sum(info.file_size for info in infos), max(1, size), limits)
+            self.entries[_clean(info.filename)] = info
+        _check_sizes(sum(info.file_size for info in infos), size, limits)
         self.newest = max((_entry_time(info, zone) for info in infos), default=None)
 
     def _read(self, path: str) -> bytes:
@@ -250,7 +259,7 @@ def _why_not(info: zipfile.ZipInfo) -> str | None:
         return "encrypted"
     kind = stat.S_IFMT(info.external_attr >> 16)
     if kind == stat.S_IFLNK:
-        return "a symbolic link, which is not followed"
+        return LINK
     return None if kind in (0, stat.S_IFREG) else "no plain file"
 
 
@@ -279,42 +288,33 @@ def _directory_bytes(file: IO[bytes], size: int) -> int:
 class _Tar(Source):
     """A tar archive, packed or not, read from its begin to its end each time."""
 
-    def __init__(self, file: IO[bytes], size: int, magic: bytes, limits: Limits) -> None:
+    def __init__(self, unpacked: Any, size: int, limits: Limits) -> None:
         super().__init__(limits)
-        self.file, self.size, self.magic = file, size, magic
-        times: list[datetime | None] = []
+        self.unpacked, self.size = unpacked, size
+        times: list[float] = []
         last = ""
         try:
             for member, _ in self._members():
                 last = member.name
                 if not member.isdir():
                     self.add(member.name, _why_not_of_tar(member))
-                    times.append(_instant(float(member.mtime)))
+                    times.append(float(member.mtime))
         except _Torn as torn:
             if torn.name:
                 self.add(torn.name, torn.reason)
             self.problems.append(f"the archive is damaged after {last!r}; what follows was not read")
-        known = [at for at in times if at is not None]
-        self.newest = max(known, default=None) if len(known) == len(times) else None
+        self.newest = _newest(times)
 
     def _members(self) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
-        self.file.seek(0)
-        unpacked: Any = self.file
-        if self.magic.startswith(b"\x1f\x8b"):
-            unpacked = gzip.GzipFile(fileobj=self.file)
-        elif self.magic.startswith(b"BZh"):
-            unpacked = bz2.BZ2File(self.file)
-        elif self.magic.startswith(b"\xfd7zXZ\0"):
-            unpacked = lzma.LZMAFile(self.file)
-        counted = _Counted(unpacked, self.size, self.limits)
+        self.unpacked.seek(0)
+        counted = _Counted(self.unpacked, self.size, self.limits)
         with tarfile.open(fileobj=counted, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
             for member in archive:
                 yield member, archive
 
     def _read(self, path: str) -> bytes:
         for member, archive in self._members():
-            parts = [part for part in member.name.replace("\\", "/").split("/") if part not in ("", ".")]
-            if "/".join(parts) == path and member.isreg():
+            if _clean(member.name) == path and member.isreg():
                 file = archive.extractfile(member)
                 return file.read(self.limits.file + 1) if file else b""
         raise Refused("no longer in the archive")
@@ -326,10 +326,11 @@ def _why_not_of_tar(member: tarfile.TarInfo) -> str | None:
     return None if member.isreg() else "no plain file"
 
 
-def _instant(seconds: float) -> datetime | None:
-    """A time in seconds since 1970; None if there is none like that: not a number, or out of all bounds."""
+def _newest(times: Iterable[float]) -> datetime | None:
+    """The last of these times, in seconds since 1970; None if one is none: not a number, or out of all bounds."""
+    begin = datetime(1970, 1, 1, tzinfo=timezone.utc)
     try:
-        return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=seconds)
+        return max((begin + timedelta(seconds=seconds) for seconds in times), default=None)
     except (ValueError, OverflowError):
         return None
 

@@ -74,27 +74,24 @@ def verdict(exercise: Data, check: Data) -> str:
 
 
 def evidence(exercise: Data, check: Data) -> list[str]:
-    """Why a check does not count, in lines that any terminal or page can show; none for one that does."""
+    """Why a check does not count, in lines that any terminal can show; none for one that does."""
     found = verdict(exercise, check)
     if found == "passed":
         return []
     if found == "void":
         return ["It holds, but nothing of this exercise counts before what failed is gone."]
-    lines: list[str] = []
-    misconception = MISCONCEPTIONS.get(check["misconception"] or "")
-    if misconception:
-        lines.append(f"{check['misconception']}: {misconception.sentence}")
-    if check["message"]:
-        lines += str(check["message"])[:LONGEST].splitlines()
-    if check["expected"] is not None:
-        lines.append(f"expected  {str(check['expected'])[:LONGEST]}")
-    if check["actual"] is not None:
-        lines.append(f"got       {str(check['actual'])[:LONGEST]}")
-    if misconception:
-        lines.append(f"→ {question_of(check['id'], check['misconception'])}")
-    if not lines:
-        lines = [_unrun(exercise, check)]
-    return [printable(line) for text in lines for line in text.splitlines()]
+    lines = told(check)
+    if (name := check["misconception"]) in MISCONCEPTIONS:
+        lines = [f"{name}: {MISCONCEPTIONS[name].sentence}", *lines, f"→ {question_of(check['id'], name)}"]
+    return lines or [_unrun(exercise, check)]
+
+
+def told(check: Data) -> list[str]:
+    """What a check found: message, expected and actual. A check of an extra may have none of them."""
+    found = [("", check.get("message") or None), ("expected  ", check.get("expected"))]
+    found.append(("got       ", check.get("actual")))
+    texts = [f"{label}{str(value)[:LONGEST]}" for label, value in found if value is not None]
+    return [printable(line) for text in texts for line in text.splitlines()]
 
 
 def _unrun(exercise: Data, check: Data) -> str:

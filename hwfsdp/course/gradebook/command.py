@@ -25,7 +25,6 @@ from hwfsdp.course.gradebook.formats import (
     FORMATS,
     check_form,
     file_name,
-    first_results,
     pieces,
     try_writing,
     write,
@@ -33,11 +32,13 @@ from hwfsdp.course.gradebook.formats import (
 )
 from hwfsdp.course.gradebook.formats.github import announce
 from hwfsdp.course.gradebook.grading import NOT_GRADED, ClassRun, Settings
-from hwfsdp.course.gradebook.html_student import render_student
+from hwfsdp.course.gradebook.html_pages import render_student
 from hwfsdp.course.gradebook.late import LatePolicy
 from hwfsdp.course.gradebook.progress_bar import ProgressBar
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.manifest import find_course
+from hwfsdp.course.refusals import refused
+from hwfsdp.course.report import MARKS, Style
 from hwfsdp.errors import UsageError
 
 
@@ -73,22 +74,13 @@ class Output:
         """Raises UsageError if the results of so many submissions cannot be written so."""
         if self.format is not None:
             check_form(self.format, count, self.folder)
+        expected, remedy = "a place that can be written", "Give another one; nothing has been graded."
         if self.out is not None:
-            _check_place("--out", self.out, self.out / "_" if self.folder else self.out)
+            with refused(f"--out {self.out}", expected, remedy):
+                try_writing(self.out / "_" if self.folder else self.out)
         if self.reports is not None:
-            _check_place("--reports", self.reports, self.reports / "_")
-
-
-def _check_place(option: str, named: Path, path: Path) -> None:
-    try:
-        try_writing(path)
-    except OSError as error:
-        raise UsageError(
-            f"{option} {named}",
-            expected="a place that can be written",
-            got=error.strerror or type(error).__name__,
-            remedy="Give another one; nothing has been graded.",
-        ) from None
+            with refused(f"--reports {self.reports}", expected, remedy):
+                try_writing(self.reports / "_")
 
 
 def output(name: str | None, out: str | None, reports: Path | None) -> Output:
@@ -204,7 +196,7 @@ def _complain(result: Result) -> None:
 
 def _refuse_nothing(book: Gradebook, path: Path) -> None:
     """Complains of the only submission; raises UsageError if nothing in it could be graded."""
-    (result,) = first_results(book, 1)
+    (result,) = book.results()
     begun = result.extra or any(exercise["status"] != "not_started" for exercise in result.exercises)
     if result.errors and not begun and not any(NOT_GRADED in error for error in result.errors):
         first = book.course.exercises[0]
@@ -248,7 +240,7 @@ def _status(book: Gradebook, plain: bool) -> int:
 
 def _print_json(book: Gradebook, single: bool) -> None:
     if single:
-        (result,) = first_results(book, 1)
+        (result,) = book.results()
         print(json.dumps({**result.as_dict(), "limits": list(book.limits)}, indent=2))
     else:
         sys.stdout.writelines(pieces(book, "json"))
@@ -256,19 +248,11 @@ def _print_json(book: Gradebook, single: bool) -> None:
 
 def _lines(book: Gradebook) -> list[str]:
     """One submission: a line for each exercise."""
-    from hwfsdp.course.report import Style
-
-    (result,) = first_results(book, 1)
+    (result,) = book.results()
     style, lines = Style(), []
-    marks = {
-        "passed": ("✓", "green"),
-        "failed": ("✗", "red"),
-        "error": ("✗", "red"),
-        "not_started": ("–", "grey"),
-    }
     width = max(len(exercise.title) for exercise in book.course.exercises)
     for found in result.exercises:
-        mark, color = marks[found["status"]]
+        mark, color = MARKS[{"passed": True, "not_started": None}.get(found["status"], False)]
         first = next((check["misconception"] for check in found["checks"] if check["misconception"]), None)
         why = first or ("not started" if found["status"] == "not_started" else "")
         title = book.exercise(found["exercise"]).title

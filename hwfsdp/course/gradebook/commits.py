@@ -11,13 +11,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 
 SECONDS = 20.0
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 NEVER = datetime(1970, 1, 1, tzinfo=timezone.utc)  # stands for a time that no calendar has
-_COMMITTER = re.compile(rb"^committer .*> (-?\d{1,20}) ([+-])(\d\d)(\d\d)$", re.MULTILINE)
 
 
 def commit_time(folder: Path) -> datetime | None:
@@ -32,17 +31,10 @@ def commit_time(folder: Path) -> datetime | None:
     if commit is None:
         return None
     try:
-        text = _object(repository, commit)
+        return datetime.fromisoformat(_committed(repository, commit))
     except (OSError, subprocess.SubprocessError):
         return None
-    found = _COMMITTER.search(text.partition(b"\n\n")[0])
-    if found is None:
-        return NEVER
-    seconds, sign, hours, minutes = found.groups()
-    try:
-        offset = timedelta(hours=int(hours), minutes=int(minutes)) * (-1 if sign == b"-" else 1)
-        return datetime.fromtimestamp(int(seconds), timezone(offset))
-    except (ValueError, OverflowError, OSError):
+    except ValueError:
         return NEVER
 
 
@@ -78,20 +70,20 @@ def _packed(repository: Path, name: str) -> str:
         return ""
 
 
-def _object(repository: Path, commit: str) -> bytes:
+def _committed(repository: Path, commit: str) -> str:
+    """The committer's time in ISO 8601, or whatever git makes of one that is none."""
     with tempfile.TemporaryDirectory(prefix="hwfsdp-git-") as folder:
         ours = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"}
         ours |= {"GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
-        call = ["git", "--git-dir", str(Path(folder) / "empty")]
-        subprocess.run(
-            [*call, "init", "-q", "--bare"], env=ours, check=True, timeout=SECONDS, capture_output=True
-        )
         theirs = {**ours, "GIT_OBJECT_DIRECTORY": str((repository / "objects").absolute())}
-        done = subprocess.run(
-            [*call, "cat-file", "commit", commit],
-            env=theirs,
-            check=True,
-            timeout=SECONDS,
-            capture_output=True,
-        )
-    return done.stdout
+        said = ""
+        for words, environ in (
+            (["init", "-q", "--bare"], ours),
+            (["show", "-s", "--format=%cI", f"{commit}^{{commit}}"], theirs),
+        ):
+            call = ["git", "--git-dir", str(Path(folder) / "empty"), *words]
+            done = subprocess.run(
+                call, env=environ, check=True, timeout=SECONDS, capture_output=True, text=True
+            )
+            said = done.stdout
+    return said.strip()

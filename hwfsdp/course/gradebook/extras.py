@@ -6,11 +6,11 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from hwfsdp.course.grade import Options
+from hwfsdp.course.gradebook.layout import EXTRAS
 from hwfsdp.course.manifest import Course
 from hwfsdp.course.verdict import OnCheck
 
@@ -18,33 +18,24 @@ if TYPE_CHECKING:
     from hwfsdp.course.capstone.grading import HomeworkGrade
     from hwfsdp.course.lab.grading import LabGrade
 
-Extra: TypeAlias = "HomeworkGrade | LabGrade"
-
-
-def _capstone(folder: Path, course: Course, options: Options, on_check: OnCheck) -> Extra:
-    from hwfsdp.course.capstone.grading import grade_capstone
-
-    return grade_capstone(folder, course, options, on_check)
-
-
-def _lab(folder: Path, course: Course, options: Options, on_check: OnCheck) -> Extra:
-    from hwfsdp.course.lab.grading import grade_lab
-
-    return grade_lab(folder, course)
-
-
-EXTRAS: dict[str, Callable[[Path, Course, Options, OnCheck], Extra]] = {"capstone": _capstone, "lab": _lab}
-
 
 def available(course: Course) -> list[str]:
     """The names of those that this course has."""
     return [name for name in EXTRAS if (course.root / "exercises" / name).is_dir()]
 
 
-def grade_extra(name: str, folder: Path, course: Course, options: Options, on_check: OnCheck) -> Extra:
+def grade_extra(
+    name: str, folder: Path, course: Course, options: Options, on_check: OnCheck
+) -> HomeworkGrade | LabGrade:
     """What one of them came to, in the folder of a submission.
 
     Raises:
         Exception: whatever its grader raises.
     """
-    return EXTRAS[name](folder, course, options, on_check)
+    if name == "lab":
+        from hwfsdp.course.lab.grading import grade_lab
+
+        return grade_lab(folder, course)
+    from hwfsdp.course.capstone.grading import grade_capstone
+
+    return grade_capstone(folder, course, options, on_check)

@@ -116,9 +116,10 @@ class ClassRun:
         self.submitted = match_times(settings.submitted, self.handed)
         self.version = course_version(course)
         self.extras = extras.available(course)
+        self.targets = {e.number: e.target for e in course.exercises} | dict(zip(self.extras, self.extras))
         self._hidden = secret_inputs(settings.secret) if settings.secret is not None else None
         self._pending: dict[str, _Pending] = {}
-        self._ready: deque[Result] = deque()
+        self._ready: deque[str] = deque()
         self._again: list[Order] = []
         self._done = self._graded = 0
 
@@ -153,70 +154,51 @@ class ClassRun:
         settings = self.settings
         until = time.monotonic() + settings.time_limit if settings.time_limit else None
         with Pool(self.course.root, self._on_check, until, list(settings.worker)) as pool:
-            yield from self._run(pool, self._orders(), settings.jobs, again=False)
-            alone = [order._replace(message={**order.message, "repeat": True}) for order in self._again]
-            self._again = []
-            yield from self._run(pool, iter(alone), 1, again=True)
+            for orders, size in ((self._orders(), settings.jobs), (iter(self._again), 1)):
+                for order, outcome in pool.run(orders, size):
+                    self._note(order, outcome)
+                    yield from self._finished()
+        yield from self._finished()
 
-    def _run(self, pool: Pool, orders: Iterator[Order | None], size: int, again: bool) -> Iterator[Result]:
-        for ended in pool.run(orders, size):
-            if ended is not None:
-                self._note(*ended, again=again)
-            while self._ready:
-                self._done += 1
-                result = self._ready.popleft()
-                self._tell(result.name)
-                yield result
+    def _finished(self) -> Iterator[Result]:
+        while self._ready:
+            self._done += 1
+            name = self._ready.popleft()
+            self._tell(name)
+            yield from self.journal.results([name])
 
-    def _orders(self) -> Iterator[Order | None]:
-        """What is to be graded; None after a submission of which nothing is."""
+    def _orders(self) -> Iterator[Order]:
+        """What is to be graded, one submission after the other."""
+        settings = self.settings
         for index, handed in enumerate(self.handed):
             self._tell(handed.name)
-            pending = self._collect(handed, self.folder / str(index))
-            self._pending[handed.name] = pending
-            orders = [
-                order for exercise in self.course.exercises if (order := self._order(pending, exercise))
-            ]
-            orders += [order for name in self.extras if (order := self._extra_order(pending, name))]
+            folder = self.folder / str(index)
+            folder.mkdir()
+            collected = collect(handed, folder, self.course.exercises, settings.zone, settings.limits)
+            pending = self._pending[handed.name] = _Pending(handed, collected)
+            orders = [order for what in self.targets if (order := self._order(pending, what))]
             pending.waiting = {order.what for order in orders}
-            yield from orders
             if not orders:
                 self._finish(pending)
-                yield None
+            yield from orders
 
-    def _collect(self, handed: Handed, folder: Path) -> _Pending:
-        folder.mkdir()
-        collected = collect(handed, folder, self.course.exercises, self.settings.zone, self.settings.limits)
-        return _Pending(handed, collected)
-
-    def _order(self, pending: _Pending, exercise: Exercise) -> Order | None:
-        """What a worker has to do for an exercise; None if there is nothing to do."""
-        collected, number = pending.collected, exercise.number
-        if exercise.target in collected.problems:
-            pending.graded[number] = unreadable(exercise, collected.problems[exercise.target])
-        elif exercise.target not in collected.digests:
-            pending.graded[number] = Grade(exercise, _unrun(exercise)).as_dict()
-        elif (known := self.journal.known(self._key(pending, number))) is not None:
-            pending.graded[number] = known
-        else:
-            return self._ordered(pending, number)
-        return None
-
-    def _extra_order(self, pending: _Pending, name: str) -> Order | None:
-        if name not in pending.collected.digests or name in pending.collected.problems:
+    def _order(self, pending: _Pending, what: str) -> Order | None:
+        """What a worker has to do for an exercise or an extra; None if there is nothing to do."""
+        collected, target = pending.collected, self.targets[what]
+        problem = collected.problems.get(target)
+        if problem is not None or target not in collected.digests:
+            if what not in self.extras:
+                pending.graded[what] = without_file(self.course.exercise(what), problem)
             return None
-        if (known := self.journal.known(self._key(pending, name))) is not None:
-            pending.extra[name] = known["found"]
+        if (known := self.journal.known(self._key(pending, what))) is not None:
+            pending.graded[what] = known
             return None
-        return self._ordered(pending, name)
-
-    def _ordered(self, pending: _Pending, what: str) -> Order:
         is_station = what not in self.extras and self.course.exercise(what).is_station
         # one seed for all stations: what ranks report for one, they need not report again for another
         seed, world_size = self.inputs.options("stations" if is_station else what)
         message = {
             "what": what,
-            "folder": str(pending.collected.folder),
+            "folder": str(collected.folder),
             "seed": seed,
             "world_size": world_size,
             "mine": self.settings.mine and not is_station,
@@ -227,14 +209,10 @@ class ClassRun:
 
     def _key(self, pending: _Pending, what: str) -> Key:
         """Of what is graded: the files, the course, the inputs."""
-        digests = pending.collected.digests
-        if what in self.extras:
-            files = [digests[what]]
-        else:
-            numbers = [
-                e for e in self.course.exercises if e.number == what or e.number < what and self.settings.mine
-            ]
-            files = [digests[target] for e in reversed(numbers) if (target := e.target) in digests]
+        targets = [self.targets[what]]
+        if self.settings.mine and what not in self.extras:
+            targets += [exercise.target for exercise in self.course.exercises if exercise.number < what]
+        files = [pending.collected.digests.get(target) for target in targets]
         how = [self.version, self.inputs.fingerprint, self.settings.run_seconds]
         content = hashlib.sha256(json.dumps([files, how]).encode()).hexdigest()
         return Key(pending.handed.name, what, content)
@@ -242,49 +220,35 @@ class ClassRun:
     def _on_check(self, order: Order, check: Data) -> None:
         self.journal.check(order.name, order.what, check)
 
-    def _note(self, order: Order, outcome: Outcome, again: bool) -> None:
+    def _note(self, order: Order, outcome: Outcome) -> None:
         """Takes what became of an order into the submission, or has it repeated."""
-        pending = self._pending[order.name]
-        if not again and (outcome.died or outcome.provisional):
-            if outcome.graded is not None and order.what not in self.extras:
-                self.journal.exercise(self._key(pending, order.what), outcome.graded, final=False)
-            self._again.append(order)
+        pending, what = self._pending[order.name], order.what
+        is_repeated = not order.again and (outcome.died or outcome.provisional)
+        if outcome.graded is not None:
+            self.journal.exercise(self._key(pending, what), outcome.graded, final=not is_repeated)
+        if is_repeated:
+            self._again.append(order._replace(message={**order.message, "repeat": True}, again=True))
             return
         self._graded += 1
         self._tell(order.name)
-        if order.what in self.extras:
-            self._note_extra(pending, order.what, outcome)
+        if outcome.graded is not None:
+            pending.graded[what] = outcome.graded
+        elif what in self.extras:
+            pending.collected.errors.append(f"{what} {NOT_GRADED}: {outcome.failed}")
         else:
-            self._note_exercise(pending, order.what, outcome)
-        pending.waiting.discard(order.what)
+            pending.collected.errors.append(f"exercise {what} {NOT_GRADED}: {outcome.failed}")
+            pending.graded[what] = not_graded(self.course.exercise(what), outcome.failed)
+        pending.waiting.discard(what)
         if not pending.waiting:
             self._finish(pending)
 
-    def _note_exercise(self, pending: _Pending, number: str, outcome: Outcome) -> None:
-        exercise = self.course.exercise(number)
-        if outcome.graded is not None:
-            pending.graded[number] = outcome.graded
-            self.journal.exercise(self._key(pending, number), outcome.graded, final=True)
-            return
-        pending.graded[number] = not_graded(exercise, outcome.failed)
-        pending.collected.errors.append(f"exercise {number} {NOT_GRADED}: {outcome.failed}")
-
-    def _note_extra(self, pending: _Pending, name: str, outcome: Outcome) -> None:
-        if outcome.graded is None:
-            pending.collected.errors.append(f"{name} {NOT_GRADED}: {outcome.failed}")
-            return
-        pending.extra[name] = outcome.graded
-        self.journal.exercise(
-            self._key(pending, name), {"exercise": name, "found": outcome.graded}, final=True
-        )
-
     def _finish(self, pending: _Pending) -> None:
-        collected = pending.collected
+        collected, graded = pending.collected, pending.graded
         at, submitted_by = self._time(pending)
         result = Result(
             pending.handed.name,
-            tuple(pending.graded[exercise.number] for exercise in self.course.exercises),
-            pending.extra,
+            tuple(graded[exercise.number] for exercise in self.course.exercises),
+            {name: graded[name] for name in self.extras if name in graded},
             tuple(printable(error) for error in collected.errors),
             tuple(printable(note) for note in collected.notes),
             at.isoformat(),
@@ -293,8 +257,8 @@ class ClassRun:
         )
         self.journal.submission(result)
         shutil.rmtree(collected.folder, ignore_errors=True)
-        del self._pending[pending.handed.name]
-        self._ready.append(result)
+        del self._pending[result.name]
+        self._ready.append(result.name)
 
     def _time(self, pending: _Pending) -> tuple[datetime, str]:
         """When it was handed in and who says so (late, Note [Whose word a time is])."""
@@ -318,17 +282,21 @@ class ClassRun:
 
 @dataclass
 class _Pending:
-    """A submission that is being graded: what is known of it, and what is not yet."""
+    """A submission that is being graded: what was graded, exercises and extras, and what is waited for."""
 
     handed: Handed
     collected: Collected
     graded: dict[str, Data] = field(default_factory=dict)
-    extra: dict[str, Data] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
 
 
 def _unrun(exercise: Exercise) -> list[CheckResult]:
     return [CheckResult(check) for check in checks_of(exercise)]
+
+
+def without_file(exercise: Exercise, problem: str | None) -> Data:
+    """An exercise whose file is not there, or cannot be read."""
+    return unreadable(exercise, problem) if problem else Grade(exercise, _unrun(exercise)).as_dict()
 
 
 def unreadable(exercise: Exercise, reason: str) -> Data:
@@ -351,6 +319,5 @@ def course_version(course: Course) -> str:
     digest = hashlib.sha256()
     manifests = [exercise.folder / "exercise.toml" for exercise in course.exercises]
     for path in [*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.rglob("*.toml")), *manifests]:
-        if path.is_file():
-            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

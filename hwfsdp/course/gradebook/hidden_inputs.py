@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
+from hwfsdp.course.refusals import refused
 from hwfsdp.errors import UsageError
 
 ENVIRONMENT = "HWFSDP_SECRET"
@@ -84,13 +85,7 @@ def read_secret(path: Path | None) -> bytes | None:
     from_environment = os.environ.pop(ENVIRONMENT, "")  # what we start must not find it there
     if path is None:
         return from_environment.encode() or None
-    try:
-        with path.open("rb") as file:
-            return file.read(LONGEST + 1)
-    except OSError as error:
-        raise UsageError(
-            f"--secret {path}",
-            expected="a file",
-            got=error.strerror or "none",
-            remedy="Check the path and its permissions.",
-        ) from None
+    with refused(f"--secret {path}", "a file", "Check the path and its permissions."), path.open(
+        "rb"
+    ) as file:
+        return file.read(LONGEST + 1)

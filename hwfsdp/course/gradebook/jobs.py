@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from hwfsdp.course.gradebook.hidden_inputs import ENVIRONMENT
@@ -35,11 +34,16 @@ Message = dict[str, Any]
 
 
 class Order(NamedTuple):
-    """Something to grade: of which submission, what (an exercise's number, an extra's name), and what a worker is told."""
+    """Something to grade: of which submission, what (an exercise's number, an extra's name), and what a worker is told.
+
+    Attributes:
+        again: it is repeated, with nothing beside it.
+    """
 
     name: str
     what: str
     message: Message
+    again: bool = False
 
 
 class Outcome(NamedTuple):
@@ -47,18 +51,17 @@ class Outcome(NamedTuple):
 
     Attributes:
         graded: the exercise, as data; None if there is none.
-        failed: why there is none. died: because its worker did. overdue: because time for everything was over.
+        failed: why there is none. died: because its worker did.
         provisional: its time was over, which may be due to what ran beside it.
     """
 
     graded: Message | None
     failed: str = ""
     died: bool = False
-    overdue: bool = False
     provisional: bool = False
 
 
-OVERDUE = Outcome(None, "time for everything was over", overdue=True)
+OVERDUE = Outcome(None, "time for everything was over")
 
 
 class Worker:
@@ -169,17 +172,12 @@ class Pool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self.workers:
             self.workers.pop().end()
 
-    def run(self, orders: Iterator[Order | None], size: int) -> Iterator[tuple[Order, Outcome] | None]:
-        """Hands out orders to `size` workers at once; gives each back with its outcome, in the order in which they end.
-
-        An order that is None is given back at once: the caller has something to do in between.
-        """
+    def run(self, orders: Iterator[Order], size: int) -> Iterator[tuple[Order, Outcome]]:
+        """Hands out orders to `size` workers at once; gives each back with its outcome, in the order in which they end."""
         more = True
         while more or any(worker.order for worker in self.workers):
             while more and sum(worker.order is not None for worker in self.workers) < size:
@@ -188,9 +186,7 @@ class Pool:
                 except StopIteration:
                     more = False
                     break
-                if order is None:
-                    yield None
-                elif self._is_over():
+                if self._is_over():
                     yield order, OVERDUE
                 else:
                     self._idle().take(order)

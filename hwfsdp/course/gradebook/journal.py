@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hwfsdp.course.gradebook.results import Result
+from hwfsdp.course.refusals import refused
 from hwfsdp.errors import UsageError
 
 VERSION = 1
@@ -113,9 +114,9 @@ class Journal:
         """A submission came to its end."""
         self._submissions[result.name] = self._write({"kind": "submission", "result": result.as_dict()})
 
-    def results(self, names: Sequence[str] | None = None) -> Iterator[Result]:
+    def results(self, names: Sequence[str]) -> Iterator[Result]:
         """The submissions of this run, in this order, read one by one."""
-        for name in self._submissions if names is None else names:
+        for name in names:
             if name in self._submissions:
                 yield Result.from_dict(self._at(self._submissions[name])["result"])
 
@@ -151,16 +152,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def _open(path: Path) -> IO[bytes]:
-    try:
+    with refused(f"journal {path}", "a file that can be written", "Give another --out."):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-    except OSError as error:
-        raise UsageError(
-            f"journal {path}",
-            expected="a file that can be written",
-            got=error.strerror or "none",
-            remedy="Give another --out.",
-        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

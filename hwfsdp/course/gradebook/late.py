@@ -25,18 +25,11 @@ from pathlib import Path
 
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.gradebook.submissions import Handed
+from hwfsdp.course.refusals import refused
 from hwfsdp.errors import UsageError
 
-UNITS = {
-    "minute": 60,
-    "min": 60,
-    "hour": 3600,
-    "h": 3600,
-    "day": 86400,
-    "d": 86400,
-    "week": 604800,
-    "w": 604800,
-}
+UNITS = {"minute": 60, "hour": 3600, "day": 86400, "week": 604800}  # seconds
+UNITS |= {"min": 60, "h": 3600, "d": 86400, "w": 604800}
 OLDEST = datetime(2000, 1, 1, tzinfo=timezone.utc)  # an older time is what tools write that know none
 AHEAD = timedelta(days=1)  # a clock may be wrong, and a zone
 _RULE = re.compile(
@@ -82,15 +75,6 @@ class Standing:
     final: float
     late_seconds: int
     time_unknown: bool = False
-
-    def as_dict(self) -> dict[str, float | int]:
-        return {
-            "raw": self.raw,
-            "penalty": self.penalty,
-            "final": self.final,
-            "late_seconds": self.late_seconds,
-            "time_unknown": self.time_unknown,
-        }
 
 
 @dataclass(frozen=True)
@@ -163,16 +147,10 @@ def read_times(path: Path, zone: tzinfo) -> Mapping[str, datetime]:
     Raises:
         UsageError: it cannot be read, or a row is none.
     """
-    try:
+    kinds = (OSError, UnicodeDecodeError, csv.Error)
+    with refused(f"--submitted {path}", "a CSV file", "Check the path, and that it is UTF-8.", kinds):
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(
-            f"--submitted {path}",
-            expected="a CSV file",
-            got=getattr(error, "strerror", None) or str(error),
-            remedy="Check the path, and that it is UTF-8.",
-        ) from None
     times: dict[str, datetime] = {}
     for index, row in enumerate(rows):
         if len(row) < 2:

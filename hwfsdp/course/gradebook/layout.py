@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from hwfsdp.course.manifest import Exercise
 
+# folders and files that no one wrote, in lower case
 JUNK = frozenset(
-    {
-        *("__macosx", ".git", "__pycache__", ".venv", "venv", "node_modules", ".ipynb_checkpoints", ".idea"),
-        *(".vscode", ".mypy_cache", ".pytest_cache", ".ds_store", "thumbs.db"),
-    }
-)  # folders and files that no one wrote, in lower case
+    """__macosx .git __pycache__ .venv venv node_modules .ipynb_checkpoints .idea .vscode .mypy_cache
+    .pytest_cache .ds_store thumbs.db""".split()
+)
 EXTRAS = ("capstone", "lab")  # folders beside those of the exercises
 EXTRA_FLAT = {"hw_fsdp.py": "capstone", "answers.toml": "lab"}  # files that may lie outside of these folders
 EXTRA_SUFFIXES = (".py", ".toml", ".json", ".txt", ".md")

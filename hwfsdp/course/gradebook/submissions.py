@@ -72,12 +72,7 @@ def find_submissions(
             raise UsageError(
                 f"submission {path}", expected="a folder", got="none of this name", remedy="Check the path."
             )
-        if (
-            single
-            or not path.is_dir()
-            or is_submission(_near(path), exercises)
-            or _has_folders(path, exercises)
-        ):
+        if single or not path.is_dir() or _holds_exercises(path, exercises):
             found.append(path.resolve() if path.is_symlink() else path)  # who says it means it
             continue
         entries = sorted(
@@ -113,24 +108,18 @@ def _is_ours(path: Path, ours: set[Path]) -> bool:
     return all(_is_ours(entry, ours) for entry in path.iterdir())
 
 
-def _near(folder: Path) -> list[str]:
-    """The paths of files where those of a submission would be; without a walk through what may be a whole class."""
-    found = [entry.name for entry in folder.iterdir() if not entry.is_dir()]
-    for inner in (entry for entry in folder.iterdir() if entry.name.casefold() == "exercises"):
-        if inner.is_dir():
-            found += [f"{inner.name}/{entry.name}" for entry in inner.iterdir() if not entry.is_dir()]
-    return found
-
-
-def _has_folders(folder: Path, exercises: Sequence[Exercise]) -> bool:
-    """Whether there are folders of exercises in it."""
+def _holds_exercises(folder: Path, exercises: Sequence[Exercise]) -> bool:
+    """Whether files, or folders, of exercises are where a submission has them; without a walk through what may be a class."""
     wanted = {exercise.directory.casefold() for exercise in exercises}
-    inner = [entry for entry in folder.iterdir() if entry.name.casefold() == "exercises" and entry.is_dir()]
-    return any(
-        entry.name.casefold() in wanted and entry.is_dir()
-        for each in (folder, *inner)
-        for entry in each.iterdir()
-    )
+    for inner in (folder, *(each for each in folder.iterdir() if each.name.casefold() == "exercises")):
+        for entry in inner.iterdir() if inner.is_dir() else ():
+            if entry.is_dir():
+                found = entry.name.casefold() in wanted
+            else:
+                found = is_submission([entry.relative_to(folder).as_posix()], exercises)
+            if found:
+                return True
+    return False
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
@@ -246,7 +235,4 @@ def _time_of(path: Path, source: Source, taken: Iterable[str]) -> tuple[datetime
     """
     if (committed := commit_time(path)) is not None:
         return committed, "commit"
-    if not hasattr(source, "written"):
-        return source.newest, "archive"
-    written = [source.written(name) for name in taken if source.paths[name] is None]
-    return (None if None in written else max(written, default=None)), "file"
+    return source.written(taken), source.told_by

@@ -53,8 +53,9 @@ def main(root: str) -> None:
 
 def _grade(order: dict[str, Any], course: Course, say: Any, runs: Runs) -> dict[str, Any]:
     from hwfsdp.course.grade import Options, grade
-    from hwfsdp.course.gradebook.extras import EXTRAS, grade_extra
+    from hwfsdp.course.gradebook.extras import grade_extra
     from hwfsdp.course.gradebook.grading import unreadable
+    from hwfsdp.course.gradebook.layout import EXTRAS
     from hwfsdp.errors import UsageError
 
     chosen = {name: order[name] for name in ("world_size", "run_seconds") if order.get(name) is not None}

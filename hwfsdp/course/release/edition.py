@@ -27,6 +27,7 @@ from pathlib import Path
 
 from hwfsdp.course import holes
 from hwfsdp.course.manifest import PACKAGE, Course, Exercise, compiled_body, module_source
+from hwfsdp.course.refusals import check_new_folder
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.leaks import find_leaks, secrets_of
 from hwfsdp.course.submission import KEPT_STARTER, starter
@@ -36,29 +37,41 @@ _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md
     docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/testing.md
     docs/index.md docs/reference.md docs/conf.py docs/book.py
     hwfsdp/course/release/ hwfsdp/course/stations/my_fsdp.py hwfsdp/course/gradebook/ hwfsdp/course/__main__.py
-    hwfsdp/course/killrate.py hwfsdp/course/mutants.py hwfsdp/course/grader_report.py hwfsdp/course/pool.py
+    hwfsdp/course/killrate.py hwfsdp/course/mutants.py hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md hwfsdp/course/pool.py
     hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())
 _KEPT_TESTS = "tests/exercises/"
-_COMPILED = (
-    "checks",
-    "stations",
-)  # folders of the course; of the second, the marks are no secret, and `SOURCE` is not there
+# folders of the course; of the second, the marks are no secret, and `SOURCE` is not there
+_COMPILED = ("checks", "stations")
+_WITH_BODIES = (bodies.FOLDER.name, *(f"course/{name}" for name in _COMPILED))
 _AS_TEXT = ("__init__.py", "stages.py")
 _FILL = "\n\nfrom hwfsdp import bodies  # noqa: E402\n\nbodies.fill(__name__)\n"
 _LOAD = "\nfrom hwfsdp import bodies\n\nbodies.load(__name__)\n"
-_FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one
-    r"^<!-- instructors -->\n.*?^<!-- /instructors -->\n\n?| ?<!-- instructors -->.*?<!-- /instructors -->",
+_FOR_INSTRUCTORS = re.compile(  # in a page: whole paragraphs, or a part of one; in the Makefile, targets
+    r"^<!-- instructors -->\n.*?^<!-- /instructors -->\n\n?| ?<!-- instructors -->.*?<!-- /instructors -->"
+    r"|^# instructors\n.*?^# /instructors\n\n?",
     re.DOTALL | re.MULTILINE,
 )
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)[^):]*\)")
-_TARGETS = (
-    "check",
-    "exercises",
-    "mutants",
-    "format",
-    "bench",
-    "docs",
-)  # of the Makefile, that are the instructor's
+_MINOR = sys.version_info.minor
+_CHANGES = {  # files at the top that speak of what is not there: what goes, and what takes its place
+    "Makefile": {
+        _FOR_INSTRUCTORS.pattern: "",
+        r" --numprocesses \$\(TEST_JOBS\) --dist loadfile": "",
+        r"^TEST_JOBS  \?= 2\n": "",
+        "## run the tests, TEST_JOBS files at a time": "## check this edition, and the exercises that you have begun",
+    },
+    "README.md": {  # the last branch of a tree is drawn as that
+        r"^hwfsdp (?:grade|release) [^\n]*\n|^[^\n]*\(not in the student's edition\)\n": "",
+        r"^│   ├(── [^\n]*\n)(?!│)": r"│   └\1",
+    },
+    "setup.cfg": {  # Note [One version of Python]
+        r"^python_requires = [^\n]*": f"python_requires = ==3.{_MINOR}.*",
+        rf"^[^\n]*Python :: 3\.(?!{_MINOR}\n)\d+\n": "",
+        "hwfsdp = py.typed": ", ".join(
+            ["hwfsdp = py.typed", *(f"{folder}/*{bodies.SUFFIX}" for folder in _WITH_BODIES)]
+        ),
+    },
+}
 
 
 def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Path]:
@@ -74,13 +87,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
     Raises:
         UsageError: `out` is in use, `upto` is no exercise, or an answer's text would be left.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(
-            f"release {out}",
-            expected="a new folder",
-            got="one with something in it",
-            remedy="Choose another.",
-        )
+    check_new_folder("release", out)
     last = course.exercise(upto).number if upto is not None else course.exercises[-1].number
     later = [exercise for exercise in course.exercises if exercise.number > last]
     for name in _travelling(course.root, [f"exercises/{exercise.directory}/" for exercise in later]):
@@ -178,28 +185,17 @@ def _put_starter(exercise: Exercise, path: Path) -> None:
 
 
 def _change_files(out: Path) -> None:
-    """The files at the top that speak of what is not there."""
-    for name, change in (
-        ("Makefile", _student_makefile),
-        ("README.md", _student_readme),
-        ("setup.cfg", _student_setup),
-        (".gitignore", _student_ignored),
-    ):
-        path = out / name
-        if path.exists():
-            path.write_text(change(path.read_text()))
+    """The pages, and the files at the top that speak of what is not there."""
+    for name, changes in _CHANGES.items():
+        text = (out / name).read_text()
+        for gone, instead in changes.items():
+            text = re.sub(gone, instead, text, flags=re.MULTILINE | re.DOTALL)
+        (out / name).write_text(text)
     for page in [*out.glob("*.md"), *out.glob("docs/*.md"), *out.glob("exercises/**/*.md")]:
         _change_page(page)
     tests = out / "tests"
     tests.mkdir(exist_ok=True)
     shutil.copyfile(PACKAGE / "course" / "release" / "edition_tests.py", tests / "test_edition.py")
-
-
-def _student_readme(text: str) -> str:
-    """Without commands and folders that are not there; the last branch of a tree is drawn as that."""
-    gone = r"^(?:hwfsdp (?:grade|release) .*|.*\(not in the student's edition\))\n"
-    text = re.sub(gone, "", text, flags=re.MULTILINE)
-    return re.sub(r"^│   ├(── .*\n)(?!│)", r"│   └\1", text, flags=re.MULTILINE)
 
 
 def _change_page(page: Path) -> None:
@@ -218,34 +214,3 @@ def _change_page(page: Path) -> None:
     text = _FOR_INSTRUCTORS.sub("", page.read_text()).rstrip("\n") + "\n"
     lines = "".join(filter(kept, text.splitlines(keepends=True)))
     page.write_text(_LINK.sub(lambda link: link[0] if there(link) else link[1], lines))
-
-
-def _student_makefile(text: str) -> str:
-    for target in _TARGETS:
-        text = re.sub(rf"^{target}:.*\n(?:\t.*\n)*\n?", "", text, flags=re.MULTILINE)
-        text = re.sub(rf"^(\.PHONY:.*) {target}\b", r"\1", text, flags=re.MULTILINE)
-    text = text.replace(" --numprocesses $(TEST_JOBS) --dist loadfile", "").replace("TEST_JOBS  ?= 2\n", "")
-    return text.replace(
-        "## run the tests, TEST_JOBS files at a time",
-        "## check this edition, and the exercises that you have begun",
-    )
-
-
-def _student_setup(text: str) -> str:
-    """Note [One version of Python]."""
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    text = re.sub(r"^python_requires = .*$", f"python_requires = =={minor}.*", text, flags=re.MULTILINE)
-    text = re.sub(r"^.*Python :: 3\.(?!%d$)\d+\n" % sys.version_info.minor, "", text, flags=re.MULTILINE)
-    return text.replace(
-        "hwfsdp = py.typed",
-        ", ".join(["hwfsdp = py.typed", *(f"{folder}/*{bodies.SUFFIX}" for folder in _with_bodies())]),
-    )
-
-
-def _with_bodies() -> list[str]:
-    """Folders of the package with compiled code."""
-    return [bodies.FOLDER.name, *(f"course/{name}" for name in _COMPILED)]
-
-
-def _student_ignored(text: str) -> str:
-    return text + "runs/\n" if "runs/" not in text else text

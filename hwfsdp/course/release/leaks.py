@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import gzip
-import io
 import json
 import re
 import textwrap
@@ -132,7 +131,7 @@ def _texts(path: Path) -> Iterator[str]:
     """A file's text, or those of the files in it; compiled ones have none."""
     data = path.read_bytes()
     if path.suffix == ".gz":
-        yield gzip.GzipFile(fileobj=io.BytesIO(data)).read(_LARGEST).decode(errors="replace")
+        yield gzip.open(path).read(_LARGEST).decode(errors="replace")
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from hwfsdp.course.gradebook.book import Gradebook
+from hwfsdp.course.gradebook.book import Data, Gradebook
 from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, nbgrader, plain, table
-from hwfsdp.course.gradebook.html_report import render_class
+from hwfsdp.course.gradebook.html_pages import render_class
 from hwfsdp.course.gradebook.results import Result
 from hwfsdp.errors import UsageError
 
@@ -20,21 +22,21 @@ class Format(NamedTuple):
 
     Attributes:
         whole: the text for a class, in pieces; None: it has a file for each submission.
-        each: the text for one submission; None: it has one file for all.
+        each: what the file of one submission holds, as JSON; None: it has one file for all.
         file: name of the file for each submission.
     """
 
     whole: Callable[[Gradebook], Iterator[str]] | None
-    each: Callable[[Result, Gradebook], str] | None = None
+    each: Callable[[Result, Gradebook], Data] | None = None
     file: str = "results.json"
 
 
 FORMATS = {
     "json": Format(plain.render),
-    "gradescope": Format(None, gradescope.render_one),
-    "github": Format(None, github.render_one),
+    "gradescope": Format(None, gradescope.as_data),
+    "github": Format(None, github.as_data),
     "nbgrader": Format(nbgrader.render),
-    "classroom50": Format(classroom50.render, classroom50.render_one, "result.json"),
+    "classroom50": Format(classroom50.render, classroom50.as_data, "result.json"),
     "csv": Format(table.render),
     "html": Format(render_class),
 }
@@ -63,20 +65,16 @@ def pieces(book: Gradebook, name: str) -> Iterator[str]:
     Raises:
         UsageError: the format has a file for each submission, and there is not just one.
     """
-    chosen = FORMATS[name]
-    results = list(first_results(book, 2))
+    chosen, results = FORMATS[name], list(islice(book.results(), 2))
     if chosen.each is not None and len(results) == 1:
-        return iter([chosen.each(results[0], book)])
-    if chosen.whole is None:
-        check_form(name, book.count())
+        return iter([_text(chosen.each(results[0], book))])
+    check_form(name, book.count())
     assert chosen.whole is not None, "check_form has refused"
     return chosen.whole(book)
 
 
-def first_results(book: Gradebook, count: int) -> Iterator[Result]:
-    """At most so many of the results."""
-    for result, _ in zip(book.results(), range(count), strict=False):
-        yield result
+def _text(data: Data) -> str:
+    return json.dumps(data, indent=1) + "\n"
 
 
 def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[Path]:
@@ -94,7 +92,7 @@ def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[P
     check_form(name, book.count(), folder)
     assert each is not None, "check_form has refused"
     return [
-        write_text(out / file_name(result.name) / FORMATS[name].file, [each(result, book)])
+        write_text(out / file_name(result.name) / FORMATS[name].file, [_text(each(result, book))])
         for result in book.results()
     ]
 

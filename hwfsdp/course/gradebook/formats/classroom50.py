@@ -22,13 +22,8 @@ RESULT, SCORES = "classroom50/result/v1", "classroom50/scores/v1"
 _SHORT_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,99}")
 
 
-def render_one(result: Result, book: Gradebook) -> str:
-    """The file for one submission."""
-    return json.dumps(as_data(result, book, os.environ), indent=1) + "\n"
-
-
-def as_data(result: Result, book: Gradebook, environ: Mapping[str, str]) -> Data:
-    """The same as data."""
+def as_data(result: Result, book: Gradebook, environ: Mapping[str, str] = os.environ) -> Data:
+    """The file for one submission, as data."""
     shown = book.for_student(result)
     at = (result.time or book.made).astimezone(timezone.utc)
     tag = f"submit/{at:%Y-%m-%dT%H-%M-%SZ}-{result.digest[:7] or '0000000'}"
@@ -37,9 +32,7 @@ def as_data(result: Result, book: Gradebook, environ: Mapping[str, str]) -> Data
         "schema": RESULT,
         "classroom": environ.get("CLASSROOM") or "hwfsdp",
         "assignment": environ.get("ASSIGNMENT") or "hwfsdp",
-        "assignment_type": (
-            environ.get("MODE") if environ.get("MODE") in ("individual", "group") else "individual"
-        ),
+        "assignment_type": "group" if environ.get("MODE") == "group" else "individual",
         "owner": environ.get("OWNER") or result.name,
         "submission": environ.get("SUBMISSION_TAG") or tag,
         "commit": commit,

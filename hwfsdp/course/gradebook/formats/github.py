@@ -16,18 +16,15 @@ from pathlib import Path
 
 from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
 from hwfsdp.course.gradebook.results import Result
+from hwfsdp.course.pages import template
 
 ANNOTATIONS = 10
 SUMMARY = 1 << 20  # bytes of a page that GitHub takes
-
-
-def render_one(result: Result, book: Gradebook) -> str:
-    """The file for one submission."""
-    return json.dumps(as_data(result, book), indent=1) + "\n"
+_SUMMARY = Path(__file__).parents[1] / "templates" / "summary.md"
 
 
 def as_data(result: Result, book: Gradebook) -> Data:
-    """The same as data."""
+    """The file for one submission, as data."""
     shown = book.for_student(result)
     tests = [_test(exercise, check, book) for exercise, check in shown.checks()]
     complete = all(test["status"] == "pass" for test in tests) and not result.errors
@@ -61,7 +58,8 @@ def announce(result: Result, book: Gradebook, environ: Mapping[str, str]) -> Ite
         encoded = base64.b64encode(json.dumps(data).encode()).decode()
         _append(path, f"result={encoded}\npoints={standing.final:g}\nmax_points={result.max_score}\n")
     if path := environ.get("GITHUB_STEP_SUMMARY"):
-        _append(path, "".join(_page(book.for_student(result), book))[:SUMMARY])
+        page = template(_SUMMARY, markdown=_markdown, verdict=verdict, evidence=evidence)
+        _append(path, page.render(result=book.for_student(result), book=book)[:SUMMARY])
     wrong = [test for test in data["tests"] if test["status"] != "pass" and test["message"]]
     for test in wrong[:ANNOTATIONS]:
         yield f"::error file={_property(test['filename'])},title={_property(test['name'])}::{_text(test['message'])}"
@@ -81,22 +79,6 @@ def _text(text: str) -> str:
 
 def _property(text: str) -> str:
     return _text(text).replace(":", "%3A").replace(",", "%2C")
-
-
-def _page(result: Result, book: Gradebook) -> Iterator[str]:
-    """The page, in Markdown."""
-    yield f"## {result.score} of {result.max_score} points\n\n"
-    for error in result.errors:
-        yield f"- {_markdown(error)}\n"
-    yield "\n| exercise | points | |\n| --- | ---: | --- |\n"
-    for exercise in result.exercises:
-        title = book.exercise(exercise["exercise"]).title
-        status = exercise["status"].replace("_", " ")
-        yield f"| {exercise['exercise']} {_markdown(title)} | {exercise['score']} of {exercise['max_score']} | {status} |\n"
-    for exercise, check in result.checks():
-        if verdict(exercise, check) == "failed":
-            yield f"\n**{check['id']}: {_markdown(book.sentence(check['id']))}**\n\n"
-            yield from (f"    {line}\n" for line in evidence(exercise, check))
 
 
 def _markdown(text: str) -> str:

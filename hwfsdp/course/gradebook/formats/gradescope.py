@@ -7,19 +7,14 @@ student chose.
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 
 from hwfsdp.course.gradebook.book import Data, Gradebook, evidence, verdict
 from hwfsdp.course.gradebook.results import Result
 
 
-def render_one(result: Result, book: Gradebook) -> str:
-    """The file for one submission."""
-    return json.dumps(as_data(result, book), indent=1) + "\n"
-
-
 def as_data(result: Result, book: Gradebook) -> Data:
-    """The same as data."""
+    """The file for one submission, as data."""
     shown, standing = book.for_student(result), book.standing(result)
     return {
         "score": standing.final,
@@ -30,31 +25,14 @@ def as_data(result: Result, book: Gradebook) -> Data:
         "test_name_format": "text",
         "visibility": "visible",
         "stdout_visibility": "hidden",
-        "tests": [_test(exercise, index, check, book) for exercise, index, check in _checks(shown)],
+        "tests": [
+            _test(exercise, index, check, book)
+            for exercise in shown.exercises
+            for index, check in enumerate(exercise["checks"], 1)
+        ],
         "leaderboard": [{"name": "Points", "value": standing.final}],
-        "extra_data": {"course": book.version, "extra": shown.extra, "late": standing.as_dict()},
+        "extra_data": {"course": book.version, "extra": shown.extra, "late": asdict(standing)},
     }
-
-
-def failed(reason: str) -> Data:
-    """A file for a submission that could not be graded: no points, and why."""
-    return {
-        "score": 0,
-        "output": reason,
-        "output_format": "text",
-        "visibility": "visible",
-        "stdout_visibility": "hidden",
-        "tests": [],
-        "extra_data": {},
-    }
-
-
-def _checks(result: Result) -> list[tuple[Data, int, Data]]:
-    return [
-        (exercise, index, check)
-        for exercise in result.exercises
-        for index, check in enumerate(exercise["checks"], 1)
-    ]
 
 
 def _summary(result: Result, book: Gradebook) -> list[str]:

@@ -15,8 +15,8 @@ from hwfsdp.course.gradebook.formats.table import safe_cell
 from hwfsdp.course.gradebook.results import Result
 
 COLUMNS = (
-    *("assignment", "duedate", "timestamp", "student_id", "last_name", "first_name", "email"),
-    *("raw_score", "late_submission_penalty", "score", "max_score"),
+    """assignment duedate timestamp student_id last_name first_name email raw_score late_submission_penalty
+    score max_score""".split()
 )
 
 

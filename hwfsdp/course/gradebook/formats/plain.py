@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from hwfsdp.course.gradebook.book import Data, Gradebook
 from hwfsdp.course.gradebook.results import Result
@@ -20,7 +21,7 @@ from hwfsdp.course.gradebook.results import Result
 
 def submission(result: Result, book: Gradebook) -> Data:
     """One submission as data."""
-    return {**result.as_dict(), "late": book.standing(result).as_dict()}
+    return {**result.as_dict(), "late": asdict(book.standing(result))}
 
 
 def render(book: Gradebook) -> Iterator[str]:

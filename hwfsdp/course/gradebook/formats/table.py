@@ -20,20 +20,8 @@ def render(book: Gradebook) -> Iterator[str]:
     """The gradebook: name, points of each exercise, what was earned, taken off and counts, what is apart, the time."""
     numbers = [exercise.number for exercise in book.course.exercises]
     extra = sorted({name for result in book.results() for name in result.extra})
-    head = [
-        "name",
-        *numbers,
-        "raw",
-        "penalty",
-        "total",
-        "max",
-        *extra,
-        "submitted",
-        "submitted_by",
-        "late_hours",
-        "errors",
-    ]
-    yield _row(head)
+    head = ["name", *numbers, "raw", "penalty", "total", "max", *extra]
+    yield _row([*head, "submitted", "submitted_by", "late_hours", "errors"])
     for result in book.results():
         standing = book.standing(result)
         points = {exercise["exercise"]: exercise["score"] for exercise in result.exercises}

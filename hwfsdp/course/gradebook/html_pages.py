@@ -1,0 +1,96 @@
+"""Pages of a class, for its instructor, and of a submission, for its student; `templates/` has them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hwfsdp.course.checklist import question_of
+from hwfsdp.course.gradebook.book import Gradebook, told, verdict
+from hwfsdp.course.gradebook.results import Result
+from hwfsdp.course.misconceptions import MISCONCEPTIONS
+from hwfsdp.course.pages import template
+
+COLUMNS = 10  # of the histogram
+COMMON = 15  # misconceptions that are listed
+_TEMPLATES = Path(__file__).with_name("templates")
+_NAMES = {"verdict": verdict, "told": told, "question_of": question_of, "misconceptions": MISCONCEPTIONS}
+
+
+class Overview:
+    """What is counted over a class.
+
+    Attributes:
+        scores: that count, by submission. first: the result of one submission; None if there is none.
+        held: by check, submissions in which it holds. errors: (name, error), as they come.
+        misconceptions: submissions that have each; exercises: those in which.
+    """
+
+    def __init__(self, book: Gradebook) -> None:
+        self.first: Result | None = None
+        self.scores: list[float] = []
+        self.full = 0
+        self.held: Counter[str] = Counter()
+        self.errors: list[tuple[str, str]] = []
+        self.misconceptions: Counter[str] = Counter()
+        self.exercises: dict[str, set[str]] = {}
+        for result in book.results():
+            self._add(result, book)
+
+    def _add(self, result: Result, book: Gradebook) -> None:
+        self.first = self.first or result
+        self.scores.append(book.standing(result).final)
+        self.full += result.score == result.max_score
+        self.errors += [(result.name, error) for error in result.errors]
+        seen = set()
+        for exercise, check in result.checks():
+            self.held[check["id"]] += verdict(exercise, check) == "passed"
+            if check["misconception"]:
+                seen.add(check["misconception"])
+                self.exercises.setdefault(check["misconception"], set()).add(exercise["exercise"])
+        self.misconceptions.update(seen)
+
+    @property
+    def most(self) -> int:
+        """Points there are."""
+        return self.first.max_score if self.first else 0
+
+    def figures(self) -> Sequence[tuple[object, str]]:
+        """Large figures, each with what it is."""
+        scores = self.scores or [0.0]
+        return [
+            (len(self.scores), "submissions"),
+            (f"{statistics.fmean(scores):.1f}", f"mean of {self.most}"),
+            (f"{statistics.median(scores):g}", "median"),
+            (self.full, "with full marks"),
+            (len({name for name, _ in self.errors}), "with something amiss"),
+        ]
+
+    def columns(self) -> list[tuple[str, int]]:
+        """Of the histogram: the points with which each begins, and how many submissions are in it."""
+        most = max(1, self.most)
+        columns = min(COLUMNS, most)
+        places = Counter(min(columns - 1, int(score * columns / most)) for score in self.scores)
+        return [(f"{most * index / columns:.0f}–", places[index]) for index in range(columns)]
+
+    def commonest(self) -> list[tuple[str, int]]:
+        """Misconceptions, with how many submissions have them."""
+        return sorted(self.misconceptions.items(), key=lambda item: (-item[1], item[0]))[:COMMON]
+
+    def share(self, check_id: str) -> float:
+        """Percent of the submissions in which a check holds."""
+        return 100 * self.held[check_id] / len(self.scores)
+
+
+def render_class(book: Gradebook) -> Iterator[str]:
+    """The instructor's page, in pieces; results are read three times, one by one."""
+    page = template(_TEMPLATES / "class.html", **_NAMES)
+    return page.generate(book=book, overview=Overview(book))
+
+
+def render_student(result: Result, book: Gradebook) -> Iterator[str]:
+    """The page for a student: what they may read."""
+    page = template(_TEMPLATES / "student.html", **_NAMES)
+    return page.generate(book=book, result=book.for_student(result))

@@ -1,0 +1,36 @@
+"""What the system refuses, told as what a user can mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hwfsdp.errors import UsageError
+
+
+@contextmanager
+def refused(
+    subject: str, expected: str, remedy: str, kinds: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[None]:
+    """Around what may fail for reasons outside of the package.
+
+    Raises:
+        UsageError: it did; what the system says is what was got.
+    """
+    try:
+        yield
+    except kinds as error:
+        got = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UsageError(subject, expected=expected, got=got, remedy=remedy) from None
+
+
+def check_new_folder(verb: str, folder: Path) -> None:
+    """Raises UsageError if there is something at a place where a verb is to write a folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"{verb} {folder}",
+            expected="a new folder",
+            got="one with something in it",
+            remedy="Choose another.",
+        )
