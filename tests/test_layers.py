@@ -47,16 +47,6 @@ OUT_OF_ORDER = {
 }  # the heart is read from the door inwards; the course has circles
 LONGEST = 250  # lines of code of a file
 LONG = {
-    "checkpoint/agreement.py": 279,
-    "checkpoint/dcp.py": 275,
-    "checkpoint/distribute.py": 260,
-    "checkpoint/matching.py": 332,
-    "checkpoint/meta.py": 326,
-    "checkpoint/partition.py": 256,
-    "checkpoint/parts.py": 295,
-    "checkpoint/plan.py": 278,
-    "checkpoint/staging.py": 399,
-    "checkpoint/state_dict.py": 288,
     "comm/divergence.py": 288,
     "comm/shared_memory.py": 397,
     "course/checks/checkpoints.py": 318,

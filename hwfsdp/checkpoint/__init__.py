@@ -10,10 +10,13 @@
 Rooms, in reading order:
 
     traverse      what a state dict is: leaves at paths, in containers that keep their types
-    sharded_tensor  what torch had before DTensor
+    tensors       what is asked of every tensor in it; what torch had before DTensor
     state_dict    gathered, offloaded, copied, compared
+    links         messages between two ranks
     agreement     all ranks, or none
     distribute    whole tensors into shards, on every rank or from one
+    views         which bytes of a storage are copied together
+    objects       what a deep copy would copy
     staging       copies to save from, while training goes on
     boxes         parts of tensors: integers only
     values        what is not a tensor, as JSON
@@ -21,20 +24,20 @@ Rooms, in reading order:
     blocks        its files, each block with a checksum
     plan          who writes what
     saves         the directory: which save counts, and which may go
+    optimizer_state  the state that an optimizer will have
     meta          from the meta device straight into shards
     matching      a save and a state dict to load it into
+    reading       its values, checked, in new memory
     saving        a save, step by step
-    loading       a load, step by step
     background    a save, while training goes on
     verification  looking at a checkpoint without loading it
     store         the public functions: save, load, async_save, verify, inspect
-    archives      zip files of torch.save, intact or not
+    archives      zip files of torch.save, intact or not; directories of them, replaced as a whole
     partition     the PART format: who holds what
-    part_files    its files, checked, replaced as a whole
+    part_files    its files, checked
     part_targets  what they are loaded into
     parts         its public functions: save, load, load_into
     dcp_metadata  torch's own format: what it says about itself, read without running any of it
-    dcp_plans     who writes and reads which box
     dcp           its public functions: save, load
     convert       from one format to another
     commands      what `hwfsdp checkpoint` prints

@@ -24,11 +24,6 @@ Note [Who is late]
     others have; otherwise they would blame it for waiting. A leader that was itself away for longer than they wait
     finds all reports there, but nobody to answer, and must not decide as if there were.
 
-Note [One message after another]
-    A message is two: its size, then its bytes. Where a step has failed, ranks go on to the next one while messages of
-    this one still travel. Two threads that send to one rank, or two that listen to it, would mix the halves of two
-    messages. So each waits for the one before it.
-
 Note [Sends that never end]
     A send may be the first to notice that a rank has died. gloo marks the connection as broken then, but forgets this
     send: it is not told, and waits for ever. So the leader, whose answer does not go out, asks whether the connection
@@ -43,25 +38,15 @@ import queue
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hwfsdp import errors
-from hwfsdp.compat import (
-    collectives_are_checked,
-    cpu_backend,
-    is_disconnected,
-    receive_bytes,
-    send_bytes,
-    timeout_of,
-)
-from hwfsdp.errors import CheckpointError, FSDPError, UnsupportedError, UsageError
+from hwfsdp.checkpoint.links import go_after, hear, link_of, tell
+from hwfsdp.compat import is_disconnected, timeout_of
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
 _NO_MESSAGE = _FIRST_TAG - 1  # a tag that nothing is sent with
@@ -113,7 +98,7 @@ class Agreement:
             )
         if self.size > 1:
             assert group is not None
-            link = _link_of(group)
+            link = link_of(group)
             self._carrier = link.carrier or group
             self._tag = _FIRST_TAG + next(link.numbers) % _TAGS
             self._patience = timeout_of(self._carrier)
@@ -287,13 +272,13 @@ class Agreement:
     def _listen(self, rank: int) -> None:
         """Puts the next message of a rank into the inbox, or the exception that tells of its death."""
         args = (self._carrier, rank, self._tag, self._inbox, self._failed)
-        self._listeners[rank] = _go_after(self._listeners.get(rank), _hear, *args)
+        self._listeners[rank] = go_after(self._listeners.get(rank), hear, *args)
 
     def _send(self, rank: int, message: dict[str, Any]) -> threading.Thread:
         """Sends a message to a rank; returns the thread that does."""
         message = {key: value for key, value in message.items() if key != "cause"} | {"in": self._place}
         args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
-        self._senders[rank] = _go_after(self._senders.get(rank), _tell, *args)
+        self._senders[rank] = go_after(self._senders.get(rank), tell, *args)
         return self._senders[rank]
 
 
@@ -306,44 +291,6 @@ def gather(what: str, work: Callable[[], Any], group: dist.ProcessGroup | None) 
     """What `work` returns on every rank of the group, which JSON can hold; if it raises on any, all raise that error."""
     results: list[Any] = Agreement(group, what).step("preparing", work, lambda found: [found] * len(found))
     return results
-
-
-def _go_after(earlier: threading.Thread | None, do: Callable[..., None], *args: Any) -> threading.Thread:
-    """A thread that does its part when the earlier one has ended. See note [One message after another]."""
-
-    def go() -> None:
-        if earlier is not None:
-            earlier.join()
-        do(*args)
-
-    thread = threading.Thread(target=go, daemon=True)
-    thread.start()
-    return thread
-
-
-def _tell(group: dist.ProcessGroup, rank: int, tag: int, message: bytearray) -> None:
-    try:
-        send_bytes(group, torch.tensor([len(message)]).view(torch.uint8), rank, tag)
-        send_bytes(group, torch.frombuffer(message, dtype=torch.uint8), rank, tag)
-    except RuntimeError:
-        pass  # that rank has died; who waits for it next will say so
-
-
-def _hear(
-    group: dist.ProcessGroup, rank: int, tag: int, inbox: queue.SimpleQueue[Any], failed: threading.Event
-) -> None:
-    message: Any
-    try:
-        size = torch.zeros(1, dtype=torch.int64)
-        receive_bytes(group, size.view(torch.uint8), rank, tag)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        receive_bytes(group, data, rank, tag)
-        message = json.loads(data.numpy().tobytes())
-    except Exception as error:
-        message = error
-    if isinstance(message, Exception) or "error" in message:
-        failed.set()
-    inbox.put((rank, message, time.monotonic()))
 
 
 def _each(decide: Callable[[list[Any]], Sequence[Any]] | None, results: list[Any]) -> Sequence[Any]:
@@ -369,50 +316,3 @@ def _restored(description: dict[str, Any]) -> FSDPError:
         error, fields["subject"], expected=fields["expected"], got=fields["got"], remedy=fields["remedy"]
     )
     return error
-
-
-# --- Links -------------------------------------------------------------------------------------------------
-
-
-class _Link(NamedTuple):
-    """What carries the messages of a group (None: the group itself), and numbers for the tags of its agreements."""
-
-    carrier: dist.ProcessGroup | None
-    numbers: count[int]
-
-
-_links: weakref.WeakKeyDictionary[dist.ProcessGroup, _Link] = weakref.WeakKeyDictionary()
-
-
-def _link_of(group: dist.ProcessGroup) -> _Link:
-    """The link of a group. One that cannot move bytes of the CPU gets a gloo group of the same ranks, made once.
-
-    So does one whose collectives are checked against each other (TORCH_DISTRIBUTED_DEBUG=DETAIL): the check counts messages
-    as collectives, and ranks do not send equally many.
-    """
-    if group not in _links:
-        carrier = None
-        if dist.get_backend(group) == "fake":
-            raise UnsupportedError(
-                "a checkpoint of pretended ranks",
-                expected="a process group that moves messages",
-                got="the fake one",
-                remedy="Use real ranks, or no process group.",
-            )
-        if cpu_backend(group) != "gloo" or collectives_are_checked():
-            try:
-                carrier = dist.new_group(
-                    dist.get_process_group_ranks(group),
-                    timeout=timedelta(seconds=timeout_of(group)),
-                    backend="gloo",
-                    use_local_synchronization=True,
-                )
-            except RuntimeError as error:
-                raise CheckpointError(
-                    "the first checkpoint of these ranks",
-                    expected="all ranks to connect to each other",
-                    got=f"a rank that is gone or does not come: {' '.join(str(error).split())}",
-                    remedy="The last complete checkpoint counts; start all ranks again.",
-                ) from error
-        _links[group] = _Link(carrier, count())
-    return _links[group]

@@ -1,17 +1,31 @@
-"""Zip files of `torch.save`: whether torch will read from them what was written.
+"""Zip files of `torch.save`: whether torch will read from them what was written, and whether it would write what it reads.
 
 torch does not compare the checksums that it writes, and its reader does not read every archive as others do: where the
 central directory says that a record is a folder, which one flipped bit can do, it leaves the tensor as it was allocated.
 So the checksums are compared here, and records must be as torch writes them: stored, neither compressed nor
 encrypted, without attributes.
+
+A checkpoint of such files is a directory that appears as a whole: it is written beside, then put in place of the one before.
+What has the name at any moment is complete. On Linux the two directories exchange their names in one step; elsewhere
+there is a moment at which nothing has the name. What a killed process leaves beside it, the next one removes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import io
+import os
+import re
+import shutil
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from hwfsdp.checkpoint.blocks import sync_directory
 
 _FLAGS = 0x0808  # sizes follow the data; names are UTF-8
 
@@ -42,3 +56,62 @@ def find_damage(file: Path | IO[bytes]) -> Damage | None:
         got = " ".join(f"{type(error).__name__}: {error}".split())
         return Damage(None, 0, "an undamaged zip file of torch.save", got)
     return None
+
+
+def loading_error(tree: Any) -> Exception | None:
+    """Why `torch.load` would not take it with weights_only=True, once saved; None if it would."""
+    file = io.BytesIO()
+    try:
+        torch.save(tree, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        return error
+    return None
+
+
+# --- Directories -------------------------------------------------------------------------------------------
+
+
+def name_beside(target: Path, save_id: str) -> Path:
+    """Where a save writes before its directory gets the name `target`; `save_id`: 32 hexadecimal digits."""
+    return target.with_name(f".{target.name}.{save_id}.saving")
+
+
+def left_beside(target: Path) -> list[str]:
+    """Names of directories that saves to `target` have left beside it, because they were killed."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.(saving|previous)")
+    there = os.listdir(target.parent) if target.parent.is_dir() else []
+    return [name for name in there if pattern.fullmatch(name)]
+
+
+def put_in_place(new: Path, target: Path) -> None:
+    """Gives a complete directory the name `target`, and removes what had it before."""
+    sync_directory(new)
+    _rename(new, target, aside=new.with_suffix(".previous"))
+    with contextlib.suppress(OSError):  # it is in place either way
+        sync_directory(target.parent)
+    for name in left_beside(target):
+        shutil.rmtree(target.parent / name, ignore_errors=True)
+
+
+def _rename(new: Path, target: Path, aside: Path) -> None:
+    """`new` gets the name `target`. What had it before has the name `new` or `aside` afterwards."""
+    if not target.exists():
+        os.rename(new, target)
+        return
+    if _exchange(new, target):
+        return
+    os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names in one step; False, and nothing done, where the system has no such call."""
+    at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)

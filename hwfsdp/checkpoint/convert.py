@@ -35,15 +35,15 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hwfsdp.checkpoint import dcp, dcp_metadata, parts, saves, store
 from hwfsdp.checkpoint.blocks import sync_directory
 from hwfsdp.checkpoint.manifest import TensorEntry
-from hwfsdp.checkpoint.matching import Match, read_tensors
+from hwfsdp.checkpoint.matching import Match
 from hwfsdp.checkpoint.plan import describe, view_bytes
+from hwfsdp.checkpoint.reading import read_tensors
+from hwfsdp.checkpoint.traverse import leaves_of, unflatten_state_dict
 from hwfsdp.checkpoint.traverse import Path as KeyPath
-from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.checkpoint.values import decode
 from hwfsdp.errors import CheckpointError, UsageError
 
@@ -179,21 +179,14 @@ def _read_part(source: Path, rooms: _Rooms) -> dict[Any, Any]:
 
 def _read_dcp(source: Path, rooms: _Rooms) -> dict[Any, Any]:
     manifest = dcp_metadata.read_metadata(source)
-    flat: dict[str, Any] = {}
-    for key, entry in manifest.metadata.state_dict_metadata.items():
-        flat[key] = None
-        if isinstance(entry, TensorStorageMetadata):
-            flat[key] = rooms.make(tuple(entry.size), entry.properties.dtype)
-    dcp.load({key: tensor for key, tensor in flat.items() if tensor is not None}, source, strict=False)
-    paths = manifest.metadata.planner_data
-    paths = paths if isinstance(paths, dict) else {}
-    leaves = {}
-    for key, tensor in flat.items():
-        path = tuple(paths.get(key, (key,)))
-        leaves[path] = dcp_metadata.read_value(manifest, key) if tensor is None else tensor
-    parents = {path[:n] for path in leaves for n in range(len(path))}
-    kinds = {p: "list" for p in parents if all(type(q[len(p)]) is int for q in leaves if q[: len(p)] == p)}
-    tree: dict[Any, Any] = _with_int_keys(_nested(leaves, kinds))
+    stored = manifest.entries.items()
+    tensors = {key: rooms.make(entry.shape, entry.dtype) for key, entry in stored if entry.dtype is not None}
+    dcp.load(tensors, source, strict=False)
+    flat = {
+        key: tensors[key] if key in tensors else dcp_metadata.read_value(key, entry) for key, entry in stored
+    }
+    paths = {key: tuple(manifest.paths.get(key, (key,))) for key in flat}
+    tree: dict[Any, Any] = _with_int_keys(unflatten_state_dict(flat, paths))
     return tree
 
 
@@ -237,10 +230,6 @@ def _read_safetensors(source: Path, rooms: _Rooms) -> dict[Any, Any]:
 # --- Writers -----------------------------------------------------------------------------------------------
 
 
-def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    store.save(state, target, overwrite=overwrite)
-
-
 def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
     if "model" not in state:
         parts.save(target, state)
@@ -249,10 +238,6 @@ def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
     model = others.pop("model")
     optimizer = others.pop("optimizer", None) or others.pop("optim", None)
     parts.save(target, model, optimizer, others)
-
-
-def _write_dcp(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    dcp.save(state, target, overwrite=overwrite)
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
@@ -300,10 +285,10 @@ _READERS: dict[str, Callable[[Path, _Rooms], dict[Any, Any]]] = {
     "safetensors": _read_safetensors,
     "store": _read_store,
 }
-_WRITERS: dict[str, Callable[[dict[Any, Any], Path, bool], None]] = {
-    "dcp": _write_dcp,
+_WRITERS: dict[str, Callable[[dict[Any, Any], Path, bool], Any]] = {
+    "dcp": lambda state, target, overwrite: dcp.save(state, target, overwrite=overwrite),
     "part": _write_part,
     "safetensors": _write_safetensors,
-    "store": _write_store,
+    "store": lambda state, target, overwrite: store.save(state, target, overwrite=overwrite),
 }
 FORMATS = sorted(_WRITERS)

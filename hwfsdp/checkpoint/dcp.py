@@ -3,8 +3,8 @@
     save(state_dict, path)       what torch.distributed.checkpoint.load can read
     load(state_dict, path)       what torch.distributed.checkpoint.save has written
 
-The format, the files and the collectives are DCP's. What is done here is to tell it the right things, and to refuse what
-it would do silently:
+DCP's own writer makes the files. This module tells it which boxes to write, and reads them itself. What DCP would do
+silently does not happen, or is an error:
 
     which box of a tensor a rank holds is computed by `layout`, not by torch, which errs for strided uneven cuts
     shapes and dtypes are compared; DCP casts, float to int, too
@@ -26,13 +26,11 @@ dict.
 
 from __future__ import annotations
 
-import functools
-import io
 import os
+import secrets
 import shutil
-import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,40 +38,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
+from hwfsdp.checkpoint import dcp_metadata
 from hwfsdp.checkpoint.agreement import agree, gather
-from hwfsdp.checkpoint.blocks import sync_directory
-from hwfsdp.checkpoint.dcp_metadata import (
-    METADATA,
-    Manifest,
-    check_chunk,
-    read_metadata,
-    read_value,
-    write_digest,
-)
-from hwfsdp.checkpoint.dcp_plans import (
-    BoxSavePlanner,
-    CheckedLoadPlanner,
-    CheckedReader,
-    Entry,
-    box_of,
-    check_tensor,
-    entries_of,
-    kind_of,
-    memory_of,
-    refuse,
-)
+from hwfsdp.checkpoint.archives import loading_error, name_beside, put_in_place
+from hwfsdp.checkpoint.boxes import Box, intersection, within
+from hwfsdp.checkpoint.dcp_metadata import METADATA, Blob, Manifest, Stored
+from hwfsdp.checkpoint.matching import check_can_change, put
 from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.checkpoint.plan import box_of
+from hwfsdp.checkpoint.tensors import check_data, check_no_sum, is_expanded, part_of
+from hwfsdp.checkpoint.traverse import Leaf, leaves_of, listed, refuse, show, traverse_state_dict
+from hwfsdp.checkpoint.traverse import Path as Keys
 from hwfsdp.errors import CheckpointError, UsageError
 
-SHOWN = 4  # keys in a message; the rest is counted
+_WHAT = "DCP checkpoint"
+Slices = tuple[slice, ...]
 
 
 def save(
@@ -86,8 +72,8 @@ def save(
     """Writes a DCP checkpoint. A collective over the group, or for one process alone if there is none.
 
     The directory is written beside `path`, on disk (fsync) before it gets that name; until then, whatever happens, `path`
-    is what it was. With `overwrite` the old checkpoint is moved aside for the moment of renaming. A process that is killed
-    leaves a hidden directory beside `path`, which may be deleted.
+    is what it was. With `overwrite` the old checkpoint and the new one exchange their names. A process that is killed
+    leaves a hidden directory beside `path`, which the next save removes.
 
     Args:
         state_dict: tensors, DTensors of any layout, and values that `torch.load(weights_only=True)` takes. What is not a
@@ -101,32 +87,35 @@ def save(
             another rank. UnsupportedError: a `Partial` placement or a ShardedTensor. CheckpointError: writing failed.
             The same on all ranks; `path` is what it was.
     """
-    target = Path(path)
-    entries: dict[str, Entry] = {}
+    target = Path(os.path.realpath(path))
+    is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
 
-    def prepare() -> None:
-        entries.update(entries_of(state_dict))
-        for entry in entries.values():
-            _check_storable(entry)
+    def prepare() -> dict[str, str]:
+        entries = entries_of(state_dict)
+        for path, value in entries.values():
+            _check_entry(path, value, state_dict)
+            if not isinstance(value, Tensor):
+                _check_storable(path, value)
+        return {key: kind_of(entry.value) for key, entry in entries.items()}
 
-    _agreed(prepare, process_group)
-    _agreed(functools.partial(_check_same, entries, process_group), process_group)
-    _on_first(lambda: _check_target(target, overwrite), process_group)
-    draft = target.with_name(_same_everywhere(f".{target.name}.{uuid.uuid4().hex[:12]}", process_group))
-    planner = BoxSavePlanner({key: entry.noted for key, entry in entries.items()})
+    def begin() -> str:
+        if is_first:
+            _check_target(target, overwrite)
+        return secrets.token_hex(16)
+
+    def publish() -> None:
+        if is_first:
+            dcp_metadata.write_digest(draft)
+            put_in_place(draft, target)
+
+    _check_same(gather(_WHAT, prepare, process_group))
+    draft = name_beside(target, gather(_WHAT, begin, process_group)[0])
     try:
-        _run(
-            functools.partial(dcp_save, {key: entry.value for key, entry in entries.items()}),
-            f"save to {target}",
-            storage_writer=FileSystemWriter(draft, sync_files=True, thread_count=1, overwrite=False),
-            planner=planner,
-            process_group=process_group,
-        )
-        _on_first(lambda: _publish(draft, target), process_group)
-    except Exception:
-        if _is_first(process_group):
+        _write(state_dict, draft, f"save to {target}", process_group)
+        agree(_WHAT, publish, process_group)
+    finally:
+        if is_first:
             shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def load(
@@ -160,8 +149,12 @@ def load(
     module = state_dict if isinstance(state_dict, nn.Module) else None
     target: dict[str, Any] = state_dict if not isinstance(state_dict, nn.Module) else state_dict.state_dict()
     memory = NewMemory(target, device, model if module is None else module)
+    loading = _Loading(Path(path), target, memory)
     try:
-        _load(_Loading(Path(path), memory), target, strict, process_group)
+        known = gather(_WHAT, loading.prepare, process_group)
+        loading.check_keys(known, strict)
+        agree(_WHAT, loading.check_parts, process_group)
+        agree(_WHAT, loading.fill, process_group)
     except BaseException:
         memory.take_back()
         raise
@@ -169,55 +162,61 @@ def load(
         module.load_state_dict(target)  # what it holds besides tensors
 
 
-def _load(loading: _Loading, state_dict: Any, strict: bool, process_group: dist.ProcessGroup | None) -> None:
-    _agreed(lambda: loading.prepare(state_dict), process_group)
-    known = _gathered((sorted(loading.entries), loading.manifest.digest), process_group)
-    _agreed(lambda: loading.check_keys(known, strict), process_group)
-    _agreed(loading.check_parts, process_group)
-    _run(
-        functools.partial(dcp_load, {key: entry.value for key, entry in loading.entries.items()}),
-        f"load from {loading.directory}",
-        storage_reader=CheckedReader(loading.manifest),
-        planner=CheckedLoadPlanner(loading.entries, loading.items),
-        process_group=process_group,
+# --- Keys --------------------------------------------------------------------------------------------------
+
+
+def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
+    """DCP's key of every entry."""
+    entries: dict[str, Leaf] = {}
+
+    def visit(path: Keys, value: Any) -> None:
+        if isinstance(value, Mapping):
+            return  # an empty one
+        name = ".".join(map(str, path))
+        if name in entries:
+            got = f"{name!r}, which is also that of {show(entries[name].path)}"
+            refuse(path, "a flat key of its own", got, "Rename one of the two.")
+        entries[name] = Leaf(path, value)
+
+    traverse_state_dict(state_dict, visit, lambda item: isinstance(item, Tensor))
+    return entries
+
+
+def kind_of(value: Any) -> str:
+    return str(
+        Stored(value.dtype, tuple(value.shape), []) if isinstance(value, Tensor) else Stored(None, (), [])
     )
-    for key, value in loading.values.items():
-        *above, last = loading.entries[key].keys
-        functools.reduce(lambda tree, k: tree[k], above, state_dict)[last] = value
 
 
-def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-    return f"{', '.join(map(repr, keys[:SHOWN]))}{more}"
+def _check_entry(path: Keys, value: Any, state_dict: dict[Any, Any]) -> None:
+    """Raises unless it can be written, as a value can whose container can be changed."""
+    if not isinstance(value, Tensor):
+        check_can_change(path, state_dict)
+        return
+    check_data(path, value)
+    if value.layout != torch.strided:
+        refuse(path, "a dense tensor", str(value.layout), "Call to_dense.")
+    check_no_sum(path, value)
 
 
 # --- Saving ------------------------------------------------------------------------------------------------
 
 
-def _check_storable(entry: Entry) -> None:
-    if isinstance(entry.value, Tensor):
-        check_tensor(entry.keys, entry.value)
-        return
-    try:
-        if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(entry.value)):
-            raise TypeError("a tensor in a container that DCP does not look into")
-        stored = io.BytesIO()
-        torch.save(entry.value, stored)
-        stored.seek(0)
-        torch.load(stored, weights_only=True)
-    except Exception as error:
-        text = " ".join(f"{type(entry.value).__name__} ({error}".split())[:200]
+def _check_storable(path: Keys, value: Any) -> None:
+    """Raises unless it is a value that can be loaded again."""
+    error = loading_error(value)
+    if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
+        error = TypeError("a tensor in a container that DCP does not look into")
+    if error is not None:
+        got = " ".join(f"{type(value).__name__} ({error}".split())[:200]
         remedy = "Use dicts and lists for tensors, plain values for the rest, and state_dict() of objects that have it."
-        refuse(
-            entry.keys, "a tensor, or a value that torch.load(weights_only=True) takes", f"{text})", remedy
-        )
+        refuse(path, "a tensor, or a value that torch.load(weights_only=True) takes", f"{got})", remedy)
 
 
-def _check_same(entries: dict[str, Entry], group: dist.ProcessGroup | None) -> None:
+def _check_same(kinds: list[dict[str, str]]) -> None:
     """Raises if a key is not the same tensor, or a value, on all ranks that have it."""
-    mine = {key: kind_of(entry.value) for key, entry in entries.items()}
     first: dict[str, tuple[int, str]] = {}
-    for rank, theirs in enumerate(_gathered(mine, group)):
+    for rank, theirs in enumerate(kinds):
         for key, kind in theirs.items():
             known_rank, known = first.setdefault(key, (rank, kind))
             if kind != known:
@@ -234,133 +233,23 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target) or is_empty:
         target.parent.mkdir(parents=True, exist_ok=True)
         return
-    if not overwrite or not (target / METADATA).is_file():
-        raise UsageError(
-            f"save to {target}",
-            expected="a path where nothing is" + (", or a DCP checkpoint" if overwrite else ""),
-            got="a DCP checkpoint" if (target / METADATA).is_file() else "something else",
-            remedy="Choose another path"
-            + ("." if overwrite else ", or pass overwrite=True for a DCP checkpoint."),
+    is_ours = (target / METADATA).is_file()
+    if not overwrite or not is_ours:
+        expected = "a path where nothing is" + (", or a DCP checkpoint" if overwrite else "")
+        got = "a DCP checkpoint" if is_ours else "something else"
+        remedy = "Choose another path" + (
+            "." if overwrite else ", or pass overwrite=True for a DCP checkpoint."
         )
+        raise UsageError(f"save to {target}", expected=expected, got=got, remedy=remedy)
 
 
-def _publish(draft: Path, target: Path) -> None:
-    """Gives the complete checkpoint its name."""
-    write_digest(draft)
-    sync_directory(draft)
-    old = draft.with_name(f"{draft.name}.old")
-    has_old = target.is_dir() and any(target.iterdir())
-    if has_old:
-        os.rename(target, old)
-    try:
-        os.rename(draft, target)
-    except OSError:
-        if has_old:
-            os.rename(old, target)
-        raise
-    sync_directory(target.parent)
-    if has_old:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-# --- Loading -----------------------------------------------------------------------------------------------
-
-
-class _Loading:
-    """What this rank wants, what there is, and how the one comes from the other.
-
-    Attributes:
-        entries: of the state dict, by key. manifest: of the checkpoint.
-        items: what is to be read, once `check_parts` has seen it. values: what is no tensor, read already.
-    """
-
-    manifest: Manifest
-
-    def __init__(self, directory: Path, memory: NewMemory) -> None:
-        self.directory, self.memory = directory, memory
-        self.entries: dict[str, Entry] = {}
-        self.items: list[ReadItem] = []
-        self.values: dict[str, Any] = {}
-
-    def prepare(self, state_dict: dict[Any, Any]) -> None:
-        self.memory.give()
-        self.entries = entries_of(state_dict)
-        for keys, value, _ in self.entries.values():
-            if isinstance(value, Tensor):
-                check_tensor(keys, value)
-                memory = memory_of(value)
-                if any(step == 0 and n > 1 for n, step in zip(memory.shape, memory.stride())):
-                    refuse(keys, "memory for every element", "an expanded tensor", "Call contiguous().")
-        self.manifest = read_metadata(self.directory)
-
-    def check_keys(self, known: list[tuple[list[str], str]], strict: bool) -> None:
-        """
-        Args:
-            known: keys and the digest of the metadata, of each rank.
-        """
-        if len({digest for _, digest in known}) > 1:
-            raise CheckpointError(
-                str(self.directory),
-                expected="the same checkpoint on all ranks",
-                got="different ones",
-                remedy="Use a file system that all ranks share, and replace no checkpoint that is being read.",
-            ).at(self.directory)
-        wanted, there = {key for keys, _ in known for key in keys}, set(
-            self.manifest.metadata.state_dict_metadata
-        )
-        missing, unexpected = sorted(wanted - there), sorted(there - wanted)
-        if strict and (missing or unexpected):
-            parts = [f"{_listed(missing)} missing in the checkpoint"] if missing else []
-            parts += [f"{_listed(unexpected)} only in the checkpoint"] if unexpected else []
-            raise UsageError(
-                f"load from {self.directory}",
-                expected="the same keys in the state dict and in the checkpoint",
-                got=", ".join(parts),
-                remedy="Compare the models, or pass strict=False to load what both have.",
-            )
-        self.entries = {key: entry for key, entry in self.entries.items() if key in there}
-        self.memory.check_loaded({entry.keys for entry in self.entries.values()})
-
-    def check_parts(self) -> None:
-        """Compares every entry with what is stored, then reads all that is no tensor, and checks all that is."""
-        stored = self.manifest.metadata.state_dict_metadata
-        for key, (keys, value, _) in self.entries.items():
-            entry = stored[key]
-            there = "a value"
-            if isinstance(entry, TensorStorageMetadata):
-                there = f"a tensor {entry.properties.dtype} {list(entry.size)}"
-            if there != kind_of(value):
-                refuse(
-                    keys,
-                    kind_of(value),
-                    f"{there} in the checkpoint",
-                    "Compare the models; nothing is cast or cut.",
-                )
-        for key, (_, value, _) in self.entries.items():
-            entry = stored[key]
-            if not isinstance(entry, TensorStorageMetadata):
-                self.values[key] = read_value(self.manifest, key)
-            elif (box := box_of(value)) is not None:
-                items = create_read_items_for_chunk_list(key, entry, [box])
-                self.items += items
-                for item in items:
-                    check_chunk(self.manifest, key, _chunk_at(entry, item.storage_index))
-
-
-def _chunk_at(entry: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    assert index.index is not None
-    return entry.chunks[index.index]
-
-
-# --- Ranks -------------------------------------------------------------------------------------------------
-
-
-def _run(call: Callable[..., Any], what: str, **options: Any) -> None:
-    """One of DCP's functions; its errors, which all ranks get, as ours."""
+def _write(state_dict: dict[Any, Any], draft: Path, what: str, group: dist.ProcessGroup | None) -> None:
+    """Has DCP write the files; its errors, which all ranks get, as ours."""
+    writer = FileSystemWriter(draft, sync_files=True, thread_count=1, overwrite=False)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process
-            call(**options)
+            dcp_save(state_dict, storage_writer=writer, planner=_BoxPlanner(), process_group=group)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         failures = getattr(error, "failures", None) or {}
         rank, cause = next(((f"rank {rank}: ", cause) for rank, (cause, _) in failures.items()), ("", error))
@@ -372,37 +261,127 @@ def _run(call: Callable[..., Any], what: str, **options: Any) -> None:
         ) from error
 
 
-def _agreed(check: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    agree("DCP checkpoint", check, group)
+class _BoxPlanner(DefaultSavePlanner):
+    """Tells DCP which boxes this rank writes, as `layout` knows them; parts without elements are not written.
+
+    DCP's own asks torch where a DTensor's local part lies in the whole, which is wrong for some strided and uneven cuts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=True, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for key, value in self.state_dict.items() for item in _write_items(key, value)]
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        if not isinstance(value, Tensor):
+            return value
+        if value.numel() == 0:
+            return torch.empty(value.shape, dtype=value.dtype)
+        return part_of(value).resolve_conj().resolve_neg()
 
 
-def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    return gather("DCP checkpoint", lambda: mine, group)
+def _write_items(key: str, value: Any) -> list[WriteItem]:
+    if not isinstance(value, Tensor):
+        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
+    box = box_of(value)
+    if value.numel() == 0:  # written nevertheless, once: its shape has to be known
+        box = Box((0,) * value.ndim, tuple(value.shape))
+    if box is None:
+        return []
+    kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR
+    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+    data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), torch.Size(value.shape))
+    return [WriteItem(MetadataIndex(key, chunk.offsets), kind, tensor_data=data)]
 
 
-def _same_everywhere(mine: str, group: dist.ProcessGroup | None) -> str:
-    """The first rank's."""
-    first: str = _gathered(mine, group)[0]
-    return first
+# --- Loading -----------------------------------------------------------------------------------------------
 
 
-def _is_first(group: dist.ProcessGroup | None) -> bool:
-    return not dist.is_initialized() or dist.get_rank(group) == 0
+def _shared(target: Tensor, stored: Stored) -> Iterator[tuple[Blob, Slices, Slices]]:
+    """Every chunk that this rank needs something of: which elements of its part of the target are which of the chunk."""
+    box = box_of(target)
+    for blob in stored.blobs:
+        both = intersection(box, blob.box) if box and blob.box else None
+        if box and blob.box and both:
+            yield blob, within(both, box).slices, within(both, blob.box).slices
 
 
-def _on_first(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Does something on the first rank; what it raises is raised on all."""
+class _Loading:
+    """What this rank wants, what there is, and how the one comes from the other.
 
-    def attempt() -> None:
-        try:
-            if _is_first(group):
-                work()
-        except OSError as error:
+    Attributes:
+        entries: of the state dict, by key. manifest: of the checkpoint. values: what is no tensor, by path, read already.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, directory: Path, state_dict: dict[Any, Any], memory: NewMemory) -> None:
+        self.directory, self.state_dict, self.memory = directory, state_dict, memory
+        self.entries: dict[str, Leaf] = {}
+        self.values: dict[Keys, Any] = {}
+
+    def prepare(self) -> tuple[list[str], str]:
+        """Returns the keys and the digest of the metadata."""
+        self.memory.give()
+        self.entries = entries_of(self.state_dict)
+        for path, value in self.entries.values():
+            _check_entry(path, value, self.state_dict)
+            if isinstance(value, Tensor) and is_expanded(part_of(value)):
+                refuse(path, "memory for every element", "an expanded tensor", "Call contiguous().")
+        self.manifest = dcp_metadata.read_metadata(self.directory)
+        return sorted(self.entries), self.manifest.digest
+
+    def check_keys(self, known: list[Any], strict: bool) -> None:
+        """
+        Args:
+            known: what `prepare` returned on each rank.
+        """
+        if len({digest for _, digest in known}) > 1:
             raise CheckpointError(
-                str(error.filename),
-                expected="a directory that can be written",
-                got=f"{type(error).__name__}: {error.strerror}",
-                remedy="Look at permissions and at the space on the disk.",
-            ).at(error.filename) from error
+                str(self.directory),
+                expected="the same checkpoint on all ranks",
+                got="different ones",
+                remedy="Use a file system that all ranks share, and replace no checkpoint that is being read.",
+            ).at(self.directory)
+        wanted, there = {key for keys, _ in known for key in keys}, self.manifest.entries.keys()
+        missing, unexpected = (list(map(repr, sorted(keys))) for keys in (wanted - there, there - wanted))
+        if strict and (missing or unexpected):
+            parts = [f"{listed(missing)} missing in the checkpoint"] if missing else []
+            parts += [f"{listed(unexpected)} only in the checkpoint"] if unexpected else []
+            raise UsageError(
+                f"load from {self.directory}",
+                expected="the same keys in the state dict and in the checkpoint",
+                got=", ".join(parts),
+                remedy="Compare the models, or pass strict=False to load what both have.",
+            )
 
-    _agreed(attempt, group)
+    def check_parts(self) -> None:
+        """Compares every entry with what is stored, then reads all that is no tensor, and checks all that is."""
+        stored = self.manifest.entries
+        self.entries = {key: entry for key, entry in self.entries.items() if key in stored}
+        self.memory.check_loaded({entry.path for entry in self.entries.values()})
+        for key, (path, value) in self.entries.items():
+            if str(stored[key]) != kind_of(value):
+                got, remedy = (
+                    f"{stored[key]} in the checkpoint",
+                    "Compare the models; nothing is cast or cut.",
+                )
+                refuse(path, kind_of(value), got, remedy)
+            if not isinstance(value, Tensor):
+                self.values[path] = dcp_metadata.read_value(key, stored[key])
+            else:
+                for blob, _, _ in _shared(value, stored[key]):
+                    dcp_metadata.read_chunk(key, stored[key], blob, check=True)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        for key, (_, value) in self.entries.items():
+            stored = self.manifest.entries[key]
+            for blob, here, there in _shared(value, stored) if isinstance(value, Tensor) else ():
+                chunk = dcp_metadata.read_chunk(key, stored, blob, check=False)
+                part_of(value)[here].copy_(chunk[there])
+        put(self.state_dict, (), self.values)

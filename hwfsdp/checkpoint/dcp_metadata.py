@@ -7,8 +7,7 @@ nothing else (`read_metadata`). What comes out is believed only as far as it was
 blobs lie in files of this directory.
 
 Blobs are zip files made by `torch.save`. They carry checksums, which `torch.load` ignores; here they are compared
-(`read_value`, `check_chunk`), so a flipped bit is an error and not a weight. Values that are no tensors are read with
-`weights_only=True`.
+(`read_value`, `read_chunk`), so a flipped bit is an error and not a weight. Both are read with `weights_only=True`.
 
 Left out: checkpoints from before torch 2.1, whose metadata has other classes, and experimental transforms of blobs.
 """
@@ -26,12 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from hwfsdp.checkpoint.archives import find_damage
 from hwfsdp.checkpoint.boxes import Box, find_fault
@@ -60,25 +54,35 @@ _ALLOWED = {
 
 
 class Blob(NamedTuple):
-    """Where a chunk or a value is: `length` bytes from `offset` on, in a file of the directory."""
+    """Where a chunk or a value is: `length` bytes from `offset` on, in a file; and which part of its tensor a chunk is."""
 
     file: Path
     offset: int
     length: int
+    box: Box | None
+
+
+class Stored(NamedTuple):
+    """What is under a key: a tensor and its chunks, or a value (`dtype` is None), which is one blob."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    blobs: list[Blob]
+
+    def __str__(self) -> str:
+        return "a value" if self.dtype is None else f"a tensor {self.dtype} {list(self.shape)}"
 
 
 class Manifest(NamedTuple):
     """What a checkpoint says about itself, after it was checked.
 
     Attributes:
-        metadata: DCP's own object, for DCP's own reader.
-        blobs: (key, offset of the chunk in its tensor) to where it is; the offset of a value is None.
+        paths: DCP's note of how keys came from paths in the state dict, if it has one.
         digest: of the metadata, to compare between ranks.
     """
 
-    directory: Path
-    metadata: Metadata
-    blobs: dict[tuple[str, tuple[int, ...] | None], Blob]
+    entries: dict[str, Stored]
+    paths: dict[str, Any]
     digest: str
 
 
@@ -116,14 +120,13 @@ class _Unpickler(pickle.Unpickler):
 def _put_back(thing: Any, was: dict[str, Any]) -> bool:
     """Makes attributes of a class, or of a member of an enum, what they were; returns whether they were others."""
     now = dict(vars(thing))
-    for name in now.keys() - was.keys():
+    added = now.keys() - was.keys()
+    changed = {name: value for name, value in was.items() if now.get(name) is not value}
+    for name in added:
         delattr(thing, name)
-    for name, value in was.items():
-        if now.get(name) is not value:
-            setattr(thing, name, value)
-    return {name: id(value) for name, value in now.items()} != {
-        name: id(value) for name, value in was.items()
-    }
+    for name, value in changed.items():
+        setattr(thing, name, value)
+    return bool(added or changed)
 
 
 class _Refused(Exception):
@@ -144,9 +147,7 @@ def read_metadata(directory: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise _damaged(
-            path, "the metadata of a DCP checkpoint", f"{type(error).__name__}: {error.strerror}"
-        ) from error
+        raise _damaged(path, "the metadata of a DCP checkpoint", _one_line(error)) from error
     _check_digest(path, data)
     try:
         _check_opcodes(data)
@@ -160,11 +161,14 @@ def read_metadata(directory: Path) -> Manifest:
         ).at(path) from None
     except Exception as error:
         raise _damaged(path, "a pickle of DCP's metadata", _one_line(error)) from error
+    if not isinstance(metadata, Metadata):
+        raise _damaged(path, "DCP's Metadata", type(metadata).__name__)
     try:
-        blobs = _blobs_of(directory, metadata)
+        entries = _entries_of(path, metadata)
     except (AttributeError, TypeError, ValueError, KeyError) as error:  # crafted, or cut short
         raise _damaged(path, "the fields of DCP's metadata", _one_line(error)) from error
-    return Manifest(directory, metadata, blobs, hashlib.sha256(data).hexdigest())
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    return Manifest(entries, paths, hashlib.sha256(data).hexdigest())
 
 
 def write_digest(directory: Path) -> None:
@@ -196,10 +200,12 @@ def _check_opcodes(data: bytes) -> None:
             raise ValueError(f"the memo index {argument} at byte {position}")
 
 
-def _damaged(file: Path, expected: str, got: str, key: str | None = None) -> CheckpointError:
+def _damaged(
+    file: Path, expected: str, got: str, key: str | None = None, at: int | None = None
+) -> CheckpointError:
     subject = str(file) if key is None else f"{file}, {key}"
     remedy = "Take another checkpoint; this one is damaged, incomplete or of another format."
-    return CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key)
+    return CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key, at)
 
 
 def _one_line(error: Exception) -> str:
@@ -209,35 +215,42 @@ def _one_line(error: Exception) -> str:
 # --- Structure ---------------------------------------------------------------------------------------------
 
 
-def _blobs_of(directory: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | None], Blob]:
-    """Where every chunk and value is, once the metadata turned out to be consistent."""
-    path = directory / METADATA
-    if not isinstance(metadata, Metadata):
-        raise _damaged(path, "DCP's Metadata", type(metadata).__name__)
-    places = {}
-    for index, info in metadata.storage_data.items():
-        offset = None if index.offset is None else _sizes(index.offset)
-        places[_text(index.fqn), offset] = info
-    blobs = {}
-    files: dict[Path, int] = {}
+def _entries_of(path: Path, metadata: Metadata) -> dict[str, Stored]:
+    """Every tensor and value, once the metadata turned out to be consistent."""
+    places = {(_text(index.fqn), index.offset): info for index, info in metadata.storage_data.items()}
+    entries: dict[str, Stored] = {}
     for key, entry in metadata.state_dict_metadata.items():
-        offsets: list[tuple[int, ...] | None] = [None]
+        boxes: list[Box | None] = [None]
+        stored = Stored(None, (), [])
         if isinstance(entry, TensorStorageMetadata):
-            _check_tiles(path, _text(key), entry)
-            offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
+            stored = Stored(_dtype(entry.properties.dtype), _sizes(entry.size), [])
+            boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
+            fault = (
+                find_fault(stored.shape, [box for box in boxes if box and box.numel]) if boxes else "no chunk"
+            )
+            if fault:
+                raise _damaged(path, f"chunks that make up the shape {stored.shape}", fault, _text(key))
         elif not isinstance(entry, BytesStorageMetadata):
             raise _damaged(path, "a tensor or a value", type(entry).__name__, key)
-        for offset in offsets:
-            if (key, offset) not in places:
-                raise _damaged(path, f"where the part at {offset} is", "nothing", key)
-            blobs[key, offset] = _blob(directory, key, places[key, offset], files)
-    _check_places(blobs)
-    return blobs
+        for box in boxes:
+            info = places.get((key, box and box.offset))
+            if info is None:
+                raise _damaged(path, f"where the part at {box and box.offset} is", "nothing", key)
+            stored.blobs.append(_blob(path, key, info, box))
+        entries[key] = stored
+    _check_places(entries)
+    return entries
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no key")
+    return value
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{value!r} is no dtype")
     return value
 
 
@@ -248,103 +261,82 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _blob(directory: Path, key: str, info: Any, files: dict[Path, int]) -> Blob:
-    name, path = _text(info.relative_path), directory / METADATA
+def _blob(path: Path, key: str, info: Any, box: Box | None) -> Blob:
+    name = _text(info.relative_path)
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or re.search(r"[\\:\0]", name) or not name:
         raise _damaged(path, "a file in the directory of the checkpoint", f"the path {name!r}", key)
     offset, length = _sizes((info.offset, info.length))
-    if getattr(info, "transform_descriptors", None):
-        raise _damaged(
-            path, "blobs as torch.save writes them", f"transforms {info.transform_descriptors}", key
-        )
-    file = directory / name
-    if file not in files:
-        try:
-            files[file] = file.stat().st_size
-        except OSError as error:
-            raise _damaged(
-                file, "a file with chunks of tensors", f"{type(error).__name__}: {error.strerror}"
-            ) from error
-    if offset + length > files[file]:
-        got = f"{files[file]} bytes; the part at {offset} has {length}"
-        raise _damaged(file, "the size that the metadata says", got, key)
-    return Blob(file, offset, length)
+    transforms = getattr(info, "transform_descriptors", None)
+    if transforms:
+        raise _damaged(path, "blobs as torch.save writes them", f"transforms {transforms}", key)
+    return Blob(path.parent / name, offset, length, box)
 
 
-def _check_tiles(path: Path, key: str, entry: TensorStorageMetadata) -> None:
-    """Every element of the tensor is in exactly one chunk."""
-    size = _sizes(entry.size)
-    if not isinstance(entry.properties.dtype, torch.dtype):
-        raise TypeError(f"{entry.properties.dtype!r} is no dtype")
-    boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
-    fault = find_fault(size, [box for box in boxes if box.numel]) if boxes else "no chunk"
-    if fault:
-        raise _damaged(path, f"chunks that make up the shape {size}", fault, key)
-
-
-def _check_places(blobs: dict[tuple[str, tuple[int, ...] | None], Blob]) -> None:
-    """No two blobs share a byte."""
-    by_place = sorted(blobs.items(), key=lambda item: (str(item[1].file), item[1].offset))
-    for (_, one), ((key, _), other) in zip(by_place, by_place[1:]):
-        if one.file == other.file and one.offset + one.length > other.offset:
-            raise _damaged(
-                one.file,
-                f"a place of its own, after byte {one.offset + one.length}",
-                f"byte {other.offset}",
-                key,
-            )
+def _check_places(entries: dict[str, Stored]) -> None:
+    """Blobs lie in files that are there, and no two of them share a byte."""
+    places = [(str(blob.file), blob, key) for key, stored in entries.items() for blob in stored.blobs]
+    file, end = None, 0
+    for _, blob, key in sorted(places, key=lambda place: (place[0], place[1].offset)):
+        if blob.file != file:
+            file, end = blob.file, 0
+            try:
+                size = file.stat().st_size
+            except OSError as error:
+                raise _damaged(file, "a file with chunks of tensors", _one_line(error)) from error
+        if blob.offset + blob.length > size:
+            got = f"{size} bytes; the part at {blob.offset} has {blob.length}"
+            raise _damaged(file, "the size that the metadata says", got, key)
+        if blob.offset < end:
+            raise _damaged(file, f"a place of its own, after byte {end}", f"byte {blob.offset}", key)
+        end = blob.offset + blob.length
 
 
 # --- Blobs -------------------------------------------------------------------------------------------------
 
 
-def read_value(manifest: Manifest, key: str) -> Any:
+def read_value(key: str, stored: Stored) -> Any:
     """The value, which is no tensor, under this key.
 
     Raises:
         CheckpointError: it is damaged, or made of more than `torch.load(weights_only=True)` allows; none of it was run.
     """
-    blob = manifest.blobs[key, None]
-    return _load(_read(blob, key), blob, key, map_location="cpu")
+    return _read(stored.blobs[0], key)
 
 
-def check_chunk(manifest: Manifest, key: str, chunk: ChunkStorageMetadata) -> None:
-    """Raises if the chunk of the tensor under this key cannot be read as what it should be.
+def read_chunk(key: str, stored: Stored, blob: Blob, *, check: bool) -> Tensor:
+    """A chunk of the tensor under this key, on the CPU.
+
+    Args:
+        check: only compare checksums; what is returned is on the meta device.
 
     Raises:
         CheckpointError: a checksum is wrong, or it is no tensor, or one of another shape or dtype than the metadata says.
     """
-    blob = manifest.blobs[key, tuple(chunk.offsets)]
-    found = _load(_read(blob, key), blob, key, map_location="meta")
-    entry = manifest.metadata.state_dict_metadata[key]
-    assert isinstance(entry, TensorStorageMetadata)
-    expected = f"{entry.properties.dtype} {list(chunk.sizes)}"
+    found = _read(blob, key, check, "meta" if check else "cpu")
+    expected = f"{stored.dtype} {list(blob.box.shape if blob.box else ())}"
     got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
     if got != expected or found.layout != torch.strided:
-        raise _damaged(blob.file, f"a tensor {expected}", got, key).at(blob.file, key, blob.offset)
+        raise _damaged(blob.file, f"a tensor {expected}", got, key, blob.offset)
+    chunk: Tensor = found
+    return chunk
 
 
-def _read(blob: Blob, key: str) -> io.BytesIO:
-    """The bytes of the blob, an archive that is as it was written."""
+def _read(blob: Blob, key: str, check: bool = True, location: str = "cpu") -> Any:
+    """What `torch.load` makes of a blob, an archive that is as it was written."""
     try:
         with blob.file.open("rb") as file:
             file.seek(blob.offset)
             data = io.BytesIO(file.read(blob.length))
     except OSError as error:
         raise _damaged(blob.file, "a file that can be read", _one_line(error), key) from error
-    damage = find_damage(data)
+    damage = find_damage(data) if check else None
     if damage is not None:
         got = f"{damage.got} ({damage.record})" if damage.record else damage.got
-        raise _damaged(blob.file, damage.expected, got, key).at(blob.file, key, blob.offset + damage.offset)
+        raise _damaged(blob.file, damage.expected, got, key, blob.offset + damage.offset)
     data.seek(0)
-    return data
-
-
-def _load(data: io.BytesIO, blob: Blob, key: str, map_location: str) -> Any:
     try:
-        return torch.load(data, map_location=map_location, weights_only=True)
+        return torch.load(data, map_location=location, weights_only=True)
     except Exception as error:
-        raise _damaged(
-            blob.file, "what torch.load(weights_only=True) allows", _one_line(error)[:300], key
-        ).at(blob.file, key, blob.offset) from error
+        expected = "what torch.load(weights_only=True) allows"
+        raise _damaged(blob.file, expected, _one_line(error)[:300], key, blob.offset) from error

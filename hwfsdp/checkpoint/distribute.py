@@ -27,13 +27,21 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.agreement import agree
-from hwfsdp.checkpoint.state_dict import bytes_of, check_data, refuse_sharded_tensor, to_cpu
-from hwfsdp.checkpoint.traverse import Path, items_of, leaves_of, map_leaves, show
+from hwfsdp.checkpoint.state_dict import to_cpu
+from hwfsdp.checkpoint.tensors import (
+    bytes_of,
+    check_data,
+    check_no_sum,
+    is_expanded,
+    part_of,
+    refuse_sharded_tensor,
+)
+from hwfsdp.checkpoint.traverse import Path, items_of, leaves_of, map_leaves, refuse
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
-from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
+from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import shard_of
 
 Plan = dict[Path, Any]  # what will come there: a TensorInfo, an EmptyContainer, or the value itself
@@ -146,30 +154,26 @@ def _plan_of(full_state_dict: dict[Any, Any]) -> Plan:
             continue
         check_data(path, value)
         if isinstance(value, DTensor) or value.layout != torch.strided:
-            raise UsageError(
-                show(path),
-                expected="a whole, dense tensor in the full state dict",
-                got=type(value).__name__ if isinstance(value, DTensor) else str(value.layout),
-                remedy="Call gather_state_dict for DTensors, and to_dense for sparse tensors.",
-            )
+            got = type(value).__name__ if isinstance(value, DTensor) else str(value.layout)
+            remedy = "Call gather_state_dict for DTensors, and to_dense for sparse tensors."
+            refuse(path, "a whole, dense tensor in the full state dict", got, remedy)
         plan[path] = TensorInfo(tuple(value.shape), value.dtype)
     return plan
 
 
 def _send_plan(full_state_dict: dict[Any, Any] | None, pg: dist.ProcessGroup | None) -> Plan:
     """The plan of the rank that has the full state dict, on every rank; its error, on every rank, if it has none."""
-    answer: list[Any] = [None]
-    if full_state_dict is not None:
-        try:
-            answer = [_plan_of(full_state_dict)]
-            _check_pickles(answer[0])
-        except Exception as error:
-            answer = [_as_ours(error)]
-    dist.broadcast_object_list(answer, group=pg, group_src=0)
-    if isinstance(answer[0], FSDPError):
-        raise answer[0]
-    plan: Plan = answer[0]
-    return plan
+    plan: list[Any] = [None]
+
+    def prepare() -> None:
+        if full_state_dict is not None:
+            plan[0] = _plan_of(full_state_dict)
+            _check_pickles(plan[0])
+
+    agree("broadcast_state_dict", prepare, pg)
+    dist.broadcast_object_list(plan, group=pg, group_src=0)
+    sent: Plan = plan[0]
+    return sent
 
 
 def _check_pickles(plan: Plan) -> None:
@@ -177,31 +181,12 @@ def _check_pickles(plan: Plan) -> None:
         try:
             pickle.dumps((path, value))
         except Exception as error:
-            raise UsageError(
-                show(path),
-                expected="what can be sent to other ranks: a tensor, or something that can be pickled",
-                got=f"{type(value).__name__} ({_one_line(error)})",
-                remedy="Take it out of the full state dict.",
-            ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+            got = f"{type(value).__name__} ({' '.join(str(error).split())})"
+            expected = "what can be sent to other ranks: a tensor, or something that can be pickled"
+            refuse(path, expected, got, "Take it out of the full state dict.")
 
 
 # --- Agree -------------------------------------------------------------------------------------------------
-
-
-def _as_ours(error: Exception) -> FSDPError:
-    """The error, or one of ours that says the same and is sure to reach other ranks."""
-    if isinstance(error, FSDPError):
-        return error
-    return UsageError(
-        "the state dict",
-        expected="entries that can be listed",
-        got=f"{type(error).__name__}: {_one_line(error)}",
-        remedy="Use plain dicts, lists and tuples.",
-    )
 
 
 def check_plan(plan: Plan, local_state_dict: dict[Any, Any], cast: bool | None = None) -> None:
@@ -227,7 +212,7 @@ _COMPARE = "Compare the model that the full state dict was taken from with this 
 
 
 def _refuse_entry(path: Path, expected: str, got: str, remedy: str = _COMPARE) -> NoReturn:
-    raise UsageError(show(path), expected=expected, got=got, remedy=remedy)
+    refuse(path, expected, got, remedy)
 
 
 def _check_entry(path: Path, coming: Any, place: Any, cast: bool | None) -> None:
@@ -244,14 +229,8 @@ def _check_entry(path: Path, coming: Any, place: Any, cast: bool | None) -> None
     if not isinstance(place, Tensor):
         _refuse_entry(path, f"{type(place).__name__}, as this rank has", f"a tensor of shape {coming.shape}")
     _check_kind(path, coming, place, cast)
-    if isinstance(place, DTensor) and any(isinstance(p, Partial) for p in place.placements):
-        raise UnsupportedError(
-            show(path),
-            expected="placements that say which values a rank has",
-            got=f"{list(place.placements)}",
-            remedy="Redistribute Partial to Replicate first.",
-        )
-    elif not place.is_meta:
+    check_no_sum(path, place)
+    if not place.is_meta:
         check_data(path, place)
 
 
@@ -260,9 +239,8 @@ def _check_kind(path: Path, coming: TensorInfo, place: Tensor, cast: bool | None
     if tuple(place.shape) != coming.shape or (place.dtype != coming.dtype and cast is None):
         _refuse_entry(path, expected, got)
     if place.dtype != coming.dtype and not cast:
-        _refuse_entry(
-            path, expected, got, "Pass cast=True if the values may become what that dtype can hold."
-        )
+        remedy = "Pass cast=True if the values may become what that dtype can hold."
+        _refuse_entry(path, expected, got, remedy)
 
 
 # --- Move --------------------------------------------------------------------------------------------------
@@ -327,9 +305,8 @@ def _fill(
             filled[path] = coming
 
     def fill_in(path: Path, leaf: Any, _: Any) -> Any:
-        empty = isinstance(
-            leaf, MutableMapping | list
-        )  # a container of our own, to which entries may be added
+        # an empty container gets a copy, to which entries may be added
+        empty = isinstance(leaf, MutableMapping | list)
         return filled[path] if path in filled else copy.copy(leaf) if empty else leaf
 
     new = map_leaves(fill_in, dict(local_state_dict), by_path=True)
@@ -344,9 +321,9 @@ def _write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
         if place.device_mesh.get_coordinate() is None:
             return place
         part = shard_of(whole, place.device_mesh, place.placements)
-    memory = place.to_local() if isinstance(place, DTensor) else place
+    memory = part_of(place)
     elsewhere = not isinstance(place, DTensor) and place.ndim > 0 and place.device.type != device.type
-    if not (memory.is_meta or elsewhere or _is_expanded(memory)):
+    if not (memory.is_meta or elsewhere or is_expanded(memory)):
         memory.copy_(part)
         return place
     if not isinstance(place, DTensor):
@@ -378,11 +355,6 @@ def _add_missing(full: Any, local: Any) -> None:
 
 def _alone(_: Path, leaf: Any, __: Any) -> Any:
     return _copy_to(leaf.detach(), torch.device("cpu"), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements are one place in memory, which cannot be written to."""
-    return any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride()))
 
 
 def _prune(tree: Any, plan: Plan, at: Path = ()) -> None:

@@ -27,20 +27,14 @@ Note [Whose shape]
     The local shape of a DTensor is computed here (`layout`), because a DTensor that was made on the meta device may have
     torch's, which is wrong where cuts are strided and uneven. Such a tensor gets memory of its own.
 
-Note [One parameter at a time]
-    Which state an optimizer keeps, only its step knows. So a step is made, with gradients that are zero, for each
-    parameter alone: a copy of one parameter is all that has to be kept to put its bits back afterwards.
-
 Left out: values. Non-persistent buffers have none in any checkpoint; they stay on the meta device, where
 `check_materialized` finds them, instead of being given memory that holds nothing.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -49,15 +43,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hwfsdp.checkpoint.traverse import Path, leaves_of, show
-from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
+from hwfsdp.checkpoint.optimizer_state import init_optimizer_state
+from hwfsdp.checkpoint.tensors import is_expanded, memory_of
+from hwfsdp.checkpoint.traverse import Path, leaves_of, listed, show
+from hwfsdp.compat import dtensor, is_sharded_tensor, storage_key
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
-from hwfsdp.errors import FSDPError, StateError, UnsupportedError, UsageError
+from hwfsdp.errors import StateError, UnsupportedError, UsageError
 from hwfsdp.features.offload import is_offloaded
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset, compute_local_stride
 
-SHOWN = 4  # names in a message; the rest is counted
+__all__ = ["check_materialized", "init_meta_model", "init_optimizer_state", "init_state_dict"]
 
 StateDict = TypeVar("StateDict", bound=dict[Any, Any])
 
@@ -129,7 +125,7 @@ class NewMemory:
             raise UsageError(
                 "load",
                 expected="values for everything in the state dict that is on the meta device",
-                got=f"no entry in the checkpoint for {_listed(missing)}",
+                got=f"no entry in the checkpoint for {_counted(missing)}",
                 remedy="Take it out of the state dict, or initialize it before: to_empty(device=…), then its values.",
             )
 
@@ -195,18 +191,14 @@ def _groups_of(model: nn.Module) -> Iterator[ParamGroup]:
             yield from state.groups
 
 
-def _memory_of(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _is_subclass(tensor: Tensor) -> bool:
     """Whether the memory is not the tensor's own, but that of tensors inside it."""
-    memory = _memory_of(tensor)
+    memory = memory_of(tensor)
     return not (type(memory) is Tensor or isinstance(memory, nn.Parameter))
 
 
 def _key(tensor: Tensor) -> int:
-    return id(tensor) if _is_subclass(tensor) or _is_odd(tensor) else storage_key(_memory_of(tensor))
+    return id(tensor) if _is_odd(tensor) or _is_subclass(tensor) else storage_key(memory_of(tensor))
 
 
 def _is_odd(tensor: Tensor) -> bool:
@@ -215,12 +207,8 @@ def _is_odd(tensor: Tensor) -> bool:
 
 def _check_exchangeable(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
-        raise UsageError(
-            name,
-            expected="a tensor of known shape",
-            got="a lazy parameter",
-            remedy="Run a forward, or build the module with its sizes.",
-        )
+        remedy = "Run a forward, or build the module with its sizes."
+        raise UsageError(name, expected="a tensor of known shape", got="a lazy parameter", remedy=remedy)
     if _is_odd(tensor):
         raise UnsupportedError(
             name,
@@ -244,7 +232,7 @@ def _check_connected(entries: dict[str, Tensor], of_model: dict[str, Tensor]) ->
             raise UnsupportedError(
                 name,
                 expected="a plain tensor in each shard, where entries are detached from the model",
-                got=type(_memory_of(tensor)).__name__,
+                got=type(memory_of(tensor)).__name__,
                 remedy="Take model.state_dict(keep_vars=True).",
             )
 
@@ -286,7 +274,7 @@ class _Rooms:
         return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else self.elsewhere
 
     def _with_memory(self, tensor: Tensor, device: torch.device) -> Tensor:
-        memory = _memory_of(tensor).detach()
+        memory = memory_of(tensor).detach()
         if not isinstance(tensor, DTensor):
             return self._alike(memory, device)
         shape = tuple(memory.shape)
@@ -304,10 +292,8 @@ class _Rooms:
     def _alike(self, memory: Tensor, device: torch.device) -> Tensor:
         if _is_subclass(memory):
             return torch.empty_like(memory, device=device)
-        if any(step == 0 and n > 1 for n, step in zip(memory.shape, memory.stride())):
-            return torch.empty(
-                memory.shape, dtype=memory.dtype, device=device
-            )  # expanded: cannot be written to
+        if is_expanded(memory):
+            return torch.empty(memory.shape, dtype=memory.dtype, device=device)
         key = storage_key(memory)
         if key not in self.blocks:
             size = memory.untyped_storage().nbytes()
@@ -326,7 +312,7 @@ def _exchange_groups(model: nn.Module, wanted: set[int], rooms: _Rooms) -> None:
         group.adopt_registered()
         for param in params:
             if id(param) in keys and keys[id(param)] in rooms.blocks:
-                rooms.blocks[keys[id(param)]] = _memory_of(param).untyped_storage()
+                rooms.blocks[keys[id(param)]] = memory_of(param).untyped_storage()
 
 
 # --- Nothing forgotten -------------------------------------------------------------------------------------
@@ -353,7 +339,7 @@ def check_materialized(model: nn.Module, optimizer: Optimizer | None = None) -> 
         raise StateError(
             f"{type(model).__name__} after loading",
             expected="nothing on the meta device",
-            got=_listed([name for name, _ in found]),
+            got=_counted([name for name, _ in found]),
             remedy=" ".join(text for kind, text in remedies.items() if kind in {kind for _, kind in found}),
         )
     if optimizer is not None:
@@ -379,9 +365,8 @@ def _left_on_meta(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"
+def _counted(names: list[str]) -> str:
+    return f"{len(names)}: {listed(names)}"
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -402,7 +387,7 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise StateError(
             type(optimizer).__name__,
             expected="parameters that are the model's own objects",
-            got=_listed(stale) + " that the model does not have",
+            got=_counted(stale) + " that the model does not have",
             remedy="Build the optimizer after fully_shard, which makes new parameters, and while they are sharded; "
             "otherwise a step changes tensors that nobody uses.",
         )
@@ -410,99 +395,6 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise StateError(
             type(optimizer).__name__,
             expected="no state on the meta device",
-            got=_listed(states),
+            got=_counted(states),
             remedy="Call init_state_dict(optimizer.state_dict()), and load a checkpoint into it.",
         )
-
-
-# --- Optimizers --------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def init_optimizer_state(optimizer: Optimizer) -> None:
-    """Gives a fresh optimizer the state that it will have, so that a checkpoint can be loaded into it.
-
-    Every parameter that requires grad and has no state yet gets it (Note [One parameter at a time]): moments are zero,
-    counts of steps are zero. Parameters keep every bit, gradients and groups stay what they were, hooks are not called.
-    No communication, unless the optimizer's step communicates. The state of parameters on the meta device is there, too.
-
-    Args:
-        optimizer: of `torch.optim`, of `hwfsdp.optim`, or any whose step skips parameters without gradients.
-
-    Raises:
-        UnsupportedError: its step needs a closure, as that of LBFGS, or does not take dense gradients of zeros.
-            The optimizer is as it was then.
-    """
-    step = _plain_step(optimizer)
-    todo = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad and not optimizer.state.get(param):
-                todo.append((group, param))
-    done: list[Tensor] = []
-    try:
-        for group, param in todo:
-            done.append(param)
-            _step_alone(optimizer, step, group, param)
-    except Exception as error:
-        for param in done:
-            optimizer.state.pop(param, None)
-        if isinstance(error, FSDPError):
-            raise
-        raise UnsupportedError(
-            f"init_optimizer_state({type(optimizer).__name__})",
-            expected="a step over gradients that are dense and zero",
-            got=" ".join(f"{type(error).__name__}: {error}".split()),
-            remedy="Take one training step, and load the checkpoint afterwards.",
-        ) from error
-
-
-def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step of the optimizer's class, without what torch wraps around it to call hooks."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedError(
-            f"init_optimizer_state({type(optimizer).__name__})",
-            expected="an optimizer whose step can be made without a closure",
-            got="one that evaluates the model itself",
-            remedy="Take one training step, and load the checkpoint afterwards.",
-        )
-    return step  # type: ignore[no-any-return]
-
-
-def _step_alone(optimizer: Optimizer, step: Callable[..., Any], group: dict[str, Any], param: Tensor) -> None:
-    memory = _memory_of(param)
-    bits = memory.detach().clone()
-    try:
-        with _only(optimizer, group, param):
-            step(optimizer)
-    finally:
-        memory.copy_(bits)
-    state = optimizer.state.get(param, {})
-    if isinstance(count := state.get("step"), Tensor):
-        count.zero_()
-    elif count is not None:
-        state["step"] = 0
-
-
-@contextmanager
-def _only(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Iterator[None]:
-    """The optimizer has this parameter only, with a gradient of zeros, and does not decay it."""
-    groups, params, grad = optimizer.param_groups, group["params"], param.grad
-    decay = group.get("weight_decay")
-    zeros = torch.zeros_like(_memory_of(param))
-    try:
-        optimizer.param_groups = [group]
-        group["params"] = [param]
-        if decay is not None:
-            group["weight_decay"] = 0
-        param.grad = wrap_like(zeros, param) if isinstance(param, DTensor) else zeros
-        yield
-    finally:
-        param.grad = grad
-        group["params"], optimizer.param_groups = params, groups
-        if decay is not None:
-            group["weight_decay"] = decay

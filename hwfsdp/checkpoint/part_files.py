@@ -12,11 +12,9 @@ Left out: files that torch.save wrote before it wrote zip archives, and those wr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -25,9 +23,8 @@ from typing import Any
 
 import torch
 
-from hwfsdp.checkpoint.archives import find_damage
-from hwfsdp.checkpoint.blocks import sync_directory
-from hwfsdp.checkpoint.partition import COUNT_KEY, Contents, check_part, merge, refuse
+from hwfsdp.checkpoint.archives import find_damage, left_beside
+from hwfsdp.checkpoint.partition import COUNT_KEY, Contents, check_part, merge, refuse_part
 from hwfsdp.errors import CheckpointError, UsageError
 
 _PART = re.compile(r"PART_(\d{3,})\.pt")
@@ -62,11 +59,11 @@ def read(fname: str | os.PathLike[str], nthreads: int, options: Mapping[str, Any
         for rank in range(count):
             if rank not in files:
                 expected = f"{count} parts, as {files[0]} says"
-                refuse(str(directory / part_name(rank)), None, expected, "no such file", _INCOMPLETE)
+                refuse_part(str(directory / part_name(rank)), None, expected, "no such file", _INCOMPLETE)
         for rank, path in files.items():
             if rank >= count:
                 remedy = "It is of another save, of more ranks: remove it if the others are the newer ones."
-                refuse(str(path), None, f"{count} parts, as {files[0]} says", f"part {rank}", remedy)
+                refuse_part(str(path), None, f"{count} parts, as {files[0]} says", f"part {rank}", remedy)
         return merge({str(files[rank]): reading[rank]() for rank in range(count)})
 
 
@@ -94,13 +91,13 @@ def _parts_in(directory: Path) -> dict[int, Path]:
     """Path of each part that is there, by rank; part 0 is."""
     if not directory.is_dir():
         target = Path(os.path.realpath(directory))
-        before = [name for name in _beside(target) if name.endswith(".previous")]
+        before = [name for name in left_beside(target) if name.endswith(".previous")]
         remedy = f"Rename {target.parent / before[0]}, which it was before." if before else "Check the path."
-        refuse(str(directory), None, "a directory of PART files", "none", remedy)
+        refuse_part(str(directory), None, "a directory of PART files", "none", remedy)
     ranks = sorted(int(match[1]) for match in map(_PART.fullmatch, os.listdir(directory)) if match)
     files = {rank: directory / part_name(rank) for rank in ranks if (directory / part_name(rank)).exists()}
     if 0 not in files:
-        refuse(str(directory / part_name(0)), None, "the first part", "no such file", _INCOMPLETE)
+        refuse_part(str(directory / part_name(0)), None, "the first part", "no such file", _INCOMPLETE)
     return files
 
 
@@ -170,50 +167,3 @@ def check_replaceable(target: Path) -> None:
             got=foreign,
             remedy="Save into a directory of its own; it is replaced as a whole.",
         )
-
-
-def name_beside(target: Path, save_id: str) -> Path:
-    """Where a save writes before its directory gets the name `target`."""
-    return target.with_name(f".{target.name}.{save_id}.saving")
-
-
-def _beside(target: Path) -> list[str]:
-    """Names of directories that saves to `target` have left beside it, because they were killed."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.(saving|previous)")
-    return (
-        [name for name in os.listdir(target.parent) if pattern.fullmatch(name)]
-        if target.parent.is_dir()
-        else []
-    )
-
-
-def put_in_place(new: Path, target: Path) -> None:
-    """Gives a complete directory the name `target`, and removes what had it before."""
-    sync_directory(new)
-    _rename(new, target, aside=new.with_suffix(".previous"))
-    with contextlib.suppress(OSError):  # it is in place either way
-        sync_directory(target.parent)
-    for name in _beside(target):
-        shutil.rmtree(target.parent / name, ignore_errors=True)
-
-
-def _rename(new: Path, target: Path, aside: Path) -> None:
-    """`new` gets the name `target`. What had it before has the name `new` or `aside` afterwards."""
-    if not target.exists():
-        os.rename(new, target)
-        return
-    if _exchange(new, target):
-        return
-    os.rename(target, aside)
-    try:
-        os.rename(new, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names in one step; False, and nothing done, where the system has no such call."""
-    at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)

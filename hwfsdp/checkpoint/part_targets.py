@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from hwfsdp.checkpoint.archives import loading_error
 from hwfsdp.checkpoint.distribute import TensorInfo, check_plan, distribute_state_dict
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.partition import Contents, Cut, kept, own, whole_entry
-from hwfsdp.checkpoint.traverse import Path, brief, show
+from hwfsdp.checkpoint.tensors import check_data
+from hwfsdp.checkpoint.traverse import Path, brief, items_of, map_leaves, show
 from hwfsdp.compat import dtensor, local_of
 from hwfsdp.errors import UsageError, WrongTypeError
 from hwfsdp.layout.extents import shard_of
@@ -231,3 +233,56 @@ class _OptimizerPlaces:
         }
         rest = {key: kept(value, True) for key, value in self.saved.items() if key != "state"}
         self.target.load_state_dict({"state": state, **rest})
+
+
+def buffers_of(module: Any) -> set[str]:
+    """Names of its buffers; those that are not in its state dict, because they are not persistent, do no harm."""
+    if not isinstance(module, nn.Module):
+        return set()
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def check_tensor(path: Path, tensor: Tensor, ranks: list[int]) -> None:
+    check_data(path, tensor)
+    inner = tensor
+    if isinstance(tensor, DTensor):
+        inner = tensor.to_local()
+        across = tensor.device_mesh.mesh.flatten().tolist()
+        if tensor.device_mesh.get_coordinate() is None or not set(across) <= set(ranks):
+            raise UsageError(
+                show(path),
+                expected=f"a mesh that this rank is in, and all of whose ranks take part: {ranks}",
+                got=f"one of the ranks {across}",
+                remedy="Call save with the group of the ranks that have the model.",
+            )
+    if type(inner.detach()) is not Tensor:
+        raise UsageError(
+            show(path),
+            expected="a plain tensor, or a DTensor of plain ones",
+            got=type(inner).__name__,
+            remedy="Convert it first; readers would need that class.",
+        )
+
+
+def describe_entry(value: Any) -> str:
+    """What an entry is, as far as ranks must not differ in it."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}" if items_of(value) is None else "nothing in it"
+    text = f"{value.dtype} {list(value.shape)} {value.layout}"
+    return f"{text} as {list(value.placements)}" if isinstance(value, DTensor) else text
+
+
+def check_loadable(path: Path, tree: Any) -> None:
+    """Raises if torch.load with weights_only=True would not take it; tensors are taken out first."""
+    error = loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
+    if error is None:
+        return
+    items = items_of(tree) or {}
+    for key, child in items.items():
+        check_loadable((*path, key), child)
+    raise UsageError(
+        show(path),
+        expected="what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers",
+        got=f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})",
+        remedy="Convert it, or both save and load it inside torch.serialization.safe_globals([its class]).",
+    )

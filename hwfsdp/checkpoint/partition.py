@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.state_dict import whole_of
 from hwfsdp.checkpoint.traverse import Path, brief, leaves_of, map_leaves, show
-from hwfsdp.errors import CheckpointError
 from hwfsdp.core.sharding import chunk_extent
+from hwfsdp.errors import CheckpointError
 
 VERSION = "2.0.0"
 COUNT_KEY, VERSION_KEY, ID_KEY = "__nshards__", "__version__", "__save_id__"
@@ -80,9 +80,8 @@ def bytes_in(tree: Any) -> int:
 
 def is_large(value: Any, large_bytes: int) -> bool:
     """Whether it is a dense tensor of more bytes than that."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    return value.numel() * value.element_size() > large_bytes
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_dense and value.numel() * value.element_size() > large_bytes
 
 
 def deal_model(
@@ -118,8 +117,9 @@ def own(tensor: Tensor) -> Tensor:
     return plain.clone() if plain.is_cpu else plain.cpu()
 
 
-def chunk_of(whole: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Tensor]:
-    """The size of a tensor and this rank's run of its elements, [k], in row-major order."""
+def chunk_of(value: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Tensor]:
+    """The size of a tensor and this rank's run of its elements, [k], in row-major order; a DTensor is gathered."""
+    whole = whole_of(value) if isinstance(value, DTensor) else value
     start, length = chunk_extent(whole.numel(), world_size, rank)
     return whole.shape, own(whole.reshape(-1)[start : start + length])
 
@@ -134,10 +134,6 @@ def kept(value: Any, keep: bool) -> Any:
     return map_leaves(take, value)
 
 
-def _chunk(value: Tensor, rank: int, world_size: int) -> tuple[torch.Size, Tensor]:
-    return chunk_of(whole_of(value) if isinstance(value, DTensor) else value, rank, world_size)
-
-
 def part_of_model(
     state: Mapping[str, Any], dealt: Deal, rank: int, world_size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -146,7 +142,7 @@ def part_of_model(
     chunks: dict[str, Any] = {}
     for name, value in state.items():
         if name in dealt.cut:
-            chunks[name] = _chunk(value, rank, world_size)
+            chunks[name] = chunk_of(value, rank, world_size)
             continue
         taken = kept(value, dealt.holders[name] == rank)
         if dealt.holders[name] == rank:
@@ -164,7 +160,7 @@ def part_of_optimizer(
         rest = entry
         if isinstance(entry, Mapping):
             large = {key: value for key, value in entry.items() if (index, key) in dealt.cut}
-            chunks |= {(index, key): _chunk(value, rank, world_size) for key, value in large.items()}
+            chunks |= {(index, key): chunk_of(value, rank, world_size) for key, value in large.items()}
             rest = {key: value for key, value in entry.items() if key not in large}
         taken = kept(rest, dealt.holders[index] == rank)
         if dealt.holders[index] == rank:
@@ -178,7 +174,7 @@ def part_of_optimizer(
 _REMEDY = "Load another checkpoint; this one was damaged, or written by something else."
 
 
-def refuse(file: str, key: str | None, expected: str, got: str, remedy: str = _REMEDY) -> NoReturn:
+def refuse_part(file: str, key: str | None, expected: str, got: str, remedy: str = _REMEDY) -> NoReturn:
     """Raises a CheckpointError about an entry of a file."""
     subject = file if key is None else f"{key} in {file}"
     raise CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key)
@@ -187,23 +183,23 @@ def refuse(file: str, key: str | None, expected: str, got: str, remedy: str = _R
 def check_part(part: Any, file: str) -> None:
     """Raises CheckpointError unless it is built as a part is; what is in two parts is compared later."""
     if not isinstance(part, dict):
-        refuse(file, None, "a dict", brief(part))
+        refuse_part(file, None, "a dict", brief(part))
     version = part.get(VERSION_KEY)
     if not isinstance(version, str) or version != VERSION:
         remedy = "Load it with the program that wrote it, and save it again."
-        refuse(file, show((VERSION_KEY,)), f"version {VERSION!r}", repr(version)[:80], remedy)
+        refuse_part(file, show((VERSION_KEY,)), f"version {VERSION!r}", repr(version)[:80], remedy)
     count = part.get(COUNT_KEY)
     if type(count) is not int or count < 1:
-        refuse(file, show((COUNT_KEY,)), "the number of parts", repr(count)[:80])
+        refuse_part(file, show((COUNT_KEY,)), "the number of parts", repr(count)[:80])
     if not isinstance(part.get(ID_KEY), str | None):
-        refuse(file, show((ID_KEY,)), "a str", brief(part[ID_KEY]))
+        refuse_part(file, show((ID_KEY,)), "a str", brief(part[ID_KEY]))
     for kind, check in (("model", _check_model), ("optimizer", _check_optimizer)):
         several = part.get(kind)
         if not isinstance(several, list):
-            refuse(file, show((kind,)), "a list", brief(several))
+            refuse_part(file, show((kind,)), "a list", brief(several))
         for i, pair in enumerate(several):
             if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(x, dict) for x in pair):
-                refuse(file, show((kind, i)), "a pair of dicts: whole entries, chunks", brief(pair))
+                refuse_part(file, show((kind, i)), "a pair of dicts: whole entries, chunks", brief(pair))
             check(pair, (kind, i), file)
 
 
@@ -211,7 +207,7 @@ def _check_model(pair: tuple[Any, Any], path: Path, file: str) -> None:
     whole, chunks = pair
     for name in (*whole, *chunks):
         if not isinstance(name, str):
-            refuse(file, show((*path, name)), "a name that is a str", type(name).__name__)
+            refuse_part(file, show((*path, name)), "a name that is a str", type(name).__name__)
     for name, chunk in chunks.items():
         _check_chunk(chunk, show((*path, name)), file)
 
@@ -219,27 +215,29 @@ def _check_model(pair: tuple[Any, Any], path: Path, file: str) -> None:
 def _check_optimizer(pair: tuple[Any, Any], path: Path, file: str) -> None:
     whole, chunks = pair
     if not isinstance(whole.get("state"), dict):
-        refuse(file, show((*path, "state")), "a dict", brief(whole.get("state")))
+        refuse_part(file, show((*path, "state")), "a dict", brief(whole.get("state")))
     groups = whole.get("param_groups")
-    if not isinstance(groups, list) or not all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
-    ):
-        refuse(file, show((*path, "param_groups")), 'a list of dicts with "params"', brief(groups))
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        refuse_part(file, show((*path, "param_groups")), 'a list of dicts with "params"', brief(groups))
     for key, chunk in chunks.items():
         if not isinstance(key, tuple) or len(key) != 2:
-            refuse(file, show((*path, key)), "(param index, key)", repr(key)[:80])
+            refuse_part(file, show((*path, key)), "(param index, key)", repr(key)[:80])
         _check_chunk(chunk, show((*path, "state", *key)), file)
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list)
 
 
 def _check_chunk(chunk: Any, key: str, file: str) -> None:
     if not isinstance(chunk, tuple) or len(chunk) != 2 or not isinstance(chunk[0], tuple):
-        refuse(file, key, "(torch.Size, chunk)", brief(chunk))
+        refuse_part(file, key, "(torch.Size, chunk)", brief(chunk))
     size, values = chunk
     if not all(type(n) is int and n >= 0 for n in size):
-        refuse(file, key, "a size of ints, 0 or more each", repr(tuple(size))[:80])
+        refuse_part(file, key, "a size of ints, 0 or more each", repr(tuple(size))[:80])
     plain = isinstance(values, Tensor) and not isinstance(values, DTensor) and values.layout == torch.strided
     if not plain or values.ndim != 1:
-        refuse(file, key, "a chunk with one dim", brief(values))
+        refuse_part(file, key, "a chunk with one dim", brief(values))
 
 
 # --- Whole again -------------------------------------------------------------------------------------------
@@ -290,7 +288,7 @@ class _Entries:
     def add(self, key: Path, value: Any, file: str) -> None:
         if key in self.files:
             expected = f"the entry in one part only; it is in {self.files[key]}"
-            refuse(file, show((*self.path, *key)), expected, "the entry again")
+            refuse_part(file, show((*self.path, *key)), expected, "the entry again")
         self.whole[key], self.files[key] = value, file
 
     def add_chunk(self, key: Path, chunk: tuple[Sequence[int], Tensor], file: str) -> None:
@@ -299,7 +297,9 @@ class _Entries:
         before = self.chunks.setdefault(key, [])
         if before and (tuple(before[0][0]), before[0][1].dtype) != (tuple(chunk[0]), chunk[1].dtype):
             expected = f"a chunk of {tuple(before[0][0])}, {before[0][1].dtype}, as {self.files[key]} has"
-            refuse(file, show((*self.path, *key)), expected, f"one of {tuple(chunk[0])}, {chunk[1].dtype}")
+            refuse_part(
+                file, show((*self.path, *key)), expected, f"one of {tuple(chunk[0])}, {chunk[1].dtype}"
+            )
         before.append(chunk)
         self.files.setdefault(key, file)
 
@@ -310,7 +310,7 @@ class _Entries:
             size, elements = chunks[0][0], sum(len(values) for _, values in chunks)
             if elements != prod(size):
                 expected = f"chunks of {prod(size)} elements in all parts, for shape {tuple(size)}"
-                refuse(self.files[key], show((*self.path, *key)), expected, f"{elements}")
+                refuse_part(self.files[key], show((*self.path, *key)), expected, f"{elements}")
             cut[key] = Cut(size, [values for _, values in chunks])
         return self.whole | cut
 
@@ -348,13 +348,13 @@ def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
 def _add_state(entries: _Entries, state: dict[Any, Any], file: str) -> None:
     """A parameter's state is one entry per key; what is no dict, or an empty one, is an entry itself."""
     for index, entry in state.items():
-        if isinstance(entry, dict):
+        if not isinstance(entry, dict):
+            entries.add((index,), entry, file)
+        elif not entry:
+            entries.whole.setdefault((index,), {})
+        else:
             for key, value in entry.items():
                 entries.add((index, key), value, file)
-        else:
-            entries.add((index,), entry, file)
-        if isinstance(entry, dict) and not entry:
-            entries.whole.setdefault((index,), {})
 
 
 def _optimizer_of(entries: _Entries, first: dict[str, Any]) -> dict[str, Any]:
@@ -367,9 +367,9 @@ def _optimizer_of(entries: _Entries, first: dict[str, Any]) -> dict[str, Any]:
             state[index][rest[0]] = value
         else:
             file = entries.files[(index, *rest)]
-            refuse(file, show((*entries.path, index)), "a dict in every part or in none", "both")
+            refuse_part(file, show((*entries.path, index)), "a dict in every part or in none", "both")
     if all(isinstance(index, int) for index in state):
-        state = {index: state[index] for index in sorted(state)}
+        state = dict(sorted(state.items()))
     return {"state": state} | {key: value for key, value in first.items() if key != "state"}
 
 
@@ -381,11 +381,11 @@ def _check_same_save(first_file: str, first: dict[str, Any], file: str, part: di
         "the number of models": (len(first["model"]), len(part["model"])),
         "the number of optimizers": (len(first["optimizer"]), len(part["optimizer"])),
     }
-    for i, (one, other) in enumerate(zip(first["optimizer"], part["optimizer"])):
-        groups = [repr([group["params"] for group in pair[0]["param_groups"]]) for pair in (one, other)]
-        what[f"the params of {show(('optimizer', i, 'param_groups'))}"] = (groups[0], groups[1])
-    for key, (one, other) in what.items():
-        if one != other:
-            expected = f"{str(one)[:80]}, as in {first_file}"
+    for i, pairs in enumerate(zip(first["optimizer"], part["optimizer"])):
+        one, other = (repr([group["params"] for group in whole["param_groups"]]) for whole, _ in pairs)
+        what[f"the params of {show(('optimizer', i, 'param_groups'))}"] = (one, other)
+    for key, (here, there) in what.items():
+        if here != there:
+            expected = f"{str(here)[:80]}, as in {first_file}"
             remedy = "These are parts of two saves: put the files of one save into a directory of their own."
-            refuse(file, key, expected, str(other)[:80], remedy)
+            refuse_part(file, key, expected, str(there)[:80], remedy)

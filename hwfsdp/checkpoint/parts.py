@@ -21,7 +21,6 @@ What damage is noticed, and what is not, is said in `part_files`; what can be lo
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import secrets
 import shutil
@@ -31,34 +30,28 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hwfsdp.checkpoint import partition
 from hwfsdp.checkpoint.agreement import gather
-from hwfsdp.checkpoint.part_files import check_replaceable, name_beside, part_name, put_in_place, read
-from hwfsdp.checkpoint.partition import (
-    COUNT_KEY,
-    ID_KEY,
-    RESERVED,
-    VERSION,
-    VERSION_KEY,
-    Deal,
-    check_part,
-    deal_model,
-    deal_optimizer,
-    kept,
-    part_of_model,
-    part_of_optimizer,
-    refuse,
-    whole_entry,
+from hwfsdp.checkpoint.archives import name_beside, put_in_place
+from hwfsdp.checkpoint.part_files import check_replaceable, part_name, read
+from hwfsdp.checkpoint.part_targets import (
+    Loading,
+    buffers_of,
+    check_loadable,
+    check_tensor,
+    describe_entry,
+    refuse_kind,
+    several,
+    state_of,
 )
-from hwfsdp.checkpoint.part_targets import Loading, refuse_kind, several, state_of
-from hwfsdp.checkpoint.state_dict import check_data
-from hwfsdp.checkpoint.traverse import Path as Keys
-from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves, show
-from hwfsdp.errors import CheckpointError, FSDPError, UsageError
+from hwfsdp.checkpoint.traverse import leaves_of, show
+from hwfsdp.errors import CheckpointError, UsageError
 
 LARGE_BYTES = 256 * 2**20  # tensors of more are cut
+_AGAIN = "Nothing was changed: mend the cause, and do it again."
 T = TypeVar("T")
 
 
@@ -122,8 +115,8 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
     dicts = [entry for state in states for entry in state if isinstance(entry, dict)]
     for entries in (*contents.models, *dicts):
         for key, entry in entries.items():
-            entries[key] = whole_entry(entry)  # in place, so that the chunks can go
-    head = {COUNT_KEY: contents.part_count, VERSION_KEY: VERSION}
+            entries[key] = partition.whole_entry(entry)  # in place, so that the chunks can go
+    head = {partition.COUNT_KEY: contents.part_count, partition.VERSION_KEY: partition.VERSION}
     return head | {"model": _bare(contents.models), "optimizer": _bare(contents.optimizers)} | contents.others
 
 
@@ -182,7 +175,7 @@ def load_into(
         for each in loading:
             each.take_back()
         raise
-    others: dict[Any, Any] = kept(loading[0].contents.others, True)
+    others: dict[Any, Any] = partition.kept(loading[0].contents.others, True)
     return others
 
 
@@ -206,15 +199,6 @@ def _rank_in(group: Any) -> int:
 def _together(step: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """What the step returns on each rank. If it raises on any, that error is raised on all."""
     return gather("PART checkpoint", step, group)
-
-
-def _failure(subject: str, error: Exception, file: object = None) -> CheckpointError:
-    return CheckpointError(
-        subject,
-        expected="it to succeed",
-        got=f"{type(error).__name__}: {' '.join(str(error).split())}",
-        remedy="Nothing was changed: mend the cause, and do it again.",
-    ).at(file)
 
 
 def _refuse_difference(listings: list[dict[str, str]]) -> None:
@@ -250,7 +234,7 @@ class _Save:
         self.models: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.others: dict[Any, Any] = {}
-        self.deals: tuple[list[Deal], list[Deal]] = ([], [])
+        self.deals: tuple[list[partition.Deal], list[partition.Deal]] = ([], [])
 
     def plan(self, model: Any, optimizer: Any, others: Mapping[Any, Any] | None) -> str:
         """Checks what is to be saved, and deals it out. What it returns is the same where the entries are."""
@@ -268,19 +252,22 @@ class _Save:
                     f"optimizer[{i}]", state, 'an optimizer\'s state dict, with "state" and "param_groups"'
                 )
         for key in self.others:
-            if key in RESERVED:
+            if key in partition.RESERVED:
                 raise UsageError(
                     f"others[{key!r}]",
-                    expected=f"a key that the format does not use; it uses {list(RESERVED)}",
+                    expected=f"a key that the format does not use; it uses {list(partition.RESERVED)}",
                     got=repr(key),
                     remedy="Rename it.",
                 )
         self._check_entries()
         loads = [0] * len(self.ranks)
-        buffers = [_buffers_of(module) for module in modules]
+        buffers = [buffers_of(module) for module in modules]
         self.deals = (
-            [deal_model(state, names, loads, LARGE_BYTES) for state, names in zip(self.models, buffers)],
-            [deal_optimizer(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
+            [
+                partition.deal_model(state, names, loads, LARGE_BYTES)
+                for state, names in zip(self.models, buffers)
+            ],
+            [partition.deal_optimizer(state["state"], loads, LARGE_BYTES) for state in self.optimizers],
         )
         dealt = [(each.holders, sorted(map(repr, each.cut))) for each in (*self.deals[0], *self.deals[1])]
         return hashlib.sha256(repr((self.listing(), dealt)).encode()).hexdigest()
@@ -289,57 +276,59 @@ class _Save:
         tree = {"model": self.models, "optimizer": self.optimizers}
         for path, value in leaves_of(tree):
             if isinstance(value, Tensor):
-                _check_tensor(path, value, self.ranks)
+                check_tensor(path, value, self.ranks)
         for path, value in leaves_of(self.others):
             if isinstance(value, DTensor):
                 refuse_kind(show(path), value, "no DTensor among others, which are rank 0's alone")
             if isinstance(value, Tensor):
-                _check_tensor(path, value, self.ranks)
+                check_tensor(path, value, self.ranks)
         for i, state in enumerate(self.models):
             for name in state:
                 if not isinstance(name, str):
                     refuse_kind(show(("model", i, name)), name, "a name that is a str")
-        _check_loadable((), {**tree, **self.others})
+        check_loadable((), {**tree, **self.others})
 
     def listing(self) -> dict[str, str]:
         """What has to be the same on all ranks: entries by their paths, in order."""
         tree = {"model": self.models, "optimizer": self.optimizers}
-        return {show(path): _entry(value) for path, value in leaves_of(tree)}
+        return {show(path): describe_entry(value) for path, value in leaves_of(tree)}
 
     def open(self) -> str:
         """Makes the new directory, on rank 0; returns the id of the save, which is that of rank 0."""
         save_id = secrets.token_hex(16)
         if self.rank == 0:
             check_replaceable(self.target)
-            try:
-                name_beside(self.target, save_id).mkdir(parents=True)
-            except OSError as error:
-                raise _failure(f"making a directory beside {self.target}", error, self.target) from error
+            name_beside(self.target, save_id).mkdir(parents=True)
         return save_id
 
     def part(self, save_id: str) -> dict[Any, Any]:
         """This rank's part; DTensors are gathered, by all ranks."""
         world_size = len(self.ranks)
-        part: dict[Any, Any] = {COUNT_KEY: world_size, VERSION_KEY: VERSION, ID_KEY: save_id}
+        part: dict[Any, Any] = {
+            partition.COUNT_KEY: world_size,
+            partition.VERSION_KEY: partition.VERSION,
+            partition.ID_KEY: save_id,
+        }
         models, optimizers = zip(self.models, self.deals[0]), zip(self.optimizers, self.deals[1])
-        part["model"] = [part_of_model(*each, self.rank, world_size) for each in models]
-        part["optimizer"] = [part_of_optimizer(*each, self.rank, world_size) for each in optimizers]
-        return part | (kept(self.others, True) if self.rank == 0 else {})
+        part["model"] = [partition.part_of_model(*each, self.rank, world_size) for each in models]
+        part["optimizer"] = [partition.part_of_optimizer(*each, self.rank, world_size) for each in optimizers]
+        return part | (partition.kept(self.others, True) if self.rank == 0 else {})
 
     def write(self, part: dict[Any, Any], save_id: str) -> None:
         path = name_beside(self.target, save_id) / part_name(self.rank)
         with_crcs = torch.serialization.get_crc32_options()
         try:
             torch.serialization.set_crc32_options(True)
-            check_part(part, str(path))
+            partition.check_part(part, str(path))
             with open(path, "xb") as file:
                 torch.save(part, file)
                 file.flush()
                 os.fsync(file.fileno())
-        except FSDPError:
+        except CheckpointError:
             raise
         except Exception as error:
-            raise _failure(f"writing {path}", error, path) from error
+            got = " ".join(f"{type(error).__name__}: {error}".split())
+            partition.refuse_part(str(path), None, "a file that can be written", got, _AGAIN)
         finally:
             torch.serialization.set_crc32_options(with_crcs)
 
@@ -349,80 +338,13 @@ class _Save:
             return
         new = name_beside(self.target, save_id)
         for rank in range(len(self.ranks)):
-            if not (new / f"PART_{rank:03d}.pt").is_file():
+            path = new / part_name(rank)
+            if not path.is_file():
                 remedy = "Give all ranks the same directory, in a file system that they share."
-                refuse(
-                    str(new / f"PART_{rank:03d}.pt"), None, f"the part that rank {rank} wrote", "none", remedy
-                )
-        try:
-            put_in_place(new, self.target)
-        except OSError as error:
-            raise _failure(f"replacing {self.target}", error, self.target) from error
+                partition.refuse_part(str(path), None, f"the part that rank {rank} wrote", "none", remedy)
+        put_in_place(new, self.target)
 
     def sweep(self, save_id: str) -> None:
         """Removes the directory beside, if the save has failed."""
         if self.rank == 0:
             shutil.rmtree(name_beside(self.target, save_id), ignore_errors=True)
-
-
-def _buffers_of(module: Any) -> set[str]:
-    """Names of its buffers; those that are not in its state dict, because they are not persistent, do no harm."""
-    if not isinstance(module, nn.Module):
-        return set()
-    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
-
-
-def _check_tensor(path: Keys, tensor: Tensor, ranks: list[int]) -> None:
-    check_data(path, tensor)
-    inner = tensor
-    if isinstance(tensor, DTensor):
-        inner = tensor.to_local()
-        across = tensor.device_mesh.mesh.flatten().tolist()
-        if tensor.device_mesh.get_coordinate() is None or not set(across) <= set(ranks):
-            raise UsageError(
-                show(path),
-                expected=f"a mesh that this rank is in, and all of whose ranks take part: {ranks}",
-                got=f"one of the ranks {across}",
-                remedy="Call save with the group of the ranks that have the model.",
-            )
-    if type(inner.detach()) is not Tensor:
-        raise UsageError(
-            show(path),
-            expected="a plain tensor, or a DTensor of plain ones",
-            got=type(inner).__name__,
-            remedy="Convert it first; readers would need that class.",
-        )
-
-
-def _entry(value: Any) -> str:
-    """What an entry is, as far as ranks must not differ in it."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}" if items_of(value) is None else "nothing in it"
-    text = f"{value.dtype} {list(value.shape)} {value.layout}"
-    return f"{text} as {list(value.placements)}" if isinstance(value, DTensor) else text
-
-
-def _check_loadable(path: Keys, tree: Any) -> None:
-    """Raises if torch.load with weights_only=True would not take it; tensors are taken out first."""
-    error = _loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
-    if error is None:
-        return
-    items = items_of(tree) or {}
-    for key, child in items.items():
-        _check_loadable((*path, key), child)
-    raise UsageError(
-        show(path),
-        expected="what torch.load takes with weights_only=True: tensors, numbers, str, and the plain containers",
-        got=f"{type(tree).__name__} ({' '.join(str(error).split())[:200]})",
-        remedy="Convert it, or both save and load it inside torch.serialization.safe_globals([its class]).",
-    )
-
-
-def _loading_error(tree: Any) -> Exception | None:
-    file = io.BytesIO()
-    try:
-        torch.save(tree, file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except Exception as error:
-        return error
-    return None

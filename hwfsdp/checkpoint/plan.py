@@ -12,17 +12,14 @@ Note [Replicas are compared]
 
 from __future__ import annotations
 
-import functools
 import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.boxes import Box, find_fault, slices_of, whole, within
 from hwfsdp.checkpoint.manifest import (
@@ -36,12 +33,12 @@ from hwfsdp.checkpoint.manifest import (
     ValueEntry,
     name_of,
 )
-from hwfsdp.checkpoint.state_dict import bytes_of, check_data
-from hwfsdp.checkpoint.traverse import Path as KeyPath
+from hwfsdp.checkpoint.tensors import bytes_of, check_data, check_kind, identity_of, part_of
 from hwfsdp.checkpoint.traverse import child_of, items_of, map_leaves, show
+from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.checkpoint.values import dtype_named, encode
-from hwfsdp.compat import is_shard, local_of
-from hwfsdp.errors import UnsupportedError, UsageError
+from hwfsdp.compat import is_shard
+from hwfsdp.errors import UsageError
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
@@ -95,11 +92,6 @@ def box_of(tensor: Tensor) -> Box | None:
         )
         box = Box(tuple(offset), tuple(shape))
     return box if box.numel else None
-
-
-def part_of(tensor: Tensor) -> Tensor:
-    """This rank's values, without their gradient's history."""
-    return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # --- Describing --------------------------------------------------------------------------------------------
@@ -190,64 +182,9 @@ def _schema(path: KeyPath, tensor: Tensor) -> dict[str, Any]:
     return {"path": path, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def identity_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two tensors whose values, and place in the whole, cannot but be the same."""
-    part, placed = part_of(tensor), ()
-    if isinstance(tensor, DTensor):
-        placed = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))  # type: ignore[assignment]
-    return (
-        part.data_ptr(),
-        part.device,
-        part.dtype,
-        tuple(part.shape),
-        part.stride(),
-        part.is_conj(),
-        part.is_neg(),
-        placed,
-    )
-
-
 def _check_tensor(path: KeyPath, tensor: Tensor) -> None:
     check_data(path, tensor)
     check_kind(path, tensor)
-
-
-def check_kind(path: KeyPath, tensor: Tensor) -> None:
-    """Raises `UnsupportedError` for tensors whose values are not simply numbers in memory; `UsageError` for Partial."""
-    inner = part_of(tensor)
-    wrapper: bool = is_traceable_wrapper_subclass(inner)
-    kind = "a quantized tensor" if inner.is_quantized else "a nested tensor" if inner.is_nested else ""
-    if inner.layout != torch.strided:
-        kind = f"a sparse tensor ({inner.layout})"
-    elif wrapper or type(inner).__name__ == "FakeTensor":
-        kind = f"a {type(inner).__name__}"
-    elif not _can_be_copied(inner.dtype):
-        kind = f"one of {inner.dtype}, which torch cannot copy"
-    if kind:
-        raise UnsupportedError(
-            show(path),
-            expected="a dense tensor",
-            got=kind,
-            remedy="Save its parts, or what to_dense() or dequantize() returns.",
-        )
-    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
-        raise UsageError(
-            show(path),
-            expected="values that are whole or cut",
-            got=f"addends, {list(tensor.placements)}",
-            remedy="Redistribute Partial to Replicate first.",
-        )
-
-
-@functools.cache
-def _can_be_copied(dtype: torch.dtype) -> bool:
-    """Whether torch has kernels for a dtype; some have a name only."""
-    one = torch.empty(1, dtype=dtype)
-    try:
-        torch.empty(1, dtype=dtype).copy_(one)
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
 
 
 def _has_replicas(tensor: Tensor, world_size: int) -> bool:

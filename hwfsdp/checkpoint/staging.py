@@ -8,18 +8,6 @@ used twice, and copies few large pieces instead of many small ones:
     lend      memory for them, of an earlier copy that nobody refers to any more
     copy      one `copy_` for each piece; from CUDA to pinned memory all at once, and then one wait per device
 
-Note [Views stay views]
-    Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. All
-    views of a storage go into one staged storage, with the strides that they have and the distances between them, if
-    more than half of the bytes from the first to the last of them are asked for. Otherwise each *run* of views whose
-    extents overlap is treated alone, in the same way; and a run with more holes than elements, such as two columns
-    of a wide matrix, falls apart into views that touch no common element. What is left over as a single view with holes
-    is closed up: its elements lie densely, in the order in which they lay before. Several views with holes that do
-    have elements in common are copied together with the holes.
-
-    Conjugated and negated views hold other values than the memory under them. They are resolved, into memory of their
-    own.
-
 Note [Lent memory]
     Buffers belong to the source storage that they were made for: to the object, while it lives. An address would be
     that of another storage later, of another size. A weak dict forgets the buffers together with the source.
@@ -46,27 +34,25 @@ moved afterwards has new memory each time, and shares it with nothing that was f
 from __future__ import annotations
 
 import copy
-import copyreg
 import threading
-import types
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from hwfsdp.checkpoint.state_dict import check_data, create_cpu_state_dict
-from hwfsdp.checkpoint.traverse import Attribute, Path, show
+from hwfsdp.checkpoint.objects import attributes_of, culprit, objects_in
+from hwfsdp.checkpoint.state_dict import create_cpu_state_dict
+from hwfsdp.checkpoint.tensors import check_data, memory_of, refuse_sharded_tensor
+from hwfsdp.checkpoint.traverse import Path, refuse
+from hwfsdp.checkpoint.views import Block, View, blocks_of, place_of, view_of
 from hwfsdp.compat import (
-    IS_PARAMETER,
     is_referred_to_elsewhere,
     is_sharded_tensor,
     local_of,
@@ -75,14 +61,10 @@ from hwfsdp.compat import (
     storage_key,
     wrap_like,
 )
-from hwfsdp.errors import FSDPError, UnsupportedError, UsageError
-from hwfsdp.layout.extents import compute_local_stride
+from hwfsdp.errors import FSDPError, UnsupportedError
 
 T = TypeVar("T")
 Storage = torch.UntypedStorage
-# what a deep copy returns as it is
-ATOMIC: tuple[type, ...] = (int, float, bool, complex, bytes, str, range, property, type(None), type(...))
-ATOMIC += (type(NotImplemented), types.FunctionType, types.BuiltinFunctionType, types.CodeType, ref)
 
 
 class StateDictStager:
@@ -145,7 +127,7 @@ class StateDictStager:
         """Moves tensors of the result that objects copied by themselves (Note [A memo that answers tensors])."""
         known = {storage_key(tensor) for tensor in staged.values()}
         found = []
-        for path, value, _ in _objects_in(result):
+        for path, value, _ in objects_in(result):
             if isinstance(value, Tensor) and _storage_of(value) not in known:
                 _check(path, value)
                 found.append((path, value))
@@ -153,9 +135,7 @@ class StateDictStager:
         for path, tensor in found:
             if tensor.numel() and _storage_of(tensor) in sources:
                 remedy = "Let its __deepcopy__ call copy.deepcopy(tensor, memo)."
-                _refuse(
-                    UsageError, path, "an object whose copy shares no tensor with it", "one that does", remedy
-                )
+                refuse(path, "an object whose copy shares no tensor with it", "one that does", remedy)
             _check(path, tensor)
         moved, copies = self._lay_out({id(tensor): _memory_of(tensor) for _, tensor in found})
         _run(copies, self._pin)
@@ -181,28 +161,28 @@ class StateDictStager:
 
         What there is to do:
             A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
-            The others are sorted by `untyped_storage()`, which can be a key of a dict, and within one by `_view_of(tensor)`,
-            which can be one, too. Of all distinct views of a storage, `_blocks(views)` makes blocks: what is staged
+            The others are sorted by `untyped_storage()`, which can be a key of a dict, and within one by `view_of(tensor)`,
+            which can be one, too. Of all distinct views of a storage, `blocks_of(views)` makes blocks: what is staged
             together. `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each.
             A block is copied by `_copy_of(block, buffer, storage, tensor)`, of which `tensor` is one that has the view
-            `block.views[0]`. `_place_of(view, block)` says where a view lies in the buffer, as offset and stride; every tensor
+            `block.views[0]`. `place_of(view, block)` says where a view lies in the buffer, as offset and stride; every tensor
             that has this view gets one there: `_over(buffer, view.dtype, offset, view.shape, stride)`.
         """
         staged: dict[int, Tensor] = {}
         copies: list[_Copy] = []
-        sources: defaultdict[Storage, dict[_View, list[int]]] = defaultdict(dict)
+        sources: defaultdict[Storage, dict[View, list[int]]] = defaultdict(dict)
         for key, tensor in tensors.items():
             if tensor.numel():
-                sources[tensor.untyped_storage()].setdefault(_view_of(tensor), []).append(key)
+                sources[tensor.untyped_storage()].setdefault(view_of(tensor), []).append(key)
             else:
                 staged[key] = _over(self._allocate(0), tensor.dtype, 0, tensor.shape, tensor.stride())
 
         for source, views in sources.items():
-            blocks = _blocks(list(views))
+            blocks = blocks_of(list(views))
             for block, buffer in zip(blocks, self._lend(source, [block.nbytes for block in blocks])):
                 copies.append(_copy_of(block, buffer, source, tensors[views[block.views[0]][0]]))
                 for view in block.views:
-                    offset, stride = _place_of(view, block)
+                    offset, stride = place_of(view, block)
                     for key in views[view]:
                         staged[key] = _over(buffer, view.dtype, offset, view.shape, stride)
         return staged, copies
@@ -251,18 +231,10 @@ class StateDictStager:
 # --- Find and check ----------------------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
-    """An object in a state dict, and one of the paths to it; uncertain if a `__deepcopy__` decides whether it is copied."""
-
-    path: Path
-    value: Any
-    certain: bool = True
-
-
 def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
     """All tensors of the state dict, each once, in the order in which they are met."""
     tensors = []
-    for path, value, certain in _objects_in(state_dict):
+    for path, value, certain in objects_in(state_dict):
         if isinstance(value, Tensor):
             try:
                 _check(path, value)
@@ -273,81 +245,12 @@ def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
     return tensors
 
 
-def _objects_in(tree: Any) -> Iterator[_Found]:
-    """All objects that a deep copy of `tree` would copy, each once, an object before its parts."""
-    seen: dict[int, Any] = {}  # holds what it knows by id, so ids stay valid
-    todo = [_Found((), tree)]
-    while todo:
-        path, value, certain = found = todo.pop()
-        if type(value) in ATOMIC or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        yield found
-        try:
-            parts = _parts_of(value)
-        except Exception as error:
-            if certain:
-                raise _not_copied(path, value, error) from error
-            continue
-        certain = certain and (isinstance(value, Tensor) or getattr(value, "__deepcopy__", None) is None)
-        inner = [_Found((*path, *steps), part, certain) for steps, part in parts if type(part) not in ATOMIC]
-        todo += reversed(inner)
-
-
-Parts = list[tuple[Path, Any]]
-
-
-def _parts_of(value: Any) -> Parts:
-    """What `copy.deepcopy` copies when it copies the value, with the steps that lead there."""
-    if isinstance(value, type):
-        return []
-    if isinstance(value, Tensor):
-        return _attributes_of(value)
-    if isinstance(value, tuple) or type(value) in (dict, list, set, frozenset):
-        return _items_of(value) + _attributes_of(value)
-    if getattr(value, "__deepcopy__", None) is not None:  # does what it likes, with these probably
-        return _items_of(value) + _attributes_of(value)
-    reduce = copyreg.dispatch_table.get(type(value))
-    reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
-    if isinstance(reduced, str):  # a global object
-        return []
-    _, args, state, items, pairs = (*reduced, None, None, None)[:5]
-    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    parts: Parts = [((), arg) for arg in args]
-    for each in states:
-        named = isinstance(each, dict)
-        parts += [((Attribute(key),), part) for key, part in each.items()] if named else [((), each)]
-    return parts + _items_of(list(items or ())) + _items_of(dict(pairs or ()))
-
-
-def _items_of(value: Any) -> Parts:
-    if isinstance(value, Mapping):
-        return [((key,), part) for item in value.items() for key, part in zip(item[:1] * 2, item)]
-    if isinstance(value, np.ndarray):
-        return _items_of(value.ravel().tolist()) if value.dtype.hasobject else []
-    if isinstance(value, list | tuple | set | frozenset):
-        return [((index,), item) for index, item in enumerate(value)]
-    return []
-
-
-def _attributes_of(value: Any) -> Parts:
-    """What is in the object's `__dict__`, and in the slots that are no part of what torch made of it."""
-    classes = [kind for kind in type(value).__mro__ if kind is not DTensor]
-    members = [(name, member) for kind in classes for name, member in vars(kind).items()]
-    slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    found |= {name: part for name, part in getattr(value, "__dict__", {}).items() if name != IS_PARAMETER}
-    return [((Attribute(name),), part) for name, part in found.items()]
-
-
 def _memory_of(tensor: Tensor) -> Tensor:
     """What has to be copied for it: of a DTensor the local part, of a quantized tensor its integers."""
-    if isinstance(tensor, DTensor):
-        return local_of(tensor)
-    if tensor.is_quantized:
+    if tensor.is_quantized and not isinstance(tensor, DTensor):
         offset, stride = int(tensor.storage_offset()), tensor.stride()
         return _over(tensor.untyped_storage(), _INTEGERS[tensor.dtype], offset, tensor.shape, stride)
-    return tensor
+    return memory_of(tensor)
 
 
 def _storage_of(tensor: Tensor) -> int | None:
@@ -361,37 +264,31 @@ _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: t
 
 def _check(path: Path, tensor: Tensor) -> None:
     if is_lazy(tensor):
-        _refuse(UsageError, path, "a tensor with data", "an uninitialized one", "Run a forward pass first.")
+        refuse(path, "a tensor with data", "an uninitialized one", "Run a forward pass first.")
     if is_sharded_tensor(tensor):
-        _refuse(UnsupportedError, path, "a Tensor or DTensor", "a ShardedTensor", "Make it a DTensor.")
+        refuse_sharded_tensor(path)
     if tensor.is_quantized and tensor.dtype not in _INTEGERS:
         remedy = "Store dequantize() instead."
-        _refuse(UnsupportedError, path, "elements of whole bytes", str(tensor.dtype), remedy)
+        refuse(path, "elements of whole bytes", str(tensor.dtype), remedy, UnsupportedError)
     check_data(path, tensor)
-    _check_memory(path, local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+    _check_memory(path, memory_of(tensor))
     if isinstance(tensor, DTensor) and local_of(tensor).is_quantized:
-        _refuse(
-            UnsupportedError,
+        refuse(
             path,
             "local parts that are not quantized",
             str(tensor.dtype),
             "Call dequantize().",
+            UnsupportedError,
         )
 
 
 def _check_memory(path: Path, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-        _refuse(
-            UnsupportedError, path, "a dense tensor", kind, "Store to_dense(), or its values and indices."
-        )
+        refuse(path, "a dense tensor", kind, "Store to_dense(), or its values and indices.", UnsupportedError)
     if not _has_memory(tensor):
         remedy = "Store the tensors that it is made of instead."
-        _refuse(UnsupportedError, path, "a tensor with memory of its own", type(tensor).__name__, remedy)
-
-
-def _refuse(kind: Any, path: Path, expected: str, got: str, remedy: str) -> None:
-    raise kind(show(path), expected=expected, got=got, remedy=remedy)
+        refuse(path, "a tensor with memory of its own", type(tensor).__name__, remedy, UnsupportedError)
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -404,136 +301,6 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 # --- Lay out -----------------------------------------------------------------------------------------------
-
-
-class _View(NamedTuple):
-    """Where a tensor's elements lie in its storage; tensors with equal views are the same in the copy."""
-
-    begin: int  # byte of the first element
-    end: int  # byte after the last one
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]  # elements
-    dtype: torch.dtype
-    lazy: tuple[bool, bool]  # conjugated, negated when read
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Its shape without repetition: expanded dims have size 1."""
-        if 0 not in self.stride:
-            return self.shape
-        return tuple(n if step else 1 for n, step in zip(self.shape, self.stride))
-
-    @property
-    def nbytes(self) -> int:
-        """Of its elements, without repetition."""
-        return prod(self.stored) * self.dtype.itemsize
-
-
-class _Block(NamedTuple):
-    """What goes into one staged storage: `nbytes` from byte `begin` on, or the elements of one view closed up."""
-
-    views: list[_View]
-    begin: int
-    nbytes: int
-    closed_up: bool
-
-
-def _view_of(tensor: Tensor) -> _View:
-    shape, stride, size = tensor.shape, tensor.stride(), tensor.element_size()
-    begin = int(tensor.storage_offset())
-    end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
-    return _View(begin * size, end * size, shape, stride, tensor.dtype, (tensor.is_conj(), tensor.is_neg()))
-
-
-def _blocks(views: list[_View]) -> list[_Block]:
-    """Which views of one storage are staged together (Note [Views stay views])."""
-    blocks = [_close_up(view) for view in views if any(view.lazy)]
-    plain = sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2])
-    if len(plain) < 2:
-        return [*blocks, *(_block([view]) for view in plain)]
-    runs: list[list[_View]] = []
-    end = -1
-    for view in plain:
-        if view.begin >= end:
-            runs.append([])
-        runs[-1].append(view)
-        end = max(end, view.end)
-    if 2 * sum(map(_wanted, runs)) > _span(plain):
-        return [*blocks, _block(plain)]
-    return [*blocks, *(block for run in runs for block in _split(run))]
-
-
-def _span(views: Iterable[_View]) -> int:
-    """Bytes from the first to the last."""
-    return max(view.end for view in views) - min(view.begin for view in views)
-
-
-def _wanted(views: list[_View]) -> int:
-    """At most so many of these bytes belong to elements."""
-    return min(_span(views), sum(view.nbytes for view in views))
-
-
-def _split(run: list[_View]) -> list[_Block]:
-    """The run, or if most of it is holes, groups that have no element in common."""
-    if len(run) == 1 or 2 * _wanted(run) > _span(run):
-        return [_block(run)]
-    groups: list[list[_View]] = []
-    for view in run:
-        touched = [group for group in groups if any(_may_share(view, other) for other in group)]
-        groups = [group for group in groups if group not in touched]
-        groups.append([*(other for group in touched for other in group), view])
-    blocks = [_block(group) for group in groups]
-    return blocks if sum(block.nbytes for block in blocks) < _span(run) else [_block(run)]
-
-
-def _may_share(a: _View, b: _View) -> bool:
-    """Whether two views may have an element in common; they do not if some pitch keeps them in separate columns."""
-    if a.end <= b.begin or b.end <= a.begin:
-        return False
-    pitches = {
-        step * v.dtype.itemsize for v in (a, b) for n, step in zip(v.shape, v.stride) if n > 1 and step
-    }
-    return not any(
-        (b.begin - a.begin) % pitch >= _width(a, pitch) and (a.begin - b.begin) % pitch >= _width(b, pitch)
-        for pitch in pitches
-    )
-
-
-def _width(view: _View, pitch: int) -> int:
-    """Bytes from the view's first to its last element in a row, if rows begin every `pitch` bytes."""
-    steps = [(n, step * view.dtype.itemsize) for n, step in zip(view.stored, view.stride)]
-    return view.dtype.itemsize + sum((n - 1) * step for n, step in steps if step % pitch)
-
-
-def _block(views: list[_View]) -> _Block:
-    begin, end = min(view.begin for view in views), max(view.end for view in views)
-    if len(views) == 1 and views[0].nbytes < end - begin and not _overlaps_itself(views[0]):
-        return _close_up(views[0])
-    # Offsets are counted in elements, so the largest of them has to fit between the beginning and each view.
-    begin -= begin % max(view.dtype.itemsize for view in views)
-    return _Block(views, begin, end - begin, closed_up=False)
-
-
-def _close_up(view: _View) -> _Block:
-    return _Block([view], view.begin, view.nbytes, closed_up=True)
-
-
-def _overlaps_itself(view: _View) -> bool:
-    """Whether two indices may lead to the same element, expanded dims aside."""
-    reach = 0
-    for step, n in sorted((step, n) for n, step in zip(view.stored, view.stride) if n > 1):
-        if step <= reach:
-            return True
-        reach += step * (n - 1)
-    return False
-
-
-def _place_of(view: _View, block: _Block) -> tuple[int, tuple[int, ...]]:
-    """Offset and stride, in elements, in the staged storage."""
-    if not block.closed_up:
-        return (view.begin - block.begin) // view.dtype.itemsize, view.stride
-    dense = compute_local_stride(view.stride, view.stored)
-    return 0, tuple(step if old else 0 for step, old in zip(dense, view.stride))
 
 
 def _over(
@@ -554,14 +321,14 @@ class _Copy(NamedTuple):
     waits: bool  # must not be asynchronous: lazy ones are resolved on the CPU, after they have arrived
 
 
-def _copy_of(block: _Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy:
+def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy:
     """Copies the block into the buffer. `tensor` has the block's first view of the source."""
     if not block.closed_up:
         shape, step = [block.nbytes], [1]
         target = _over(buffer, torch.uint8, 0, shape, step)
         return _Copy(target, _over(source, torch.uint8, block.begin, shape, step), waits=False)
     view = block.views[0]
-    _, stride = _place_of(view, block)
+    _, stride = place_of(view, block)
     # In the order of the target's memory: copies from a device would otherwise go through a temporary on the CPU.
     order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
     shape, step = [view.stored[dim] for dim in order], [stride[dim] for dim in order]
@@ -621,10 +388,10 @@ def _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any:
         with _KnownViews(tensors, memo):
             result = copy.deepcopy(value, memo)
             for tensor in tensors:
-                for path, attribute in _attributes_of(tensor):
+                for path, attribute in attributes_of(tensor):
                     setattr(memo[id(tensor)], path[-1], copy.deepcopy(attribute, memo))
     except Exception as error:
-        raise _culprit(value, memo, error) from error
+        raise culprit(value, memo, error) from error
     return result
 
 
@@ -638,7 +405,7 @@ class _KnownViews(TorchFunctionMode):
     def key_of(self, tensor: Tensor) -> Any:
         storage = _storage_of(tensor)
         return (
-            None if storage is None else (isinstance(tensor, DTensor), storage, _view_of(_memory_of(tensor)))
+            None if storage is None else (isinstance(tensor, DTensor), storage, view_of(_memory_of(tensor)))
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -647,21 +414,3 @@ class _KnownViews(TorchFunctionMode):
             if staged is not None:
                 return staged
         return func(*args, **(kwargs or {}))
-
-
-def _culprit(tree: Any, memo: dict[int, Any], error: Exception) -> UsageError:
-    """The error that names the innermost object in `tree` that cannot be copied."""
-    path: Path = ()
-    found, tensors = tree, {key: value for key, value in memo.items() if isinstance(value, Tensor)}
-    for steps, value, _ in _objects_in(tree):
-        try:
-            copy.deepcopy(value, dict(tensors))
-        except Exception as inner:
-            path, found, error = steps, value, inner
-    return _not_copied(path, found, error)
-
-
-def _not_copied(path: Path, value: Any, error: Exception) -> UsageError:
-    got = f"{type(value).__name__} ({' '.join(str(error).split())})"
-    remedy = "Take it out, or store what it is made of instead."
-    return UsageError(show(path), expected="what can be copied", got=got, remedy=remedy)

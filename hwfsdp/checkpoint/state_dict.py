@@ -31,28 +31,35 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hwfsdp.checkpoint.sharded_tensor import check_owners, describe_shards, join_shards, shards_in
-from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, Path, items_of, leaves_of, map_leaves, show
-from hwfsdp.compat import (
-    all_gather_single,
-    is_shard,
-    is_sharded_tensor,
-    local_of,
-    sharded_tensor_like,
-    wrap_like,
+from hwfsdp.checkpoint.tensors import (
+    bytes_of,
+    check_data,
+    check_owners,
+    describe_shards,
+    join_shards,
+    part_of,
+    shards_in,
 )
-from hwfsdp.errors import StateError, UnsupportedError, UsageError
-from hwfsdp.layout.extents import compute_local_shape_and_global_offset, local_extent_of, unshard_strided
+from hwfsdp.checkpoint.traverse import (
+    ABSENT,
+    CompanionMismatch,
+    Path,
+    items_of,
+    leaves_of,
+    map_leaves,
+    refuse,
+)
+from hwfsdp.compat import all_gather_single, is_shard, is_sharded_tensor, sharded_tensor_like, wrap_like
+from hwfsdp.errors import StateError, UsageError
+from hwfsdp.layout.extents import local_extent_of, unshard_strided
 
 # (tensor, pg, device, companion or None) → what takes the tensor's place
 TensorFunction = Callable[[Any, dist.ProcessGroup | None, torch.device | None, Any], Any]
@@ -135,53 +142,12 @@ def _check_leaves(state_dict: Any, type_check: bool, needs_data: bool) -> None:
             for tensor in shards_in(value):
                 check_data(path, tensor)
         elif type_check and items_of(value) is None and not isinstance(value, (Tensor, *SIMPLE)):
-            raise UsageError(
-                show(path),
-                expected="a tensor, int, float, str, bytes, BytesIO, torch.Size or None",
-                got=type(value).__name__,
-                remedy="Replace it by such values, or pass type_check=False for a deep copy.",
+            refuse(
+                path,
+                "a tensor, int, float, str, bytes, BytesIO, torch.Size or None",
+                type(value).__name__,
+                "Replace it by such values, or pass type_check=False for a deep copy.",
             )
-
-
-def check_data(path: Path, tensor: Tensor) -> None:
-    """Raises if the values of the tensor cannot be had, or it is a ShardedTensor."""
-    if is_sharded_tensor(tensor):
-        refuse_sharded_tensor(path)
-    if is_lazy(tensor):
-        _refuse_without_memory(path, "a parameter that is not initialized yet")
-    if tensor.is_meta:
-        raise UsageError(
-            show(path),
-            expected="a tensor with data",
-            got=f"one on the meta device, of shape {tuple(tensor.shape)}",
-            remedy="Materialize it first: to_empty, then initialize or load.",
-        )
-    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
-        extent = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        if tuple(tensor.to_local().shape) != extent[0]:
-            raise UsageError(
-                show(path),
-                expected=f"the local shape {extent[0]} that {list(tensor.placements)} give this rank",
-                got=f"{tuple(tensor.to_local().shape)}",
-                remedy="Cut it with hwfsdp.layout.shard_of, or give from_local the global shape.",
-            )
-
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    wraps: bool = is_traceable_wrapper_subclass(local)  # then its memory is that of others
-    if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
-        last = local.storage_offset() + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
-        if local.untyped_storage().nbytes() < (last + 1) * local.element_size():
-            _refuse_without_memory(path, "one whose memory was freed")
-
-
-def _refuse_without_memory(path: Path, got: str) -> None:
-    remedy = "Take the state dict of the sharded model, or initialize it first."
-    raise UsageError(show(path), expected="a tensor with memory", got=got, remedy=remedy)
-
-
-def refuse_sharded_tensor(path: Path) -> NoReturn:
-    remedy = "Make it a DTensor, or call gather_state_dict for the whole."
-    raise UnsupportedError(show(path), expected="a Tensor or DTensor", got="a ShardedTensor", remedy=remedy)
 
 
 # --- Gather and offload ------------------------------------------------------------------------------------
@@ -223,7 +189,7 @@ def gather_state_dict(
         "cpu_offload": cpu_offload,
         "ranks_only": ranks_only,
     }
-    return iterate_state_dict(state_dict, _joined, _gathered, _same, type_check=type_check, **options)
+    return iterate_state_dict(state_dict, join_shards, _gathered, _same, type_check=type_check, **options)
 
 
 def _same(tensor: Tensor, *_: Any) -> Tensor:
@@ -232,10 +198,6 @@ def _same(tensor: Tensor, *_: Any) -> Tensor:
 
 def _gathered(tensor: DTensor, *_: Any) -> Tensor:
     return whole_of(tensor)
-
-
-def _joined(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device | None, _: Any) -> Tensor:
-    return join_shards(tensor, [bytes_of(shard) for shard in shards_in(tensor)], pg, device)
 
 
 def whole_of(tensor: DTensor) -> Tensor:
@@ -250,9 +212,8 @@ def whole_of(tensor: DTensor) -> Tensor:
     cutting = [dim for dim, placement in enumerate(tensor.placements) if is_shard(placement)]
     if mesh.get_coordinate() is None or not cutting:
         return local
-    first = local_extent_of(
-        tensor.shape, mesh.shape, tensor.placements, [0] * mesh.ndim
-    )  # the longest of all
+    # the longest of all
+    first = local_extent_of(tensor.shape, mesh.shape, tensor.placements, [0] * mesh.ndim)
     padded = local.new_zeros(first.shape)
     padded[tuple(slice(n) for n in local.shape)] = local
     stacked = bytes_of(padded)
@@ -277,12 +238,6 @@ def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
     return received.view(len(order), -1)[order].flatten()
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The values as bytes, in row-major order; a view if they lie like that already."""
-    dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.view(-1).view(torch.uint8)
-
-
 @torch.no_grad()
 def offload_state_dict_to_cpu(
     state_dict: dict[Any, Any], *, ranks_only: Sequence[int] = (), type_check: bool = True
@@ -301,14 +256,16 @@ def offload_state_dict_to_cpu(
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
+    parts = [part_of(tensor)] if isinstance(tensor, DTensor) else shards_in(tensor)
+    return tensor if all(part.is_cpu for part in parts) else _in_other_memory(tensor, Tensor.cpu)
+
+
+def _in_other_memory(tensor: Any, move: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor of the same kind, over what `move` makes of each shard, of the local part, or of the tensor."""
     if is_sharded_tensor(tensor):
-        shards = shards_in(tensor)
-        if not all(shard.is_cpu for shard in shards):
-            tensor = sharded_tensor_like([shard.cpu() for shard in shards], tensor)
-        return tensor
-    if isinstance(tensor, DTensor) and not tensor.to_local().is_cpu:
-        return wrap_like(tensor.to_local().cpu(), tensor)
-    return tensor.cpu()
+        moved: Tensor = sharded_tensor_like([move(shard) for shard in shards_in(tensor)], tensor)
+        return moved
+    return wrap_like(move(tensor.to_local()), tensor) if isinstance(tensor, DTensor) else move(tensor)
 
 
 # --- Copies ------------------------------------------------------------------------------------------------
@@ -340,12 +297,7 @@ def create_cpu_state_dict(
         )
 
     def make(tensor: Tensor, *_: Any) -> Any:
-        if is_sharded_tensor(tensor):
-            rooms = [_cpu_room(shard, pin_memory, share_memory) for shard in shards_in(tensor)]
-            return sharded_tensor_like(rooms, tensor)
-        if isinstance(tensor, DTensor):
-            return wrap_like(_cpu_room(tensor.to_local(), pin_memory, share_memory), tensor)
-        return _cpu_room(tensor, pin_memory, share_memory)
+        return _in_other_memory(tensor, lambda part: _cpu_room(part, pin_memory, share_memory))
 
     return iterate_state_dict(state_dict, make, make, make, type_check=False)
 
@@ -355,9 +307,8 @@ def _cpu_room(like: Tensor, pin: bool, share: bool) -> Tensor:
     room = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin and not share)
     if share:
         room.share_memory_()
-    if (
-        pin and share
-    ):  # shared memory is not the pinning allocator's: it is registered for as long as it lives
+    if pin and share:
+        # shared memory is not the pinning allocator's: it is registered for as long as it lives
         runtime: Any = torch.cuda.cudart()
         storage = room.untyped_storage()
         torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), storage.nbytes(), 1)))
@@ -430,13 +381,10 @@ def _check_pair(path: Path, value: Any, other: Any, cast: bool = False) -> None:
         return
     mine, theirs = describe(value, with_dtype=not cast), describe(other, with_dtype=not cast)
     if mine != theirs or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh):
-        raise CompanionMismatch(
-            show(path),
-            expected=mine,
-            got=theirs if mine != theirs else "one on another device mesh",
-            remedy="Make the second state dict from the first one, for example with create_cpu_state_dict"
-            + (", or pass cast=True." if describe(value, False) == describe(other, False) else "."),
-        )
+        got = theirs if mine != theirs else "one on another device mesh"
+        remedy = "Make the second state dict from the first one, for example with create_cpu_state_dict"
+        remedy += ", or pass cast=True." if describe(value, False) == describe(other, False) else "."
+        refuse(path, mine, got, remedy, CompanionMismatch)
 
 
 def describe(leaf: Any, with_dtype: bool = True) -> str:

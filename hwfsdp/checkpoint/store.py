@@ -10,6 +10,21 @@ What a save promises: it counts when all of it is on the disk, or not at all, an
 until then. What a load promises: either every value is what was saved, or an error that says what is wrong where, and
 then not one value of the target has changed. Files hold nothing but numbers and JSON, so no checkpoint can make a
 program run anything.
+
+A load on one rank goes from a path to a state dict that is filled; all ranks agree at each arrow (see `agreement`):
+
+    [leader: which save] → match the state dict with the manifest → read into new memory → into the state dict
+
+Note [Read first, then write]
+    A damaged block may be the last one that is read. So values go to memory of their own, as much as the rank's part of
+    the state dict, and from there into the target when all ranks have all of theirs. It is the price of a load that
+    happens or does not. What is on the meta device has no values that could be lost: it gets memory, which is read into at
+    once, and goes back to the meta device if the load fails.
+
+Note [A save that goes while it is read]
+    Another job may save into the same directory, and sweep what is being read. Then something is missing, and another
+    save counts. So after an error about a file, the leader looks again: if the save that counts is another one, that one
+    is loaded; if it is the same, the error stands.
 """
 
 from __future__ import annotations
@@ -17,18 +32,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from hwfsdp.checkpoint import saves
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.background import SaveHandle, end_save_before, finish_saves, start_save
-from hwfsdp.checkpoint.loading import Request, load_agreed
+from hwfsdp.checkpoint.matching import Match, fill, match
 from hwfsdp.checkpoint.meta import NewMemory
+from hwfsdp.checkpoint.reading import read_tensors
 from hwfsdp.checkpoint.saving import Target, save_agreed
+from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.checkpoint.verification import Inspection, inspect, verify
+from hwfsdp.errors import CheckpointError
 
 __all__ = ["Inspection", "SaveHandle", "async_save", "finish_saves", "inspect", "load", "save", "verify"]
 
@@ -134,8 +153,72 @@ def load(
     module = state_dict if isinstance(state_dict, nn.Module) else None
     target = state_dict if module is None else module.state_dict()
     memory = NewMemory(target, device, model if module is None else module)
-    request = Request(target, memory, strict, allow_cast)
-    load_agreed(Agreement(process_group, "load"), request, Path(path).absolute())
+    request = _Request(target, memory, strict, allow_cast)
+    try:
+        _load_current(Agreement(process_group, "load"), request, Path(path).absolute())
+    except BaseException:
+        memory.take_back()
+        raise
     if module is not None:
         module.load_state_dict(target)  # what it holds besides tensors
     return state_dict
+
+
+# --- One load, step by step --------------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    """What is asked of a load; `memory` is for what of the state dict is on the meta device."""
+
+    state_dict: Any
+    memory: NewMemory
+    strict: bool
+    allow_cast: bool
+
+
+def _load_current(agreement: Agreement, request: _Request, path: Path) -> None:
+    save_id, digest = _find(agreement, path)
+    while True:
+        try:
+            _load_save(agreement, request, path, save_id, digest)
+            return
+        except CheckpointError as error:
+            if error.file is None:  # a rank is lost, say
+                raise
+            before, (save_id, digest) = save_id, _find(agreement, path)
+            if save_id == before:
+                raise
+
+
+def _find(agreement: Agreement, path: Path) -> list[Any]:
+    """The id of the save that counts, and the hash of its manifest, as the leader sees them."""
+
+    def choose(_: list[Any]) -> list[Any]:
+        current = saves.find_current(path)
+        manifest = saves.read_manifest(current)
+        saves.check_files(current.folder, manifest)
+        return [[current.folder.name, manifest.digest]] * agreement.size
+
+    found: list[Any] = agreement.step("finding", lambda: None, choose)
+    return found
+
+
+def _load_save(agreement: Agreement, request: _Request, path: Path, save_id: str, digest: str) -> None:
+    matched: list[Match] = []
+    parts: dict[KeyPath, Tensor] = {}
+    folder = path if path.name == save_id else path / save_id
+    state_dict, memory, strict, allow_cast = request
+
+    def match_mine() -> None:
+        manifest = saves.read_manifest(saves.Current(folder, digest))
+        memory.give()
+        matched.append(match(state_dict, manifest, strict=strict, allow_cast=allow_cast))
+        memory.check_loaded(manifest.entries)
+        matched[0].fresh.update(memory.paths)
+
+    def read_mine() -> None:
+        parts.update(read_tensors(matched[0], folder, agreement.check))
+
+    agreement.step("matching", match_mine)
+    agreement.step("reading", read_mine)
+    fill(state_dict, matched[0], parts)

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import FSDPError, UsageError
 
 Path = tuple[Any, ...]
+_SHOWN = 4  # names in a message; the rest is counted
 
 
 class CompanionMismatch(UsageError):
@@ -51,6 +52,23 @@ class Attribute(str):
 def show(path: Path) -> str:
     """The path as one would index it: state_dict['state'][0]['exp_avg']."""
     return "state_dict" + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in path)
+
+
+def refuse(
+    path: Path,
+    expected: str,
+    got: str,
+    remedy: str = "Compare the model with the one saved.",
+    kind: type[FSDPError] = UsageError,
+) -> NoReturn:
+    """Raises an error about what is at a path of the state dict."""
+    raise kind(show(path), expected=expected, got=got, remedy=remedy)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def brief(value: Any) -> str:
@@ -88,9 +106,8 @@ def rebuild(tree: Any, items: dict[Any, Any]) -> Any:
             got="one that is read-only",
             remedy="Make it a dict.",
         )
-    result = copy.copy(
-        tree
-    )  # with its default factory, its attributes, and fields that __init__ does not take
+    # with its default factory, its attributes, and fields that __init__ does not take
+    result = copy.copy(tree)
     if isinstance(tree, list):
         result[:] = items.values()
         return result
@@ -196,9 +213,8 @@ class _Descent:
     ) -> None:
         self.fn, self.build, self.by_path = fn, build, by_path
         self.above: dict[int, Path] = {}  # containers that we are inside of
-        self.done: dict[tuple[int, int], tuple[Any, Any, Any]] = (
-            {}
-        )  # holds what it knows by id, so ids stay valid
+        # holds what it knows by id, so ids stay valid
+        self.done: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
     def map(self, path: Path, tree: Any, companion: Any) -> Any:
         known = (id(tree), id(companion))
@@ -215,11 +231,11 @@ class _Descent:
 
     def _map_container(self, path: Path, tree: Any, items: dict[Any, Any], companion: Any) -> Any:
         if id(tree) in self.above:
-            raise UsageError(
-                show(path),
-                expected="containers that do not contain themselves",
-                got=f"the {type(tree).__name__} that is {show(self.above[id(tree)])}, too",
-                remedy="Remove the reference back; state dicts are trees.",
+            refuse(
+                path,
+                "containers that do not contain themselves",
+                f"the {type(tree).__name__} that is {show(self.above[id(tree)])}, too",
+                "Remove the reference back; state dicts are trees.",
             )
         others = _companions(path, tree, items, companion)
         self.above[id(tree)] = path
@@ -228,26 +244,21 @@ class _Descent:
         return self.build(tree, new)
 
 
+_LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
+
+
 def _companions(path: Path, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
     """What each child faces."""
     if companion is ABSENT:
         return dict.fromkeys(items, ABSENT)
     others = items_of(companion)
     if others is None or _kind(companion) != _kind(tree):
-        raise CompanionMismatch(
-            show(path),
-            expected=f"two of a kind, here {_kind(tree)}",
-            got=f"{type(tree).__name__} and {brief(companion)}",
-            remedy="Make the second state dict from the first one's structure.",
-        )
+        got = f"{type(tree).__name__} and {brief(companion)}"
+        refuse(path, f"two of a kind, here {_kind(tree)}", got, _LIKE_THE_FIRST, CompanionMismatch)
     if others.keys() != items.keys():
-        missing = [key for key in items if key not in others]
-        raise CompanionMismatch(
-            show(path),
-            expected="the same keys in both state dicts",
-            got=f"{missing} only in the first, {[key for key in others if key not in items]} only in the second",
-            remedy="Make the second state dict from the first one's structure.",
-        )
+        missing, unknown = ([k for k in a if k not in b] for a, b in ((items, others), (others, items)))
+        got = f"{missing} only in the first, {unknown} only in the second"
+        refuse(path, "the same keys in both state dicts", got, _LIKE_THE_FIRST, CompanionMismatch)
     return others
 
 
@@ -293,12 +304,8 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], F
     def move_out(path: Path, value: Any, _: Any) -> _Slot:
         key = ".".join(map(str, path))
         if key in flat:
-            raise UsageError(
-                show(path),
-                expected="a flat key of its own",
-                got=f"{key!r}, which is also that of {show(mapping[key])}",
-                remedy="Rename one of the two.",
-            )
+            got = f"{key!r}, which is also that of {show(mapping[key])}"
+            refuse(path, "a flat key of its own", got, "Rename one of the two.")
         flat[key] = value if items_of(value) is None else rebuild(value, {})
         mapping[key] = path
         return _Slot(key)

@@ -10,18 +10,8 @@ from torch import Tensor
 
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.saving import Target, Unstaged, save_agreed
-from hwfsdp.checkpoint.staging import (
-    Storage,
-    _Copy,
-    _View,
-    _blocks,
-    _copied,
-    _copy_of,
-    _dressed,
-    _over,
-    _place_of,
-    _view_of,
-)
+from hwfsdp.checkpoint.staging import Storage, _Copy, _copied, _copy_of, _dressed, _over
+from hwfsdp.checkpoint.views import View, blocks_of, place_of, view_of
 from hwfsdp.compat import is_referred_to_elsewhere
 
 # The package's own, that the docstrings name:
@@ -32,18 +22,19 @@ from hwfsdp.compat import is_referred_to_elsewhere
 #     method     StateDictStager._allocate(size: int) -> Storage
 #     method     StateDictStager._add(pool: list[Storage], size: int) -> Storage
 #     method     StateDictStager.stage(state_dict: T) -> T
-#     class      _View(begin: int, end: int, shape: tuple[int, ...], stride: tuple[int, ...],
-#                    dtype: torch.dtype, lazy: tuple[bool, bool])
-#     function   _view_of(tensor: Tensor) -> _View
-#     class      _Block(views: list[_View], begin: int, nbytes: int, closed_up: bool)
-#     function   _blocks(views: list[_View]) -> list[_Block]
-#     function   _place_of(view: _View, block: _Block) -> tuple[int, tuple[int, ...]]
 #     function   _over(storage: Storage, dtype: torch.dtype, offset: int, shape: Sequence[int],
 #                    stride: Sequence[int]) -> Tensor
 #     class      _Copy(target: Tensor, source: Tensor, waits: bool)
-#     function   _copy_of(block: _Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy
+#     function   _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy
 #     function   _dressed(part: Tensor, like: Tensor) -> Tensor
 #     function   _copied(value: Any, tensors: list[Tensor], memo: dict[int, Any]) -> Any
+# hwfsdp.checkpoint.views
+#     class      View(begin: int, end: int, shape: tuple[int, ...], stride: tuple[int, ...],
+#                    dtype: torch.dtype, lazy: tuple[bool, bool])
+#     function   view_of(tensor: Tensor) -> View
+#     class      Block(views: list[View], begin: int, nbytes: int, closed_up: bool)
+#     function   blocks_of(views: list[View]) -> list[Block]
+#     function   place_of(view: View, block: Block) -> tuple[int, tuple[int, ...]]
 # hwfsdp.compat
 #     function   is_referred_to_elsewhere(storages: list[torch.UntypedStorage], index: int) -> bool | None
 # hwfsdp.checkpoint.saving
@@ -93,28 +84,28 @@ class StateDictStager:
 
         What there is to do:
             A tensor without elements gets `_over(self._allocate(0), dtype, 0, shape, stride)`.
-            The others are sorted by `untyped_storage()`, which can be a key of a dict, and within one by `_view_of(tensor)`,
-            which can be one, too. Of all distinct views of a storage, `_blocks(views)` makes blocks: what is staged
+            The others are sorted by `untyped_storage()`, which can be a key of a dict, and within one by `view_of(tensor)`,
+            which can be one, too. Of all distinct views of a storage, `blocks_of(views)` makes blocks: what is staged
             together. `self._lend(storage, sizes)` gives all buffers of a storage at once, one of `block.nbytes` for each.
             A block is copied by `_copy_of(block, buffer, storage, tensor)`, of which `tensor` is one that has the view
-            `block.views[0]`. `_place_of(view, block)` says where a view lies in the buffer, as offset and stride; every tensor
+            `block.views[0]`. `place_of(view, block)` says where a view lies in the buffer, as offset and stride; every tensor
             that has this view gets one there: `_over(buffer, view.dtype, offset, view.shape, stride)`.
         """
         staged: dict[int, Tensor] = {}
         copies: list[_Copy] = []
-        sources: defaultdict[Storage, dict[_View, list[int]]] = defaultdict(dict)
+        sources: defaultdict[Storage, dict[View, list[int]]] = defaultdict(dict)
         for key, tensor in tensors.items():
             if tensor.numel():
-                sources[tensor.untyped_storage()].setdefault(_view_of(tensor), []).append(key)
+                sources[tensor.untyped_storage()].setdefault(view_of(tensor), []).append(key)
             else:
                 staged[key] = _over(self._allocate(0), tensor.dtype, 0, tensor.shape, tensor.stride())
 
         for source, views in sources.items():
-            blocks = _blocks(list(views))
+            blocks = blocks_of(list(views))
             for block, buffer in zip(blocks, self._lend(source, [block.nbytes for block in blocks])):
                 copies.append(_copy_of(block, buffer, source, tensors[views[block.views[0]][0]]))
                 for view in block.views:
-                    offset, stride = _place_of(view, block)
+                    offset, stride = place_of(view, block)
                     for key in views[view]:
                         staged[key] = _over(buffer, view.dtype, offset, view.shape, stride)
         return staged, copies

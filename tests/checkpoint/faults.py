@@ -25,11 +25,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
+from hwfsdp.checkpoint import load
 from hwfsdp.checkpoint.traverse import leaves_of, map_leaves, show
-from hwfsdp.compat import local_of, read_debug_level
+from hwfsdp.compat import dtensor, local_of, read_debug_level
 from hwfsdp.errors import FSDPError
 from hwfsdp.launcher.fork_server import start_server
+from hwfsdp.layout import shard_of
 
 CURRENT, MANIFEST = "CURRENT", "manifest.json"
 
@@ -132,6 +136,25 @@ def error_of(call: Callable[[], Any]) -> FSDPError | None:
     return None
 
 
+def state_dict_of(seed: int) -> dict[str, Any]:
+    """Random tensors and their seed. On several ranks one tensor is cut, without any communication."""
+    draw = torch.Generator().manual_seed(seed)
+    whole, other = torch.randn(7, 5, generator=draw), torch.randn(40, generator=draw, dtype=torch.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        local = shard_of(whole, mesh, [Shard(0)]).clone()
+        whole = dtensor(local, mesh, [Shard(0)], whole.shape, whole.stride())
+    return {"a": whole, "b": other, "step": seed}
+
+
+def loaded_from(path: Path) -> int | None:
+    """Which seed's state dict a checkpoint holds; None if it is not exactly one of them."""
+    target = emptied(state_dict_of(0))
+    load(target, path)
+    seed: int = target["step"]
+    return seed if exactly(target) == exactly(state_dict_of(seed)) else None
+
+
 # --- Faults at a certain call --------------------------------------------------------------------------------
 
 SYSTEM_CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink")
@@ -168,13 +191,13 @@ def tripwire(
     at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
 ) -> Iterator[Tripwire]:
     """Lays a `Tripwire` on these calls."""
-    from hwfsdp.checkpoint import agreement
+    from hwfsdp.checkpoint import links
 
     wire = Tripwire(at, act)
     patches = [
         mock.patch.object(owner, name, wire.around(name, getattr(owner, name)))
         for name in calls
-        for owner in [os if name in SYSTEM_CALLS else agreement]
+        for owner in [os if name in SYSTEM_CALLS else links]
     ]
     try:
         for patch in patches:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import suites
 
 from hwfsdp import CheckpointError, FSDPError, RankError, StateError, UsageError, launch
-from hwfsdp.checkpoint import agreement as agreement_module
+from hwfsdp.checkpoint import links
 from hwfsdp.checkpoint.agreement import Abandoned, Agreement
 from hwfsdp.compat import receive_bytes, send_bytes
 from hwfsdp.launcher import caller
@@ -136,7 +136,7 @@ def go_on_after_a_failure(fifo: Path) -> Any:
             LATER.wait(0.2)
         send_bytes(group, data, rank, tag)
 
-    agreement_module.send_bytes = send_slowly if agreement.rank else send_bytes
+    links.send_bytes = send_slowly if agreement.rank else send_bytes
     with pytest.raises(CheckpointError, match="No space left"):
         agreement.step("failing", fail_or_wait)
     return agreement.step("going on", release, lambda reports: [reports] * len(reports))
@@ -212,7 +212,7 @@ def die_unanswered(path: Path) -> None:
     dying = False
     agreement = Agreement(None, "test")
     agreement.step("beginning", lambda: None)
-    agreement_module.send_bytes, dying = send_bytes_or_die, True
+    links.send_bytes, dying = send_bytes_or_die, True
     try:
         agreement.step("dying", lambda: None)
         agreement.step("dying later", lambda: None)

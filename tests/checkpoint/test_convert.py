@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from samples import assert_same
 
 from hwfsdp import CheckpointError, UsageError, checkpoint
 from hwfsdp.checkpoint import parts
@@ -35,17 +36,6 @@ def training_state() -> dict[Any, Any]:
 
 def place(directory: Path, name: str) -> Path:
     return directory / (f"{name}.safetensors" if name == "safetensors" else name)
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    mine, theirs = dict(leaves_of(found)), dict(leaves_of(expected))
-    assert mine.keys() == theirs.keys()
-    for path, value in theirs.items():
-        if isinstance(value, torch.Tensor):
-            assert mine[path].dtype == value.dtype and mine[path].shape == value.shape
-            assert torch.equal(mine[path], value)
-        else:
-            assert mine[path] == value and type(mine[path]) is type(value)
 
 
 def loaded(path: Path) -> Any:
@@ -74,23 +64,23 @@ def test_a_checkpoint_survives_any_two_conversions(source, to, originals, tmp_pa
     found = convert(place(originals, source), place(tmp_path, to), to=to)
     assert (found.source_format, format_of(place(tmp_path, to))) == (source, to)
     convert(place(tmp_path, to), tmp_path / "back", to="store")
-    assert_equal(loaded(tmp_path / "back"), training_state())
+    assert_same(loaded(tmp_path / "back"), training_state())
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted({"back", place(tmp_path, to).name})
 
 
 def test_the_readers_of_the_formats_find_the_same_tensors(originals):
     model = training_state()["model"]
     found = safetensors.torch.load_file(place(originals, "safetensors"))
-    assert_equal(
+    assert_same(
         {k: v for k, v in found.items() if k.startswith("model.")},
         {f"model.{k}": v for k, v in model.items()},
     )
-    assert_equal(parts.load(place(originals, "part"))["model"], model)
+    assert_same(parts.load(place(originals, "part"))["model"], model)
     target = {"model": {key: torch.full_like(value, 3) for key, value in model.items() if value.numel()}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         torch_dcp.load(target, checkpoint_id=place(originals, "dcp"), no_dist=True)
-    assert_equal(target["model"], {key: value for key, value in model.items() if value.numel()})
+    assert_same(target["model"], {key: value for key, value in model.items() if value.numel()})
 
 
 def test_our_own_formats_keep_containers_ties_and_types(tmp_path):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import OrderedDict, defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from samples import Pair
 from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as torchs
 
@@ -26,11 +27,6 @@ from hwfsdp.checkpoint.state_dict import (
 )
 from hwfsdp.checkpoint.traverse import CompanionMismatch
 from hwfsdp.errors import StateError, UsageError
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 @dataclasses.dataclass

@@ -12,13 +12,14 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import RankChecks, is_first, is_last, raised
+from samples import Pair, line, numbered
 from torch import Tensor, nn
 from torch.distributed import _state_dict_utils as torchs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,16 +42,6 @@ on_ranks = RankChecks()
 # --- What is moved -----------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@functools.cache
-def line() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
 @functools.cache
 def grids() -> list[DeviceMesh]:
     """Meshes of two and three dims over all ranks."""
@@ -67,11 +58,6 @@ def cut(whole: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
     """A DTensor, without any communication and with memory of its own."""
     local = shard_of(whole, mesh, placements).clone()
     return dtensor(local, mesh, placements, whole.shape, whole.stride())
-
-
-def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every element has a value of its own."""
-    return (torch.arange(torch.Size(shape).numel()) + 1).view(shape).to(dtype)
 
 
 def layouts() -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:

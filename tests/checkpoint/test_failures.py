@@ -23,34 +23,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CURRENT, emptied, error_of, exactly, folder_of, saves_in, tripwire
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from faults import CURRENT, error_of, exactly, folder_of, loaded_from, saves_in, state_dict_of, tripwire
 
 from hwfsdp import launch
 from hwfsdp.checkpoint import agreement, async_save, finish_saves, load, plan, save, saving
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
-
-
-def state_dict_of(seed: int) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(seed)
-    state_dict = {
-        "a": torch.randn(7, 5, generator=draw),
-        "b": torch.randn(40, generator=draw, dtype=torch.float64),
-        "step": seed,
-    }
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state_dict["a"] = distribute_tensor(state_dict["a"], mesh, [Shard(0)])
-    return state_dict
-
-
-def loaded_from(path: Path) -> int | None:
-    """Which seed's state dict a checkpoint holds; None if it is not exactly one of them."""
-    target = emptied(state_dict_of(0))
-    load(target, path)
-    return target["step"] if exactly(target) == exactly(state_dict_of(target["step"])) else None
 
 
 class Outcome(NamedTuple):

@@ -11,13 +11,14 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torchs
 from rank_checks import RankChecks
+from samples import Pair, line
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -64,11 +65,6 @@ def gpt(tied: bool = False) -> GPT:
 def on_meta(build: Callable[[], Any]) -> Any:
     with torch.device("meta"):
         return build()
-
-
-@functools.cache
-def line() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 @functools.cache
@@ -469,11 +465,6 @@ def test_slowly_on_ranks(check: str) -> None:
 
 
 # --- Plain tensors -----------------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 def test_meta_tensors_get_memory_in_place_wherever_they_are_and_others_are_left_alone() -> None:

@@ -8,7 +8,6 @@ the `RankChecks`.
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import os
 import pickle
@@ -30,13 +29,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_checks import RankChecks, every_rank_says, is_last, raised
+from samples import Bomb, assert_same, line, numbered
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models import Block, Model
 
 from hwfsdp import fully_shard, launch
-from hwfsdp.checkpoint import part_files, partition, parts
+from hwfsdp.checkpoint import archives, partition, parts
 from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.errors import CheckpointError, RankError, UsageError
 
@@ -50,10 +50,6 @@ def _tensors_of_this_size_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- What is saved -----------------------------------------------------------------------------------------
-
-
-def numbered(*shape: int, dtype: torch.dtype = torch.float32, start: int = 1) -> Tensor:
-    return (torch.arange(torch.Size(shape).numel()) + start).view(shape).to(dtype)
 
 
 class Zoo(nn.Module):
@@ -113,23 +109,6 @@ def momentum(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 OPTIMIZERS = [adamw, momentum]
 
 
-def assert_same(mine: Any, theirs: Any, at: str = "") -> None:
-    """The same keys and values, tensors by dtype, shape and element; the order of dicts does not matter."""
-    if isinstance(theirs, Tensor):
-        assert type(mine) is Tensor and mine.dtype == theirs.dtype and mine.shape == theirs.shape, at
-        assert torch.equal(mine, theirs), at
-    elif isinstance(theirs, dict):
-        assert isinstance(mine, dict) and mine.keys() == theirs.keys(), (at, list(mine), list(theirs))
-        for key in theirs:
-            assert_same(mine[key], theirs[key], f"{at}[{key!r}]")
-    elif isinstance(theirs, list | tuple):
-        assert type(mine) is type(theirs) and len(mine) == len(theirs), at
-        for i, (one, other) in enumerate(zip(mine, theirs)):
-            assert_same(one, other, f"{at}[{i}]")
-    else:
-        assert mine == theirs, at
-
-
 def whole(state: Any) -> Any:
     """The state dict with copies of whole tensors."""
     kept: Any = gather_state_dict({"": state})[""]
@@ -184,18 +163,13 @@ def prepare(name: str, directory: str) -> tuple[Path]:
 on_ranks = RankChecks(prepare)
 
 
-@functools.cache
-def cpu() -> Any:
-    return torch.distributed.init_device_mesh("cpu", (size(),))
-
-
 def sharded(model: nn.Module) -> nn.Module:
     """By hwfsdp, uneven shards and all."""
     for child in model.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             for block in child:
-                fully_shard(block, mesh=cpu())
-    return fully_shard(model, mesh=cpu())
+                fully_shard(block, mesh=line())
+    return fully_shard(model, mesh=line())
 
 
 def sharded_small() -> nn.Module:
@@ -254,7 +228,7 @@ def buffers_and_ties_of_a_sharded_model_survive(directory: Path) -> None:
     def build() -> Any:
         model = nn.Sequential(nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
         model[2].weight = model[0].weight
-        return fully_shard(model, mesh=cpu())
+        return fully_shard(model, mesh=line())
 
     model, target = build(), build()
     model[1].running_mean += 3
@@ -284,7 +258,7 @@ def a_model_and_its_optimizer_on_the_meta_device_get_memory(directory: Path) -> 
 @on_ranks
 def one_tensor_at_a_time_is_whole(directory: Path) -> None:
     names = [str(i) for i in range(5)]
-    model = fully_shard(nn.ParameterDict({name: numbered(40, 3) for name in names}), mesh=cpu())
+    model = fully_shard(nn.ParameterDict({name: numbered(40, 3) for name in names}), mesh=line())
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -339,7 +313,7 @@ def a_rank_that_cannot_write_fails_all_and_the_old_checkpoint_stays(directory: P
     assert f"PART_{size() - 1:03d}.pt" in message and "No space left on device" in message
     assert names_in(directory) == ["c"]
     assert_same(parts.load(directory / "c")["model"], {"a": numbered(3)})
-    with mock.patch.object(part_files, "_rename", side_effect=PermissionError(1, "not yours")):
+    with mock.patch.object(archives, "_rename", side_effect=PermissionError(1, "not yours")):
         message = raised(lambda: parts.save(directory / "c", {"a": numbered(4)}), CheckpointError)
     assert "not yours" in message
     every_rank_says(None)
@@ -350,7 +324,7 @@ def a_rank_that_cannot_write_fails_all_and_the_old_checkpoint_stays(directory: P
 @on_ranks
 def a_part_that_rank_0_does_not_see_fails_all(directory: Path) -> None:
     elsewhere = directory / f"file system {dist.get_rank()}"
-    real = part_files.name_beside
+    real = archives.name_beside
 
     def made(target: Path, save_id: str) -> Path:
         path = real(target, save_id)
@@ -429,7 +403,7 @@ def a_group_saves_without_the_others(directory: Path) -> None:
 
 @on_ranks
 def a_mesh_of_which_not_all_ranks_take_part_is_refused(directory: Path) -> None:
-    model = fully_shard(nn.Linear(4, 4), mesh=cpu())
+    model = fully_shard(nn.Linear(4, 4), mesh=line())
     groups = [dist.new_group([rank]) for rank in range(size())]
     with pytest.raises(
         UsageError, match="expected a mesh that this rank is in, and all of whose ranks take part"
@@ -454,7 +428,7 @@ def buffers_and_others_are_in_part_0_alone(directory: Path) -> None:
 
 @on_ranks
 def a_dtensor_among_others_is_refused(directory: Path) -> None:
-    weight = dict(fully_shard(nn.Linear(4, 4), mesh=cpu()).state_dict())["weight"]
+    weight = dict(fully_shard(nn.Linear(4, 4), mesh=line()).state_dict())["weight"]
     text = raised(lambda: parts.save(directory / "c", {}, None, {"w": [weight]}), UsageError)
     assert text.startswith("state_dict['w'][0]: expected no DTensor among others")
 
@@ -733,7 +707,7 @@ def test_a_link_to_the_directory_stays_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize("one_step", [True, False])
 def test_a_save_replaces_what_was_there(tmp_path: Path, one_step: bool) -> None:
     original_parts.write(tmp_path / "c", [{"a": numbered(2)}], count=6)
-    with mock.patch.object(part_files, "_exchange", part_files._exchange if one_step else lambda *_: False):
+    with mock.patch.object(archives, "_exchange", archives._exchange if one_step else lambda *_: False):
         for n in (3, 4):
             parts.save(tmp_path / "c", {"a": numbered(n)})
             assert torch.equal(parts.load(tmp_path / "c")["model"]["a"], numbered(n))
@@ -749,7 +723,7 @@ def test_where_names_are_not_exchanged_the_old_checkpoint_is_put_back(tmp_path: 
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    with mock.patch.object(part_files, "_exchange", lambda *_: False), mock.patch.object(
+    with mock.patch.object(archives, "_exchange", lambda *_: False), mock.patch.object(
         os, "rename", fails_once
     ):
         with pytest.raises(CheckpointError, match="Input/output error"):
@@ -964,16 +938,6 @@ def test_a_file_of_another_kind_is_refused(written: Path) -> None:
     assert str(path) in str(refusal(written))
 
 
-class Bomb:
-    """Makes a directory when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize(
     "place", [lambda part, bomb: bomb, lambda part, bomb: part | {"x": bomb}, lambda part, bomb: {bomb: 1}]
 )
@@ -1025,19 +989,6 @@ def test_what_was_loaded_does_not_lie_in_the_file(tmp_path: Path) -> None:
         [[numbered(30)], {"o": numbered(30)}, numbered(30), [numbered(30)]],
     )
     assert_same(plain(dict(target.state_dict())), plain(dict(saved.state_dict())))
-
-
-def test_weights_that_were_tied_on_the_meta_device_are_tied(tmp_path: Path) -> None:
-    model = Zoo()
-    parts.save(tmp_path / "c", model)
-    with torch.device("meta"):
-        target = Zoo()
-    target.short = model.short  # has memory already
-    target.scale.requires_grad_(False)
-    parts.load_into(tmp_path / "c", target)
-    assert target.head.weight is target.embed.weight and target.short is model.short
-    assert target.embed.weight.requires_grad and not target.scale.requires_grad
-    assert_same(plain(dict(target.state_dict())), plain(dict(model.state_dict())))
 
 
 class Remembering(nn.Linear):

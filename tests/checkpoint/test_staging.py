@@ -22,6 +22,7 @@ import torch
 import torch.multiprocessing as mp
 from faults import bits
 from hypothesis import given, settings
+from samples import Pair
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,11 +35,6 @@ from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.errors import UnsupportedError, UsageError
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 def addresses(tensor: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ import os
 from collections import OrderedDict
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults import bits
+from samples import Pair
 from models import uneven
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -117,11 +118,6 @@ def test_any_sharding_loads_into_any_other(world_size, tmp_path_factory):
     paths = saved_each_way(tmp_path_factory.getbasetemp() / "each way")
     assert len(paths) == sum(map(len, WAYS.values()))
     assert launch(load_each_way, world_size, paths, timeout=60) == [[]] * world_size
-
-
-class Pair(NamedTuple):
-    a: torch.Tensor
-    b: int
 
 
 @dataclasses.dataclass

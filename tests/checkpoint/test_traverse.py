@@ -9,12 +9,13 @@ import dataclasses
 import pickle
 from collections import OrderedDict, defaultdict, namedtuple
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import Pair
 from torch import nn
 from torch.distributed import _state_dict_utils as torchs
 from torch.distributed.checkpoint import _traverse as torchs_checkpoint
@@ -25,7 +26,6 @@ from hwfsdp.checkpoint.traverse import (
     flatten_state_dict,
     leaves_of,
     map_leaves,
-    show,
     traverse_state_dict,
     unflatten_state_dict,
 )
@@ -33,11 +33,6 @@ from hwfsdp.errors import UsageError
 
 # Hypothesis describes a strategy where it retries a draw; that of nested containers is long, and nobody reads it.
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any = None
 
 
 Point = namedtuple("Point", ["x", "y"])
@@ -348,7 +343,3 @@ def test_a_companion_of_another_structure_is_refused_at_its_path(
     with pytest.raises(CompanionMismatch) as info:
         map_leaves(lambda path, a, b: a, tree, companion)
     assert str(info.value).startswith(f"state_dict{where}: ")
-
-
-def test_paths_are_shown_as_one_would_index() -> None:
-    assert show(("state", 0, "exp_avg")) == "state_dict['state'][0]['exp_avg']"

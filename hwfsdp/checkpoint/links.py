@@ -1,0 +1,107 @@
+"""What carries the messages of an agreement between two ranks (see `agreement`): threads that send and listen over gloo.
+
+Note [One message after another]
+    A message is two: its size, then its bytes. Where a step has failed, ranks go on to the next one while messages of
+    this one still travel. Two threads that send to one rank, or two that listen to it, would mix the halves of two
+    messages. So each waits for the one before it.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hwfsdp.compat import collectives_are_checked, cpu_backend, receive_bytes, send_bytes, timeout_of
+from hwfsdp.errors import CheckpointError, UnsupportedError
+
+
+def go_after(earlier: threading.Thread | None, do: Callable[..., None], *args: Any) -> threading.Thread:
+    """A thread that does its part when the earlier one has ended. See note [One message after another]."""
+
+    def go() -> None:
+        if earlier is not None:
+            earlier.join()
+        do(*args)
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+    return thread
+
+
+def tell(group: dist.ProcessGroup, rank: int, tag: int, message: bytearray) -> None:
+    try:
+        send_bytes(group, torch.tensor([len(message)]).view(torch.uint8), rank, tag)
+        send_bytes(group, torch.frombuffer(message, dtype=torch.uint8), rank, tag)
+    except RuntimeError:
+        pass  # that rank has died; who waits for it next will say so
+
+
+def hear(
+    group: dist.ProcessGroup, rank: int, tag: int, inbox: queue.SimpleQueue[Any], failed: threading.Event
+) -> None:
+    message: Any
+    try:
+        size = torch.zeros(1, dtype=torch.int64)
+        receive_bytes(group, size.view(torch.uint8), rank, tag)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        receive_bytes(group, data, rank, tag)
+        message = json.loads(data.numpy().tobytes())
+    except Exception as error:
+        message = error
+    if isinstance(message, Exception) or "error" in message:
+        failed.set()
+    inbox.put((rank, message, time.monotonic()))
+
+
+class Link(NamedTuple):
+    """What carries the messages of a group (None: the group itself), and numbers for the tags of its agreements."""
+
+    carrier: dist.ProcessGroup | None
+    numbers: count[int]
+
+
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, Link] = weakref.WeakKeyDictionary()
+
+
+def link_of(group: dist.ProcessGroup) -> Link:
+    """The link of a group. One that cannot move bytes of the CPU gets a gloo group of the same ranks, made once.
+
+    So does one whose collectives are checked against each other (TORCH_DISTRIBUTED_DEBUG=DETAIL): the check counts messages
+    as collectives, and ranks do not send equally many.
+    """
+    if group not in _links:
+        carrier = None
+        if dist.get_backend(group) == "fake":
+            raise UnsupportedError(
+                "a checkpoint of pretended ranks",
+                expected="a process group that moves messages",
+                got="the fake one",
+                remedy="Use real ranks, or no process group.",
+            )
+        if cpu_backend(group) != "gloo" or collectives_are_checked():
+            try:
+                carrier = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    timeout=timedelta(seconds=timeout_of(group)),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                )
+            except RuntimeError as error:
+                raise CheckpointError(
+                    "the first checkpoint of these ranks",
+                    expected="all ranks to connect to each other",
+                    got=f"a rank that is gone or does not come: {' '.join(str(error).split())}",
+                    remedy="The last complete checkpoint counts; start all ranks again.",
+                ) from error
+        _links[group] = Link(carrier, count())
+    return _links[group]

@@ -1,0 +1,115 @@
+"""What `copy.deepcopy` would copy of a state dict: objects of any class, and the way that leads to each."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hwfsdp.checkpoint.traverse import Attribute, Path, show
+from hwfsdp.compat import IS_PARAMETER
+from hwfsdp.errors import UsageError
+
+# what a deep copy returns as it is
+ATOMIC: tuple[type, ...] = (int, float, bool, complex, bytes, str, range, property, type(None), type(...))
+ATOMIC += (type(NotImplemented), types.FunctionType, types.BuiltinFunctionType, types.CodeType, ref)
+
+
+class Found(NamedTuple):
+    """An object in a state dict, and one of the paths to it; uncertain if a `__deepcopy__` decides whether it is copied."""
+
+    path: Path
+    value: Any
+    certain: bool = True
+
+
+def objects_in(tree: Any) -> Iterator[Found]:
+    """All objects that a deep copy of `tree` would copy, each once, an object before its parts."""
+    seen: dict[int, Any] = {}  # holds what it knows by id, so ids stay valid
+    todo = [Found((), tree)]
+    while todo:
+        path, value, certain = found = todo.pop()
+        if type(value) in ATOMIC or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield found
+        try:
+            parts = _parts_of(value)
+        except Exception as error:
+            if certain:
+                raise not_copied(path, value, error) from error
+            continue
+        certain = certain and (isinstance(value, Tensor) or getattr(value, "__deepcopy__", None) is None)
+        inner = [Found((*path, *steps), part, certain) for steps, part in parts if type(part) not in ATOMIC]
+        todo += reversed(inner)
+
+
+Parts = list[tuple[Path, Any]]
+
+
+def _parts_of(value: Any) -> Parts:
+    """What `copy.deepcopy` copies when it copies the value, with the steps that lead there."""
+    if isinstance(value, type):
+        return []
+    if isinstance(value, Tensor):
+        return attributes_of(value)
+    if isinstance(value, tuple) or type(value) in (dict, list, set, frozenset):
+        return _items_of(value) + attributes_of(value)
+    if getattr(value, "__deepcopy__", None) is not None:  # does what it likes, with these probably
+        return _items_of(value) + attributes_of(value)
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+    if isinstance(reduced, str):  # a global object
+        return []
+    _, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    parts: Parts = [((), arg) for arg in args]
+    for each in states:
+        named = isinstance(each, dict)
+        parts += [((Attribute(key),), part) for key, part in each.items()] if named else [((), each)]
+    return parts + _items_of(list(items or ())) + _items_of(dict(pairs or ()))
+
+
+def _items_of(value: Any) -> Parts:
+    if isinstance(value, Mapping):
+        return [((key,), part) for item in value.items() for key, part in zip(item[:1] * 2, item)]
+    if isinstance(value, np.ndarray):
+        return _items_of(value.ravel().tolist()) if value.dtype.hasobject else []
+    if isinstance(value, list | tuple | set | frozenset):
+        return [((index,), item) for index, item in enumerate(value)]
+    return []
+
+
+def attributes_of(value: Any) -> Parts:
+    """What is in the object's `__dict__`, and in the slots that are no part of what torch made of it."""
+    classes = [kind for kind in type(value).__mro__ if kind is not DTensor]
+    members = [(name, member) for kind in classes for name, member in vars(kind).items()]
+    slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    found |= {name: part for name, part in getattr(value, "__dict__", {}).items() if name != IS_PARAMETER}
+    return [((Attribute(name),), part) for name, part in found.items()]
+
+
+def culprit(tree: Any, memo: dict[int, Any], error: Exception) -> UsageError:
+    """The error that names the innermost object in `tree` that cannot be copied."""
+    path: Path = ()
+    found, tensors = tree, {key: value for key, value in memo.items() if isinstance(value, Tensor)}
+    for steps, value, _ in objects_in(tree):
+        try:
+            copy.deepcopy(value, dict(tensors))
+        except Exception as inner:
+            path, found, error = steps, value, inner
+    return not_copied(path, found, error)
+
+
+def not_copied(path: Path, value: Any, error: Exception) -> UsageError:
+    got = f"{type(value).__name__} ({' '.join(str(error).split())})"
+    remedy = "Take it out, or store what it is made of instead."
+    return UsageError(show(path), expected="what can be copied", got=got, remedy=remedy)

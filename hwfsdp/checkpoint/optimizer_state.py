@@ -1,0 +1,113 @@
+"""The state that a fresh optimizer will have, so that a checkpoint can be loaded into it.
+
+Note [One parameter at a time]
+    Which state an optimizer keeps, only its step knows. So a step is made, with gradients that are zero, for each
+    parameter alone: a copy of one parameter is all that has to be kept to put its bits back afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hwfsdp.checkpoint.tensors import part_of
+
+from hwfsdp.compat import wrap_like
+from hwfsdp.errors import FSDPError, UnsupportedError
+
+
+@torch.no_grad()
+def init_optimizer_state(optimizer: Optimizer) -> None:
+    """Gives a fresh optimizer the state that it will have, so that a checkpoint can be loaded into it.
+
+    Every parameter that requires grad and has no state yet gets it (Note [One parameter at a time]): moments are zero,
+    counts of steps are zero. Parameters keep every bit, gradients and groups stay what they were, hooks are not called.
+    No communication, unless the optimizer's step communicates. The state of parameters on the meta device is there, too.
+
+    Args:
+        optimizer: of `torch.optim`, of `hwfsdp.optim`, or any whose step skips parameters without gradients.
+
+    Raises:
+        UnsupportedError: its step needs a closure, as that of LBFGS, or does not take dense gradients of zeros.
+            The optimizer is as it was then.
+    """
+    step = _plain_step(optimizer)
+    todo = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and not optimizer.state.get(param):
+                todo.append((group, param))
+    done: list[Tensor] = []
+    try:
+        for group, param in todo:
+            done.append(param)
+            _step_alone(optimizer, step, group, param)
+    except Exception as error:
+        for param in done:
+            optimizer.state.pop(param, None)
+        if isinstance(error, FSDPError):
+            raise
+        raise UnsupportedError(
+            f"init_optimizer_state({type(optimizer).__name__})",
+            expected="a step over gradients that are dense and zero",
+            got=" ".join(f"{type(error).__name__}: {error}".split()),
+            remedy="Take one training step, and load the checkpoint afterwards.",
+        ) from error
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of the optimizer's class, without what torch wraps around it to call hooks."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"init_optimizer_state({type(optimizer).__name__})",
+            expected="an optimizer whose step can be made without a closure",
+            got="one that evaluates the model itself",
+            remedy="Take one training step, and load the checkpoint afterwards.",
+        )
+    return step  # type: ignore[no-any-return]
+
+
+def _step_alone(optimizer: Optimizer, step: Callable[..., Any], group: dict[str, Any], param: Tensor) -> None:
+    memory = part_of(param)
+    bits = memory.detach().clone()
+    try:
+        with _only(optimizer, group, param):
+            step(optimizer)
+    finally:
+        memory.copy_(bits)
+    state = optimizer.state.get(param, {})
+    if isinstance(count := state.get("step"), Tensor):
+        count.zero_()
+    elif count is not None:
+        state["step"] = 0
+
+
+@contextmanager
+def _only(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Iterator[None]:
+    """The optimizer has this parameter only, with a gradient of zeros, and does not decay it."""
+    groups, params, grad = optimizer.param_groups, group["params"], param.grad
+    decay = group.get("weight_decay")
+    zeros = torch.zeros_like(part_of(param))
+    try:
+        optimizer.param_groups = [group]
+        group["params"] = [param]
+        if decay is not None:
+            group["weight_decay"] = 0
+        param.grad = wrap_like(zeros, param) if isinstance(param, DTensor) else zeros
+        yield
+    finally:
+        param.grad = grad
+        group["params"], optimizer.param_groups = params, groups
+        if decay is not None:
+            group["weight_decay"] = decay

@@ -1,0 +1,155 @@
+"""Which bytes of a storage are staged, and together with which: integers only.
+
+Note [Views stay views]
+    Tensors that share memory, such as tied weights or slices of a flat parameter, share it in the copy, too. All
+    views of a storage go into one staged storage, with the strides that they have and the distances between them, if
+    more than half of the bytes from the first to the last of them are asked for. Otherwise each *run* of views whose
+    extents overlap is treated alone, in the same way; and a run with more holes than elements, such as two columns
+    of a wide matrix, falls apart into views that touch no common element. What is left over as a single view with holes
+    is closed up: its elements lie densely, in the order in which they lay before. Several views with holes that do
+    have elements in common are copied together with the holes.
+
+    Conjugated and negated views hold other values than the memory under them. They are resolved, into memory of their
+    own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hwfsdp.layout.extents import compute_local_stride
+
+
+class View(NamedTuple):
+    """Where a tensor's elements lie in its storage; tensors with equal views are the same in the copy."""
+
+    begin: int  # byte of the first element
+    end: int  # byte after the last one
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    dtype: torch.dtype
+    lazy: tuple[bool, bool]  # conjugated, negated when read
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Its shape without repetition: expanded dims have size 1."""
+        if 0 not in self.stride:
+            return self.shape
+        return tuple(n if step else 1 for n, step in zip(self.shape, self.stride))
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements, without repetition."""
+        return prod(self.stored) * self.dtype.itemsize
+
+
+class Block(NamedTuple):
+    """What goes into one staged storage: `nbytes` from byte `begin` on, or the elements of one view closed up."""
+
+    views: list[View]
+    begin: int
+    nbytes: int
+    closed_up: bool
+
+
+def view_of(tensor: Tensor) -> View:
+    shape, stride, size = tensor.shape, tensor.stride(), tensor.element_size()
+    begin = int(tensor.storage_offset())
+    end = begin + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+    return View(begin * size, end * size, shape, stride, tensor.dtype, (tensor.is_conj(), tensor.is_neg()))
+
+
+def blocks_of(views: list[View]) -> list[Block]:
+    """Which views of one storage are staged together (Note [Views stay views])."""
+    blocks = [_close_up(view) for view in views if any(view.lazy)]
+    plain = sorted((view for view in views if not any(view.lazy)), key=lambda view: view[:2])
+    if len(plain) < 2:
+        return [*blocks, *(_block([view]) for view in plain)]
+    runs: list[list[View]] = []
+    end = -1
+    for view in plain:
+        if view.begin >= end:
+            runs.append([])
+        runs[-1].append(view)
+        end = max(end, view.end)
+    if 2 * sum(map(_wanted, runs)) > _span(plain):
+        return [*blocks, _block(plain)]
+    return [*blocks, *(block for run in runs for block in _split(run))]
+
+
+def _span(views: Iterable[View]) -> int:
+    """Bytes from the first to the last."""
+    return max(view.end for view in views) - min(view.begin for view in views)
+
+
+def _wanted(views: list[View]) -> int:
+    """At most so many of these bytes belong to elements."""
+    return min(_span(views), sum(view.nbytes for view in views))
+
+
+def _split(run: list[View]) -> list[Block]:
+    """The run, or if most of it is holes, groups that have no element in common."""
+    if len(run) == 1 or 2 * _wanted(run) > _span(run):
+        return [_block(run)]
+    groups: list[list[View]] = []
+    for view in run:
+        touched = [group for group in groups if any(_may_share(view, other) for other in group)]
+        groups = [group for group in groups if group not in touched]
+        groups.append([*(other for group in touched for other in group), view])
+    blocks = [_block(group) for group in groups]
+    return blocks if sum(block.nbytes for block in blocks) < _span(run) else [_block(run)]
+
+
+def _may_share(a: View, b: View) -> bool:
+    """Whether two views may have an element in common; they do not if some pitch keeps them in separate columns."""
+    if a.end <= b.begin or b.end <= a.begin:
+        return False
+    pitches = {
+        step * v.dtype.itemsize for v in (a, b) for n, step in zip(v.shape, v.stride) if n > 1 and step
+    }
+    return not any(
+        (b.begin - a.begin) % pitch >= _width(a, pitch) and (a.begin - b.begin) % pitch >= _width(b, pitch)
+        for pitch in pitches
+    )
+
+
+def _width(view: View, pitch: int) -> int:
+    """Bytes from the view's first to its last element in a row, if rows begin every `pitch` bytes."""
+    steps = [(n, step * view.dtype.itemsize) for n, step in zip(view.stored, view.stride)]
+    return view.dtype.itemsize + sum((n - 1) * step for n, step in steps if step % pitch)
+
+
+def _block(views: list[View]) -> Block:
+    begin, end = min(view.begin for view in views), max(view.end for view in views)
+    if len(views) == 1 and views[0].nbytes < end - begin and not _overlaps_itself(views[0]):
+        return _close_up(views[0])
+    # Offsets are counted in elements, so the largest of them has to fit between the beginning and each view.
+    begin -= begin % max(view.dtype.itemsize for view in views)
+    return Block(views, begin, end - begin, closed_up=False)
+
+
+def _close_up(view: View) -> Block:
+    return Block([view], view.begin, view.nbytes, closed_up=True)
+
+
+def _overlaps_itself(view: View) -> bool:
+    """Whether two indices may lead to the same element, expanded dims aside."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(view.stored, view.stride) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
+def place_of(view: View, block: Block) -> tuple[int, tuple[int, ...]]:
+    """Offset and stride, in elements, in the staged storage."""
+    if not block.closed_up:
+        return (view.begin - block.begin) // view.dtype.itemsize, view.stride
+    dense = compute_local_stride(view.stride, view.stored)
+    return 0, tuple(step if old else 0 for step, old in zip(dense, view.stride))

@@ -1,0 +1,55 @@
+"""What several tests of checkpoints put into them, and how they compare what comes out."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any = None
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@functools.cache
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() if dist.is_initialized() else 1,))
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every element has a value of its own, and none is 0."""
+    return (torch.arange(torch.Size(shape).numel()) + 1).view(shape).to(dtype)
+
+
+def assert_same(mine: Any, theirs: Any, at: str = "") -> None:
+    """The same keys, values and types, plain tensors by dtype, shape and element; the order of dicts does not matter."""
+    if isinstance(theirs, Tensor):
+        assert type(mine) is Tensor and mine.dtype == theirs.dtype and mine.shape == theirs.shape, at
+        assert torch.equal(mine, theirs), at
+    elif isinstance(theirs, dict):
+        assert isinstance(mine, dict) and mine.keys() == theirs.keys(), (at, list(mine), list(theirs))
+        for key in theirs:
+            assert_same(mine[key], theirs[key], f"{at}[{key!r}]")
+    elif isinstance(theirs, list | tuple):
+        assert type(mine) is type(theirs) and len(mine) == len(theirs), at
+        for i, (one, other) in enumerate(zip(mine, theirs)):
+            assert_same(one, other, f"{at}[{i}]")
+    else:
+        assert type(mine) is type(theirs) and mine == theirs, at
