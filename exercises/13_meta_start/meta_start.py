@@ -131,8 +131,8 @@ class FSDPParam:
     def hold_rows(self, param: DTensor) -> None:
         """Make the memory of `param`'s rows the one that gathers read: `padded_shard` (Note [Padding lives in the shard]).
 
-        Rows that need no padding stay where they are. Others move to the front of new, padded memory, and `param`, which stays the
-        object that it is, has its local part there.
+        Rows that need no padding stay where they are. Other rows are copied to the front of new, padded memory. `param` stays the
+        same object and points there.
         """
         # TODO(13)
         raise NotImplementedError
