@@ -99,7 +99,7 @@ plot_traffic(looking, {"closed form": expected})
 
 # %%
 from hwfsdp.observe.comparison import compare
-from hwfsdp.observe.comparison_text import describe as describe_difference
+from hwfsdp.observe.comparison import describe as describe_difference
 
 print("\n".join(describe_difference(compare(healthy, looking), ("healthy", "looking")).splitlines()[:14]))
 

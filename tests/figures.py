@@ -26,6 +26,14 @@ def event(seq: int, op: str, stream: str, start: float, end: float, **details: A
     return Event(seq=seq, op=op, stream=stream, start_us=start, dur_us=end - start, **details)
 
 
+def events_of(rank: int, *rows: tuple[Any, ...]) -> list[Event]:
+    """Events of one rank from rows (op, stream, start, end) or (op, stream, start, end, details)."""
+    return [
+        Event(rank, seq, op, stream, start_us=start, dur_us=end - start, **dict(*details))
+        for seq, (op, stream, start, end, *details) in enumerate(rows)
+    ]
+
+
 def training_log(ranks: int, groups: int, steps: int = 2) -> EventLog:
     """A schedule as regular as no run is: each group gathers, computes and scatters, 1 ms each."""
     return EventLog([e for rank in range(ranks) for e in _events_of(rank, groups, steps)])

@@ -12,20 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from figures import events_of
 from hwfsdp import UsageError
 from hwfsdp.observe.clocks import RankClock
 from hwfsdp.observe.eventlog import EventLog, Interval, clocks_about, intersect, length, subtract, union
 from hwfsdp.observe.events import Event, Sample
 from hwfsdp.observe.perfetto import to_trace
-
-
-def events_of(rank: int, *rows: tuple[Any, ...]) -> list[Event]:
-    """Events of one rank from rows (op, stream, start, end) or (op, stream, start, end, details)."""
-    return [
-        Event(rank, seq, op, stream, start_us=start, dur_us=end - start, **dict(*details))
-        for seq, (op, stream, start, end, *details) in enumerate(rows)
-    ]
-
 
 # --- Intervals: the oracle is the set of the integers in them ----------------------------------------------
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Event, HostMark, Recorder
+from hwfsdp.observe.memory import KINDS
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_without_a_recording_a_span_is_the_same_object_that_does_nothing_each_ti
     for other in (
         events.span("copy_in", "copy", bytes=3),
         events.scope("forward", "a"),
-        events.owned_by("b"),
+        events.scope(owner="b"),
     ):
         assert other is nothing
     with nothing, nothing:
@@ -106,7 +108,7 @@ def test_events_get_phase_and_owner_of_the_innermost_scope(recorder: Recorder) -
     recorder.instant("alloc", "compute")
     with events.scope("forward", "root"):
         recorder.instant("alloc", "compute")
-        with events.scope("backward", "root.0"), events.owned_by("root.1"):
+        with events.scope("backward", "root.0"), events.scope(owner="root.1"):
             recorder.instant("alloc", "compute")
         recorder.instant("optimizer", "compute", phase="optimizer", owner="")  # which says otherwise
         recorder.instant("alloc", "compute")
@@ -158,15 +160,14 @@ def test_an_event_that_never_ended_lasts_no_time(recorder: Recorder, clock: Cloc
     assert [(e.start_us, e.dur_us) for e in finished(recorder)] == [(1, 0)]
 
 
-def test_samples_are_taken_where_somebody_can_count_and_timed_like_events() -> None:
-    recorder = Recorder(rank=0, origin=HostMark(100.0))
-    recorder.sample()
-    recorder.sample_memory = lambda: {"sharded_param": 8}
+def test_samples_are_what_the_ledger_counts_and_timed_like_events() -> None:
+    recorder, two = Recorder(rank=0, origin=HostMark(100.0)), torch.zeros(2)
+    recorder.ledger.watch(two, "sharded_param")
     recorder.sample()
     (taken,) = recorder.samples
     (sample,) = recorder.finish()[1]
     assert sample.us == taken.us - 100.0
-    assert sample.bytes_by_kind == {"sharded_param": 8}
+    assert sample.bytes_by_kind == {**dict.fromkeys(KINDS, 0), "sharded_param": 8}
 
 
 # --- The event itself --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import suites
 import torch
+from commands import assert_refused, said_by
 
 from hwfsdp import EventLog, launch
 from hwfsdp.cli import main
@@ -241,9 +242,7 @@ def test_an_implementation_that_cannot_be_is_refused_before_ranks_are_started(
     monkeypatch.setattr(
         "hwfsdp.launcher.ranks.run_ranks", lambda *args, **kwargs: pytest.fail("ranks are started")
     )
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert complaint in error and error.count("\n") == 1
+    assert_refused(said_by(capsys, *argv), complaint)
 
 
 # --- Saving ------------------------------------------------------------------------------------------------

@@ -81,15 +81,6 @@ def test_time_is_split_into_four_parts_that_add_up() -> None:
     assert sum(shares) == 1000
 
 
-def test_the_split_agrees_with_the_summary_of_the_log() -> None:
-    log = training_log(ranks=1, groups=4)
-    start, end = min(e.start_us for e in log.events), max(e.end_us for e in log.events)
-    shares = shares_of(log.events, start, end)
-    summary = log.summary()
-    assert shares.hidden / (shares.hidden + shares.exposed) == pytest.approx(summary["overlap_fraction"])
-    assert shares.exposed == pytest.approx(2 * summary["exposed_comm_us"])  # two steps
-
-
 def test_the_bars_of_all_ranks_are_as_long_as_the_step_and_lie_one_after_the_other() -> None:
     late = [replace(e, start_us=e.start_us + 5000.0) for e in training_log(1, 2).events]
     log = EventLog([*training_log(1, 2).events, *(replace(e, rank=1) for e in late)])

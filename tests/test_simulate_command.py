@@ -8,13 +8,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from commands import Said, assert_refused, said_by
 
 import suites
-from hwfsdp import EventLog, cli
+from hwfsdp import EventLog
 from hwfsdp.virtual import DEVICES
 from hwfsdp.virtual.devices import GIB, THIS_MACHINE, calibration_file, save_calibration
 
@@ -77,16 +79,6 @@ MINE = """
 """
 
 
-class Said(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def found(self) -> Any:
-        return json.loads(self.out)
-
-
 Run = Callable[..., Said]
 
 
@@ -97,28 +89,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-
-    def simulate(*args: str) -> Said:
-        try:
-            status = cli.main(["simulate", *args])
-        except SystemExit as stopped:  # argparse
-            status = stopped.code  # type: ignore[assignment]
-        return Said(status, *capsys.readouterr())
-
-    yield simulate
+    yield partial(said_by, capsys, "simulate")
     sys.modules.pop("mine_to_simulate", None)
 
 
 def measured(**changes: Any) -> None:
     """This machine, as if it had been measured: an H100, but for the changes."""
     save_calibration(replace(DEVICES["h100"], name=THIS_MACHINE, **changes))
-
-
-def assert_refused(said: Said, *parts: str) -> None:
-    assert (said.status, said.out) == (2, "")
-    assert said.err.startswith("hwfsdp: ") and said.err.count("\n") == 1
-    for part in parts:
-        assert part in said.err
 
 
 # --- What it prints ----------------------------------------------------------------------------------------

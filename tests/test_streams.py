@@ -351,7 +351,7 @@ def test_streams_are_timed_by_the_clock_of_their_own_set(recorder: Recorder) -> 
         recorder.instant("copy_in", "copy")
     with events.scope("forward", "a", stream_clocks.clock_of(first)):
         recorder.instant("forward", "compute")
-        with events.owned_by("b"):
+        with events.scope(owner="b"):
             recorder.instant("copy_out", "compute")
     first.compute.wait(first.all_gather.record())
     times = {e.op: e.start_us for e in recorder.finish()[0]}
@@ -370,7 +370,7 @@ def test_an_event_ends_by_the_clock_that_it_began_by(recorder: Recorder) -> None
 
 
 def test_samples_are_timed_by_the_host_of_the_last_set() -> None:
-    recorder = Recorder(rank=0, origin=HostMark(1.0), sample_memory=lambda: {"x": 1})
+    recorder = Recorder(rank=0, origin=HostMark(1.0))
     pretended(8.0)
     stream_clocks.use_newest()
     recorder.sample()

@@ -55,7 +55,7 @@ AREAS: dict[str, tuple[str, str]] = {  # name → modules, files of tests; both 
     ),
     "streams": (
         "core/streams.py streams.py observe/stream_clocks.py observe/instrument.py observe/clocks.py observe/events.py"
-        " observe/recording.py observe/races.py observe/eventlog.py",
+        " observe/recording.py observe/collectives.py observe/races.py observe/eventlog.py",
         "test_streams.py test_streams_on_a_device.py test_clocks.py test_events.py test_recording.py test_races.py"
         " test_eventlog.py test_overlap.py test_schedule.py test_trace.py test_virtual_clock.py test_history.py"
         " test_divergence.py",

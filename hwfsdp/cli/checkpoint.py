@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +12,27 @@ def add_checkpoint(verbs: Any) -> None:
     checkpoint = verbs.add_parser("checkpoint", help="look at, verify and convert checkpoints")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def add(action: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add(action: str, text: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = actions.add_parser(
             action, help=text, description=f"{text.capitalize()}."
         )
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=_run)
         parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or one save in it")
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
         return parser
 
-    add("inspect", _inspect, "list what is in a checkpoint, and the saves beside it")
-    add("verify", _verify, "read every byte of a checkpoint and compare it with its checksum")
-    convert = add("convert", _convert, "write a checkpoint in another format")
+    add("inspect", "list what is in a checkpoint, and the saves beside it")
+    add("verify", "read every byte of a checkpoint and compare it with its checksum")
+    convert = add("convert", "write a checkpoint in another format")
     convert.add_argument("target", type=Path, metavar="TARGET", help="where to write it")
     convert.add_argument("--to", required=True, choices=("dcp", "part", "safetensors", "store"))
     convert.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from hwfsdp.checkpoint import commands
 
-    return commands.show_inspection(args.path, args.json)
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from hwfsdp.checkpoint import commands
-
-    return commands.verify_all(args.path, args.json)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from hwfsdp.checkpoint import commands
-
-    return commands.convert_to(args.path, args.target, args.to, args.overwrite, args.json)
+    if args.action == "convert":
+        return commands.convert_to(args.path, args.target, args.to, args.overwrite, args.json)
+    show = commands.show_inspection if args.action == "inspect" else commands.verify_all
+    return show(args.path, args.json)

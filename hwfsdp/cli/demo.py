@@ -8,15 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwfsdp.cli.options import (
-    add_implementation,
-    add_run_options,
-    config_of,
-    positive,
-    prints_of_ranks,
-    progress,
-    quiet,
-)
+from hwfsdp.cli import options
+
+from hwfsdp.observe.tables import lay_out
 
 if TYPE_CHECKING:
     from hwfsdp.train.demo import Result
@@ -32,20 +26,20 @@ def add_demo(verbs: Any) -> None:
         description="Trains the same byte-level GPT three times on the CPU and compares the runs.",
     )
     demo.set_defaults(run=_demo)
-    demo.add_argument("--ranks", type=positive, default=2, help="processes to shard over (default 2)")
-    demo.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="where results go (default runs/demo)"
-    )
-    add_implementation(demo, "what is compared: hwfsdp, or a file of yours (default hwfsdp)")
-    add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
+    add = demo.add_argument
+    add("--ranks", type=options.positive, default=2, help="processes to shard over (default 2)")
+    add("--out", type=Path, default=Path("runs/demo"), help="where results go (default runs/demo)")
+    options.add_implementation(demo, "what is compared: hwfsdp, or a file of yours (default hwfsdp)")
+    options.add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
 
 
 def _demo(args: argparse.Namespace) -> int:
     from hwfsdp.train.demo import run_demo
 
     args.out.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
-    config, on_step = config_of(args), quiet if args.json else progress(args.steps, "demo")
-    with prints_of_ranks(args.json):
+    config = options.config_of(args)
+    on_step = options.quiet if args.json else options.progress(args.steps, "demo")
+    with options.prints_of_ranks(args.json):
         result = run_demo(args.ranks, config, on_step)
     summary = result.summary
     _write(result, args.out)
@@ -91,13 +85,11 @@ def _report(summary: dict[str, Any], out: Path) -> str:
     steps = summary["recorded_steps"]
     for op, expected in summary["expected_bytes_by_op"].items():
         measured = summary["bytes_by_op"].get(op, 0)
-        rows.append(
-            (f"{op} per step, B (measured / closed form)", f"{measured // steps:,} / {expected // steps:,}")
-        )
+        both = f"{measured // steps:,} / {expected // steps:,}"
+        rows.append((f"{op} per step, B (measured / closed form)", both))
     peak, closed = summary["peak_unsharded_bytes"], summary["expected_peak_unsharded_bytes"]
     rows.append(("peak unsharded parameters, B (measured / closed form)", f"{peak:,} / {closed:,}"))
-    width = max(len(label) for label, _ in rows)
-    lines = [f"{label:<{width}}  {value}" for label, value in rows]
+    lines = lay_out(rows, left=2, indent="")
     if ours != "hwfsdp":
         lines = [*_side_by_side(summary), "", *lines]
     files = "summary.json, loss.png, timeline.png, memory.png,\n  and trace.json for https://ui.perfetto.dev"

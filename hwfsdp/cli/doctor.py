@@ -27,13 +27,14 @@ def add_doctor(verbs: Any) -> None:
         "training needs is broken, else 0.",
     )
     doctor.set_defaults(run=_doctor)
-    doctor.add_argument(
+    add = doctor.add_argument
+    add(
         "--calibrate",
         action="store_true",
         help="measure this machine for `simulate --device this-machine`, and hold a prediction against a run",
     )
-    doctor.add_argument("--ranks", type=int, choices=range(1, 9), default=2, help="processes (default 2)")
-    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add("--ranks", type=int, choices=range(1, 9), default=2, help="processes (default 2)")
+    add("--json", action="store_true", help="print JSON instead of text")
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -77,11 +78,10 @@ def _found(
         import torch.version
 
         found |= {"torch": torch.version.__version__, "gpus": torch.cuda.device_count()}
+    heard = [look.status for look in looks if look.name.endswith((" rank", " ranks"))]
     return found | {
         "torch_is_supported": status["torch"] == "ok",
-        "ranks_hear_each_other": any(
-            look.name.endswith((" rank", " ranks")) and look.status == "ok" for look in looks
-        ),
+        "ranks_hear_each_other": "ok" in heard,
         "is_calibrated": calibration is not None or status.get("calibration") == "ok",
         "limits_of_submissions": [limit._asdict() for limit in limits],
         **({"calibration": calibration} if calibration else {}),
@@ -117,10 +117,10 @@ def _rest(
     lines = [f"{'':8}{label:<{_WIDTH - 8}}{value}" for label, value in rows]
     if broken:
         not_measured = " It was not measured." if asked else ""
-        return "\n".join(
-            [*lines, "", f"Training does not work on this machine: {', '.join(broken)}.{not_measured}"]
-        )
-    return "\n".join([*lines, "", "Training works on this machine."])
+        verdict = f"Training does not work on this machine: {', '.join(broken)}.{not_measured}"
+    else:
+        verdict = "Training works on this machine."
+    return "\n".join([*lines, "", verdict])
 
 
 def _measured(calibration: dict[str, Any]) -> Iterator[tuple[str, str]]:

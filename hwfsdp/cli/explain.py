@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwfsdp.cli.options import whole
+
 if TYPE_CHECKING:
     from hwfsdp.layout.blueprint import Blueprint
 
@@ -19,38 +21,24 @@ def add_explain(verbs: Any) -> None:
         description="Shards a model on paper and shows its parameters, groups, rows and padding as a table.",
     )
     explain.set_defaults(run=_explain)
-    explain.add_argument(
+    add = explain.add_argument
+    add(
         "model",
         metavar="MODEL",
         help="a model known by name, such as llama3-8b; or module:function, a function of yours that returns one",
     )
-    explain.add_argument("--ranks", type=_count, default=8, metavar="N", help="to shard over (default 8)")
-    explain.add_argument(
-        "--rank", type=_number, default=0, metavar="R", help="whose rows are shown (default 0)"
-    )
-    explain.add_argument(
+    count, number = whole(1, 1 << 20), whole(0, 1 << 20)
+    add("--ranks", type=count, default=8, metavar="N", help="to shard over (default 8)")
+    add("--rank", type=number, default=0, metavar="R", help="whose rows are shown (default 0)")
+    add(
         "--wrap",
         nargs="+",
         metavar="CLASS",
         help="classes whose modules are sharded one by one (default: the members of lists of equal modules)",
     )
-    explain.add_argument("--all", action="store_true", help="list every group, also those that are alike")
-    explain.add_argument("--json", action="store_true", help="print JSON instead of text")
-    explain.add_argument("--png", type=Path, metavar="FILE", help="draw the table, too")
-
-
-def _count(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _number(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or not least <= int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {text!r}")
-    return int(text)
+    add("--all", action="store_true", help="list every group, also those that are alike")
+    add("--json", action="store_true", help="print JSON instead of text")
+    add("--png", type=Path, metavar="FILE", help="draw the table, too")
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -95,9 +95,7 @@ def look_at_torch() -> Look:
 
         release = tuple(map(int, torch.version.__version__.split(".")[:2]))
         build = torch_build()
-    except (
-        Exception
-    ) as error:  # a library that is missing is an OSError; what a broken build raises is anyone's guess
+    except Exception as error:  # what a broken build raises is anyone's guess
         says = f"cannot be imported: {type(error).__name__}: {in_one_line(str(error))}"
         return Look("torch", "broken", says, "Install it anew: make setup, or: pip install torch")
     range_ = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
@@ -173,9 +171,8 @@ def look_at_ranks(ranks: int, device: str = "cpu", seconds: float = SECONDS) -> 
         why = _PLACE_IN_C.sub("", error.headline).removesuffix(TRACEBACK_BELOW).strip()
         says = f"do not hear each other: {why}"
         if device != "cpu":
-            return Look(
-                name, "broken", says, "NCCL_DEBUG=INFO hwfsdp doctor says more; --device cpu trains without."
-            )
+            remedy = "NCCL_DEBUG=INFO hwfsdp doctor says more; --device cpu trains without."
+            return Look(name, "broken", says, remedy)
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             return Look(name, "broken", says, "Unset GLOO_SOCKET_IFNAME, or name an interface of: ip address")
         remedy = "See loopback above. If it is ok, name it: export GLOO_SOCKET_IFNAME=lo"
@@ -246,9 +243,7 @@ def _driver_lists() -> list[str]:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE)
     except (OSError, subprocess.SubprocessError):
         return []
-    return (
-        [line.strip() for line in found.stdout.splitlines() if line.strip()] if not found.returncode else []
-    )
+    return [] if found.returncode else [line.strip() for line in found.stdout.splitlines() if line.strip()]
 
 
 # --- What comes beside -------------------------------------------------------------------------------------
@@ -262,9 +257,8 @@ def look_at_shared_memory(folder: str = "/dev/shm") -> Look:
     if free >= _ROOM:
         return Look("/dev/shm", "ok", f"{free / (1 << 30):.1f} GiB free")
     says = f"{free / (1 << 20):.1f} MiB free; NCCL and loaders of data want more, ranks on the CPU do without"
-    return Look(
-        "/dev/shm", "note", says, "In a container: docker run --shm-size=1g. Else remove what lies there."
-    )
+    remedy = "In a container: docker run --shm-size=1g. Else remove what lies there."
+    return Look("/dev/shm", "note", says, remedy)
 
 
 def look_at_matplotlib() -> Look:
@@ -281,21 +275,16 @@ def look_at_matplotlib() -> Look:
         matplotlib.get_cachedir()
         matplotlib.figure.Figure()
     except Exception as error:
-        says = (
-            f"matplotlib fails: {type(error).__name__}: {in_one_line(str(error))}; demo and pictures need it"
-        )
-        return Look("pictures", "note", says, "Install it anew: make setup, or: pip install matplotlib")
+        failed = f"{type(error).__name__}: {in_one_line(str(error))}"
+        says, remedy = f"matplotlib fails: {failed}; demo and pictures need it", "pip install matplotlib"
+        return Look("pictures", "note", says, f"Install it anew: make setup, or: {remedy}")
     finally:
         logger.setLevel(before)
     says = f"matplotlib {matplotlib.__version__}"
     if os.environ.get("MPLCONFIGDIR") != asked:  # it has made a folder of its own, for this process alone
         says += f"; {asked or 'its folder for settings'} cannot be written, so it looks for fonts in every process"
-        return Look(
-            "pictures",
-            "note",
-            says,
-            "Set MPLCONFIGDIR to a folder that may be written: export MPLCONFIGDIR=~/mpl",
-        )
+        remedy = "Set MPLCONFIGDIR to a folder that may be written: export MPLCONFIGDIR=~/mpl"
+        return Look("pictures", "note", says, remedy)
     return Look("pictures", "ok", says)
 
 
@@ -309,13 +298,11 @@ def look_at_notebooks() -> Look:
         kernel: Any = KernelSpecManager().get_kernel_spec("python3")
     except NoSuchKernel:
         return Look("notebooks", "note", "jupyter has no kernel named python3", f"Install ipykernel: {_DEV}")
-    program = (
-        sys.executable if kernel.argv[0] in ("python", "python3") else kernel.argv[0]
-    )  # as jupyter takes it
+    # As jupyter takes it.
+    program = sys.executable if kernel.argv[0] in ("python", "python3") else kernel.argv[0]
+    trial = [program, "-c", "import ipykernel"]
     try:
-        tried = subprocess.run(
-            [program, "-c", "import ipykernel"], capture_output=True, text=True, timeout=_PATIENCE
-        )
+        tried = subprocess.run(trial, capture_output=True, text=True, timeout=_PATIENCE)
     except OSError:
         says = f"the kernel python3 starts {program}, which is not there"
         return Look("notebooks", "note", says, f"Remove {kernel.resource_dir}; then {_DEV}")
@@ -334,7 +321,6 @@ def look_at_calibration() -> Look:
         device_named(THIS_MACHINE)
     except UsageError as error:
         says = "none yet" if error.got == "none" else f"{calibration_file()} cannot be used: {error.got}"
-        return Look(
-            "calibration", "note", says, "For simulate --device this-machine: hwfsdp doctor --calibrate"
-        )
+        remedy = "For simulate --device this-machine: hwfsdp doctor --calibrate"
+        return Look("calibration", "note", says, remedy)
     return Look("calibration", "ok", f"in {calibration_file()}")

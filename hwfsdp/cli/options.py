@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,43 +23,39 @@ def add_implementation(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser, steps: int, layers: int, dim: int, seq_len: int) -> None:
-    parser.add_argument("--steps", type=positive, default=steps, help=f"optimizer steps (default {steps})")
-    parser.add_argument("--batch", type=positive, default=8, help="sequences per rank and step (default 8)")
-    parser.add_argument("--seq-len", type=positive, default=seq_len, help=f"bytes per sequence ({seq_len})")
-    parser.add_argument("--layers", type=positive, default=layers, help=f"blocks (default {layers})")
-    parser.add_argument("--dim", type=positive, default=dim, help=f"width (default {dim})")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 0.001)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
-    parser.add_argument("--text", metavar="FILE", help="train on this file instead of Python's help topics")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    add = parser.add_argument
+    add("--steps", type=positive, default=steps, help=f"optimizer steps (default {steps})")
+    add("--batch", type=positive, default=8, help="sequences per rank and step (default 8)")
+    add("--seq-len", type=positive, default=seq_len, help=f"bytes per sequence ({seq_len})")
+    add("--layers", type=positive, default=layers, help=f"blocks (default {layers})")
+    add("--dim", type=positive, default=dim, help=f"width (default {dim})")
+    add("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 0.001)")
+    add("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    add("--text", metavar="FILE", help="train on this file instead of Python's help topics")
+    add("--json", action="store_true", help="print the results as JSON")
 
 
-def positive(text: str) -> int:
-    return _at_least(1, text)
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that is a whole number, at least and at most this."""
+    bounds = f"{least} or more" if most is None else f"{least} to {most}"
+
+    def read(text: str) -> int:
+        number = int(text) if text.isdecimal() and len(text) < 19 else -1
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"expected a whole number, {bounds}, got {text!r}")
+        return number
+
+    return read
 
 
-def natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected {least} or more, got {value}")
-    return value
+positive, natural = whole(1), whole(0)
 
 
 def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}") from None
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 1,000,000 seconds, got {text}")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) <= 1e6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most 1,000,000, got {text!r}")
 
 
 def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hwfsdp.cli.options import seconds, whole
 from hwfsdp.launcher.fork_server import start_server
 
 
@@ -32,19 +32,19 @@ def add_trace(verbs: Any) -> None:
         dest="action", required=True, metavar="ACTION", parser_class=_ParserWithScript
     )
     _add_run(actions)
-    show = _add(actions, "show", _show, "show what a trace says, beside what closed forms say")
+    show = _add(actions, "show", "show what a trace says, beside what closed forms say")
     show.add_argument("file", type=Path, metavar="FILE", help="a trace: .json or .json.gz")
-    diff = _add(actions, "diff", _diff, "compare two traces; exit status 1 if counts or bytes differ")
+    diff = _add(actions, "diff", "compare two traces; exit status 1 if counts or bytes differ")
     diff.add_argument("a", type=Path, metavar="A", help="a trace")
     diff.add_argument("b", type=Path, metavar="B", help="another one")
     _add_export(actions)
 
 
-def _add(actions: Any, action: str, run: Any, text: str, **more: Any) -> argparse.ArgumentParser:
+def _add(actions: Any, action: str, text: str, **more: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(
         action, help=text, description=f"{text.capitalize()}.", **more
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_act)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -53,36 +53,33 @@ def _add_run(actions: Any) -> None:
     run = _add(
         actions,
         "run",
-        _run,
         "run a script on several ranks and record some of its steps",
         usage="hwfsdp trace run SCRIPT|demo [options] [-- SCRIPT'S ARGUMENTS]",
         epilog="The script needs no change: it runs as torchrun would run it.",
     )
-    run.add_argument(
-        "target", metavar="SCRIPT", help="a script that trains with fully_shard; or demo, a small GPT"
-    )
-    run.add_argument(
-        "--ranks", type=_ranks, default=2, metavar="N", help="processes to run it on (default 2)"
-    )
-    run.add_argument(
+    add = run.add_argument
+    add("target", metavar="SCRIPT", help="a script that trains with fully_shard; or demo, a small GPT")
+    ranks = whole(1, 1024)
+    add("--ranks", type=ranks, default=2, metavar="N", help="processes to run it on (default 2)")
+    add(
         "--steps",
         default="",
         metavar="N|A..B",
         help="record N optimizer steps after the first two, or steps A to B, counted from 0 (default 2)",
     )
-    run.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where each rank has a GPU")
-    run.add_argument(
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where each rank has a GPU")
+    add(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="for each collective of the default process group (default: the script's, or 300)",
     )
-    run.add_argument(
+    add(
         "--implementation",
         metavar="NAME|FILE.py",
         help="what shards the demo's model: hwfsdp, fsdp2, none, or a file of yours (default hwfsdp)",
     )
-    run.add_argument(
+    add(
         "--out",
         type=Path,
         default=Path("trace.json"),
@@ -92,61 +89,29 @@ def _add_run(actions: Any) -> None:
 
 
 def _add_export(actions: Any) -> None:
-    export = _add(actions, "export", _export, "write a trace in another format")
-    export.add_argument("file", type=Path, metavar="FILE", help="a trace: .json or .json.gz")
-    export.add_argument("--to", required=True, choices=("perfetto", "csv", "png", "svg"))
-    export.add_argument(
+    export = _add(actions, "export", "write a trace in another format")
+    add = export.add_argument
+    add("file", type=Path, metavar="FILE", help="a trace: .json or .json.gz")
+    add("--to", required=True, choices=("perfetto", "csv", "png", "svg"))
+    add(
         "--picture",
         default="timeline",
         choices=("timeline", "memory", "lifetimes", "overlap", "traffic"),
         help="which one, as png or svg (default timeline)",
     )
-    export.add_argument(
+    add(
         "--rank",
         type=int,
         metavar="R",
         help="show this rank only (default: all; of memory and lifetimes, the first)",
     )
-    export.add_argument("--step", type=int, metavar="S", help="show this step only, counted from 0")
-    export.add_argument("--out", type=Path, metavar="TARGET", help="default: FILE's name with another ending")
+    add("--step", type=int, metavar="S", help="show this step only, counted from 0")
+    add("--out", type=Path, metavar="TARGET", help="default: FILE's name with another ending")
 
 
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}")
-    return float(text)
-
-
-def _run(args: argparse.Namespace) -> int:
-    start_server()  # it imports torch, and so does the next line
+def _act(args: argparse.Namespace) -> int:
+    if args.action == "run":
+        start_server()  # it imports torch, and so does the next line
     from hwfsdp.cli import trace_commands
 
-    on = trace_commands.Processes(args.ranks, args.device, args.timeout, args.implementation)
-    return trace_commands.run(args.target, args.script_arguments, on, args.steps, args.out, args.json)
-
-
-def _show(args: argparse.Namespace) -> int:
-    from hwfsdp.cli import trace_commands
-
-    return trace_commands.show(args.file, args.json)
-
-
-def _diff(args: argparse.Namespace) -> int:
-    from hwfsdp.cli import trace_commands
-
-    return trace_commands.diff(args.a, args.b, args.json)
-
-
-def _export(args: argparse.Namespace) -> int:
-    from hwfsdp.cli import trace_commands
-    from hwfsdp.plot.export import View
-
-    return trace_commands.write(
-        args.file, args.to, View(args.picture, args.rank, args.step), args.out, args.json
-    )
+    return int(getattr(trace_commands, args.action)(args))

@@ -1,56 +1,44 @@
-"""What the verbs of `hwfsdp trace` do; each returns the exit status."""
+"""The actions of `hwfsdp trace`, as functions of their name; each returns the exit status."""
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
-from typing import NamedTuple
 
 from hwfsdp.errors import UsageError
-from hwfsdp.observe import comparison_text, findings_text
+from hwfsdp.launcher.steps import Steps, read_steps
+from hwfsdp.observe import comparison, findings_text
 from hwfsdp.observe.comparison import compare
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.findings import examine
-from hwfsdp.plot.export import FORMATS, View, export
+from hwfsdp.observe.findings import Findings, examine
+from hwfsdp.plot import export as pictures
 
 
-class Processes(NamedTuple):
-    """What to run on: ranks, "cpu", "cuda" or None, seconds for a collective (see `traced_run.trace_run`); what shards the demo."""
-
-    ranks: int
-    device: str | None = None
-    timeout: float | None = None
-    implementation: str | None = None
-
-
-def run(target: str, arguments: list[str], on: Processes, steps: str, out: Path, as_json: bool) -> int:
-    """Records a run into `out` and shows what it finds there; 0 if no race is in it."""
-    from hwfsdp.launcher.steps import Steps, read_steps
+def run(args: Namespace) -> int:
+    """Records a run and shows what it finds there; 0 if no race is in it."""
     from hwfsdp.train.implementations import OURS, read_implementation
     from hwfsdp.train.traced_run import DEMO, Target, trace_run
 
-    wanted = read_steps(steps) if steps else Steps()
-    script = None if target == DEMO else Path(target)
-    if script is not None and on.implementation is not None:
+    wanted = read_steps(args.steps) if args.steps else Steps()
+    script = None if args.target == DEMO else Path(args.target)
+    if script is not None and args.implementation is not None:
         raise UsageError(
-            f"--implementation {on.implementation}",
+            f"--implementation {args.implementation}",
             expected="the target demo",
-            got=f"the script {target}, which calls the fully_shard that it imports",
+            got=f"the script {script}, which calls the fully_shard that it imports",
             remedy="Import yours there, or record the demo's model: hwfsdp trace run demo.",
         )
-    implementation = read_implementation(on.implementation or OURS)
-    _check_writable(out)
-    asked = Target(script, tuple(arguments), wanted, implementation)
-    log = trace_run(asked, on.ranks, on.device, own_output=not as_json, timeout=on.timeout)
-    log.save(out)
-    findings = examine(log)
-    if as_json:
-        print(json.dumps(findings_text.as_json(findings, str(out)), indent=2))
-    else:
-        print(
-            f"{findings_text.describe(findings, target)}\n\nWritten to {out}; open it in https://ui.perfetto.dev"
-        )
-    return 1 if findings.races else 0
+    implementation = read_implementation(args.implementation or OURS)
+    _check_writable(args.out)
+    asked = Target(script, tuple(args.script_arguments), wanted, implementation)
+    log = trace_run(asked, args.ranks, args.device, own_output=not args.json, timeout=args.timeout)
+    log.save(args.out)
+    found = examine(log)
+    status = _tell(found, str(args.out) if args.json else args.target, args.json)
+    if not args.json:
+        print(f"\nWritten to {args.out}; open it in https://ui.perfetto.dev")
+    return status
 
 
 def _check_writable(out: Path) -> None:
@@ -62,43 +50,45 @@ def _check_writable(out: Path) -> None:
         out.unlink()
 
 
-def show(file: Path, as_json: bool) -> int:
+def show(args: Namespace) -> int:
     """Shows what a log says; 0 if no race is in it."""
-    findings = examine(load(file))
-    print(
-        json.dumps(findings_text.as_json(findings, str(file)), indent=2)
-        if as_json
-        else findings_text.describe(findings, str(file))
-    )
-    return 1 if findings.races else 0
+    return _tell(examine(load(args.file)), str(args.file), args.json)
 
 
-def diff(a: Path, b: Path, as_json: bool) -> int:
-    """Compares two logs; 0 if they have the same counts and bytes."""
-    found, names = compare(load(a), load(b)), (str(a), str(b))
+def _tell(found: Findings, name: str, as_json: bool) -> int:
     if as_json:
-        print(json.dumps(comparison_text.as_json(found, names), indent=2))
+        print(json.dumps(findings_text.as_json(found, name), indent=2))
     else:
-        print(comparison_text.describe(found, names))
+        print(findings_text.describe(found, name))
+    return 1 if found.races else 0
+
+
+def diff(args: Namespace) -> int:
+    """Compares two logs; 0 if they have the same counts and bytes."""
+    found, names = compare(load(args.a), load(args.b)), (str(args.a), str(args.b))
+    if args.json:
+        print(json.dumps(comparison.as_json(found, names), indent=2))
+    else:
+        print(comparison.describe(found, names))
     return 0 if found.same_traffic else 1
 
 
-def write(file: Path, to: str, view: View, out: Path | None, as_json: bool) -> int:
+def export(args: Namespace) -> int:
     """Writes a log in another format, by default beside the file, under its name."""
-    log = load(file)
+    log, out = load(args.file), args.out
     if out is None:
-        name = file.name.removesuffix(".gz").removesuffix(".json")
-        picture = f".{view.picture}" if to in ("png", "svg") else ""
-        out = file.with_name(f"{name}{picture}{FORMATS[to]}")
-    if out.exists() and out.samefile(file):
+        name = args.file.name.removesuffix(".gz").removesuffix(".json")
+        picture = f".{args.picture}" if args.to in ("png", "svg") else ""
+        out = args.file.with_name(f"{name}{picture}{pictures.FORMATS[args.to]}")
+    if out.exists() and out.samefile(args.file):
         raise UsageError(
             "--out",
             expected="another file than the one that is read",
             got=str(out),
             remedy="Name another one.",
         )
-    export(log, out, to, view)
-    print(json.dumps({"file": str(out), "format": to}) if as_json else f"Written to {out}")
+    pictures.export(log, out, args.to, pictures.View(args.picture, args.rank, args.step))
+    print(json.dumps({"file": str(out), "format": args.to}) if args.json else f"Written to {out}")
     return 0
 
 

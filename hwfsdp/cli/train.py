@@ -11,15 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwfsdp.cli.options import (
-    add_implementation,
-    add_run_options,
-    config_of,
-    positive,
-    prints_of_ranks,
-    progress,
-    quiet,
-)
+from hwfsdp.cli import options
 from hwfsdp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,30 +27,31 @@ def add_train(verbs: Any) -> None:
         "ranks, and the L2 norm of the gradient of all parameters together.",
     )
     train.set_defaults(run=_train)
-    train.add_argument("--ranks", type=positive, help="processes to shard over (default 2; torchrun decides)")
-    add_implementation(
+    add = train.add_argument
+    add("--ranks", type=options.positive, help="processes to shard over (default 2; torchrun decides)")
+    options.add_implementation(
         train,
         "what shards: hwfsdp, fsdp2, none (every rank has the whole model), or the fully_shard of a Python file "
         "(default hwfsdp)",
     )
-    train.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    train.add_argument("--heads", type=positive, help="attention heads (default: width / 32)")
-    train.add_argument("--param-dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    train.add_argument(
-        "--reshard-after-forward", choices=("yes", "no"), help="default: yes, but for the root"
-    )
-    train.add_argument(
-        "--trace", type=Path, metavar="FILE", help="record the last two steps into FILE (JSON)"
-    )
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--heads", type=options.positive, help="attention heads (default: width / 32)")
+    add("--param-dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--reshard-after-forward", choices=("yes", "no"), help="default: yes, but for the root")
+    add("--trace", type=Path, metavar="FILE", help="record the last two steps into FILE (JSON)")
     saving = train.add_argument_group("saving", "with any of these options, SIGTERM saves and ends the run")
-    saving.add_argument("--save-every", type=positive, metavar="N", help="save every N steps, and at the end")
+    saving.add_argument(
+        "--save-every", type=options.positive, metavar="N", help="save every N steps, and at the end"
+    )
     saving.add_argument("--resume", action="store_true", help="go on from the last save, if there is one")
-    saving.add_argument("--keep", type=positive, metavar="N", help="how many saves to keep (default 2)")
+    saving.add_argument(
+        "--keep", type=options.positive, metavar="N", help="how many saves to keep (default 2)"
+    )
     saving.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="where saves go (default runs/train/checkpoint)"
     )
     saving.add_argument("--wait-for-saves", action="store_true", help="do not train while a save is written")
-    add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
+    options.add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -67,7 +60,7 @@ def _train(args: argparse.Namespace) -> int:
     from hwfsdp.train.loop import launch_blaming, train
 
     reshard = {None: None, "yes": True, "no": False}[args.reshard_after_forward]
-    config = config_of(
+    config = options.config_of(
         args,
         param_dtype=args.param_dtype,
         reshard_after_forward=reshard,
@@ -79,9 +72,9 @@ def _train(args: argparse.Namespace) -> int:
     if config.snapshots:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
-    on_step = quiet if args.json else progress(args.steps, "train")
+    on_step = options.quiet if args.json else options.progress(args.steps, "train")
     device = _device(args)
-    with stoppable() if config.snapshots else nullcontext(), prints_of_ranks(args.json):
+    with stoppable() if config.snapshots else nullcontext(), options.prints_of_ranks(args.json):
         results = launch_blaming(config, train, ranks, config, device, on_step, device=device)
     if os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun the other ranks have nothing to add

@@ -32,6 +32,7 @@ from hwfsdp.observe.recording import record
 from hwfsdp.plot import cartoon, comparison, lifetimes, loss, memory, meshmap, overlap
 from hwfsdp.plot import parameters, scaling, states, timeline, traffic
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
+from hwfsdp.train.demo import group_sizes
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
 
@@ -136,12 +137,8 @@ def _exchange(op: str) -> tuple[Tensor, Tensor]:
 
 
 def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
-    """The root's group and those of the blocks, as `shard_model` makes them."""
-    model = build_model(MODEL, seed=0)
-    blocks = [GroupSizes([p.shape for p in block.parameters()]) for block in model.blocks]
-    inside = {id(p) for block in model.blocks for p in block.parameters()}
-    rest = [p.shape for p in model.parameters() if id(p) not in inside]
-    return GroupSizes(rest, resharded_after_forward=False), blocks
+    """The root's group and those of the blocks."""
+    return group_sizes(build_model(MODEL, seed=0))
 
 
 def _memory(runs: Runs) -> Figure:

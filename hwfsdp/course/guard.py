@@ -215,7 +215,7 @@ def _guard_instruments(seen: list[str]) -> None:
             setattr(loaded, name, _for_the_package(getattr(loaded, name), name, seen, is_package))
     loaded = importlib.import_module("hwfsdp.core.streams").StreamSet
     loaded.__init__ = _for_the_package(loaded.__init__, "StreamSet", seen, is_package)
-    loaded = importlib.import_module("hwfsdp.observe.recording")
+    loaded = importlib.import_module("hwfsdp.observe.collectives")
     loaded.watch_from_now_on()
 
 

@@ -52,7 +52,7 @@ from hwfsdp.course.processes import nothing_left_behind
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher import caller, ranks, worker
 from hwfsdp.launcher.messages import read_message
-from hwfsdp.observe import recording
+from hwfsdp.observe import collectives
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event, Sample
 
@@ -553,6 +553,6 @@ def _collective_called() -> str:
         path, name = inner.f_code.co_filename, inner.f_code.co_name
         if "/torch/distributed/" in path:
             found = name if BLOCKING.match(name) else found
-        elif path != recording.__file__:  # which stands between a call and what it calls
+        elif path != collectives.__file__:  # which stands between a call and what it calls
             return found or (WAIT if ".wait(" in linecache.getline(path, line) else "")
     return found

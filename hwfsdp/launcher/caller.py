@@ -136,9 +136,8 @@ class Caller:
         """Waits for news of any rank that is still running, and takes it in; False if none came in time."""
         running = [rank for rank in self.ranks if not rank.finished and not rank.failure]
         remaining = None if deadline is None else deadline - time.monotonic()
-        if not running or (
-            remaining is not None and remaining < 0
-        ):  # also for a rank that never stops talking
+        is_late = remaining is not None and remaining < 0  # also with a rank that never stops talking
+        if not running or is_late:
             return False
         ready = wait([rank.connection for rank in running], remaining)
         for rank in running:

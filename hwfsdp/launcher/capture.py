@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
@@ -44,9 +45,7 @@ class Capture:
     def __init__(self, wanted: Steps) -> None:
         self.wanted, self.steps = wanted, 0
         self.log: EventLog | None = None
-        self._leader: weakref.ref[Optimizer] | None = (
-            None  # whose steps count, should there be several optimizers
-        )
+        self._leader: weakref.ref[Optimizer] | None = None  # whose steps count, should there be several
         self._recording = ExitStack()
 
     @contextmanager
@@ -138,8 +137,8 @@ def _group_of_its_own(rendezvous: Path, seconds: float | None = None) -> Iterato
         original(**{**asked, **where, **number, **limit})
         wait_for_connections()
 
-    with ExitStack() as patches:
-        for module in (dist, distributed_c10d):
-            setattr(module, "init_process_group", init_process_group)
-            patches.callback(setattr, module, "init_process_group", original)
+    with (
+        mock.patch.object(dist, "init_process_group", init_process_group),
+        mock.patch.object(distributed_c10d, "init_process_group", init_process_group),
+    ):
         yield

@@ -30,9 +30,8 @@ def adopt_orphans() -> None:
 
 def import_for_ranks() -> None:
     """What every rank would import first of all."""
-    late = (
-        [] if torch.cuda.is_available() else [compat.LATE_IMPORT]
-    )  # a driver was asked: no more than needed
+    # A driver was asked: no more than needed.
+    late = [] if torch.cuda.is_available() else [compat.LATE_IMPORT]
     for module in ["torch.distributed.tensor", "hwfsdp.features.door", *late]:
         importlib.import_module(module)
 

@@ -111,17 +111,9 @@ def run_ranks(
     """
     environ = dict(os.environ if environ is None else environ)
     with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
-        task = Task(
-            call,
-            world_size,
-            device,
-            timeout or COLLECTIVE_TIMEOUT,
-            rendezvous,
-            environ,
-            max(1, (os.cpu_count() or 1) // world_size),
-            sys.stdout.isatty(),
-            None if prepare is None else cloudpickle.dumps(prepare),
-        )
+        limit, threads = timeout or COLLECTIVE_TIMEOUT, max(1, (os.cpu_count() or 1) // world_size)
+        first, isatty = None if prepare is None else cloudpickle.dumps(prepare), sys.stdout.isatty()
+        task = Task(call, world_size, device, limit, rendezvous, environ, threads, isatty, first)
         ranks = start_ranks(task)
         _running.append(ranks)
         if stop_requested.is_set():

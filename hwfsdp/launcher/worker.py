@@ -193,9 +193,8 @@ def init_process_group(
         )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-    )
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, init_method, timeout=limit, rank=rank, world_size=world_size)
     wait_for_connections()
 
 

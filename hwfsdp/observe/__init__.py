@@ -1,6 +1,7 @@
 """What happened: events of a step, the bytes behind them, and what follows from both.
 
     What is written down
+    memory           what is alive, by kind, read from the storages themselves
     events           what happened, when, on which stream
     validate         values that a file says, checked before use
     clocks           whose time a log is in, and one axis for several
@@ -14,7 +15,8 @@
     eventlog         a finished recording: questions about it, and its file
 
     A recording
-    memory           what is alive, by kind, read from the storages themselves
+    hooks            hooks on all storages and optimizers
+    collectives      collectives of torch.distributed, seen where they are called
     functional       functional collectives, seen at their operators
     stream_clocks    what time it is on a stream
     instrument       what a recording hears from the heart
@@ -25,8 +27,7 @@
     tables           how text is laid out
     findings         what moved, what should have, what was hidden, who was late
     findings_text    findings as text and JSON
-    comparison       two logs side by side
-    comparison_text  a comparison as text and JSON
+    comparison       two logs side by side, as text and JSON
 
 Nothing here changes what a step computes.
 """

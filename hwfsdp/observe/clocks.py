@@ -74,9 +74,8 @@ def shifts_to_one_axis(clocks: Mapping[int, RankClock]) -> dict[int, float]:
         return {}
     common = clocks[min(clocks)].machine
     zero = min(clock.origin_us for clock in clocks.values() if clock.machine == common)
-    return {
-        rank: clock.origin_us - zero if clock.machine == common else 0.0 for rank, clock in clocks.items()
-    }
+    shifts = {rank: clock.origin_us - zero for rank, clock in clocks.items()}
+    return {rank: us if clocks[rank].machine == common else 0.0 for rank, us in shifts.items()}
 
 
 class Offset(NamedTuple):

@@ -71,9 +71,7 @@ class EventLog:
 
     def of_rank(self, rank: int) -> EventLog:
         """The part of one rank."""
-        return EventLog(
-            [e for e in self.events if e.rank == rank], {rank: self.samples.get(rank, [])}, self.about
-        )
+        return EventLog(self.select(rank=rank), {rank: self.samples.get(rank, [])}, self.about)
 
     def select(self, *ops: str, **attributes: Any) -> list[Event]:
         """Events whose op is one of `ops` (any, if none is given) and whose attributes equal these."""
@@ -103,20 +101,22 @@ class EventLog:
                 0.0 for one rank, None if the ranks' clocks were not put on one axis (`clocks`).
             slowest_rank: the one that is the last by the most, over all collectives; None where there is no skew.
         """
-        ranks = self.ranks
-        times = [_rank_times(self.of_rank(rank)) for rank in ranks]
-        first = self.of_rank(ranks[0]).collectives() if ranks else []
-        communicated, exposed = sum(t.comm for t in times), sum(t.exposed for t in times)
+        times = {rank: _rank_times(self.of_rank(rank)) for rank in self.ranks}
+        first = self.of_rank(self.ranks[0]).collectives() if times else []
+        counts, nbytes = Counter(e.op for e in first), Counter[str]()
+        for event in first:
+            nbytes[event.op] += event.bytes
         peaks = self.peak_bytes_by_kind()
+        communicated, exposed = sum(t.comm for t in times.values()), sum(t.exposed for t in times.values())
         return {
-            "step_us": _mean([t.total / t.steps for t in times]),
-            "bytes_by_op": dict(_totals((e.op, e.bytes) for e in first)),
-            "count_by_op": dict(Counter(e.op for e in first)),
-            "exposed_comm_us": _mean([t.exposed / t.steps for t in times]),
-            "overlap_fraction": 1.0 - exposed / communicated if communicated else 0.0,
+            "step_us": _mean([t.total / t.steps for t in times.values()]),
+            "bytes_by_op": dict(nbytes),
+            "count_by_op": dict(counts),
+            "exposed_comm_us": _mean([t.exposed / t.steps for t in times.values()]),
+            "overlap_fraction": _hidden(exposed, communicated),
             "peak_unsharded_bytes": peaks.get("unsharded_param", 0),
             "peak_bytes_by_kind": peaks,
-            "by_rank": {rank: self._summary_of(rank, t) for rank, t in zip(ranks, times, strict=True)},
+            "by_rank": {rank: self._summary_of(rank, t) for rank, t in times.items()},
             **self._skew()._asdict(),
         }
 
@@ -124,8 +124,8 @@ class EventLog:
         return {
             "step_us": times.total / times.steps,
             "exposed_comm_us": times.exposed / times.steps,
-            "overlap_fraction": 1.0 - times.exposed / times.comm if times.comm else 0.0,
-            "peak_bytes_by_kind": EventLog(samples={rank: self.samples.get(rank, [])}).peak_bytes_by_kind(),
+            "overlap_fraction": _hidden(times.exposed, times.comm),
+            "peak_bytes_by_kind": _peaks(self.samples.get(rank, [])),
         }
 
     def _skew(self) -> _Skew:
@@ -150,12 +150,7 @@ class EventLog:
 
     def peak_bytes_by_kind(self) -> dict[str, int]:
         """The most bytes of each kind that any rank held at once."""
-        peaks: dict[str, int] = {}
-        for samples in self.samples.values():
-            for sample in samples:
-                for kind, nbytes in sample.bytes_by_kind.items():
-                    peaks[kind] = max(peaks.get(kind, 0), nbytes)
-        return peaks
+        return _peaks(sample for samples in self.samples.values() for sample in samples)
 
     def happens_before(self, first: Event, second: Event) -> bool:
         """Whether the log proves that `first` ended before `second` began, on one rank.
@@ -245,12 +240,33 @@ def _rank_times(log: EventLog) -> _Times:
     optimizers = log.select("optimizer")
     first = 0.0 if optimizers and log.clocks else min(e.start_us for e in events)
     total = max(e.end_us for e in optimizers or events) - first
-    comm = union((e.start_us, e.end_us) for e in events if e.op in COLLECTIVES)
-    waits = union((e.start_us, e.end_us) for e in events if e.op == "wait" and e.stream == "compute")
-    busy = union((e.start_us, e.end_us) for e in events if e.op in COMPUTE_OPS and e.stream == "compute")
-    exposed = length(comm) - length(intersect(comm, subtract(busy, waits)))
-    steps = max(1, len({e.step for e in optimizers}))
-    return _Times(total, length(comm), exposed, steps)
+    comm = communicating(events)
+    exposed = length(comm) - length(intersect(comm, computing(events)))
+    return _Times(total, length(comm), exposed, max(1, len({e.step for e in optimizers})))
+
+
+def _hidden(exposed: float, communicated: float) -> float:
+    return 1.0 - exposed / communicated if communicated else 0.0
+
+
+def _peaks(samples: Iterable[Sample]) -> dict[str, int]:
+    peaks: dict[str, int] = {}
+    for sample in samples:
+        for kind, nbytes in sample.bytes_by_kind.items():
+            peaks[kind] = max(peaks.get(kind, 0), nbytes)
+    return peaks
+
+
+def communicating(events: Sequence[Event]) -> list[Interval]:
+    """When a rank's collectives ran."""
+    return union((e.start_us, e.end_us) for e in events if e.op in COLLECTIVES)
+
+
+def computing(events: Sequence[Event]) -> list[Interval]:
+    """When a rank's compute stream computed: without what was spent in a wait there."""
+    on_compute = [e for e in events if e.stream == "compute"]
+    waits = union((e.start_us, e.end_us) for e in on_compute if e.op == "wait")
+    return subtract(union((e.start_us, e.end_us) for e in on_compute if e.op in COMPUTE_OPS), waits)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -299,10 +315,3 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _totals(pairs: Iterable[tuple[str, int]]) -> Counter[str]:
-    totals: Counter[str] = Counter()
-    for key, value in pairs:
-        totals[key] += value
-    return totals

@@ -42,12 +42,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
+
+from hwfsdp.observe.memory import Ledger
 
 STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
 COLLECTIVES = (
@@ -129,23 +130,6 @@ class Draft:
         clock: that it is timed by. begin, end: marks of it. follows_stream: see `Recorder.begin`.
     """
 
-    __slots__ = (
-        *(
-            "recorder",
-            "seq",
-            "op",
-            "stream",
-            "owner",
-            "phase",
-            "dtype",
-            "bytes",
-            "after",
-            "reads",
-            "writes",
-        ),
-        *("clock", "begin", "end", "follows_stream"),
-    )
-
     def __init__(self, recorder: Recorder, op: str, stream: str) -> None:
         self.recorder, self.seq, self.op, self.stream = recorder, len(recorder.drafts), op, stream
         self.owner, self.phase = recorder.owner, recorder.phase
@@ -194,12 +178,10 @@ class Recorder:
     Attributes:
         owner, phase, stream, clock: of what is begun now, if it does not say otherwise; "" and None: nobody said.
         host_runs_stream: whether a collective that was called on `stream`, and gave no work, is over.
-        identify: numbers of tensors' or storages' memory, for `Event.reads` and `writes`.
-        sample_memory: bytes alive now, by kind. book, visit, visit_params, watch: as those of `memory.Ledger`.
+        ledger: what watches memory, numbers it for `Event.reads` and `writes`, and is asked for samples.
         visited: modules, one of each `fully_shard` call, in the order in which they ran first; with the ids of their whole
             parameters, and the numbers of the memory of these.
         groups: parameter groups that an `onlooker` describes, since the modules that ran have no instruments.
-        buffers: knows which flat buffers are still there.
         last_seq: by stream, the last event there. waits: by stream, the last seq of each that it waited for.
         origin: when the recording began. first_step: number of the step that it began in.
         in_flight: works that whoever called them will wait for. results: of functional collectives, by number of their
@@ -216,15 +198,9 @@ class Recorder:
     clock: Clock | None = None
     host_runs_stream: bool = True
     inside_collective: bool = False
-    identify: Callable[[Collection[Any]], tuple[int, ...]] = lambda tensors: ()
-    sample_memory: Callable[[], dict[str, int]] | None = None
-    book: Callable[[Any, int], int] = lambda storage, nbytes: 0
-    visit: Callable[[Any], None] = lambda module: None
-    visit_params: Callable[[Iterable[Any]], None] = lambda params: None
+    ledger: Ledger = field(default_factory=Ledger)
     visited: dict[Any, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
     groups: Collection[Any] = ()
-    watch: Callable[[Any, str], None] | None = None
-    buffers: FlatBuffers | None = None
     last_seq: dict[str, int] = field(default_factory=dict)
     waits: dict[str, dict[str, int]] = field(default_factory=dict)
     origin: Mark = field(default_factory=HostMark)
@@ -234,6 +210,10 @@ class Recorder:
     _round: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
     _round_over: int = 0
     _step_ends: list[int] = field(default_factory=list)
+
+    def identify(self, memory: Collection[Any]) -> tuple[int, ...]:
+        """Numbers of tensors' or storages' memory, each once."""
+        return self.ledger.identities.of(memory)
 
     def mark(self, stream: str) -> Mark:
         return (self.clock or _clock)(stream)
@@ -265,9 +245,7 @@ class Recorder:
             draft.writes = self.identify(writes)
         for name, value in details.items():
             setattr(draft, name, value)
-        if (
-            draft.follows_stream
-        ):  # in its place on the stream as soon as it is issued; spans are once they are over
+        if draft.follows_stream:  # it has its place there as soon as it is issued; a span, once it is over
             self.last_seq[stream] = draft.seq
         return draft
 
@@ -288,7 +266,7 @@ class Recorder:
         draft = Draft(self, op, stream)
         if stream in self.waits:
             draft.after = tuple(self.waits.pop(stream).values())
-        draft.bytes, draft.writes = abs(by), (self.book(storage, to),)
+        draft.bytes, draft.writes = abs(by), (self.ledger.resized(storage, to),)
         draft.end = draft.begin
         self.last_seq[stream] = draft.seq
 
@@ -299,25 +277,21 @@ class Recorder:
         is written again.
         """
         stream = self.stream or "compute"
-        if self.buffers is None:
-            return
-        for number in self.buffers.released(stream):
+        for number in self.ledger.released_flats(stream):
             draft = Draft(self, "free", stream)
             draft.owner, draft.writes = "", (number,)
-            draft.after = tuple(
-                self.waits.get(stream, {}).values()
-            )  # the next event has waited for them, too
+            # The next event has waited for them, too.
+            draft.after = tuple(self.waits.get(stream, {}).values())
             draft.close(draft.begin)
-        self.buffers.keep(buffer, stream)
+        self.ledger.keep_flat(buffer, stream)
 
     def ordered_after(self, stream: str, *seqs: int) -> None:
         """The next event on `stream` waits for these of other streams; -1 stands for none."""
         for seq in seqs:
             if seq >= 0:
                 waits, other = self.waits.setdefault(stream, {}), self.drafts[seq].stream
-                waits[other] = max(
-                    seq, waits.get(other, -1)
-                )  # who waits for an older event waits for the newer one still
+                # Who waits for an older event waits for the newer one still.
+                waits[other] = max(seq, waits.get(other, -1))
 
     def over_on(self, stream: str) -> tuple[int, ...]:
         """What is over for whoever waits for `stream` now: the last event there, and what it has waited for since."""
@@ -326,8 +300,7 @@ class Recorder:
 
     def sample(self) -> None:
         self._resizing = ""
-        if self.sample_memory:
-            self.samples.append(Sample(_host_now().us(), self.sample_memory()))
+        self.samples.append(Sample(_host_now().us(), self.ledger.sums()))
 
     def stepped(self, optimizer: Any, draft: Draft) -> None:
         """An optimizer has stepped; `draft` is its event (Note [Steps of several optimizers])."""
@@ -358,16 +331,6 @@ class Recorder:
             events.append(draft.timed(step, start, end - start))
         samples = [replace(s, us=s.us - origin) for s in self.samples]
         return events, samples
-
-
-class FlatBuffers(Protocol):
-    """Who knows which flat buffers are still there; `memory.Flats` does."""
-
-    def keep(self, buffer: Any, stream: str) -> None:
-        """A flat buffer was made on this stream."""
-
-    def released(self, stream: str) -> list[int]:
-        """Numbers of those made on this stream that are gone, each once."""
 
 
 _active: Recorder | None = None
@@ -448,29 +411,14 @@ class _Span:
         self.draft.close()
 
 
-def buffer_made(buffer: Any) -> None:
-    """A flat buffer was made on the current stream; nothing when no recording is active."""
-    if _active is not None:
-        _active.buffer_made(buffer)
+def scope(
+    phase: str | None = None, owner: str | None = None, clock: Clock | None = None
+) -> AbstractContextManager[Any]:
+    """Events inside the block belong to this phase and this parameter group, and are timed by this clock.
 
-
-def owned_by(owner: str) -> AbstractContextManager[Any]:
-    """Events inside the block belong to this parameter group; nothing when not recording."""
-    return _NOTHING if _active is None else _Scope(_active, _active.phase, owner, _active.clock)
-
-
-def scope(phase: str, owner: str, clock: Clock | None = None) -> AbstractContextManager[Any]:
-    """Events inside the block belong to this phase and parameter group; nothing when not recording.
-
-    Args:
-        clock: of the streams that it runs on; None: as around it.
+    None: as around it. Nothing at all when not recording.
     """
-    return _NOTHING if _active is None else _Scope(_active, phase, owner, clock or _active.clock)
-
-
-def timed_by(clock: Clock | None) -> AbstractContextManager[Any]:
-    """Events inside the block are timed by this clock (None: as around it); nothing when not recording."""
-    return _NOTHING if _active is None else scope(_active.phase, _active.owner, clock)
+    return _NOTHING if _active is None else _Scope(_active, phase, owner, clock)
 
 
 class _Scope:
@@ -478,14 +426,16 @@ class _Scope:
 
     __slots__ = ("recorder", "inner", "outer")
 
-    def __init__(self, recorder: Recorder, phase: str, owner: str, clock: Clock | None) -> None:
+    def __init__(self, recorder: Recorder, phase: str | None, owner: str | None, clock: Clock | None) -> None:
         self.recorder, self.inner = recorder, (phase, owner, clock)
-        self.outer = self.inner
+        self.outer = recorder.phase, recorder.owner, recorder.clock
 
     def __enter__(self) -> None:
-        recorder = self.recorder
+        recorder, (phase, owner, clock) = self.recorder, self.inner
         self.outer = recorder.phase, recorder.owner, recorder.clock
-        recorder.phase, recorder.owner, recorder.clock = self.inner
+        recorder.phase = recorder.phase if phase is None else phase
+        recorder.owner = recorder.owner if owner is None else owner
+        recorder.clock = clock or recorder.clock
 
     def __exit__(self, *error: object) -> None:
         self.recorder.phase, self.recorder.owner, self.recorder.clock = self.outer

@@ -40,6 +40,11 @@ class StrategyTraffic(NamedTuple):
     bytes_by_op: dict[str, int]
     matches: bool
 
+    @property
+    def moving(self) -> dict[str, int]:
+        """Without the collectives that move nothing."""
+        return {op: nbytes for op, nbytes in self.bytes_by_op.items() if nbytes}
+
 
 class Multiple(NamedTuple):
     """Every step moved the bytes of these strategies, those of some collectives several times. `times`: how often, by op."""
@@ -112,14 +117,11 @@ class Findings:
         once = {op: t for op, t in self.expected.items() if t.bytes}
         moved = next(iter(self.measured.values()))
         times = {op: t.bytes // once[op].bytes for op, t in moved.items() if op in once}
-        if moved != {
-            op: Traffic(times.get(op, 0) * t.calls, times.get(op, 0) * t.bytes) for op, t in once.items()
-        }:
+        multiplied = {op: (times.get(op, 0) * t.calls, times.get(op, 0) * t.bytes) for op, t in once.items()}
+        if moved != multiplied:
             return None
         own = {op: t.bytes for op, t in once.items()}
-        names = [
-            s.strategy for s in self.strategies if {op: n for op, n in s.bytes_by_op.items() if n} == own
-        ]
+        names = [each.strategy for each in self.strategies if each.moving == own]
         return Multiple(names, times) if names and max(times.values(), default=1) > 1 else None
 
 
@@ -141,7 +143,7 @@ def examine(log: EventLog) -> Findings:
         _strategies(about.groups, first) if about and about.groups else [],
         [_times(rank, summary["by_rank"][rank], bool(log.of_rank(rank).collectives())) for rank in ranks],
         summary,
-        _races(log, blind=about is not None and about.world_size > 1 and not log.collectives()),
+        _races(log, about is not None and about.world_size > 1 and not log.collectives()),
         sum(len(e.reads) + len(e.writes) for e in log.events),
     )
 
@@ -227,9 +229,8 @@ def _strategies(groups: Sequence[GroupAbout], measured: dict[int, TrafficByOp]) 
             nbytes.update(_under(strategy, group, all_again))
         traffic = {op: nbytes[op] for op in ("all_gather", *REDUCED)}
         moving = {op: n for op, n in traffic.items() if n}
-        found.append(
-            StrategyTraffic(strategy_name(strategy), traffic, bool(seen) and all(s == moving for s in seen))
-        )
+        matches = bool(seen) and all(s == moving for s in seen)
+        found.append(StrategyTraffic(strategy_name(strategy), traffic, matches))
     return found
 
 

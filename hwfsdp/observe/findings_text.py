@@ -52,17 +52,9 @@ def _traffic(findings: Findings) -> list[str]:
     rows = [["", "calls", "closed form", "bytes", "closed form", ""]]
     step = findings.steps[-1]
     for op, moved, expected in _by_op(findings, step):
-        ours = [f"{expected.calls:,}", f"{expected.bytes:,}"] if findings.expected is not None else ["?", "?"]
-        rows.append(
-            [
-                op,
-                f"{moved.calls:,}",
-                ours[0],
-                f"{moved.bytes:,}",
-                ours[1],
-                _verdict(moved, expected, findings),
-            ]
-        )
+        calls, nbytes = (f"{n:,}" if findings.expected is not None else "?" for n in expected)
+        verdict = _verdict(moved, expected, findings)
+        rows.append([op, f"{moved.calls:,}", calls, f"{moved.bytes:,}", nbytes, verdict])
     if len(rows) == 1:
         rows.append(["nothing was seen" if findings.groups_unseen else "nothing moved", "", "", "", "", ""])
     title = "What parameter groups moved in one step (bytes are those of whole tensors)"
@@ -101,10 +93,8 @@ def _differing_steps(findings: Findings) -> list[str]:
         for step, moved in findings.measured.items()
     ]
     width = max(map(len, rows))
-    return [
-        "  Steps differ:",
-        *lay_out([[*row, *[""] * (width - len(row))] for row in rows], left=width, indent="    "),
-    ]
+    filled = [[*row, *[""] * (width - len(row))] for row in rows]
+    return ["  Steps differ:", *lay_out(filled, left=width, indent="    ")]
 
 
 def _strategies(findings: Findings) -> list[str]:
@@ -135,10 +125,8 @@ def _strategy_said(findings: Findings) -> str:
 def _times(findings: Findings) -> list[str]:
     rows = [["", "step", "exposed communication", "hidden"]]
     for rank, step, exposed, overlap in findings.by_rank:
-        known = overlap is not None
-        rows.append(
-            [f"rank {rank}", ms(step), ms(exposed) if known else "–", f"{overlap:.0%}" if known else "–"]
-        )
+        hidden = ["–", "–"] if overlap is None else [ms(exposed), f"{overlap:.0%}"]
+        rows.append([f"rank {rank}", ms(step), *hidden])
     lines = ["Time of one step, mean", *lay_out(rows)]
     if len(findings.ranks) > 1 and any(overlap is not None for *_, overlap in findings.by_rank):
         lines.append(f"  {_skew(findings.summary)}")
@@ -163,17 +151,15 @@ def _memory(findings: Findings) -> list[str]:
 
 def _races(findings: Findings) -> list[str]:
     if findings.races is None:
-        why = (
-            "nothing was seen of what moved" if findings.accesses else "no event says what memory it touches"
-        )
+        why = "no event says what memory it touches"
+        why = "nothing was seen of what moved" if findings.accesses else why
         return [f"Whether there are races is not known: {why}."]
     if not findings.races:
         accesses = f"{findings.accesses:,} recorded access{'' if findings.accesses == 1 else 'es'}"
         return [f"No races among {accesses} to memory: each is ordered after the one that it needs."]
-    more = len(findings.races) - _RACES
-    shown = [f"  {printable(race)}" for race in findings.races[:_RACES]] + (
-        [f"  … and {more:,} more"] if more > 0 else []
-    )
+    shown = [f"  {printable(race)}" for race in findings.races[:_RACES]]
+    if (more := len(findings.races) - _RACES) > 0:
+        shown.append(f"  … and {more:,} more")
     return [f"{number_of(len(findings.races), 'race')}:", *shown]
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,17 +23,6 @@ from hwfsdp.observe.events import Recorder
 OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # the others run where they are called: compute
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """In the block, the attribute is `value`."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def tensors_in(argument: Any) -> list[Tensor]:
     """The tensors of an argument: itself, or those in lists, to any depth."""
     if isinstance(argument, Tensor):
@@ -39,21 +30,14 @@ def tensors_in(argument: Any) -> list[Tensor]:
     return [t for part in argument for t in tensors_in(part)] if isinstance(argument, list | tuple) else []
 
 
-_OPERATORS = {  # of torch.ops._c10d_functional: what to log, and whether its result is the whole tensor
-    "all_gather_into_tensor": ("all_gather", True),
-    "all_gather_into_tensor_out": ("all_gather", True),
-    "all_gather_into_tensor_coalesced": ("all_gather", True),
-    "reduce_scatter_tensor": ("reduce_scatter", False),
-    "reduce_scatter_tensor_out": ("reduce_scatter", False),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", False),
-    "all_reduce": ("all_reduce", False),
-    "all_reduce_": ("all_reduce", False),
-    "all_reduce_coalesced": ("all_reduce", False),
-    "all_reduce_coalesced_": ("all_reduce", False),
-    "broadcast": ("broadcast", False),
-    "broadcast_": ("broadcast", False),
-    "all_to_all_single": ("all_to_all", False),
+_OPERATORS = {  # of torch.ops._c10d_functional, and what to log; each has some of these variants
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
 }
+_VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 
 @contextmanager
@@ -61,13 +45,13 @@ def watch_operators(recorder: Recorder) -> Iterator[None]:
     """Sees functional collectives, which DTensors are redistributed by, where Python calls their operators."""
     with ExitStack() as patches:
         for namespace in functional_operators():
-            for name, (op, gives_whole) in _OPERATORS.items():
-                if hasattr(namespace, name):
-                    operator = _WatchedOperator(getattr(namespace, name), recorder, op, gives_whole)
-                    patches.enter_context(replaced(namespace, name, operator))
+            for (name, op), variant in product(_OPERATORS.items(), _VARIANTS):
+                if hasattr(namespace, name + variant):
+                    operator = _WatchedOperator(getattr(namespace, name + variant), recorder, op)
+                    patches.enter_context(mock.patch.object(namespace, name + variant, operator))
             if hasattr(namespace, "wait_tensor"):
                 waiting = _WatchedWaiting(namespace.wait_tensor, recorder)
-                patches.enter_context(replaced(namespace, "wait_tensor", waiting))
+                patches.enter_context(mock.patch.object(namespace, "wait_tensor", waiting))
         yield
 
 
@@ -89,9 +73,9 @@ class _Operator:
 class _WatchedOperator(_Operator):
     """A functional collective: logged when it is called, over when somebody has waited for its result."""
 
-    def __init__(self, original: Any, recorder: Recorder, op: str, gives_whole: bool) -> None:
+    def __init__(self, original: Any, recorder: Recorder, op: str) -> None:
         super().__init__(original, recorder)
-        self._op, self._gives_whole = op, gives_whole
+        self._op = op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_seen:
@@ -101,7 +85,7 @@ class _WatchedOperator(_Operator):
         draft = recorder.begin(self._op, stream, follows_stream=True, reads=given)
         result = self._original(*args, **kwargs)
         made = tensors_in(result)
-        whole = made if self._gives_whole else given
+        whole = made if self._op == "all_gather" else given
         draft.writes = recorder.identify(made)
         draft.dtype = str(whole[0].dtype).removeprefix("torch.") if whole else ""
         draft.bytes = sum(t.numel() * t.element_size() for t in whole)

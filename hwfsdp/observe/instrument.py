@@ -25,6 +25,7 @@ from hwfsdp.observe.stream_clocks import clock_of, clock_of_stream, use_newest
 
 _NOTHING = nullcontext()
 _COPIES = ("copy_in", "copy_out")
+_OF_STATES = ("pre_forward", "post_forward", "pre_backward", "post_backward", "finish_backward", "broken_off")
 _OF_GROUPS = ("all_gather", "reduce_scatter", "all_reduce", "wait_for_reduction")
 
 
@@ -41,14 +42,6 @@ class Instrument:
         self._after: WeakKeyDictionary[StreamEvent, tuple[int, ...]] = WeakKeyDictionary()
         self._forwards: dict[FSDPState, list[Draft]] = {}
         self._backwards: dict[FSDPState, Draft] = {}
-        self._moments = {
-            "pre_forward": self._pre_forward,
-            "post_forward": self._post_forward,
-            "pre_backward": self._pre_backward,
-            "post_backward": self._post_backward,
-            "finish_backward": self._finish_backward,
-            "broken_off": self._broken_off,
-        }
 
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -63,13 +56,14 @@ class Instrument:
             span = events.span(name, stream, owner=of.fqn, bytes=nbytes, reads=reads, writes=writes)
             return _both(span, around)
         if name in _OF_GROUPS:
-            return _both(events.owned_by(of.fqn), around)
-        if name in self._moments:
-            return _both(self._moments[name](of, recorder), around)
+            return _both(events.scope(owner=of.fqn), around)
+        if name in _OF_STATES:
+            return _both(getattr(self, f"_{name}")(of, recorder), around)
         return around
 
     def made(self, buffer: Tensor) -> None:
-        events.buffer_made(buffer)
+        if recorder := events.active():
+            recorder.buffer_made(buffer)
 
     def recorded(self, event: StreamEvent) -> None:
         if recorder := events.active():
@@ -80,10 +74,8 @@ class Instrument:
         """A wait of compute is an event; that of another stream is an edge to whatever comes next there."""
         after = self._after.get(event, ())
         if stream.name == "compute":
-            with (
-                events.timed_by(clock_of_stream(stream)),
-                events.span("wait", stream.name, after=after),
-            ):
+            clock = clock_of_stream(stream)
+            with events.scope(clock=clock), events.span("wait", stream.name, after=after):
                 yield
             return
         yield
@@ -117,7 +109,7 @@ class Instrument:
         with _scope("backward" if in_backward() else "forward", state):
             if state.root.forward_root is None:
                 for module in state.modules:  # its parameters of no group, too
-                    recorder.visit(module)
+                    recorder.ledger.visit(module)
                 recorder.sample()
             yield
             self._forwards.setdefault(state, []).append(_begin_span("forward", state, recorder))
@@ -202,7 +194,7 @@ def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
     ids, known = list(map(id, whole)), recorder.visited.get(state.modules[0])
     if known is None or known[0] != ids:  # others than the last time
         known = recorder.visited[state.modules[0]] = ids, recorder.identify(whole)
-        recorder.visit_params(whole)
+        recorder.ledger.visit_params(whole)
     draft = recorder.begin(op, "compute", owner=state.fqn)
     draft.reads = known[1]
     return draft
@@ -210,7 +202,7 @@ def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
 
 def _watch_grads(state: FSDPState, recorder: Recorder, sharded: bool) -> None:
     """Has the gradients counted that are there now: of the whole parameters, or of the shards."""
-    for param in [p for group in state.groups for p in group.params] if recorder.watch else ():
+    for param in [p for group in state.groups for p in group.params]:
         of = param.sharded_param if sharded else param.unsharded_param
         if of is not None and of.grad is not None:
-            recorder.watch(of.grad, "sharded_grad" if sharded else "unsharded_grad")  # type: ignore[misc]
+            recorder.ledger.watch(of.grad, "sharded_grad" if sharded else "unsharded_grad")

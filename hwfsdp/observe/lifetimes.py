@@ -81,9 +81,8 @@ def _state(changes: dict[str, list[_Change]], owner: str) -> str:
 
 
 def _begins_gather(event: Event) -> bool:
-    return bool(event.owner) and (
-        event.op == "all_gather" or (event.op == "copy_in" and event.stream == "copy")
-    )
+    is_copy = event.op == "copy_in" and event.stream == "copy"
+    return bool(event.owner) and (is_copy or event.op == "all_gather")
 
 
 def _lifetimes(

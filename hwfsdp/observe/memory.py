@@ -10,7 +10,7 @@ Note [Sums kept up to date]
     which Python tells. What resizes a storage without passing through Python is noticed when the storage is watched
     again, as those of parameters and gradients are many times in a step, or at the next `bytes_by_kind`.
 
-Also here: numbers that tell storages apart (`Identities`), and which flat buffers are still there (`Flats`).
+Also here: numbers that tell storages apart (`Identities`), and which flat buffers are still there.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Ledger:
         self._watched: dict[int, _Ref] = {}  # by id of the storage
         self._sums = dict.fromkeys(KINDS, 0)
         self._dead: deque[_Ref] = deque()  # filled by whichever thread lets go of a storage
+        self._flats: dict[str, list[tuple[weakref.ref[torch.UntypedStorage], int]]] = {}  # by stream
 
     def watch(self, tensor: Tensor, kind: str) -> None:
         """Counts the tensor's storage under `kind` (one of `KINDS`) from now on, for as long as it lives."""
@@ -142,6 +143,19 @@ class Ledger:
             self._book(ref, 0 if storage is None else storage.nbytes())
         return self._sums.copy()
 
+    def keep_flat(self, buffer: Tensor, stream: str) -> None:
+        """A flat buffer was made on this stream."""
+        number = self.identities.number(buffer)
+        self._flats.setdefault(stream, []).append((weakref.ref(buffer.untyped_storage()), number))
+
+    def released_flats(self, stream: str) -> list[int]:
+        """Numbers of the flat buffers made on this stream that no tensor uses any more, each once."""
+        made = self._flats.get(stream, [])
+        gone = [number for ref, number in made if ref() is None]
+        if gone:
+            self._flats[stream] = [entry for entry in made if entry[1] not in gone]
+        return gone
+
     def _book(self, ref: _Ref, nbytes: int) -> None:
         if nbytes != ref.nbytes:
             self._sums[ref.kind] += nbytes - ref.nbytes
@@ -153,24 +167,3 @@ class Ledger:
             self._book(ref, 0)
             if self._watched.get(ref.key) is ref:
                 del self._watched[ref.key]
-
-
-class Flats:
-    """Which flat buffers are still there."""
-
-    def __init__(self, identities: Identities) -> None:
-        self._identities = identities
-        self._made: dict[str, list[tuple[weakref.ref[torch.UntypedStorage], int]]] = {}  # by stream
-
-    def keep(self, buffer: Tensor, stream: str) -> None:
-        """A buffer was made on this stream."""
-        (number,) = self._identities.of([buffer])
-        self._made.setdefault(stream, []).append((weakref.ref(buffer.untyped_storage()), number))
-
-    def released(self, stream: str) -> list[int]:
-        """Numbers of those made on this stream that no tensor uses any more, each once."""
-        made = self._made.get(stream, [])
-        gone = [number for ref, number in made if ref() is None]
-        if gone:
-            self._made[stream] = [entry for entry in made if entry[1] not in gone]
-        return gone

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.state import state_of
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
-from hwfsdp.observe.run_info import GroupAbout, ParamAbout
+from hwfsdp.observe.run_info import GroupAbout, about_param
 from hwfsdp.streams import after_backward
 
 
@@ -58,29 +58,14 @@ def units_of(model: nn.Module, wrapped: Mapping[nn.Module, bool], layout: Layout
                 if param not in claimed:
                     claimed.add(param)
                     slots.append((inner, name))
-                    params.append(_about_param(prefixes[inner] + name, param, layout))
+                    dtypes = param.dtype, layout.gather_dtype or param.dtype, layout.reduce_dtype
+                    fqn = prefixes[inner] + name
+                    params.append(about_param(fqn, param.shape, *dtypes, param.requires_grad))
         fqn = prefixes[module].removesuffix(".") or type(model).__name__
         from_ranks = layout.shards if again and layout.shards > 1 else 0
-        units.append(
-            Unit(module, GroupAbout(fqn, layout.shards, layout.replicas, from_ranks, tuple(params)), slots)
-        )
+        about = GroupAbout(fqn, layout.shards, layout.replicas, from_ranks, tuple(params))
+        units.append(Unit(module, about, slots))
     return units
-
-
-def _about_param(fqn: str, param: nn.Parameter, layout: Layout) -> ParamAbout:
-    gathered = layout.gather_dtype or param.dtype
-    reduced = layout.reduce_dtype or gathered
-    names = [str(dtype).removeprefix("torch.") for dtype in (param.dtype, gathered, reduced)]
-    return ParamAbout(
-        fqn,
-        tuple(param.shape),
-        names[0],
-        names[1],
-        gathered.itemsize,
-        names[2],
-        reduced.itemsize,
-        param.requires_grad,
-    )
 
 
 class Onlooker:
@@ -159,19 +144,16 @@ class Onlooker:
 
     def _visit(self, recorder: Recorder) -> None:
         """What is registered are shards, unless it has the shape of the whole; a DTensor always is one."""
-        for unit in self.units if recorder.watch else ():
+        for unit in self.units:
             for (module, name), about in zip(unit.slots, unit.about.params, strict=True):
                 param = getattr(module, name, None)
                 if not isinstance(param, nn.Parameter):
                     continue
-                kind = (
-                    "unsharded"
-                    if tuple(param.shape) == about.shape and not isinstance(param, DTensor)
-                    else "sharded"
-                )
+                is_whole = tuple(param.shape) == about.shape and not isinstance(param, DTensor)
+                kind = "unsharded" if is_whole else "sharded"
                 for tensor, what in ((param, "param"), (param.grad, "grad")):
                     if tensor is not None:
-                        recorder.watch(tensor, f"{kind}_{what}")  # type: ignore[misc]
+                        recorder.ledger.watch(tensor, f"{kind}_{what}")
 
     def _begin(self, op: str, unit: Unit, recorder: Recorder) -> Draft:
         """A span of the unit's computation; a forward reads its whole parameters.
@@ -181,7 +163,6 @@ class Onlooker:
         found = [getattr(module, name, None) for module, name in unit.slots]
         whole = [t for t in found if isinstance(t, Tensor) and not isinstance(t, DTensor)]
         for tensor in whole:
-            if recorder.watch:
-                recorder.watch(tensor, "unsharded_param")
+            recorder.ledger.watch(tensor, "unsharded_param")
         recorder.sample()
         return recorder.begin(op, "compute", owner=unit.about.fqn, reads=whole if op == "forward" else ())

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
 from hwfsdp.observe.lifetimes import find_lifetimes
-from hwfsdp.observe.validate import MOST, MOST_RANKS, many, named, text, time_us, whole
+from hwfsdp.observe import validate
 
 TraceEvent = dict[str, Any]
 SamplesByRank = dict[int, list[Sample]]
@@ -65,10 +65,10 @@ def from_trace(trace: dict[str, Any]) -> Contents:
     for i, entry in enumerate(entries):
         if entry["ph"] == "C":
             where = f"traceEvents[{i}]"
-            rank = whole(f"{where}.pid", entry["pid"], 1, MOST_RANKS) - 1
-            at = samples.setdefault(rank, {}).setdefault(time_us(f"{where}.ts", entry["ts"]), {})
-            kind = text(f"{where}.name", entry["name"]).removeprefix("memory: ")
-            at[kind] = whole(f"{where}.args.bytes", entry["args"]["bytes"])
+            rank = validate.whole(f"{where}.pid", entry["pid"], 1, validate.MOST_RANKS) - 1
+            at = samples.setdefault(rank, {}).setdefault(validate.time_us(f"{where}.ts", entry["ts"]), {})
+            kind = validate.text(f"{where}.name", entry["name"]).removeprefix("memory: ")
+            at[kind] = validate.whole(f"{where}.args.bytes", entry["args"]["bytes"])
     by_rank = {rank: [Sample(us, kinds) for us, kinds in found.items()] for rank, found in samples.items()}
     about = trace.get("otherData", {}).get("hwfsdp", {})
     if not isinstance(about, dict):
@@ -77,25 +77,22 @@ def from_trace(trace: dict[str, Any]) -> Contents:
 
 
 def _event(where: str, args: Any) -> Event:
-    found = dict(named(where, args))
-    for name, least, most in _WHOLE:
-        whole(f"{where}.{name}", found[name], least, most)
-    for name in ("op", "stream", "owner", "phase", "dtype"):
-        text(f"{where}.{name}", found[name])
-    time_us(f"{where}.start_us", found["start_us"])
-    time_us(f"{where}.dur_us", found["dur_us"], least=0)
-    for name, least in (("after", -MOST), ("reads", 0), ("writes", 0)):
-        found[name] = tuple(
-            whole(f"{where}.{name}[{i}]", n, least)
-            for i, n in enumerate(many(f"{where}.{name}", found[name]))
-        )
+    found = {**validate.named(where, args), **validate.record(where, args, _EVENT)}
     for name, known in (("stream", STREAMS), ("op", OPS)):
         if found[name] not in known:
             raise ValueError(f"{where}: no {name} is called {found[name]!r}")
     return Event(**found)
 
 
-_WHOLE = (("rank", 0, MOST_RANKS - 1), ("seq", 0, MOST), ("step", 0, MOST), ("bytes", 0, MOST))
+_EVENT: dict[str, validate.Check] = {
+    "rank": validate.between(0, validate.MOST_RANKS - 1),
+    **dict.fromkeys(("seq", "step", "bytes"), validate.whole),
+    **dict.fromkeys(("op", "stream", "owner", "phase", "dtype"), validate.text),
+    "start_us": validate.time_us,
+    "dur_us": lambda name, value: validate.time_us(name, value, least=0),
+    "after": validate.each(validate.between(-validate.MOST, validate.MOST)),
+    **dict.fromkeys(("reads", "writes"), validate.each(validate.whole)),
+}
 
 
 def _tid(stream: str) -> int:
@@ -118,7 +115,6 @@ def _meta(kind: str, pid: int, tid: int, /, **args: Any) -> TraceEvent:
 _GRID = 1 / 8  # µs; Note [Times on a grid]
 ROUNDING = 1e-6  # µs by which times that are equal may differ after a shift
 
-Interval = tuple[float, float]
 Place = tuple[int, int]  # rank, seq
 
 
@@ -169,7 +165,7 @@ def _on_grid(event: Event) -> Event:
     return replace(event, start_us=start, dur_us=end - start)
 
 
-def nested_intervals(events: Sequence[Event]) -> dict[Place, Interval]:
+def nested_intervals(events: Sequence[Event]) -> dict[Place, tuple[float, float]]:
     """`draw`, for those who only want the intervals."""
     return {place: (slice_.start, slice_.end) for place, slice_ in draw(events).items()}
 

@@ -24,7 +24,7 @@ from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import state_of
 from hwfsdp.features.hybrid_sharding import replicas_of
 from hwfsdp.observe.accounting import GroupSizes
-from hwfsdp.observe.validate import MOST_RANKS, flag, many, named, text, whole
+from hwfsdp.observe.validate import MOST_RANKS, between, each, flag, record, text, whole
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,12 @@ class GroupAbout:
 
     def sizes(self, trained_only: bool = False) -> list[GroupSizes]:
         """The group for `accounting`: one entry for each pair of itemsizes in it."""
-        pairs = dict.fromkeys((p.gather_itemsize, p.reduce_itemsize) for p in self.params)
-        return [
-            GroupSizes(
-                [
-                    p.shape
-                    for p in self.params
-                    if (p.gather_itemsize, p.reduce_itemsize) == pair and (p.trained or not trained_only)
-                ],
-                *pair,
-                resharded_after_forward=self.gathered_again_from > 0,
-            )
-            for pair in pairs
-        ]
+        shapes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for p in self.params:
+            of_pair = shapes.setdefault((p.gather_itemsize, p.reduce_itemsize), [])
+            of_pair += [p.shape] if p.trained or not trained_only else []
+        again = self.gathered_again_from > 0
+        return [GroupSizes(found, *pair, resharded_after_forward=again) for pair, found in shapes.items()]
 
 
 @dataclass(frozen=True)
@@ -110,10 +103,8 @@ def describe_run(modules: Iterable[nn.Module], told: Iterable[GroupAbout] = ()) 
     device = groups[0].mesh.device.type if groups else "cpu"
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     about = About(world_size, torch.version.__version__, device, (*map(_about_group, groups), *told))
-    found: dict[str, Any] = json.loads(
-        json.dumps(asdict(about))
-    )  # lists for tuples, as they come back from a file
-    return found
+    # Lists for tuples, as they come back from a file.
+    return json.loads(json.dumps(asdict(about)))  # type: ignore[no-any-return]
 
 
 def _about_group(group: ParamGroup) -> GroupAbout:
@@ -124,22 +115,23 @@ def _about_group(group: ParamGroup) -> GroupAbout:
 
 
 def _about_param(param: FSDPParam) -> ParamAbout:
-    gathered = param.dtypes.compute
-    reduced = param.dtypes.reduce or gathered
-    return ParamAbout(
-        param.fqn,
-        tuple(param.layout.rows),
-        _name(param.dtypes.orig),
-        _name(gathered),
-        gathered.itemsize,
-        _name(reduced),
-        reduced.itemsize,
-        param.sharded_param.requires_grad,
-    )
+    dtypes, trained = param.dtypes, param.sharded_param.requires_grad
+    return about_param(param.fqn, param.layout.rows, dtypes.orig, dtypes.compute, dtypes.reduce, trained)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def about_param(
+    fqn: str,
+    shape: Iterable[int],
+    dtype: torch.dtype,
+    gathered: torch.dtype,
+    reduced: torch.dtype | None,
+    trained: bool,
+) -> ParamAbout:
+    """One parameter, from dtypes; gradients are reduced in `gathered` where nobody says otherwise."""
+    reduced = reduced or gathered
+    names = [str(each).removeprefix("torch.") for each in (dtype, gathered, reduced)]
+    sizes = gathered.itemsize, reduced.itemsize
+    return ParamAbout(fqn, tuple(shape), names[0], names[1], sizes[0], names[2], sizes[1], trained)
 
 
 def read_about(about: Mapping[str, Any]) -> About | None:
@@ -150,44 +142,38 @@ def read_about(about: Mapping[str, Any]) -> About | None:
     """
     if "groups" not in about:
         return None
-    groups = tuple(
-        _read_group(f"groups[{i}]", group) for i, group in enumerate(many("groups", about["groups"]))
+    found = record(
+        "", about, {"world_size": _RANKS, "torch": text, "device": text, "groups": each(_read_group)}
     )
-    world_size = whole("world_size", about["world_size"], 1, MOST_RANKS)
-    return About(world_size, text("torch", about["torch"]), text("device", about["device"]), groups)
+    return About(**found)
 
 
 def _read_group(where: str, group: Any) -> GroupAbout:
-    group = named(where, group)
-    params = [
-        _read_param(f"{where}.params[{i}]", p) for i, p in enumerate(many(f"{where}.params", group["params"]))
-    ]
-    return GroupAbout(
-        text(f"{where}.fqn", group["fqn"]),
-        whole(f"{where}.shards", group["shards"], 1, MOST_RANKS),
-        whole(f"{where}.replicas", group["replicas"], 1, MOST_RANKS),
-        whole(f"{where}.gathered_again_from", group["gathered_again_from"], 0, MOST_RANKS),
-        tuple(params),
-    )
+    return GroupAbout(**record(where, group, _GROUP))
 
 
 def _read_param(where: str, param: Any) -> ParamAbout:
-    param = named(where, param)
-    shape = tuple(
-        whole(f"{where}.shape[{i}]", n) for i, n in enumerate(many(f"{where}.shape", param["shape"]))
-    )
-    if not shape:
+    found = ParamAbout(**record(where, param, _PARAM))
+    if not found.shape:
         raise ValueError(f"{where}.shape is [], but a parameter that is cut has a dimension")
-    return ParamAbout(
-        text(f"{where}.fqn", param["fqn"]),
-        shape,
-        text(f"{where}.dtype", param["dtype"]),
-        text(f"{where}.gather_dtype", param["gather_dtype"]),
-        whole(f"{where}.gather_itemsize", param["gather_itemsize"], 1, _MOST_ITEMSIZE),
-        text(f"{where}.reduce_dtype", param["reduce_dtype"]),
-        whole(f"{where}.reduce_itemsize", param["reduce_itemsize"], 1, _MOST_ITEMSIZE),
-        flag(f"{where}.trained", param["trained"]),
-    )
+    return found
 
 
-_MOST_ITEMSIZE = 64  # bytes; complex128, the largest, has 16
+_RANKS, _ITEMSIZE = between(1, MOST_RANKS), between(1, 64)  # bytes; complex128, the largest, has 16
+_PARAM = {
+    "fqn": text,
+    "shape": each(whole),
+    "dtype": text,
+    "gather_dtype": text,
+    "gather_itemsize": _ITEMSIZE,
+    "reduce_dtype": text,
+    "reduce_itemsize": _ITEMSIZE,
+    "trained": flag,
+}
+_GROUP = {
+    "fqn": text,
+    "shards": _RANKS,
+    "replicas": _RANKS,
+    "gathered_again_from": between(0, MOST_RANKS),
+    "params": each(_read_param),
+}

@@ -8,6 +8,7 @@ Left out: files that are not JSON, and entries that are missing, of which Python
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -51,6 +52,25 @@ def many(name: str, value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{name} is {shown(value)}, not a list")
     return list(value)
+
+
+Check = Callable[[str, Any], Any]  # of a field's name and value; what is to be kept of it
+
+
+def between(least: int, most: int) -> Check:
+    """The check for an integer in least … most."""
+    return lambda name, value: whole(name, value, least, most)
+
+
+def each(check: Check) -> Check:
+    """The check for a list whose parts pass `check`; kept as a tuple."""
+    return lambda name, value: tuple(check(f"{name}[{i}]", part) for i, part in enumerate(many(name, value)))
+
+
+def record(where: str, value: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
+    """The fields of an object, each checked. Raises KeyError if one is missing, else as the checks do."""
+    found, front = named(where, value), f"{where}." if where else ""
+    return {name: check(front + name, found[name]) for name, check in checks.items()}
 
 
 def named(name: str, value: Any) -> dict[str, Any]:

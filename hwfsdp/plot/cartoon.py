@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from hwfsdp.errors import UsageError
@@ -23,7 +22,6 @@ from hwfsdp.plot import sheet, style
 MOST_RANKS, MOST_ELEMENTS = 7, 24
 
 _ROW, _NAMES, _ARROW, _CHUNK_GAP, _CHUNK_NAMES = 0.44, 0.75, 1.5, 0.14, 0.5  # inches
-_COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.VERMILION, style.BLUE)
 _HATCHES = (
     "",
     "///",
@@ -67,18 +65,9 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
     height = ranks * _ROW + _CHUNK_NAMES
     figure = sheet.new_figure(max(full, 6.0), head.height + height + sheet.MARGIN)
     axes = sheet.axes_at(figure, sheet.MARGIN, sheet.MARGIN, full - 2 * sheet.MARGIN, height)
-    axes.axis("off")
-    axes.set_xlim(0.0, full - 2 * sheet.MARGIN)
-    axes.set_ylim(ranks * _ROW, -_CHUNK_NAMES)
+    sheet.blank(axes, full - 2 * sheet.MARGIN, ranks * _ROW, top=_CHUNK_NAMES)
     for rank in range(ranks):
-        axes.text(
-            0.0,
-            (rank + 0.45) * _ROW,
-            f"rank {rank}",
-            fontsize=style.TEXT_SIZE,
-            va="center",
-            color=style.GREYS[3],
-        )
+        sheet.say(axes, 0.0, (rank + 0.45) * _ROW, f"rank {rank}")
     _draw_side(axes, _NAMES, left, cell, "before")
     _draw_side(axes, _NAMES + widths[0] + _ARROW, right, cell, "after")
     _draw_arrow(axes, _NAMES + widths[0], op, ranks)
@@ -148,9 +137,8 @@ def _sides(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[
         return _Side(rows, length, [""], own), _Side(results, length, names, lambda _, chunk: (chunk,))
     if op == "reduce_scatter":
         chunk = length // len(ranks)
-        return _Side(rows, chunk, [f"to {r}" for r in ranks], own), _Side(
-            results, chunk, ["own part"], everybody
-        )
+        given = _Side(rows, chunk, [f"to {r}" for r in ranks], own)
+        return given, _Side(results, chunk, ["own part"], everybody)
     return _Side(rows, length, [""], own), _Side(results, length, ["the same everywhere"], everybody)
 
 
@@ -183,14 +171,12 @@ def _words(op: str, ranks: int) -> str:
 
 
 def _draw_side(axes: Axes, left: float, side: _Side, cell: float, gid: str) -> None:
-    axes.text(left, -0.38, gid, fontsize=style.TEXT_SIZE, weight="bold", va="center")
+    sheet.say(axes, left, -0.38, gid, weight="bold", color="black")
     for rank, row in enumerate(side.rows):
         for place, value in enumerate(row):
             chunk = place // side.chunk
-            x = left + place * cell + chunk * _CHUNK_GAP
-            _draw_cell(
-                axes, (x, rank * _ROW), cell, value, side.sources(rank, chunk), f"{gid} {rank} {place}"
-            )
+            x, sources = left + place * cell + chunk * _CHUNK_GAP, side.sources(rank, chunk)
+            _draw_cell(axes, (x, rank * _ROW), cell, value, sources, f"{gid} {rank} {place}")
             if rank == 0 and place % side.chunk == 0:
                 _name_chunk(axes, x, side.names[chunk], min(side.chunk, len(row)) * cell, gid)
 
@@ -198,14 +184,8 @@ def _draw_side(axes: Axes, left: float, side: _Side, cell: float, gid: str) -> N
 def _name_chunk(axes: Axes, x: float, name: str, width: float, gid: str) -> None:
     """The name above a chunk: in its middle, or from its left edge if it is wider."""
     wide = sheet.inches(name, style.SMALL_SIZE) > width
-    axes.text(
-        *(x if wide else x + width / 2, -0.12, name),
-        fontsize=style.SMALL_SIZE,
-        ha="left" if wide else "center",
-        va="center",
-        color=style.GREYS[3],
-        gid=f"{gid} chunk",
-    )
+    at, side = (x, "left") if wide else (x + width / 2, "center")
+    sheet.say(axes, at, -0.12, name, size=style.SMALL_SIZE, ha=side, gid=f"{gid} chunk")
 
 
 def _draw_cell(
@@ -215,47 +195,22 @@ def _draw_cell(
     x, y = at
     height, strip = _ROW * 0.86, _ROW * 0.24
     one = len(sources) == 1
-    face = style.mixed(_COLORS[sources[0]], style.WHITE, 0.35) if one else style.GREYS[0]
-    axes.add_patch(
-        Rectangle(
-            (x, y),
-            width,
-            height,
-            facecolor=face,
-            edgecolor=style.GREYS[3],
-            linewidth=0.8,
-            clip_on=False,
-            gid=gid,
-        )
-    )
+    face = style.mixed(style.SEVEN[sources[0]], style.WHITE, 0.35) if one else style.GREYS[0]
+    drawn = {"edgecolor": style.GREYS[3], "clip_on": False}
+    sheet.add_box(axes, at, (width, height), style.Look(face), gid, linewidth=0.8, **drawn)
+    each = width / len(sources)
     for place, source in enumerate(sources):
-        axes.add_patch(
-            Rectangle(
-                (x + place * width / len(sources), y + height - strip),
-                width / len(sources),
-                strip,
-                facecolor=_COLORS[source],
-                edgecolor=style.GREYS[3],
-                hatch=_HATCHES[source] or None,
-                linewidth=0.5,
-                clip_on=False,
-                gid=f"{gid} from {source}",
-            )
+        look, corner = style.Look(style.SEVEN[source], _HATCHES[source]), (
+            x + place * each,
+            y + height - strip,
         )
+        sheet.add_box(axes, corner, (each, strip), look, f"{gid} from {source}", **drawn)
     middle = (x + width / 2, y + (height - strip) / 2)
     style.draw_label(axes, middle, _text(value), face, style.TEXT_SIZE, hatched=False)
 
 
 def _draw_arrow(axes: Axes, left: float, op: str, ranks: int) -> None:
     middle = ranks * _ROW / 2
-    axes.annotate(
-        *("", (left + _ARROW - 0.2, middle), (left + 0.2, middle)),
-        arrowprops={"arrowstyle": "-|>", "color": style.GREYS[3], "linewidth": 1.6},
-    )
-    axes.text(
-        *(left + _ARROW / 2, middle - 0.12, op),
-        fontsize=style.TEXT_SIZE,
-        ha="center",
-        va="center",
-        color=style.GREYS[3],
-    )
+    arrow = {"arrowstyle": "-|>", "color": style.GREYS[3], "linewidth": 1.6}
+    axes.annotate("", (left + _ARROW - 0.2, middle), (left + 0.2, middle), arrowprops=arrow)
+    sheet.say(axes, left + _ARROW / 2, middle - 0.12, op, ha="center")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.findings import examine
+from hwfsdp.plot.choice import chosen
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,42 +62,31 @@ def write_csv(log: EventLog, target: Path) -> None:
 
 def draw(log: EventLog, view: View) -> Figure:
     """The picture; its room of `plot` is imported now, as it takes a while."""
-    drawing: dict[str, Callable[[EventLog, View], Figure]] = {
-        "timeline": _timeline,
-        "memory": _memory,
-        "lifetimes": _lifetimes,
-        "overlap": _overlap,
-        "traffic": _traffic,
-    }
-    _check(log, view)
-    of_one_rank = view.picture in ("memory", "lifetimes")
-    rank = min(log.ranks) if of_one_rank and view.rank is None else view.rank
-    return drawing[view.picture](log if rank is None else log.of_rank(rank), view._replace(rank=rank))
+    chosen(log, "trace export", rank=view.rank, step=view.step)
+    step, rank = view.step, view.rank
+    if rank is None and view.picture in ("memory", "lifetimes"):
+        rank = min(log.ranks)
+    log = log if rank is None else log.of_rank(rank)
+    if view.picture == "memory":
+        from hwfsdp.plot.memory import plot_memory
 
+        return plot_memory(log if step is None else _during(log, step), rank=rank or 0)
+    if view.picture == "lifetimes":
+        from hwfsdp.plot.lifetimes import plot_lifetimes
 
-def _check(log: EventLog, view: View) -> None:
-    if any(view.rank in (None, e.rank) and view.step in (None, e.step) for e in log.events):
-        return
-    ranks, steps = sorted({e.rank for e in log.events}), sorted({e.step for e in log.events})
-    asked = (f"--{name} {n}" for name, n in (("rank", view.rank), ("step", view.step)) if n is not None)
-    raise UsageError(
-        " ".join(asked) or "export",
-        expected="a rank and a step that the trace has events of",
-        got="none",
-        remedy=f"It has ranks {ranks} and steps {steps}." if log.events else "Record a step first.",
-    )
+        return plot_lifetimes(log, rank=rank or 0, step=step)
+    if view.picture == "overlap":
+        from hwfsdp.plot.overlap import plot_overlap
 
+        return plot_overlap(log, step=step)
+    if view.picture == "traffic":
+        from hwfsdp.plot.traffic import plot_traffic
 
-def _timeline(log: EventLog, view: View) -> Figure:
+        log = log if step is None else EventLog(log.select(step=step), {}, log.about)
+        return plot_traffic(log, _closed_forms(log))
     from hwfsdp.plot.timeline import plot_timeline
 
-    return plot_timeline(log, step=view.step)
-
-
-def _memory(log: EventLog, view: View) -> Figure:
-    from hwfsdp.plot.memory import plot_memory
-
-    return plot_memory(log if view.step is None else _during(log, view.step), rank=view.rank or 0)
+    return plot_timeline(log, step=step)
 
 
 def _during(log: EventLog, step: int) -> EventLog:
@@ -112,25 +100,10 @@ def _during(log: EventLog, step: int) -> EventLog:
     return EventLog(events, samples, log.about)
 
 
-def _lifetimes(log: EventLog, view: View) -> Figure:
-    from hwfsdp.plot.lifetimes import plot_lifetimes
-
-    return plot_lifetimes(log, rank=view.rank or 0, step=view.step)
-
-
-def _overlap(log: EventLog, view: View) -> Figure:
-    from hwfsdp.plot.overlap import plot_overlap
-
-    return plot_overlap(log, step=view.step)
-
-
-def _traffic(log: EventLog, view: View) -> Figure:
-    from hwfsdp.plot.traffic import plot_traffic
-
-    if view.step is not None:
-        log = EventLog(log.select(step=view.step), {}, log.about)
+def _closed_forms(log: EventLog) -> dict[str, dict[str, int]]:
+    """Bytes by collective of the strategies that the log matches, or else of what it should have moved."""
     found = examine(log)
     closed = {each.strategy: each.bytes_by_op for each in found.strategies if each.matches}
     if not closed and found.expected is not None:
         closed = {"closed form": {op: t.bytes for op, t in found.expected.items()}}
-    return plot_traffic(log, closed)
+    return closed

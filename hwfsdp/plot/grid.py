@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
@@ -31,7 +31,6 @@ MOST_RANKS = 64
 
 _MOST_FOR_NAMES, _MAP, _LINE, _GAP, _RANK_NAMES = 3.2, 2.6, 0.36, 0.2, 0.24  # inches
 _CELL, _SMALLEST_CELL, _CELLS = 0.92, 0.2, 8.0  # inches of a cell: widest, narrowest; of all of them
-_OWNERS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.VERMILION, style.BLUE)
 _PADDING = style.Look(style.WHITE, "/////")
 
 
@@ -141,9 +140,8 @@ def _parts(parameter: LaidOut, mesh: Mapping[str, int], axis: int) -> list[_Part
     parts = []
     for coordinate in product(*map(range, sizes)):
         extent = local_extent_of(parameter.shape, sizes, parameter.placements, coordinate)
-        first = local_extent_of(
-            parameter.shape, sizes, parameter.placements, (*coordinate[:axis], 0, *coordinate[axis + 1 :])
-        )
+        start = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
+        first = local_extent_of(parameter.shape, sizes, parameter.placements, start)
         chunk = first.shape[dim] if is_shard(parameter.placements[axis]) else extent.shape[dim]
         parts.append(_Part(extent, chunk, owners.setdefault(extent, len(owners))))
     return parts
@@ -172,26 +170,12 @@ def _text(parameters: Sequence[LaidOut]) -> str:
     return f"{one}; left the whole tensors and who owns their parts, right what each rank holds"
 
 
-def _keys() -> list[Rectangle]:
-    own = Rectangle(
-        (0, 0),
-        1,
-        1,
-        facecolor=_OWNERS[0],
-        edgecolor=style.GREYS[3],
-        label="what the rank owns: its first…last row or column",
-    )
-    edge = style.GREYS[2]
-    padding = Rectangle(
-        (0, 0),
-        1,
-        1,
-        facecolor=style.WHITE,
-        edgecolor=edge,
-        hatch=_PADDING.hatch,
-        label="padding: sent, but part of no parameter",
-    )
-    return [own, padding]
+def _keys() -> list[Patch]:
+    own = style.Look(style.color_of(0))
+    return [
+        sheet.key(own, "what the rank owns: its first…last row or column", style.GREYS[3]),
+        sheet.key(_PADDING, "padding: sent, but part of no parameter", style.GREYS[2]),
+    ]
 
 
 def _frame(axes: Axes, lines: int, width: float) -> Axes:
@@ -214,11 +198,6 @@ def _name_ranks(axes: Axes, ranks: int, cell: float) -> None:
     )
 
 
-def _color_of(owner: int) -> str:
-    """Seven colors, then the same ones paler."""
-    return style.mixed(_OWNERS[owner % len(_OWNERS)], style.WHITE, min(0.75, 0.3 * (owner // len(_OWNERS))))
-
-
 def _draw_map(axes: Axes, line: int, shape: tuple[int, ...], parts: Sequence[_Part], cut: _Cut) -> None:
     """The whole tensor; each part with the numbers of the ranks that hold it, where they fit."""
     axes.add_patch(Rectangle((0.0, line + 0.1), 1.0, 0.7, facecolor=style.GREYS[0], gid=f"map {line}"))
@@ -228,39 +207,28 @@ def _draw_map(axes: Axes, line: int, shape: tuple[int, ...], parts: Sequence[_Pa
         if not prod(extent.shape):
             continue
         x, width = extent.offset[cut.across] / across, extent.shape[cut.across] / across
-        top, height = (
-            (0.0, 1.0)
-            if cut.down is None
-            else (extent.offset[cut.down] / down, extent.shape[cut.down] / down)
-        )
-        face = _color_of(owner)
-        place = (x, line + 0.1 + 0.7 * top)
-        _add_box(axes, place, width, 0.7 * height, style.Look(face), f"map {line} owner {owner}")
+        top, height = 0.0, 1.0
+        if cut.down is not None:
+            top, height = extent.offset[cut.down] / down, extent.shape[cut.down] / down
+        face, y = style.color_of(owner), line + 0.1 + 0.7 * top
+        _add_box(axes, (x, y), width, 0.7 * height, style.Look(face), f"map {line} owner {owner}")
         text = ", ".join(str(rank) for rank, part in enumerate(parts) if part.owner == owner)
-        _label(
-            axes,
-            (place[0] + width / 2, place[1] + 0.35 * height),
-            text,
-            face,
-            width * _MAP,
-            height * 0.7 * _LINE,
-        )
+        middle = x + width / 2, y + 0.35 * height
+        _label(axes, middle, text, face, width * _MAP, height * 0.7 * _LINE)
 
 
 def _draw_cell(axes: Axes, line: int, rank: int, part: _Part, cut: _Cut, cell: float) -> None:
     """A full chunk: filled as far as the rank's own rows go."""
     length, left, room = part.extent.shape[cut.fsdp], rank + 0.04, 0.92
     owned = room * length / part.chunk if part.chunk and prod(part.extent.shape) else 0.0
-    face, name = _color_of(part.owner), f"cell {line} rank {rank}"
+    face, name = style.color_of(part.owner), f"cell {line} rank {rank}"
     if owned:
         _add_box(axes, (left, line + 0.1), owned, 0.7, style.Look(face), f"{name} owned")
     if owned < room:
         _add_box(axes, (left + owned, line + 0.1), room - owned, 0.7, _PADDING, f"{name} padding")
-    text = _rows(part.extent, cut) if owned else "none"
-    fits = owned if owned else room
-    _label(
-        axes, (left + fits / 2, line + 0.45), text, face if owned else style.WHITE, fits * cell, 0.7 * _LINE
-    )
+    text, face = (_rows(part.extent, cut), face) if owned else ("none", style.WHITE)
+    fits = owned or room
+    _label(axes, (left + fits / 2, line + 0.45), text, face, fits * cell, 0.7 * _LINE)
 
 
 def _rows(extent: LocalExtent, cut: _Cut) -> str:
@@ -271,19 +239,8 @@ def _rows(extent: LocalExtent, cut: _Cut) -> str:
 def _add_box(
     axes: Axes, at: tuple[float, float], width: float, height: float, look: style.Look, gid: str
 ) -> None:
-    axes.add_patch(
-        Rectangle(
-            at,
-            width,
-            height,
-            facecolor=look.color,
-            edgecolor=style.GREYS[2] if look.hatch else style.GREYS[3],
-            hatch=look.hatch or None,
-            linewidth=0.6,
-            clip_on=False,
-            gid=gid,
-        )
-    )
+    edge = style.GREYS[2] if look.hatch else style.GREYS[3]
+    sheet.add_box(axes, at, (width, height), look, gid, edgecolor=edge, linewidth=0.6, clip_on=False)
 
 
 def _label(axes: Axes, at: tuple[float, float], text: str, face: str, width: float, height: float) -> None:

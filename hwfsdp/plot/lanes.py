@@ -10,24 +10,38 @@ they do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
 
 from hwfsdp.observe.events import COLLECTIVES, STREAMS, Event
 from hwfsdp.observe.perfetto import ROUNDING, nested_intervals
 from hwfsdp.plot import sheet, style
 
 MAX_ARROWS = 120  # per rank; with more, they hide the bars
-ROW_INCHES = 0.30
-
+_WIDTH, _LEFT, _BOTTOM, _ROW_INCHES = 14.0, 1.35, 0.55, 0.30
 _ROW_HEIGHT = {"compute": 1.7}  # in rows; the others have 1.0
 _BAR, _INNER = 0.84, 0.74  # share of its row that a bar fills, share of the outer bar that an inner one does
 _PALE = 0.68  # how much white is mixed into an outer span
+
+
+class Words(NamedTuple):
+    """What a picture of bands says: its title, the text below it, the name of its axis of time."""
+
+    title: str
+    text: str
+    time: str
+
+
+class Bands(NamedTuple):
+    """A figure, and the axes of its bands from top to bottom."""
+
+    figure: Figure
+    axes: list[Axes]
 
 
 class _Span(NamedTuple):
@@ -48,7 +62,7 @@ class _Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lanes:
+class _Lanes:
     """What bands share: the window in µs, the inches that it is drawn in, the rows by stream, their total height."""
 
     start: float
@@ -62,17 +76,7 @@ class Lanes:
         return self.width * style.POINTS_PER_INCH / (self.end - self.start)
 
 
-def cut_to_window(events: Sequence[Event], low: float, high: float) -> list[Event]:
-    """What ran between these times, in µs, cut at them."""
-    return [_cut(e, low, high) for e in events if low < high and e.start_us < high and e.end_us > low]
-
-
-def _cut(event: Event, low: float, high: float) -> Event:
-    start = max(event.start_us, low)
-    return replace(event, start_us=start, dur_us=min(event.end_us, high) - start)
-
-
-def lanes_of(events: Sequence[Event], width: float) -> Lanes:
+def _lanes_of(events: Sequence[Event], width: float) -> _Lanes:
     """Rows for the streams that these events ran on, over the time from the first to the last; `width` in inches."""
     rows, top = {}, 0.0
     for stream in STREAMS:
@@ -80,11 +84,37 @@ def lanes_of(events: Sequence[Event], width: float) -> Lanes:
             height = _ROW_HEIGHT.get(stream, 1.0)
             rows[stream] = _Row(top + height / 2, height * _BAR)
             top += height
-    return Lanes(min(e.start_us for e in events), max(e.end_us for e in events), width, rows, top)
+    return _Lanes(min(e.start_us for e in events), max(e.end_us for e in events), width, rows, top)
 
 
-def frame_band(axes: Axes, lanes: Lanes, name: str) -> None:
-    """Scales and names of a band; its axis of time has no numbers until the caller says that it is the last one."""
+def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[float], width: float) -> Bands:
+    """A figure with one band below the other, on one axis of time.
+
+    Args:
+        bands: the events of each, those of one rank. above: inches that are free above each.
+        width: of the bands, in inches.
+    """
+    shown = [event for events in bands for event in events]
+    lanes = _lanes_of(shown, width)
+    missing = sum(map(_arrows_left_out, bands))
+    head = sheet.head(words.title, words.text, _keys_of(shown, missing), width)
+    height = lanes.height * _ROW_INCHES
+    bottom = _BOTTOM + sum(above) + len(bands) * height
+    figure, drawn = sheet.new_figure(_WIDTH, head.height + bottom), []
+    for events, gap in zip(bands, above, strict=True):
+        bottom -= gap + height
+        axes = sheet.axes_at(figure, _LEFT, bottom, width, height)
+        _frame_band(axes, lanes)
+        _draw_band(axes, lanes, events)
+        drawn.append(axes)
+    axes.tick_params(axis="x", labelbottom=True, length=4)
+    axes.set_xlabel(words.time, fontsize=style.TEXT_SIZE)
+    head.draw(figure, _LEFT)
+    return Bands(figure, drawn)
+
+
+def _frame_band(axes: Axes, lanes: _Lanes) -> None:
+    """Scales of a band; its axis of time has no numbers, as only the last one's has."""
     style.open_frame(axes)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.set_facecolor(style.GREYS[0])
@@ -95,28 +125,20 @@ def frame_band(axes: Axes, lanes: Lanes, name: str) -> None:
     axes.tick_params(axis="x", labelbottom=False, length=0)
     axes.grid(axis="x", color=style.WHITE, linewidth=1.0)
     axes.set_axisbelow(True)
-    axes.set_ylabel(name, fontsize=style.TEXT_SIZE, weight="bold")
-    axes.yaxis.set_label_coords(-1.0 / lanes.width, 0.5)
 
 
-def name_time_axis(axes: Axes, text: str) -> None:
-    """Numbers and a name for the axis of time: for the last of several bands."""
-    axes.tick_params(axis="x", labelbottom=True, length=4)
-    axes.set_xlabel(text, fontsize=style.TEXT_SIZE)
-
-
-def draw_band(axes: Axes, lanes: Lanes, events: Sequence[Event]) -> None:
+def _draw_band(axes: Axes, lanes: _Lanes, events: Sequence[Event]) -> None:
     """Draws the events of one rank, and the arrows between them unless those are too many."""
     spans = _spans(events)
     for span in spans:
         _draw_span(axes, lanes, span)
-    if not arrows_left_out(events):
+    if not _arrows_left_out(events):
         by_seq = {span.event.seq: span for span in spans}
         for source, target in _dependencies(events):
             _draw_arrow(axes, lanes, by_seq[source.seq], by_seq[target.seq])
 
 
-def arrows_left_out(events: Sequence[Event]) -> int:
+def _arrows_left_out(events: Sequence[Event]) -> int:
     """How many dependencies of one rank's events have no arrow: all of them, if they would hide the bars."""
     count = len(_dependencies(events))
     return count if count > MAX_ARROWS else 0
@@ -129,10 +151,15 @@ def _dependencies(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     return [(source, target) for source, target in pairs if source.stream != target.stream]
 
 
-def keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
+def _keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
     """The legend's keys: the ops that are drawn, and what an arrow means or how many are `missing`."""
-    keys: list[Artist] = [_key(op, events) for op in style.DRAWN_OPS if any(e.op == op for e in events)]
-    return [*keys, _key_of_arrows(missing)]
+    drawn, exposed = {e.op for e in events}, any(e.op in COLLECTIVES for e in events)
+    names = {"wait": "wait (exposed communication)"} if exposed else {}
+    keys = [sheet.key(style.look_of_op(op), names.get(op, op)) for op in style.DRAWN_OPS if op in drawn]
+    arrow = sheet.line_key("waited for by", color=style.GREYS[3], linewidth=0.8, marker=">", markersize=4)
+    if missing:
+        arrow = sheet.line_key(f"({missing} dependencies not drawn: too many)", linestyle="none")
+    return [*keys, arrow]
 
 
 def _spans(events: Sequence[Event]) -> list[_Span]:
@@ -153,30 +180,21 @@ def _spans(events: Sequence[Event]) -> list[_Span]:
     return spans
 
 
-def _height(lanes: Lanes, span: _Span) -> float:
+def _height(lanes: _Lanes, span: _Span) -> float:
     return lanes.rows[span.event.stream].height * _INNER**span.depth
 
 
-def _draw_span(axes: Axes, lanes: Lanes, span: _Span) -> None:
+def _draw_span(axes: Axes, lanes: _Lanes, span: _Span) -> None:
     event, height = span.event, _height(lanes, span)
     look = style.look_of_op(event.op)
     face = style.mixed(look.color, style.WHITE, _PALE) if span.inner else look.color
-    bar = Rectangle(
-        (span.start / 1e3, lanes.rows[event.stream].middle - height / 2),
-        (span.end - span.start) / 1e3,
-        height,
-        facecolor=face,
-        edgecolor=style.edge_of(look),
-        hatch=look.hatch or None,
-        linewidth=0.5,
-        zorder=2.0 + 0.1 * span.depth,
-        gid=f"rank {event.rank} seq {event.seq}",
-    )
-    axes.add_patch(bar)
+    corner = span.start / 1e3, lanes.rows[event.stream].middle - height / 2
+    size, gid = ((span.end - span.start) / 1e3, height), f"rank {event.rank} seq {event.seq}"
+    sheet.add_box(axes, corner, size, look, gid, facecolor=face, zorder=2.0 + 0.1 * span.depth)
     _draw_label(axes, lanes, span, face)
 
 
-def _draw_label(axes: Axes, lanes: Lanes, span: _Span, face: str) -> None:
+def _draw_label(axes: Axes, lanes: _Lanes, span: _Span, face: str) -> None:
     """The owner, in the widest part of the bar that no inner one covers, if it fits there."""
     start, end = max(_uncovered(span), key=lambda gap: gap[1] - gap[0])
     room = (end - start) * lanes.points_per_us - 4.0
@@ -201,41 +219,25 @@ def _fitting(owner: str, room: float) -> str:
     return next((t for t in tails if style.text_width(t, style.SMALL_SIZE) <= room), "")
 
 
-def _draw_arrow(axes: Axes, lanes: Lanes, source: _Span, target: _Span) -> None:
+def _draw_arrow(axes: Axes, lanes: _Lanes, source: _Span, target: _Span) -> None:
     """From the end of what was waited for to where the other could go on: a wait has begun before that."""
     rows = lanes.rows
     down = 1.0 if rows[target.event.stream].middle > rows[source.event.stream].middle else -1.0
     arrival = min(max(target.start, source.end), target.end)
     tail = (source.end / 1e3, rows[source.event.stream].middle + down * _height(lanes, source) / 2)
     head = (arrival / 1e3, rows[target.event.stream].middle - down * _height(lanes, target) / 2)
-    axes.add_patch(
-        FancyArrowPatch(
-            tail,
-            head,
-            arrowstyle="-|>",
-            mutation_scale=5.0,
-            shrinkA=0.0,
-            shrinkB=0.0,
-            linewidth=0.6,
-            color=style.GREYS[3],
-            alpha=0.75,
-            zorder=3.0,
-            clip_on=False,
-            gid=f"rank {source.event.rank} seq {source.event.seq} to {target.event.seq}",
-        )
+    arrow = FancyArrowPatch(
+        tail,
+        head,
+        arrowstyle="-|>",
+        mutation_scale=5.0,
+        shrinkA=0.0,
+        shrinkB=0.0,
+        linewidth=0.6,
+        color=style.GREYS[3],
+        alpha=0.75,
+        zorder=3.0,
+        clip_on=False,
+        gid=f"rank {source.event.rank} seq {source.event.seq} to {target.event.seq}",
     )
-
-
-def _key_of_arrows(missing: int) -> Line2D:
-    if missing:
-        return Line2D([], [], linestyle="none", label=f"({missing} dependencies not drawn: too many)")
-    return Line2D(
-        [], [], color=style.GREYS[3], linewidth=0.8, marker=">", markersize=4, label="waited for by"
-    )
-
-
-def _key(op: str, events: Sequence[Event]) -> Patch:
-    look = style.look_of_op(op)
-    exposed = op == "wait" and any(e.op in COLLECTIVES for e in events)
-    label = "wait (exposed communication)" if exposed else op
-    return sheet.key(look, label)
+    axes.add_patch(arrow)

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
@@ -59,16 +57,17 @@ def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> 
     width = _WIDTH - left - sheet.MARGIN
     title = f"Parameter groups of rank {rank}, {name_of_steps(events)}"
     head = sheet.head(title, _text(groups), _keys(), width)
-    rows = len(groups) * _ROW + 0.1
-    figure = sheet.new_figure(_WIDTH, head.height + rows + _BOTTOM)
-    axes = sheet.axes_at(figure, left, _BOTTOM, width, rows)
-    _frame(axes, [sheet.fitting(owner, style.TEXT_SIZE, names) for owner in groups], begin, end)
+    figure, axes = sheet.page(head, left, width, len(groups) * _ROW + 0.1, _BOTTOM)
+    axes.set_xlim(begin / 1e3, end / 1e3)
+    axes.set_ylim(len(groups) - 0.3, -0.7)
+    owners = [sheet.fitting(owner, style.TEXT_SIZE, names) for owner in groups]
+    sheet.name_rows(axes, range(len(groups)), owners, "ms since the recording began")
+    style.draw_grid(axes, "x")
     for row, (owner, lifetimes) in enumerate(groups.items()):
         _draw_states(axes, row, lifetimes, begin, end)
         for event in events:
             if event.owner == owner and event.op in ("forward", "backward"):
                 _draw_bar(axes, row, event.start_us, event.end_us, event.op)
-    head.draw(figure, left)
     return figure
 
 
@@ -81,28 +80,14 @@ def _text(groups: dict[str, list[Lifetime]]) -> str:
 
 def _keys() -> list[Artist]:
     """The legend's."""
-    line = Line2D([], [], color=style.GREYS[2], linewidth=1.2, label="sharded: this rank's rows only")
-    freed = Line2D([], [], linestyle="none", marker="v", color=style.BLACK, markersize=4, label="freed")
     return [
-        line,
+        sheet.line_key("sharded: this rank's rows only", color=style.GREYS[2], linewidth=1.2),
         sheet.key(_LOOKS["gathering"], "gathering"),
         sheet.key(_LOOKS["full"], "full"),
-        freed,
+        sheet.line_key("freed", linestyle="none", marker="v", color=style.BLACK, markersize=4),
         sheet.key(_LOOKS["forward"], "in its forward"),
         sheet.key(_LOOKS["backward"], "in its backward"),
     ]
-
-
-def _frame(axes: Axes, names: Sequence[str], begin: float, end: float) -> None:
-    style.open_frame(axes)
-    axes.spines[["left"]].set_visible(False)
-    axes.set_xlim(begin / 1e3, end / 1e3)
-    axes.set_ylim(len(names) - 0.3, -0.7)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=style.GREYS[1], linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("ms since the recording began", fontsize=style.TEXT_SIZE)
 
 
 def _draw_states(axes: Axes, row: int, lifetimes: Sequence[Lifetime], begin: float, end: float) -> None:
@@ -112,25 +97,13 @@ def _draw_states(axes: Axes, row: int, lifetimes: Sequence[Lifetime], begin: flo
         if state in _LOOKS:
             _draw_bar(axes, row, low, high, state)
             continue
-        axes.plot(
-            [low / 1e3, high / 1e3], [row, row], color=style.GREYS[2], linewidth=1.2, gid=f"{owner} {state}"
-        )
+        times = [low / 1e3, high / 1e3]
+        axes.plot(times, [row, row], color=style.GREYS[2], linewidth=1.2, gid=f"{owner} {state}")
         if state == "freed" and start >= begin:
             axes.plot(start / 1e3, row - 0.42, "v", color=style.BLACK, markersize=4, zorder=4, clip_on=False)
 
 
 def _draw_bar(axes: Axes, row: int, start: float, end: float, what: str) -> None:
-    look, height = _LOOKS[what], _HEIGHTS[what]
-    axes.add_patch(
-        Rectangle(
-            (start / 1e3, row - height / 2),
-            (end - start) / 1e3,
-            height,
-            facecolor=look.color,
-            edgecolor=style.edge_of(look),
-            hatch=look.hatch or None,
-            linewidth=0.5,
-            zorder=3.0 if what in ("forward", "backward") else 2.0,
-            gid=f"row {row} {what}",
-        )
-    )
+    height, zorder = _HEIGHTS[what], 3.0 if what in ("forward", "backward") else 2.0
+    corner, size = (start / 1e3, row - height / 2), ((end - start) / 1e3, height)
+    sheet.add_box(axes, corner, size, _LOOKS[what], f"row {row} {what}", zorder=zorder)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -77,20 +77,19 @@ def plot_memory(log: EventLog, *, rank: int = 0, expected: Mapping[str, int] | N
     stack = _stacked(log, rank, expected or {})
     lines = _lines(expected or {}, stack)
     left, legend = _legend_place(stack, lines)
-    width = left + legend
-    figure = Figure(figsize=(width, _HEIGHT))
-    place = (_LEFT / width, _BOTTOM / _HEIGHT, _AXES_WIDTH / width, _AXES_HEIGHT / _HEIGHT)
-    axes = figure.add_axes(place)
+    figure = sheet.new_figure(left + legend, _HEIGHT)
+    axes = sheet.axes_at(figure, _LEFT, _BOTTOM, _AXES_WIDTH, _AXES_HEIGHT)
     _frame(axes, stack)
     _draw_areas(axes, stack)
     _draw_peak(axes, stack)
     for line in lines:
         _draw_line(axes, line)
-    title = (
-        f"Memory of rank {rank} without activations: at most {style.format_bytes(stack.peak_bytes)} at once"
+    most = style.format_bytes(stack.peak_bytes)
+    head = sheet.head(
+        f"Memory of rank {rank} without activations: at most {most} at once", "", (), left + legend
     )
-    figure.text(place[0], 1.0 - 0.3 / _HEIGHT, title, fontsize=style.TITLE_SIZE, weight="bold")
-    _draw_legend(figure, axes, left / width)
+    head.draw(figure, _LEFT)
+    _draw_legend(figure, axes, left)
     return figure
 
 
@@ -98,15 +97,12 @@ def _stacked(log: EventLog, rank: int, expected: Mapping[str, int]) -> _Stack:
     samples = log.samples.get(rank, [])
     peak = max(samples, key=_total, default=Sample(0.0, {}))  # of several, the first
     if not _total(peak):
+        recorded = "Record a step of a model that fully_shard was applied to."
         raise UsageError(
             f"plot_memory(rank={rank})",
             expected="a rank with samples of memory",
             got="samples without bytes" if samples else f"samples of the ranks {sorted(log.samples)}",
-            remedy=(
-                "Record a step of a model that fully_shard was applied to."
-                if samples
-                else "Choose one of these."
-            ),
+            remedy=recorded if samples else "Choose one of these.",
         )
     found = {kind for sample in samples for kind, nbytes in sample.bytes_by_kind.items() if nbytes}
     order = [_LOWEST, *(kind for kind in KINDS if kind != _LOWEST), *sorted(found - set(KINDS))]
@@ -136,21 +132,13 @@ def _draw_areas(axes: Axes, stack: _Stack) -> None:
     for kind, heights in stack.heights.items():
         upper = [low + nbytes / stack.unit.nbytes for low, nbytes in zip(lower, heights, strict=True)]
         look = style.look_of_kind(kind)
-        axes.fill_between(
-            times,
-            lower,
-            upper,
-            step="post",
-            facecolor=look.color,
-            edgecolor=style.mixed(look.color, style.BLACK, 0.25),
-            hatch=look.hatch or None,
-            linewidth=0.0,  # an area without height must not leave a line; the edge colors the hatch
-            label=_label(stack, kind),
-        )
+        hatched = style.filled(look, style.mixed(look.color, style.BLACK, 0.25))
+        # Without a line, since an area without height must not leave one; the edge colors the hatch.
+        area: dict[str, Any] = {"step": "post", "linewidth": 0.0, "label": _label(stack, kind)}
+        axes.fill_between(times, lower, upper, **hatched, **area)
         lower = upper
-    axes.plot(  # what lasts too short for an area to be seen is a line at least
-        times, lower, drawstyle="steps-post", color=style.GREYS[3], linewidth=0.5, gid="total"
-    )
+    # What lasts too short for an area to be seen is a line at least.
+    axes.plot(times, lower, drawstyle="steps-post", color=style.GREYS[3], linewidth=0.5, gid="total")
 
 
 def _label(stack: _Stack, kind: str) -> str:
@@ -159,21 +147,13 @@ def _label(stack: _Stack, kind: str) -> str:
 
 def _draw_peak(axes: Axes, stack: _Stack) -> None:
     """A dot on the peak, and a line up to its name above the frame."""
-    at, height = stack.peak.us / 1e3, stack.peak_bytes / stack.unit.nbytes
+    at, height, top = stack.peak.us / 1e3, stack.peak_bytes / stack.unit.nbytes, axes.get_ylim()[1]
     axes.plot([at], [height], "o", color=style.BLACK, markersize=5, zorder=5, clip_on=False, gid="peak")
-    axes.plot(
-        [at, at], [height, axes.get_ylim()[1]], color=style.BLACK, linewidth=0.8, zorder=5, clip_on=False
-    )
+    axes.plot([at, at], [height, top], color=style.BLACK, linewidth=0.8, zorder=5, clip_on=False)
     share = (stack.peak.us - stack.times[0]) / (stack.times[-1] - stack.times[0])
-    axes.annotate(
-        f"peak: {style.format_bytes(stack.peak_bytes)} at {style.format_ms(stack.peak.us)}",
-        (at, axes.get_ylim()[1]),
-        (0, 3),
-        textcoords="offset points",
-        ha="left" if share < 0.15 else "right" if share > 0.85 else "center",
-        va="bottom",
-        fontsize=style.TEXT_SIZE,
-    )
+    side = "left" if share < 0.15 else "right" if share > 0.85 else "center"
+    text = f"peak: {style.format_bytes(stack.peak_bytes)} at {style.format_ms(stack.peak.us)}"
+    sheet.note(axes, text, (at, top), (0, 3), ha=side, va="bottom", color="black")
 
 
 def _lines(expected: Mapping[str, int], stack: _Stack) -> list[_Line]:
@@ -182,15 +162,9 @@ def _lines(expected: Mapping[str, int], stack: _Stack) -> list[_Line]:
     ascending = sorted(expected.items(), key=lambda item: item[1])
     heights = [nbytes * points_per_byte for _, nbytes in ascending]
     places = sheet.moved_apart(heights, _LINE_OF_TEXT, _AXES_POINTS)
-    return [
-        _Line(
-            f"{name}: {style.format_bytes(nbytes)}",
-            nbytes / stack.unit.nbytes,
-            nbytes * points_per_byte,
-            place,
-        )
-        for (name, nbytes), place in zip(ascending, places, strict=True)
-    ]
+    names = [f"{name}: {style.format_bytes(nbytes)}" for name, nbytes in ascending]
+    values = [nbytes / stack.unit.nbytes for _, nbytes in ascending]
+    return list(map(_Line, names, values, heights, places))
 
 
 def _draw_line(axes: Axes, line: _Line) -> None:
@@ -204,17 +178,10 @@ def _draw_line(axes: Axes, line: _Line) -> None:
         gid=line.text,
         path_effects=[withStroke(linewidth=2.6, foreground=style.WHITE)],
     )
-    axes.annotate(
-        line.text,
-        (1.0, line.height),
-        (_COLUMN_GAP * style.POINTS_PER_INCH, line.label_points - line.points),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        va="center",
-        fontsize=style.TEXT_SIZE,
-        arrowprops={"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0.0, 0.5)},
-        annotation_clip=False,
-    )
+    offset = _COLUMN_GAP * style.POINTS_PER_INCH, line.label_points - line.points
+    at, coords = (1.0, line.height), ("axes fraction", "data")
+    tie = sheet.tied({"linewidth": 0.6, "shrinkB": 0})
+    sheet.note(axes, line.text, at, offset, xycoords=coords, color="black", **tie)
 
 
 def _legend_place(stack: _Stack, lines: Sequence[_Line]) -> tuple[float, float]:
@@ -239,13 +206,9 @@ def _draw_legend(figure: Figure, axes: Axes, left: float) -> None:
         labels[::-1],
         title="bytes at the peak",
         alignment="left",
-        loc="upper left",
-        bbox_to_anchor=(left, (_BOTTOM + _AXES_HEIGHT) / _HEIGHT),
-        frameon=False,
-        borderaxespad=0.0,
-        borderpad=0.0,
+        bbox_to_anchor=(left / figure.get_figwidth(), (_BOTTOM + _AXES_HEIGHT) / _HEIGHT),
         fontsize=style.TEXT_SIZE,
         title_fontsize=style.TEXT_SIZE,
-        handlelength=1.8,
         handleheight=1.2,
+        **sheet.LEGEND,
     )

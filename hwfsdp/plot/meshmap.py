@@ -6,14 +6,14 @@ each other along that axis. Below stands whether these groups stay within a node
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
@@ -28,7 +28,6 @@ ROLES = {  # what ranks do together along an axis, by its usual names
 _TILE, _NODE_GAP, _NODE_NAME, _PANEL_GAP, _CAPTION = 0.46, 0.14, 0.24, 0.4, 0.62  # inches
 _TILES_PER_LINE = 8
 _TEXT = "A color and a letter are a group: these ranks communicate with each other."
-_COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.VERMILION, style.BLUE)
 
 
 class _Node(NamedTuple):
@@ -73,9 +72,10 @@ def plot_mesh(
     for place, (panel, lines) in enumerate(zip(panels, captions, strict=True)):
         left = sheet.MARGIN + place * (panel_width + _PANEL_GAP)
         axes = sheet.axes_at(figure, left, sheet.MARGIN, panel_width, height + _CAPTION)
-        axes.set_xlim(0.0, panel_width)
-        axes.set_ylim(height, -_CAPTION)
-        _draw_caption(axes, lines)
+        sheet.blank(axes, panel_width, height, top=_CAPTION)
+        for line, text in enumerate(lines):
+            weight = "normal" if line else "bold"
+            sheet.say(axes, 0.0, -_CAPTION + 0.14 + 0.18 * line, text, weight=weight, color="black")
         for number, box in enumerate(nodes):
             _draw_node(axes, number if node < ranks else None, box, tiles, panel)
         axes.set_gid(panel.axis)
@@ -101,17 +101,6 @@ def _title(mesh: Mapping[str, int], nodes: int) -> str:
     ranks = prod(mesh.values())
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
     return f"Mesh of {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}: {axes}"
-
-
-def _draw_caption(axes: Axes, lines: Sequence[str]) -> None:
-    axes.axis("off")
-    for line, text in enumerate(lines):
-        axes.text(
-            *(0.0, -_CAPTION + 0.14 + 0.18 * line, text),
-            fontsize=style.TEXT_SIZE,
-            weight="normal" if line else "bold",
-            va="center",
-        )
 
 
 def _panel(mesh: Mapping[str, int], axis: str) -> _Panel:
@@ -151,43 +140,24 @@ def _draw_node(axes: Axes, number: int | None, node: _Node, width: float, panel:
             width - 0.08,
             lines * _TILE + _NODE_NAME - 0.04,
             boxstyle="round,pad=0,rounding_size=0.06",
-            facecolor=style.GREYS[0],
-            edgecolor=style.GREYS[2],
+            **style.filled(style.Look(style.GREYS[0]), style.GREYS[2]),
             linewidth=0.8,
             gid=f"node {number or 0}",
         )
     )
     name = "one node" if number is None else f"node {number}"
-    axes.text(
-        0.12,
-        node.top + 0.04 + _NODE_NAME / 2,
-        name,
-        fontsize=style.SMALL_SIZE,
-        va="center",
-        color=style.GREYS[3],
-    )
+    sheet.say(axes, 0.12, node.top + 0.04 + _NODE_NAME / 2, name, size=style.SMALL_SIZE)
     for place, rank in enumerate(node.ranks):
         line, column = divmod(place, _TILES_PER_LINE)
-        _draw_tile(
-            axes, (0.1 + column * _TILE, node.top + _NODE_NAME + line * _TILE), rank, panel.group_of[rank]
-        )
+        at = 0.1 + column * _TILE, node.top + _NODE_NAME + line * _TILE
+        _draw_tile(axes, at, rank, panel.group_of[rank])
 
 
 def _draw_tile(axes: Axes, at: tuple[float, float], rank: int, group: int) -> None:
-    face = style.mixed(_COLORS[group % len(_COLORS)], style.WHITE, min(0.75, 0.3 * (group // len(_COLORS))))
-    tile = _TILE - 0.06
-    axes.add_patch(
-        Rectangle(
-            (at[0] + 0.03, at[1] + 0.01),
-            tile,
-            tile,
-            facecolor=face,
-            edgecolor=style.GREYS[3],
-            linewidth=0.6,
-            gid=f"rank {rank} group {group}",
-        )
-    )
-    middle = at[0] + 0.03 + tile / 2
+    face, tile = style.color_of(group), _TILE - 0.06
+    corner, gid = (at[0] + 0.03, at[1] + 0.01), f"rank {rank} group {group}"
+    sheet.add_box(axes, corner, (tile, tile), style.Look(face), gid, edgecolor=style.GREYS[3], linewidth=0.6)
+    middle = corner[0] + tile / 2
     for text, y, size in ((str(rank), 0.36, style.TEXT_SIZE), (letter_of(group), 0.78, style.SMALL_SIZE)):
         style.draw_label(axes, (middle, at[1] + y * tile), text, face, size, hatched=False)
 

@@ -8,14 +8,14 @@ event of any rank to the last of any rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, subtract, union
-from hwfsdp.observe.events import COLLECTIVES, COMPUTE_OPS, Event
+from hwfsdp.observe.eventlog import EventLog, communicating, computing, intersect, length
+from hwfsdp.observe.events import Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 
@@ -44,22 +44,12 @@ class Shares(NamedTuple):
 
 
 def shares_of(events: Sequence[Event], start_us: float, end_us: float) -> Shares:
-    """How one rank spent the time from `start_us` to `end_us`; the four add up to it.
-
-    Computing is what runs on the compute stream, without what is spent in a wait there, as in `EventLog.summary`.
-    """
+    """How one rank spent the time from `start_us` to `end_us`; the four add up to it."""
     window = [(start_us, end_us)]
-    waits = _times(e for e in events if e.op == "wait" and e.stream == "compute")
-    busy = _times(e for e in events if e.op in COMPUTE_OPS and e.stream == "compute")
-    computing = intersect(subtract(busy, waits), window)
-    moving = intersect(_times(e for e in events if e.op in COLLECTIVES), window)
-    hidden = length(intersect(computing, moving))
-    compute, exposed = length(computing) - hidden, length(moving) - hidden
+    busy, moving = intersect(computing(events), window), intersect(communicating(events), window)
+    hidden = length(intersect(busy, moving))
+    compute, exposed = length(busy) - hidden, length(moving) - hidden
     return Shares(compute, hidden, exposed, max(0.0, end_us - start_us - compute - hidden - exposed))
-
-
-def _times(events: Iterable[Event]) -> list[Interval]:
-    return union((e.start_us, e.end_us) for e in events)
 
 
 def plot_overlap(log: EventLog, *, step: int | None = None) -> Figure:
@@ -79,13 +69,12 @@ def plot_overlap(log: EventLog, *, step: int | None = None) -> Figure:
     keys = [sheet.key(_LOOKS[name], label) for name, label in _LABELS.items()]
     title = f"Where the time of {name_of_steps(events)} went"
     head = sheet.head(title, _text(shares, end - start), keys, width)
-    rows = len(ranks) * _ROW
-    figure = sheet.new_figure(_WIDTH, head.height + rows + _BOTTOM)
-    axes = sheet.axes_at(figure, _LEFT, _BOTTOM, width, rows)
-    _frame(axes, ranks, (end - start) / 1e3)
+    figure, axes = sheet.page(head, _LEFT, width, len(ranks) * _ROW, _BOTTOM)
+    axes.set_xlim(0.0, (end - start) / 1e3)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    sheet.name_rows(axes, range(len(ranks)), [f"rank {rank}" for rank in ranks], "ms")
     for row, rank in enumerate(ranks):
         _draw_row(axes, row, shares[rank], width * style.POINTS_PER_INCH / (end - start))
-    head.draw(figure, _LEFT)
     return figure
 
 
@@ -100,29 +89,12 @@ def _text(shares: dict[int, Shares], total: float) -> str:
     )
 
 
-def _frame(axes: Axes, ranks: Sequence[int], total_ms: float) -> None:
-    style.open_frame(axes)
-    axes.spines[["left"]].set_visible(False)
-    axes.set_xlim(0.0, total_ms)
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("ms", fontsize=style.TEXT_SIZE)
-
-
 def _draw_row(axes: Axes, row: int, shares: Shares, points_per_us: float) -> None:
     """The four parts one after the other, each with its share where there is room for it."""
     left, total = 0.0, sum(shares)
     for name, us in shares._asdict().items():
-        look = _LOOKS[name]
-        axes.barh(
-            *(row, us / 1e3, 0.76, left / 1e3),
-            facecolor=look.color,
-            edgecolor=style.edge_of(look),
-            hatch=look.hatch or None,
-            linewidth=0.5,
-            gid=f"rank {row} {name}",
-        )
+        look, corner = _LOOKS[name], (left / 1e3, row - 0.38)
+        sheet.add_box(axes, corner, (us / 1e3, 0.76), look, f"rank {row} {name}")
         text = f"{us / total:.0%}"
         if style.text_width(text, style.TEXT_SIZE) + 8.0 < us * points_per_us:
             style.draw_label(axes, ((left + us / 2) / 1e3, row), text, look.color, style.TEXT_SIZE)

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.explain import Block, Explanation, ParamRow, fold
@@ -48,14 +48,11 @@ def plot_parameters(explanation: Explanation) -> Figure:
     inner = columns[-1] + _STRIP + _COLUMN_GAP + _SHARE + 0.5
     head = sheet.head(_title(explanation), _text(explanation, blocks), _keys(), inner)
     height = sum(len(block.rows) for block in blocks) * _LINE + len(blocks) * _GROUP_GAP + _LINE
-    figure = sheet.new_figure(inner + 2 * sheet.MARGIN, head.height + height + sheet.MARGIN)
-    axes = sheet.axes_at(figure, sheet.MARGIN, sheet.MARGIN, inner, height)
-    axes.axis("off")
-    axes.set_xlim(0.0, inner)
-    axes.set_ylim(height, 0.0)
+    figure, axes = sheet.page(head, sheet.MARGIN, inner, height, bottom=sheet.MARGIN)
+    sheet.blank(axes, inner, height)
     share = columns[-1] + _STRIP + _COLUMN_GAP
     for x, name in zip([*columns, share], [*_HEADS, "rows of this rank", "share of the bytes"], strict=True):
-        _say(axes, x, _LINE / 2, name, weight="bold")
+        sheet.say(axes, x, _LINE / 2, name, weight="bold")
     total = sum(_bytes(row) for row in explanation.rows)
     y = _LINE
     for block, lines in zip(blocks, cells, strict=True):
@@ -63,11 +60,10 @@ def plot_parameters(explanation: Explanation) -> Figure:
         axes.plot([0, inner], [y - _GROUP_GAP / 2] * 2, color=style.GREYS[1], linewidth=0.8)
         for row, line in zip(block.rows, lines, strict=True):
             for x, text, width in zip(columns, line, widths, strict=False):
-                _say(axes, x, y + _LINE / 2, sheet.fitting(text, style.TEXT_SIZE, width))
+                sheet.say(axes, x, y + _LINE / 2, sheet.fitting(text, style.TEXT_SIZE, width))
             _draw_rows(axes, columns[-1], y, row)
             _draw_share(axes, share, y, len(block.groups) * _bytes(row) / total if total else 0.0, row.fqn)
             y += _LINE
-    head.draw(figure)
     return figure
 
 
@@ -109,27 +105,12 @@ def _text(explanation: Explanation, blocks: Sequence[Block]) -> str:
     return text
 
 
-def _keys() -> list[Rectangle]:
+def _keys() -> list[Patch]:
     return [
-        Rectangle(
-            (0, 0),
-            1,
-            1,
-            facecolor=look.color,
-            edgecolor=style.GREYS[2],
-            hatch=look.hatch or None,
-            label=label,
-        )
-        for look, label in (
-            (_OWN, "rows of this rank"),
-            (_OTHERS, "rows of other ranks"),
-            (_PADDING, "padding, sent with this rank's rows"),
-        )
+        sheet.key(_OWN, "rows of this rank", style.GREYS[2]),
+        sheet.key(_OTHERS, "rows of other ranks", style.GREYS[2]),
+        sheet.key(_PADDING, "padding, sent with this rank's rows", style.GREYS[2]),
     ]
-
-
-def _say(axes: Axes, x: float, y: float, text: str, weight: str = "normal") -> None:
-    axes.text(x, y, text, fontsize=style.TEXT_SIZE, va="center", color=style.GREYS[3], weight=weight)
 
 
 def _draw_rows(axes: Axes, left: float, y: float, row: ParamRow) -> None:
@@ -157,18 +138,7 @@ def _length_and_padding(row: ParamRow) -> tuple[int, float]:
 
 
 def _add(axes: Axes, x: float, y: float, width: float, look: style.Look, gid: str) -> None:
-    axes.add_patch(
-        Rectangle(
-            (x, y + 0.04),
-            width,
-            _LINE - 0.08,
-            facecolor=look.color,
-            edgecolor=style.GREYS[2],
-            hatch=look.hatch or None,
-            linewidth=0.5,
-            gid=gid,
-        )
-    )
+    sheet.add_box(axes, (x, y + 0.04), (width, _LINE - 0.08), look, gid, edgecolor=style.GREYS[2])
 
 
 def _draw_share(axes: Axes, left: float, y: float, share: float, fqn: str) -> None:
@@ -177,4 +147,4 @@ def _draw_share(axes: Axes, left: float, y: float, share: float, fqn: str) -> No
         Rectangle((left, y + 0.06), width, _LINE - 0.12, facecolor=style.ORANGE, gid=f"{fqn} share")
     )
     text = f"{share:.1%}" if share >= 0.0005 or not share else "< 0.1%"
-    _say(axes, left + width + 0.06, y + _LINE / 2, text)
+    sheet.say(axes, left + width + 0.06, y + _LINE / 2, text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,31 +22,17 @@ from hwfsdp.plot import sheet, style
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 11.0, 4.6, 0.85, 0.55, 5.6, 0.95, 0.3  # inches
 _CAPTION_LINE = 0.17  # inches
+_DIAMOND: dict[str, Any] = {"marker": "D", "color": style.BLACK, "markersize": 6}
 
 
-class Point(Protocol):
-    """What is known of a run on so many GPUs; any record with these attributes will do.
+class ScalingPoint(NamedTuple):
+    """What is known of a run on so many GPUs.
 
     Attributes:
         gpus: their number. tokens_per_second_per_gpu, step_seconds: of a training step.
         memory_gib: peak of one GPU.
         exposed_fraction: share of the step in which nothing but communication runs, 0.0 to 1.0.
     """
-
-    @property
-    def gpus(self) -> int: ...
-    @property
-    def tokens_per_second_per_gpu(self) -> float: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def memory_gib(self) -> float: ...
-    @property
-    def exposed_fraction(self) -> float: ...
-
-
-class ScalingPoint(NamedTuple):
-    """A `Point` for whoever has no record of their own."""
 
     gpus: int
     tokens_per_second_per_gpu: float
@@ -64,7 +50,7 @@ class MeasuredSpeed(NamedTuple):
 
 
 def plot_scaling(
-    points: Sequence[Point],
+    points: Sequence[ScalingPoint],
     *,
     title: str = "Scaling",
     caption: str = "",
@@ -94,22 +80,16 @@ def plot_scaling(
     large.set_xlabel(f"{device}s", fontsize=style.TEXT_SIZE)
     large.set_ylabel(f"tokens per second and {device}", fontsize=style.TEXT_SIZE)
     _draw_panels(figure, bottom, ordered, device)
-    for line, text in enumerate(lines):
-        y = sheet.MARGIN / 2 + (len(lines) - 1 - line) * _CAPTION_LINE
-        figure.text(
-            *(_LEFT / _WIDTH, y / figure.get_figheight(), text),
-            fontsize=style.TEXT_SIZE,
-            color=style.GREYS[3],
-            gid="caption",
-        )
+    for line, text in enumerate(reversed(lines)):
+        sheet.write(figure, _LEFT, sheet.MARGIN / 2 + line * _CAPTION_LINE, text, "caption")
     head.draw(figure, _LEFT)
     return figure
 
 
-def _draw_panels(figure: Figure, bottom: float, points: Sequence[Point], device: str) -> None:
+def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint], device: str) -> None:
     """The small ones, one below the other, at the right."""
     height, left = (_HEIGHT - 2 * _ROW_GAP) / 3, _LEFT + _LARGE + _BETWEEN
-    panels: tuple[tuple[str, Callable[[Point], float]], ...] = (
+    panels: tuple[tuple[str, Callable[[ScalingPoint], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
         (f"GiB per {device}", lambda p: p.memory_gib),
         ("exposed communication, % of the step", lambda p: 100.0 * p.exposed_fraction),
@@ -122,11 +102,8 @@ def _draw_panels(figure: Figure, bottom: float, points: Sequence[Point], device:
         axes.set_xlabel(f"{device}s" if row == 2 else "", fontsize=style.TEXT_SIZE)
 
 
-def _check(points: Sequence[Point]) -> None:
-    values = [
-        (p.gpus, p.tokens_per_second_per_gpu, p.step_seconds, p.memory_gib, p.exposed_fraction)
-        for p in points
-    ]
+def _check(points: Sequence[ScalingPoint]) -> None:
+    values = [tuple(p) for p in points]
     sound = all(math.isfinite(value) and value >= 0 for point in values for value in point)
     if points and sound and len({p.gpus for p in points}) == len(points) and min(p.gpus for p in points) > 0:
         return
@@ -138,7 +115,7 @@ def _check(points: Sequence[Point]) -> None:
     )
 
 
-def _text(points: Sequence[Point], device: str) -> str:
+def _text(points: Sequence[ScalingPoint], device: str) -> str:
     first, last = points[0], points[-1]
     speed = number(first.tokens_per_second_per_gpu)
     if first.gpus == last.gpus or not first.tokens_per_second_per_gpu:
@@ -156,60 +133,32 @@ def number(value: float) -> str:
 
 
 def _keys(measured: Sequence[MeasuredSpeed], device: str) -> list[Line2D]:
+    ideal, sources = f"ideal: as fast as on the fewest {device}s", dict.fromkeys(m.source for m in measured)
     keys = [
-        Line2D([], [], color=style.BLUE, marker="o", markersize=6, label=f"tokens per second and {device}"),
-        Line2D(
-            [],
-            [],
-            color=style.GREYS[3],
-            linestyle=(0, (4, 3)),
-            label=f"ideal: as fast as on the fewest {device}s",
-        ),
+        sheet.line_key(f"tokens per second and {device}", color=style.BLUE, marker="o", markersize=6),
+        sheet.line_key(ideal, color=style.GREYS[3], linestyle=(0, (4, 3))),
     ]
     if measured:
-        sources = ", ".join(dict.fromkeys(m.source for m in measured))
-        keys.append(
-            Line2D(
-                [],
-                [],
-                linestyle="none",
-                marker="D",
-                color=style.BLACK,
-                markersize=6,
-                label=f"measured: {sources}",
-            )
-        )
+        keys.append(sheet.line_key(f"measured: {', '.join(sources)}", linestyle="none", **_DIAMOND))
     return keys
 
 
-def _draw_speed(axes: Axes, points: Sequence[Point], measured: Sequence[MeasuredSpeed]) -> None:
+def _draw_speed(axes: Axes, points: Sequence[ScalingPoint], measured: Sequence[MeasuredSpeed]) -> None:
     gpus = sorted({*(p.gpus for p in points), *(m.gpus for m in measured)})
     speeds = [p.tokens_per_second_per_gpu for p in points]
     top = max([*speeds, *(m.tokens_per_second_per_gpu for m in measured)]) or 1.0
     _frame(axes, gpus, 1.15 * top)
     axes.axhline(speeds[0], color=style.GREYS[3], linewidth=1.2, linestyle=(0, (4, 3)), gid="ideal")
-    axes.plot(
-        [p.gpus for p in points],
-        speeds,
-        "o-",
-        color=style.BLUE,
-        markersize=6,
-        linewidth=1.8,
-        zorder=3,
-        gid="speed",
-    )
+    curve: dict[str, Any] = {"color": style.BLUE, "markersize": 6, "linewidth": 1.8, "zorder": 3}
+    axes.plot([p.gpus for p in points], speeds, "o-", gid="speed", **curve)
     for m in measured:
-        axes.plot(
-            *(m.gpus, m.tokens_per_second_per_gpu, "D"),
-            color=style.BLACK,
-            markersize=6,
-            zorder=4,
-            gid="measured",
-        )
+        axes.plot([m.gpus], [m.tokens_per_second_per_gpu], zorder=4, gid="measured", **_DIAMOND)
     _name_points(axes, points, measured, 0.12 * top)
 
 
-def _name_points(axes: Axes, points: Sequence[Point], measured: Sequence[MeasuredSpeed], low: float) -> None:
+def _name_points(
+    axes: Axes, points: Sequence[ScalingPoint], measured: Sequence[MeasuredSpeed], low: float
+) -> None:
     """The share of the ideal below each point, and the speed above each measurement.
 
     The other way round where a measurement is below its point; what is lower than `low` has no room below it.
@@ -228,30 +177,17 @@ def _name_points(axes: Axes, points: Sequence[Point], measured: Sequence[Measure
 
 
 def _say(axes: Axes, x: float, y: float, text: str, points: float) -> None:
-    axes.annotate(
-        *(text, (x, y), (0, points)),
-        textcoords="offset points",
-        ha="center",
-        fontsize=style.TEXT_SIZE,
-        color=style.GREYS[3],
-        path_effects=[withStroke(linewidth=3.0, foreground=style.WHITE)],
-        zorder=5,
-    )
+    rim = [withStroke(linewidth=3.0, foreground=style.WHITE)]
+    sheet.note(axes, text, (x, y), (0, points), ha="center", path_effects=rim, zorder=5)
 
 
-def _draw_panel(axes: Axes, points: Sequence[Point], name: str, value: Callable[[Point], float]) -> None:
+def _draw_panel(
+    axes: Axes, points: Sequence[ScalingPoint], name: str, value: Callable[[ScalingPoint], float]
+) -> None:
     values = [value(p) for p in points]
     _frame(axes, [p.gpus for p in points], 1.15 * max(values) or 1.0)
-    axes.plot(
-        [p.gpus for p in points],
-        values,
-        "o-",
-        color=style.BLUE,
-        markersize=4,
-        linewidth=1.4,
-        clip_on=False,
-        gid=name,
-    )
+    curve: dict[str, Any] = {"color": style.BLUE, "markersize": 4, "linewidth": 1.4, "clip_on": False}
+    axes.plot([p.gpus for p in points], values, "o-", gid=name, **curve)
     axes.set_title(name, fontsize=style.TEXT_SIZE, loc="left", pad=4)
     axes.locator_params(axis="y", nbins=4)
 
@@ -263,18 +199,14 @@ def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
     axes.set_ylim(0.0, top)
     axes.set_xlim(gpus[0] / 1.25, gpus[-1] * 1.25)
     room = axes.get_position().width * _WIDTH * style.POINTS_PER_INCH
-    shown: list[int] = []
+    shown = [gpus[0]]
     for count in gpus:  # as many as stand beside each other
-        if (
-            not shown
-            or _distance(shown[-1], count, gpus, room) > style.text_width(str(count), style.TEXT_SIZE) + 8.0
-        ):
+        if _distance(shown[-1], count, gpus, room) > style.text_width(str(count), style.TEXT_SIZE) + 8.0:
             shown.append(count)
     axes.set_xticks(shown, list(map(str, shown)))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
-    axes.grid(color=style.GREYS[1], linewidth=0.6)
-    axes.set_axisbelow(True)
+    style.draw_grid(axes)
 
 
 def _distance(first: int, second: int, gpus: Sequence[int], room: float) -> float:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 
 from hwfsdp.plot import style
 
@@ -22,6 +24,10 @@ MARGIN = 0.25  # inches
 _TITLE_BASELINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.17, 0.20  # inches
 _KEY_SIZE = style.TEXT_SIZE - 1.0  # points
 _KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters
+# A legend that begins exactly where it is said to.
+LEGEND: dict[str, Any] = dict(
+    loc="upper left", frameon=False, borderaxespad=0.0, borderpad=0.0, handlelength=_KEY_HANDLE
+)
 
 
 @dataclass(frozen=True)
@@ -47,32 +53,23 @@ class Head:
         """Writes it on top of the sheet, `left` inches from its edge."""
         width, height = figure.get_figwidth(), figure.get_figheight()
         baseline = height - _TITLE_BASELINE
-        figure.text(
-            left / width, baseline / height, self.title, fontsize=style.TITLE_SIZE, weight="bold", gid="title"
+        write(
+            figure, left, baseline, self.title, "title", size=style.TITLE_SIZE, color="black", weight="bold"
         )
         for line in self.lines:
             baseline -= _TEXT_LINE + (0.03 if line is self.lines[0] else 0.0)
-            figure.text(
-                *(left / width, baseline / height, line),
-                fontsize=style.TEXT_SIZE,
-                color=style.GREYS[3],
-                gid="text",
-            )
+            write(figure, left, baseline, line, "text")
         if self.keys:
             figure.legend(
                 handles=list(self.keys),
-                loc="upper left",
                 bbox_to_anchor=(left / width, (baseline - 0.08) / height),
                 ncols=self.columns,
-                frameon=False,
                 fontsize=_KEY_SIZE,
-                borderaxespad=0.0,
-                borderpad=0.0,
                 labelspacing=0.5,
                 columnspacing=_KEY_SPACING,
-                handlelength=_KEY_HANDLE,
                 handleheight=0.9,
                 handletextpad=_KEY_PAD,
+                **LEGEND,
             )
 
 
@@ -108,15 +105,73 @@ def axes_at(figure: Figure, left: float, bottom: float, width: float, height: fl
     return figure.add_axes((left / full, bottom / high, width / full, height / high))
 
 
-def key(look: style.Look, label: str) -> Patch:
-    """A key of the legend: a patch that is filled as areas of this look are."""
-    return Patch(
-        facecolor=look.color,
-        edgecolor=style.edge_of(look),
-        hatch=look.hatch or None,
-        linewidth=0.5,
-        label=label,
-    )
+def page(head: Head, left: float, width: float, height: float, bottom: float) -> tuple[Figure, Axes]:
+    """A figure with a head and, in inches from its left and lower edges, axes of this size."""
+    figure = new_figure(left + width + MARGIN, head.height + height + bottom)
+    head.draw(figure, left)
+    return figure, axes_at(figure, left, bottom, width, height)
+
+
+def blank(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
+    """Axes without a frame, in inches from their upper left corner downwards, with `top` more above it."""
+    axes.axis("off")
+    axes.set_xlim(0.0, width)
+    axes.set_ylim(height, -top)
+
+
+def name_rows(axes: Axes, places: Sequence[float], names: Sequence[str], unit: str) -> None:
+    """Rows with their names at the left, and a scale below that is in this unit."""
+    style.open_frame(axes)
+    axes.spines[["left"]].set_visible(False)
+    axes.set_yticks(places, names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(unit, fontsize=style.TEXT_SIZE)
+
+
+# --- Artists -----------------------------------------------------------------------------------------------
+
+
+def write(figure: Figure, left: float, bottom: float, text: str, gid: str, **more: Any) -> None:
+    """A line of text on the sheet itself, in inches from its lower left corner; `more`: see `say`."""
+    place = left / figure.get_figwidth(), bottom / figure.get_figheight()
+    figure.text(*place, text, gid=gid, **_letters(more))
+
+
+def say(axes: Axes, x: float, y: float, text: str, **more: Any) -> None:
+    """A line of text, its middle at the height `y`; `more`: its size, and what matplotlib knows of texts."""
+    axes.text(x, y, text, va="center", **_letters(more))
+
+
+def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
+    """A line of text beside a point of the picture, `offset` points away; `more` as `say` takes it."""
+    axes.annotate(text, at, offset, textcoords="offset points", **_letters(more))
+
+
+def tied(tie: dict[str, Any]) -> dict[str, Any]:
+    """What `note` needs for the name of a line at its end, tied to it where it was moved away; `tie`: how."""
+    arrow = {"arrowstyle": "-", "shrinkA": 1, "relpos": (0.0, 0.5), **tie}
+    return {"va": "center", "arrowprops": arrow, "annotation_clip": False}
+
+
+def _letters(asked: dict[str, Any]) -> dict[str, Any]:
+    return {"fontsize": asked.pop("size", style.TEXT_SIZE), "color": style.GREYS[3], **asked}
+
+
+def add_box(
+    axes: Axes, at: tuple[float, float], size: tuple[float, float], look: style.Look, gid: str, **more: Any
+) -> None:
+    """A filled rectangle with a corner at `at`; `more`: what matplotlib knows of patches."""
+    axes.add_patch(Rectangle(at, *size, gid=gid, **{"linewidth": 0.5, **style.filled(look), **more}))
+
+
+def key(look: style.Look, label: str, edge: str = "") -> Patch:
+    """A key of the legend: a patch filled as areas of this look are; `edge`: its outline, if another."""
+    return Patch(**style.filled(look, edge), linewidth=0.5, label=label)
+
+
+def line_key(label: str, **more: Any) -> Line2D:
+    """A key of the legend: a line; `more`: what matplotlib knows of lines."""
+    return Line2D([], [], label=label, **more)
 
 
 def inches(text: str, size: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -67,55 +67,40 @@ def plot_model_states(
             got=f"{len(shapes)} shapes, {list(world_sizes)} ranks",
             remedy="Pass [p.shape for p in model.parameters()] and for example (1, 2, 4, 8).",
         )
+
+    def closed(strategy: Strategy, ranks: int) -> int:
+        return sum(model_state_bytes(shapes, strategy, ranks, shards, per_element=per_element))
+
     sizes = sorted(set(world_sizes))
-    lines = {s: _line(shapes, s, sizes, shards, per_element) for s in Strategy}
-    lines = {strategy: line for strategy, line in lines.items() if line}
+    possible = {strategy: sizes for strategy in Strategy}
+    possible[Strategy.HSDP] = [size for size in sizes if shards and size % shards == 0]
+    lines = {
+        strategy: {n: closed(strategy, n) for n in found} for strategy, found in possible.items() if found
+    }
     ends = {strategy: _name(strategy, line, shards) for strategy, line in lines.items()}
     names = sheet.column_of(ends.values(), style.TEXT_SIZE, 4.0) + 0.5
     elements = sum(math.prod(shape) for shape in shapes)
-    text = f"{_count(elements)} parameters, {sum(per_element)} bytes each ({_states(per_element)})"
+    states = ", ".join(f"{name} {nbytes}" for name, nbytes in per_element._asdict().items())
+    text = f"{_count(elements)} parameters, {sum(per_element)} bytes each ({states})"
     if measured:
-        text += (
-            f"; filled markers: {len(measured)} measured, {_agreement(shapes, measured, shards, per_element)}"
-        )
+        worst = max((m.nbytes - closed(m.strategy, m.world_size) for m in measured), key=abs)
+        text += f"; filled markers: {len(measured)} measured, {_agreement(worst)}"
     head = sheet.head("Model states of a rank", text, (), _WIDTH + names - _LEFT)
     figure = sheet.new_figure(_WIDTH + names, head.height + _HEIGHT + _BOTTOM)
     axes = sheet.axes_at(figure, _LEFT, _BOTTOM, _WIDTH - _LEFT, _HEIGHT)
-    _frame(
-        axes, sizes, [*(n for line in lines.values() for n in line.values()), *(m.nbytes for m in measured)]
-    )
+    head.draw(figure, _LEFT)
+    values = [nbytes for line in lines.values() for nbytes in line.values()]
+    _frame(axes, sizes, [*values, *(m.nbytes for m in measured)])
     _draw_lines(axes, lines, ends)
     _draw_points(axes, measured)
-    head.draw(figure, _LEFT)
     return figure
 
 
 def _draw_points(axes: Axes, measured: Sequence[MeasuredState]) -> None:
-    for point in measured:
-        axes.plot(
-            *([point.world_size], [point.nbytes], _MARKERS[point.strategy]),
-            color=style.BLACK,
-            markersize=6,
-            zorder=5,
-            clip_on=False,
-            gid=f"measured {point.strategy.name} {point.world_size}",
-        )
-
-
-def _line(
-    shapes: Sequence[Sequence[int]],
-    strategy: Strategy,
-    sizes: Sequence[int],
-    shards: int | None,
-    per_element: StateBytes,
-) -> dict[int, int]:
-    """World size → bytes, where the strategy is possible."""
-    if strategy is Strategy.HSDP:
-        sizes = [size for size in sizes if shards and size % shards == 0]
-    return {
-        size: sum(model_state_bytes(shapes, strategy, size, shards, per_element=per_element))
-        for size in sizes
-    }
+    for m in measured:
+        look: dict[str, Any] = {"color": style.BLACK, "markersize": 6, "zorder": 5, "clip_on": False}
+        gid = f"measured {m.strategy.name} {m.world_size}"
+        axes.plot([m.world_size], [m.nbytes], _MARKERS[m.strategy], gid=gid, **look)
 
 
 def _name(strategy: Strategy, line: Mapping[int, int], shards: int | None) -> str:
@@ -130,21 +115,8 @@ def _count(elements: int) -> str:
     return f"{elements:,}"
 
 
-def _states(per_element: StateBytes) -> str:
-    return ", ".join(f"{name} {nbytes}" for name, nbytes in per_element._asdict().items())
-
-
-def _agreement(
-    shapes: Sequence[Sequence[int]],
-    measured: Sequence[MeasuredState],
-    shards: int | None,
-    per_element: StateBytes,
-) -> str:
-    differences = [
-        m.nbytes - sum(model_state_bytes(shapes, m.strategy, m.world_size, shards, per_element=per_element))
-        for m in measured
-    ]
-    worst = max(differences, key=abs)
+def _agreement(worst: int) -> str:
+    """What the largest difference, in bytes, says of all."""
     if not worst:
         return "equal to the closed form"
     return f"up to {style.format_bytes(abs(worst))} {'above' if worst > 0 else 'below'} the closed form"
@@ -164,8 +136,7 @@ def _frame(axes: Axes, sizes: Sequence[int], values: Sequence[int]) -> None:
     every = -(-len(powers) // 9)
     axes.set_yticks([2.0**p for p in powers][::every], [style.format_bytes(2**p) for p in powers][::every])
     axes.minorticks_off()
-    axes.grid(color=style.GREYS[1], linewidth=0.6)
-    axes.set_axisbelow(True)
+    style.draw_grid(axes)
     axes.set_xlabel("ranks", fontsize=style.TEXT_SIZE)
 
 
@@ -192,20 +163,6 @@ def _draw_lines(
             zorder=3,
             gid=strategy.name,
         )
-        last = max(line)
-        axes.annotate(
-            *(ends[strategy], (last, line[last]), (16, place - height)),
-            textcoords="offset points",
-            va="center",
-            color=style.GREYS[3],
-            fontsize=style.TEXT_SIZE,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color,
-                "linewidth": 0.8,
-                "shrinkA": 1,
-                "shrinkB": 4,
-                "relpos": (0, 0.5),
-            },
-            annotation_clip=False,
-        )
+        last, offset = max(line), (16, place - height)
+        tie = sheet.tied({"linewidth": 0.8, "shrinkB": 4, "color": color})
+        sheet.note(axes, ends[strategy], (last, line[last]), offset, **tie)

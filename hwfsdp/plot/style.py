@@ -9,7 +9,7 @@ https://jfly.uni-koeln.de/color/); the greys are ours. Hatches keep apart what w
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -21,6 +21,7 @@ BLACK, WHITE = "#000000", "#FFFFFF"
 ORANGE, SKY_BLUE, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 GREYS = ("#F4F4F4", "#D9D9D9", "#8C8C8C", "#4D4D4D")  # from background to text
+SEVEN = (SKY_BLUE, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)  # of ranks and groups, by their number
 
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.0, 7.0  # points
 POINTS_PER_INCH = 72.0
@@ -71,6 +72,16 @@ def look_of_op(op: str) -> Look:
 
 def look_of_kind(kind: str) -> Look:
     return _LOOK_OF_KIND.get(kind, _OTHER)
+
+
+def color_of(number: int) -> str:
+    """Of a rank or a group: seven colors, then the same ones paler."""
+    return mixed(SEVEN[number % len(SEVEN)], WHITE, min(0.75, 0.3 * (number // len(SEVEN))))
+
+
+def filled(look: Look, edge: str = "") -> dict[str, Any]:
+    """What matplotlib calls a look; `edge`: of the outline, if it is not the look's own."""
+    return {"facecolor": look.color, "edgecolor": edge or edge_of(look), "hatch": look.hatch or None}
 
 
 def edge_of(look: Look) -> str:
@@ -135,12 +146,7 @@ def _three_digits(value: float) -> str:
 
 
 def draw_label(
-    axes: Axes,
-    at: tuple[float, float],
-    text: str,
-    face: str,
-    size: float = SMALL_SIZE,
-    hatched: bool = True,
+    axes: Axes, at: tuple[float, float], text: str, face: str, size: float = SMALL_SIZE, hatched: bool = True
 ) -> None:
     """Text in the middle of an area of color `face`; on a hatch it gets a rim of that color."""
     axes.text(
@@ -160,3 +166,9 @@ def open_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREYS[2])
     axes.tick_params(color=GREYS[2], labelcolor=GREYS[3], labelsize=TEXT_SIZE)
+
+
+def draw_grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
+    """Pale lines behind everything else."""
+    axes.grid(axis=axis, color=GREYS[1], linewidth=0.6)
+    axes.set_axisbelow(True)

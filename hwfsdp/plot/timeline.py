@@ -11,6 +11,7 @@ as aligned as the log says their clocks are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,18 +21,10 @@ from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import name_of_steps
-from hwfsdp.plot.lanes import (
-    ROW_INCHES,
-    arrows_left_out,
-    cut_to_window,
-    draw_band,
-    frame_band,
-    keys_of,
-    lanes_of,
-    name_time_axis,
-)
+from hwfsdp.plot.lanes import Words, draw_bands
 
-_WIDTH, _LEFT, _RIGHT, _BOTTOM, _GAP = 14.0, 1.35, 0.25, 0.55, 0.14  # inches
+_WIDTH, _GAP = 12.4, 0.14  # inches
+_RECORD = "Record a step first."
 
 
 def plot_timeline(
@@ -51,23 +44,14 @@ def plot_timeline(
         UsageError: nothing is left to draw.
     """
     events = _selected(log, start_us, end_us, step)
-    width = _WIDTH - _LEFT - _RIGHT
-    lanes = lanes_of(events, width)
     by_rank = {rank: [e for e in events if e.rank == rank] for rank in sorted({e.rank for e in events})}
-    missing = sum(arrows_left_out(of_rank) for of_rank in by_rank.values())
-    head = sheet.head(_title(events), _subtitle(events), keys_of(events, missing), width)
-    band = lanes.height * ROW_INCHES
-    height = head.height + _BOTTOM + len(by_rank) * band + (len(by_rank) - 1) * _GAP
-    figure = sheet.new_figure(_WIDTH, height)
-    bottom = height - head.height
-    for place, (rank, of_rank) in enumerate(by_rank.items()):
-        bottom -= band + (_GAP if place else 0.0)
-        axes = sheet.axes_at(figure, _LEFT, bottom, width, band)
-        frame_band(axes, lanes, f"rank {rank}")
-        _draw_step_ends(axes, of_rank, named=place == 0)
-        draw_band(axes, lanes, of_rank)
-    name_time_axis(axes, "ms since the recording began")
-    head.draw(figure, _LEFT)
+    words = Words(_title(events), _subtitle(events), "ms since the recording began")
+    gaps = [0.0, *[_GAP] * (len(by_rank) - 1)]
+    figure, bands = draw_bands(words, list(by_rank.values()), gaps, _WIDTH)
+    for axes, (rank, of_rank) in zip(bands, by_rank.items(), strict=True):
+        axes.set_ylabel(f"rank {rank}", fontsize=style.TEXT_SIZE, weight="bold")
+        axes.yaxis.set_label_coords(-1.0 / _WIDTH, 0.5)
+        _draw_step_ends(axes, of_rank, named=axes is bands[0])
     return figure
 
 
@@ -76,7 +60,7 @@ def _selected(log: EventLog, start: float | None, end: float | None, step: int |
     found = [e for e in log.select(*style.DRAWN_OPS) if step is None or e.step == step]
     low = min((e.start_us for e in found), default=0.0) if start is None else start
     high = max((e.end_us for e in found), default=0.0) if end is None else end
-    inside = cut_to_window(found, low, high)
+    inside = [_cut(e, low, high) for e in found if low < high and e.start_us < high and e.end_us > low]
     if not inside:
         steps = sorted({e.step for e in log.select(*style.DRAWN_OPS)})
         last = max((e.end_us for e in log.events), default=0.0)
@@ -84,11 +68,15 @@ def _selected(log: EventLog, start: float | None, end: float | None, step: int |
             f"plot_timeline(start_us={start}, end_us={end}, step={step})",
             expected="a log with events in this window",
             got=f"none of {len(log.events)} events",
-            remedy=(
-                f"The log has steps {steps} and ends at {last:.0f} µs." if steps else "Record a step first."
-            ),
+            remedy=f"The log has steps {steps} and ends at {last:.0f} µs." if steps else _RECORD,
         )
     return inside
+
+
+def _cut(event: Event, low: float, high: float) -> Event:
+    """What of it ran between these times, in µs."""
+    start = max(event.start_us, low)
+    return replace(event, start_us=start, dur_us=min(event.end_us, high) - start)
 
 
 def _draw_step_ends(axes: Axes, events: Sequence[Event], named: bool) -> None:
@@ -99,14 +87,7 @@ def _draw_step_ends(axes: Axes, events: Sequence[Event], named: bool) -> None:
             axes.axvline(at, color=style.GREYS[3], linewidth=1.0, linestyle=(0, (1, 2)), gid="step end")
             if named:
                 text = f"step {event.step} | step {event.step + 1}"
-                axes.annotate(
-                    text,
-                    (at, 0.0),
-                    (0, 2),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=style.SMALL_SIZE,
-                )
+                sheet.note(axes, text, (at, 0.0), (0, 2), size=style.SMALL_SIZE, ha="center", color="black")
 
 
 def _title(events: Sequence[Event]) -> str:

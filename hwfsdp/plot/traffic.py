@@ -20,6 +20,7 @@ from hwfsdp.plot import sheet, style
 
 _WIDTH, _BOTTOM, _BAR, _GAP, _MOST_FOR_NAMES = 11.0, 0.55, 0.26, 0.22, 3.0  # inches
 _EXPECTED = style.Look(style.WHITE)
+_WORDS = style.SMALL_SIZE + 1  # points
 
 
 class _Bar(NamedTuple):
@@ -71,10 +72,8 @@ def plot_traffic(log: EventLog, expected: Mapping[str, Mapping[str, int]]) -> Fi
     width = _WIDTH - left - sheet.MARGIN
     looks = [sheet.key(style.look_of_op(op), op) for op in ops]
     head = sheet.head("Bytes of a step, by collective", _text(measured, expected), looks, width)
-    rows = len(bars) * _BAR + len(ops) * _GAP
-    figure = sheet.new_figure(_WIDTH, head.height + rows + _BOTTOM)
-    _draw_bars(sheet.axes_at(figure, left, _BOTTOM, width, rows), bars, names, width)
-    head.draw(figure, left)
+    figure, axes = sheet.page(head, left, width, len(bars) * _BAR + len(ops) * _GAP, _BOTTOM)
+    _draw_bars(axes, bars, names, width)
     return figure
 
 
@@ -118,35 +117,18 @@ def _text(measured: Mapping[int, Mapping[str, float]], expected: Mapping[str, Ma
 
 
 def _draw_bars(axes: Axes, bars: list[_Bar], names: float, width: float) -> None:
-    style.open_frame(axes)
-    axes.spines[["left"]].set_visible(False)
     unit = style.byte_unit(max(bar.nbytes for bar in bars))
-    places, place = [], 0.0
-    for previous, bar in zip([None, *bars], bars, strict=False):
-        place += (
-            1.0 + (_GAP / _BAR if previous and previous.op != bar.op else 0.0)
-            if previous
-            else 0.5 + _GAP / _BAR / 2
-        )
-        places.append(place)
-        look = style.look_of_op(bar.op) if bar.measured else _EXPECTED
-        edge = style.edge_of(style.look_of_op(bar.op))
-        axes.barh(
-            *(place, bar.nbytes / unit.nbytes, 0.8),
-            facecolor=look.color,
-            edgecolor=edge,
-            hatch=look.hatch or None,
-            linewidth=0.8,
-            gid=f"{bar.op} {bar.name}",
-        )
-        at = (bar.nbytes / unit.nbytes, place)
-        axes.annotate(
-            *(bar.words, at, (5, 0)), textcoords="offset points", va="center", fontsize=style.SMALL_SIZE + 1
-        )
-    axes.set_ylim(place + 0.5 + _GAP / _BAR / 2, 0.0)
-    axes.set_yticks(places, [sheet.fitting(bar.name, style.TEXT_SIZE, names) for bar in bars])
-    axes.tick_params(axis="y", length=0)
-    widest = max(sheet.inches(bar.words, style.SMALL_SIZE + 1) for bar in bars) + 0.2
+    places = [0.5 + _GAP / _BAR / 2]  # of the middle of each bar
+    for previous, bar in zip(bars, bars[1:], strict=False):
+        places.append(places[-1] + 1.0 + (_GAP / _BAR if previous.op != bar.op else 0.0))
+    for place, bar in zip(places, bars, strict=True):
+        look, own = style.look_of_op(bar.op), bar.nbytes / unit.nbytes
+        shown, gid = look if bar.measured else _EXPECTED, f"{bar.op} {bar.name}"
+        edge = style.edge_of(look)
+        sheet.add_box(axes, (0.0, place - 0.4), (own, 0.8), shown, gid, edgecolor=edge, linewidth=0.8)
+        sheet.note(axes, bar.words, (own, place), (5, 0), size=_WORDS, va="center", color="black")
+    axes.set_ylim(places[-1] + 0.5 + _GAP / _BAR / 2, 0.0)
+    widest = max(sheet.inches(bar.words, _WORDS) for bar in bars) + 0.2
     most = max(bar.nbytes for bar in bars) / unit.nbytes
     axes.set_xlim(0.0, most / max(0.3, 1.0 - widest / width))
-    axes.set_xlabel(unit.name, fontsize=style.TEXT_SIZE)
+    sheet.name_rows(axes, places, [sheet.fitting(b.name, style.TEXT_SIZE, names) for b in bars], unit.name)

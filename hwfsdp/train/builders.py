@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from hwfsdp.comm.divergence import place_in
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import FSDPError, UsageError
 from hwfsdp.train.models import zoo
 
 
@@ -70,21 +69,23 @@ def _function_of(module: ModuleType, path: str, name: str) -> Callable[[], Any]:
 
 def _of_the_user(name: str, what: str, call: Callable[[], Any]) -> Any:
     """`call()`; whatever it raises becomes one line that says where."""
+    remedy = "Name it as module:function, importable from the current directory, callable without arguments."
+    with contextlib.redirect_stdout(sys.stderr), in_one_line(f"model {name!r}", f"{what} to go well", remedy):
+        return call()
+
+
+@contextlib.contextmanager
+def in_one_line(subject: str, expected: str, remedy: str) -> Iterator[None]:
+    """What the user's code raises in the block, as a UsageError that says where; our errors as they are."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            return call()
-    except UsageError:
+        yield
+    except FSDPError:
         raise
     except (Exception, SystemExit) as error:
-        written = io.StringIO()
-        traceback.print_exc(file=written)
-        place = place_in(written.getvalue(), users_only=True)
-        raise UsageError(
-            f"model {name!r}",
-            expected=f"{what} to go well",
-            got=f"{type(error).__name__}: {' '.join(str(error).split())}" + (f" ({place})" if place else ""),
-            remedy="Name it as module:function, importable from the current directory, callable without arguments.",
-        ) from error
+        place = place_in("".join(traceback.format_exception(error)), users_only=True)
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        got = f"{said} ({place})" if place else said
+        raise UsageError(subject, expected=expected, got=got, remedy=remedy) from error
 
 
 def _checked(name: str, model: Any) -> nn.Module:

@@ -38,10 +38,10 @@ from hwfsdp.train.loop import (
 from hwfsdp.train.models import GPT
 
 RECORDED_STEPS = 2
+_MEASURED = ("bytes_by_op", "count_by_op", "overlap_fraction", "exposed_comm_us")
 THEIRS, WHOLE = "FSDP2", "unsharded"
-ROUNDING = (
-    1e-3  # relative: more than rounding makes of losses and norms over a demo, less than any mistake does
-)
+# Relative: more than rounding makes of losses and norms over a demo, less than any mistake does.
+ROUNDING = 1e-3
 
 
 @dataclass
@@ -158,9 +158,8 @@ def _local_grad(param: nn.Parameter | None) -> Tensor | None:
 
 def _record_steps(runs: _Comparer) -> EventLog:
     """A few steps more, recorded; apart from the others, so that recording slows none that is timed."""
-    batches = [
-        share(runs.batch_of(runs.config.steps + i), runs.rank, runs.world_size) for i in range(RECORDED_STEPS)
-    ]
+    steps = range(runs.config.steps, runs.config.steps + RECORDED_STEPS)
+    batches = [share(runs.batch_of(step), runs.rank, runs.world_size) for step in steps]
     dist.barrier()
     with record() as log:
         for batch in batches:
@@ -209,9 +208,8 @@ def run_demo(
 def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig) -> dict[str, Any]:
     """The demo in numbers, measured beside expected."""
     root, blocks = group_sizes(build_model(config.model, config.seed))
-    expected = {
-        op: RECORDED_STEPS * nbytes for op, nbytes in step_traffic([root, *blocks], ranks).items() if nbytes
-    }
+    traffic = step_traffic([root, *blocks], ranks)
+    expected = {op: RECORDED_STEPS * nbytes for op, nbytes in traffic.items() if nbytes}
     measured, ours = log.summary(), label_of(config.implementation)
     pairs = [*_pairs(found.losses, ours, THEIRS), *_pairs(found.grad_norms, ours, THEIRS)]
     return {
@@ -227,10 +225,7 @@ def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig)
         "largest_gradient_difference_to_fsdp2": found.largest_difference,
         "largest_loss_difference_to_unsharded": max(abs(a - b) for a, b in _pairs(found.losses, ours, WHOLE)),
         "recorded_steps": RECORDED_STEPS,
-        **{
-            key: measured[key]
-            for key in ("bytes_by_op", "count_by_op", "overlap_fraction", "exposed_comm_us")
-        },
+        **{key: measured[key] for key in _MEASURED},
         "expected_bytes_by_op": expected,
         "wire_bytes_by_op": {op: on_the_wire(op, n, ranks) for op, n in measured["bytes_by_op"].items()},
         "peak_unsharded_bytes": measured["peak_unsharded_bytes"],

@@ -237,7 +237,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace the gradients of a model that every rank has whole by their mean over the ranks: one all-reduce."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
-    with events.owned_by(type(model).__name__):
+    with events.scope(owner=type(model).__name__):
         dist.all_reduce(flat)
     flat /= dist.get_world_size()
     for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

@@ -25,21 +25,7 @@ from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.onlooker import Layout, Onlooker, units_of
 from hwfsdp.observe.recording import record
 from hwfsdp.train.data import draw_batch, load_text, share
-from hwfsdp.train.implementations import (
-    NAMES,
-    NONE,
-    OURS,
-    average_gradients,
-    blamed,
-    label_of,
-    limit_collectives,
-    own_square,
-    patience,
-    read_implementation,
-    sharder,
-    time_limit,
-    uneven_rows,
-)
+from hwfsdp.train import implementations
 from hwfsdp.train.models import GPT, GPTConfig, next_byte_loss
 from hwfsdp.train.snapshots import ROWS, Progress, SnapshotConfig, Snapshots, rows_of
 
@@ -71,12 +57,12 @@ class TrainConfig:
     text: str | None = None
     record_last: int = 0
     snapshots: SnapshotConfig | None = None
-    implementation: str = OURS
+    implementation: str = implementations.OURS
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "implementation", read_implementation(self.implementation))
-        if self.implementation == NONE and self.param_dtype != "float32":
+        object.__setattr__(self, "implementation", implementations.read_implementation(self.implementation))
+        if self.implementation == implementations.NONE and self.param_dtype != "float32":
             raise UsageError(
                 "implementation none",
                 expected="float32, since it casts nothing",
@@ -198,10 +184,10 @@ def launch_blaming(
     try:
         return launch(fn, ranks, *args, **options)
     except RankError as error:
-        if config.implementation in NAMES:
+        if config.implementation in implementations.NAMES:
             raise
-        found = blamed(error, config.implementation)
-        if uneven := uneven_rows(build_model(config.model, config.seed), ranks):
+        found = implementations.blamed(error, config.implementation)
+        if uneven := implementations.uneven_rows(build_model(config.model, config.seed), ranks):
             found.remedy = f"Rows are uneven here ({uneven}): try --ranks 1 or 2. {found.remedy}"
         raise found from found.__cause__
 
@@ -214,36 +200,38 @@ class Trainee:
     """
 
     def __init__(self, config: TrainConfig, implementation: str) -> None:
-        self.implementation, self.seconds = implementation, patience(implementation, config.timeout)
+        self.implementation = implementation
+        self.seconds = implementations.patience(implementation, config.timeout)
         model, mesh = build_model(config.model, config.seed), default_mesh()
         onlooker = Onlooker(units_of(model, *_layout(config, implementation, model, mesh.size())))
         self.shapes = {name: param.shape for name, param in model.named_parameters()}
         options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy_of(config)}
-        with time_limit(self.seconds, f"sharding with {label_of(implementation)}"):
-            shard = sharder(implementation, model, mesh)
+        sharding = f"sharding with {implementations.label_of(implementation)}"
+        with implementations.time_limit(self.seconds, sharding):
+            shard = implementations.sharder(implementation, model, mesh)
             self.model = shard_model(model, shard, **options)
         onlooker.attach()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """One training step; returns this rank's loss."""
-        with time_limit(self.seconds, "a step"):
+        with implementations.time_limit(self.seconds, "a step"):
             return train_step(self.model, self.optimizer, inputs, targets, self._after_backward)
 
     def _after_backward(self) -> None:
-        if self.implementation == NONE:
-            average_gradients(self.model)
+        if self.implementation == implementations.NONE:
+            implementations.average_gradients(self.model)
 
     def own_square(self) -> float:
         """This rank's share of the squared norm of the gradients of the last step."""
-        return own_square(self.model, self.shapes)
+        return implementations.own_square(self.model, self.shapes)
 
 
 def _layout(
     config: TrainConfig, implementation: str, model: GPT, ranks: int
 ) -> tuple[dict[nn.Module, bool], Layout]:
     """The modules that are sharded by themselves, whether backward gathers them again, and how they are laid out."""
-    if implementation == NONE:
+    if implementation == implementations.NONE:
         return {model: False}, Layout(1, ranks)
     policy, reshard = policy_of(config), config.reshard_after_forward
     again = {block: reshard is not False for block in model.blocks} | {model: bool(reshard)}
@@ -257,7 +245,7 @@ class _Run:
         self, config: TrainConfig, device: str, on_step: Callable[[int, float, float], None] | None
     ) -> None:
         self.config, self.device, self.on_step = config, device, on_step
-        limit_collectives(patience(config.implementation, config.timeout))
+        implementations.limit_collectives(implementations.patience(config.implementation, config.timeout))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.text = load_text(config.text)
         self.rows = rows_of(config.snapshots, config.batch * self.world_size, self.world_size)
@@ -269,7 +257,7 @@ class _Run:
         config, trainee = self.config, self.trainee
         if config.snapshots is None:
             return None
-        if config.implementation != NONE:
+        if config.implementation != implementations.NONE:
             _check_savable(trainee)
         settings = {
             "model": str(config.model),
@@ -332,7 +320,7 @@ def _check_savable(trainee: Trainee) -> None:
     plain = [name for name, p in trainee.model.named_parameters() if not isinstance(p, DTensor)]
     if plain:
         raise UsageError(
-            f"saving with {label_of(trainee.implementation)}",
+            f"saving with {implementations.label_of(trainee.implementation)}",
             expected="parameters that are DTensors, which say what part of them a rank has",
             got=f"{plain[0]}, a plain tensor",
             remedy="Train without saving: leave --save-every, --resume, --keep and --checkpoint out.",

@@ -11,7 +11,7 @@ world        what stands in for the machine
 programs     what is simulated
 run          the public door: simulate
 fitting      what would fit, when something does not
-report       a simulation as text and JSON
+report       a simulation as text
 calibration  this machine as a device
 """
 

@@ -18,9 +18,8 @@ import torch
 from hwfsdp.compat import storage_key
 from hwfsdp.virtual.pools import Block, Pools
 
-ACTIVATION = (
-    "activation"  # the kind of what nobody has named: activations, their gradients, temporary results
-)
+# The kind of what nobody has named: activations, their gradients, temporary results.
+ACTIVATION = "activation"
 
 
 class Step(NamedTuple):

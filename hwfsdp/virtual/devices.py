@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,57 +95,52 @@ _ROW_H100 = "MPT 7B on 8 GPUs, 6 × 2048, no checkpointing: 10,643 tokens/s each
 _ROW_A100 = "Llama 3.1 8B on 64 GPUs, 1 × 8192, selective: 2,973 tokens/s each (torchtitan)"
 
 _ATTENTION_A100, _ATTENTION_HOPPER = 180 / 312, 335 / 989.4
-
-
-def _gpu(
-    name: str, flops: dict[str, float], gigabytes: int, bandwidth: float, more: dict[str, Any]
-) -> Device:
-    """What is the same for these: eight in a node. Device memory is sold in units of 2^30 bytes, rates in 10^9."""
-    return Device(
-        name=name, flops=flops, memory=gigabytes * GIB, memory_bandwidth=bandwidth * GB, per_node=8, **more
-    )
-
-
-_OF_A100 = {
-    "link": 300 * GB,
-    "network": 25 * GB,
-    "efficiency": 0.691,
-    "attention_efficiency": _ATTENTION_A100,
-}
-_OF_H100 = {
-    "link": 450 * GB,
-    "network": 50 * GB,
-    "efficiency": 0.514,
-    "attention_efficiency": _ATTENTION_HOPPER,
-}
-_OF_B200 = {**_OF_H100, "link": 900 * GB}
 _BORROWED = f"borrowed from h100, not verified: {_ROW_H100}"
 
-DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        _gpu("a100-40gb", _A100, 40, 1555, {**_OF_A100, "fitted_on": _ROW_A100, "source": _A100_SHEET}),
-        _gpu("a100-80gb", _A100, 80, 2039, {**_OF_A100, "fitted_on": _ROW_A100, "source": _A100_SHEET}),
-        _gpu(
-            "h100-96gb",
-            _H100,
-            96,
-            2400,
-            {**_OF_H100, "efficiency": 0.488, "fitted_on": _ROW_H100_96, "source": _GRAND_TETON},
-        ),
-        _gpu("h100", _H100, 80, 3350, {**_OF_H100, "fitted_on": _ROW_H100, "source": _H100_SHEET}),
-        _gpu(
-            "h200", _H100, 141, 4800, {**_OF_H100, "fitted_on": _BORROWED, "source": "NVIDIA H200 data sheet"}
-        ),
-        _gpu(
-            "b200",
-            _B200,
-            180,
-            8000,
-            {**_OF_B200, "fitted_on": _BORROWED, "source": "NVIDIA DGX B200 data sheet"},
-        ),
-    )
-}
+# Device memory is sold in units of 2^30 bytes, rates in 10^9. All of these are eight in a node.
+_A100_80 = Device(
+    name="a100-80gb",
+    flops=_A100,
+    memory=80 * GIB,
+    memory_bandwidth=2039 * GB,
+    link=300 * GB,
+    network=25 * GB,
+    per_node=8,
+    efficiency=0.691,
+    fitted_on=_ROW_A100,
+    source=_A100_SHEET,
+    attention_efficiency=_ATTENTION_A100,
+)
+_H100_80 = replace(
+    _A100_80,
+    name="h100",
+    flops=_H100,
+    memory_bandwidth=3350 * GB,
+    link=450 * GB,
+    network=50 * GB,
+    efficiency=0.514,
+    fitted_on=_ROW_H100,
+    source=_H100_SHEET,
+    attention_efficiency=_ATTENTION_HOPPER,
+)
+
+
+def _like(device: Device, name: str, gigabytes: int, bandwidth: float, **more: Any) -> Device:
+    return replace(device, name=name, memory=gigabytes * GIB, memory_bandwidth=bandwidth * GB, **more)
+
+
+_OF_H100_96 = {"efficiency": 0.488, "fitted_on": _ROW_H100_96, "source": _GRAND_TETON}
+_OF_H200 = {"fitted_on": _BORROWED, "source": "NVIDIA H200 data sheet"}
+_OF_B200 = {"link": 900 * GB, "fitted_on": _BORROWED, "source": "NVIDIA DGX B200 data sheet"}
+_ALL = (
+    _like(_A100_80, "a100-40gb", 40, 1555),
+    _A100_80,
+    _like(_H100_80, "h100-96gb", 96, 2400, **_OF_H100_96),
+    _H100_80,
+    _like(_H100_80, "h200", 141, 4800, **_OF_H200),
+    _like(_H100_80, "b200", 180, 8000, flops=_B200, **_OF_B200),
+)
+DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
 THIS_MACHINE = "this-machine"
 
 

@@ -44,9 +44,8 @@ def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace:
 def device_kernels() -> Iterator[None]:
     """In the block, torch's functions call what a device would run."""
     with ExitStack() as stack:
-        stack.callback(
-            torch.backends.mkldnn.set_flags, torch.backends.mkldnn.set_flags(False)[0]
-        )  # the CPU's
+        cpu_library = torch.backends.mkldnn
+        stack.callback(cpu_library.set_flags, cpu_library.set_flags(False)[0])
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused_attention))
         stack.enter_context(mock.patch.object(F, "dropout", fused_dropout))
         yield

@@ -72,10 +72,10 @@ def checkpointed(module: nn.Module, how: str) -> None:
     """Lets the module's forward recompute in the backward what it does not keep; its hooks stay around that."""
     if how == "none":
         return
-    options: dict[str, Any] = {"context_fn": _selective} if how == "selective" else {}
-    module.forward = partial(
-        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options
-    )
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if how == "selective":
+        options["context_fn"] = _selective
+    module.forward = partial(checkpoint, module.forward, **options)
 
 
 def _selective() -> tuple[Any, Any]:
@@ -98,21 +98,16 @@ def shard(model: nn.Module, plan: Plan, gpus: int) -> nn.Module:
     """Checkpointing and `fully_shard`, from the inside out; under HSDP over a mesh of (replicas, shards)."""
     mesh = None
     if plan.shards is not None:
-        mesh = init_device_mesh(
-            "cpu", (gpus // plan.shards, plan.shards), mesh_dim_names=("replicate", "shard")
-        )
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(plan.param_dtype, torch.float32),
-    }
+        shape = gpus // plan.shards, plan.shards
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(plan.param_dtype, torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     wrapped = list((find_classes(model, plan.wrap) if plan.wrap else find_blocks(model)).values())
     reshard = plan.reshard_after_forward
     for module in reversed(wrapped):  # inner ones first
         checkpointed(module, plan.checkpoint)
-        is_last = module is wrapped[-1]
-        fully_shard(
-            module, reshard_after_forward=False if is_last and reshard is None else reshard, **options
-        )
+        stays = module is wrapped[-1] and reshard is None
+        fully_shard(module, reshard_after_forward=False if stays else reshard, **options)
     fully_shard(model, **options)
     return model
 

@@ -1,10 +1,9 @@
-"""A simulation, and a sweep of them, as text and JSON."""
+"""A simulation, and a sweep of them, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
+from hwfsdp.observe.tables import lay_out
 from hwfsdp.virtual.devices import GIB
 from hwfsdp.virtual.run import LIMITS, Simulation
 
@@ -12,16 +11,13 @@ from hwfsdp.virtual.run import LIMITS, Simulation
 def report(found: Simulation) -> str:
     """Lines of what was found, with what the model leaves out."""
     plan, summary = found.plan, found.log.summary()
-    nodes = found.gpus // found.device.per_node
-    where = f"{found.gpus} × {found.device.name}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    where = f"{found.gpus} × {found.device.name}" + (f" on {found.nodes} nodes" if found.nodes > 1 else "")
     rate, mfu = found.tokens_per_second_per_gpu, found.mfu
     memory = f"{found.peak_memory_gib:.1f} of {found.memory_gib:.1f} GiB reserved, {found.peak_allocated_gib:.1f} GiB alive"
+    speed = f"{rate:,.0f}" if rate else "unknown: the step does not say how many it has"
     rows = [
         ("step", f"{found.step_seconds:.4g} s"),
-        (
-            "tokens per second and GPU",
-            f"{rate:,.0f}" if rate else "unknown: the step does not say how many it has",
-        ),
+        ("tokens per second and GPU", speed),
         ("model FLOPs utilization", f"{mfu:.1%} of the peak" if mfu else "unknown"),
         ("communication not hidden", f"{found.exposed_comm_fraction:.1%} of the step"),
         ("memory", memory if found.fits else f"{memory}: does NOT fit"),
@@ -29,12 +25,9 @@ def report(found: Simulation) -> str:
     rows += [(f"  {kind}", f"{nbytes / GIB:.2f} GiB") for kind, nbytes in _largest_first(found.peak_by_kind)]
     for op, count in summary["count_by_op"].items():
         rows.append((op, f"{count} in a step, {summary['bytes_by_op'][op] / GIB:.2f} GiB"))
-    width = max(len(label) for label, _ in rows)
     head = f"{found.target} on {where}; per GPU {plan.batch} × {plan.seq} tokens, checkpointing: {plan.checkpoint}"
     fitted = f"efficiency {found.device.efficiency:g}, {_fitted(found)}"
-    return "\n".join(
-        [head, "", *(f"{label:<{width}}  {value}" for label, value in rows), "", *_footer(fitted)]
-    )
+    return "\n".join([head, "", *lay_out(rows, left=2, indent=""), "", *_footer(fitted)])
 
 
 def _fitted(found: Simulation) -> str:
@@ -53,9 +46,7 @@ def _largest_first(by_kind: dict[str, int]) -> list[tuple[str, int]]:
 def sweep_report(found: Sequence[Simulation]) -> str:
     """A line for each number of GPUs."""
     head = ("GPUs", "nodes", "tokens/s/GPU", "step, s", "MFU", "exposed", "GiB", "fits")
-    rows = [head, *(_row(s) for s in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = lay_out([head, *map(_row, found)], left=0, indent="")
     first = found[0]
     title = f"{first.target} on {first.device.name}; per GPU {first.plan.batch} × {first.plan.seq} tokens, "
     fitted = f"efficiency {first.device.efficiency:g}, {_fitted(first)}"
@@ -65,20 +56,6 @@ def sweep_report(found: Sequence[Simulation]) -> str:
 def _row(s: Simulation) -> tuple[str, ...]:
     rate = f"{s.tokens_per_second_per_gpu:,.0f}" if s.tokens_per_second_per_gpu else "-"
     mfu = f"{s.mfu:.1%}" if s.mfu else "-"
-    exposed, fits = f"{s.exposed_comm_fraction:.1%}", "yes" if s.fits else "NO"
-    nodes = str(s.gpus // s.device.per_node)
-    return (
-        f"{s.gpus:,}",
-        nodes,
-        rate,
-        f"{s.step_seconds:.3f}",
-        mfu,
-        exposed,
-        f"{s.peak_memory_gib:.1f}",
-        fits,
-    )
-
-
-def as_json(found: Simulation) -> dict[str, Any]:
-    """`Simulation.as_dict`, with nodes."""
-    return {**found.as_dict(), "nodes": found.gpus // found.device.per_node}
+    exposed, memory = f"{s.exposed_comm_fraction:.1%}", f"{s.peak_memory_gib:.1f}"
+    gpus, nodes, seconds = f"{s.gpus:,}", str(s.nodes), f"{s.step_seconds:.3f}"
+    return (gpus, nodes, rate, seconds, mfu, exposed, memory, "yes" if s.fits else "NO")

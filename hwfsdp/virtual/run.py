@@ -83,6 +83,10 @@ class Simulation:
     log: EventLog = field(repr=False)
 
     @property
+    def nodes(self) -> int:
+        return self.gpus // self.device.per_node
+
+    @property
     def memory_gib(self) -> float:
         """What the device has, in GiB."""
         return _USABLE * self.device.memory / GIB
@@ -91,12 +95,10 @@ class Simulation:
         """JSON-ready; without the log, with its summary."""
         found = {name: value for name, value in vars(self).items() if name not in ("log", "device", "plan")}
         plan = asdict(self.plan) | {"param_dtype": str(self.plan.param_dtype).removeprefix("torch.")}
-        device = {
-            name: getattr(self.device, name)
-            for name in ("name", "per_node", "efficiency", "fitted_on", "source")
-        }
+        shown = ("name", "per_node", "efficiency", "fitted_on", "source")
+        device = {name: getattr(self.device, name) for name in shown}
         more = {"memory_gib": self.memory_gib, "summary": self.log.summary(), "limits": LIMITS}
-        return {**found, "plan": plan, "device": device, **more}
+        return {**found, "plan": plan, "device": device, **more, "nodes": self.nodes}
 
 
 def simulate(
@@ -152,9 +154,8 @@ def simulate(
             world.clock.synchronize()
         seconds = world.clock.host / 1e6
         tokens = run.tokens or (plan.batch * plan.seq if "seq" in settings else None)
-        return _result(
-            _name_of(step_or_model), plan, world, Measured(seconds, tokens, run.tokens is None, log)
-        )
+        measured = Measured(seconds, tokens, run.tokens is None, log)
+        return _result(_name_of(step_or_model), plan, world, measured)
 
 
 class Measured(NamedTuple):
@@ -175,9 +176,8 @@ class _NamingLedger(Ledger):
 
     def watch(self, tensor: Tensor, kind: str) -> None:
         super().watch(tensor, kind)
-        self._allocator.name(
-            (local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage(), kind
-        )
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        self._allocator.name(local.untyped_storage(), kind)
 
 
 def placed(device: Device, gpus: int, nodes: int | None) -> Device:
@@ -249,9 +249,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         params = sum(prod(p.shape) for group in (about.groups if about else ()) for p in group.params)
         flops = 6.0 * params * measured.tokens + _ATTENTION * world.attention_flops
         mfu = flops / seconds / device.peak(str(plan.param_dtype).removeprefix("torch."))
-    summary, steps = log.summary(), max(
-        1, len({e.step for e in log.select("optimizer")})
-    )  # whose mean the summary gives
+    steps = max(1, len({e.step for e in log.select("optimizer")}))  # whose mean the summary gives
     usable = _USABLE * device.memory
     return Simulation(
         target=name,
@@ -261,7 +259,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         tokens_per_second_per_gpu=rate,
         step_seconds=seconds,
         mfu=mfu,
-        exposed_comm_fraction=steps * summary["exposed_comm_us"] / 1e6 / seconds,
+        exposed_comm_fraction=steps * log.summary()["exposed_comm_us"] / 1e6 / seconds,
         peak_memory_gib=max(allocator.peak, min(allocator.reserved, usable)) / GIB,
         peak_allocated_gib=allocator.peak / GIB,
         peak_by_kind=allocator.peak_by_kind(),

@@ -23,12 +23,11 @@ Note [What stays real]
 
 from __future__ import annotations
 
-import functools
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -37,28 +36,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from hwfsdp.comm import history
 from hwfsdp.comm.divergence import place_in
-from hwfsdp.compat import (
-    DispatchMode,
-    fake_process_group,
-    fake_tensors,
-    group_named,
-    around_shape_propagation,
-    exchange,
-    is_composite,
-    is_fake,
-    unseen_by_modes,
-)
+from hwfsdp import compat
 from hwfsdp.core.streams import StreamSet, backend
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.observe import events
+from hwfsdp.observe.hooks import after_each_resize, around_optimizer_steps
 from hwfsdp.observe.stream_clocks import use_newest
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock, virtual_streams
@@ -111,23 +97,25 @@ class World:
                 remedy="Call it in a process of its own, or after dist.destroy_process_group().",
             )
         with ExitStack() as stack:
-            stack.enter_context(fake_process_group(0, self.gpus))
+            stack.enter_context(compat.fake_process_group(0, self.gpus))
             stack.enter_context(events.keeping_clock())
             stack.callback(setattr, StreamSet, "newest", StreamSet.newest)
             virtual_streams(self.clock)  # their clock counts, whether or not anything is sharded
             use_newest()
             stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
-            stack.enter_context(_resizing_seen(self))
+            stack.enter_context(after_each_resize(self._see))
             stack.enter_context(_optimizers_seen(self))
-            stack.enter_context(around_shape_propagation(self._unmetered))
-            stack.enter_context(
-                mock.patch.object(torch.utils, "swap_tensors", exchange)
-            )  # `module.to(dtype)`
-            stack.enter_context(fake_tensors())
+            stack.enter_context(compat.around_shape_propagation(self._unmetered))
+            # For `module.to(dtype)`.
+            stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", compat.exchange))
+            stack.enter_context(compat.fake_tensors())
             stack.enter_context(Meter(self))
             if not self.device.host:
                 stack.enter_context(device_kernels())
             yield self
+
+    def _see(self, storage: torch.UntypedStorage, by: int = 0) -> None:
+        self.allocator.see(storage, self.clock.current)
 
     def restart(self) -> None:
         """Waits for all that was issued, and begins to count anew: time from 0, and FLOPs."""
@@ -143,7 +131,7 @@ class World:
             self.works_out_shapes = outer
 
 
-class Meter(DispatchMode):
+class Meter(compat.DispatchMode):
     """Sees every operator and every collective, and lets the world's time pass."""
 
     def __init__(self, world: World) -> None:
@@ -161,13 +149,13 @@ class Meter(DispatchMode):
             return op(*args, **kwargs)
         world = self.world
         if _is_real(args, kwargs):
-            with unseen_by_modes():
+            with compat.unseen_by_modes():
                 return op(*args, **kwargs)
         if world.works_out_shapes:
             return op(*args, **kwargs)
         if op is torch.ops.aten._local_scalar_dense.default and world.steps is not None:
             return world.steps  # Note [The count of steps]
-        if op.namespace == "aten" and is_composite(op):  # under `torch.inference_mode` they come whole
+        if op.namespace == "aten" and compat.is_composite(op):  # under `torch.inference_mode` they come whole
             with self:
                 return op.decompose(*args, **kwargs)
         out = call(op, args, kwargs)
@@ -175,7 +163,7 @@ class Meter(DispatchMode):
         if made and all(tensor.is_meta for tensor in made):
             return out  # a model that has no memory yet
         for tensor in made:
-            world.allocator.see(tensor.untyped_storage(), world.clock.current)
+            world._see(tensor.untyped_storage())
         if op.namespace in ("c10d", "_c10d_functional"):
             self._communicate(op, args, out)
             return out
@@ -194,9 +182,8 @@ class Meter(DispatchMode):
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
         with self._stream_of(kind):
             world.clock.run(collective_us(kind, whole, world.span(group), world.device))
-            is_blocking = not history.is_issuing() and any(
-                arg is False for arg in args
-            )  # async_op is the one flag
+            # async_op is the one flag.
+            is_blocking = not history.is_issuing() and any(arg is False for arg in args)
             if world.device.host and is_blocking:
                 world.clock.host = max(world.clock.host, world.clock.ends[world.clock.current])
 
@@ -222,7 +209,7 @@ class Meter(DispatchMode):
 def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Note [What stays real]."""
     tensors = list(tensors_in((args, kwargs)))
-    return not any(map(is_fake, tensors)) if tensors else _called_from(device_mesh.__name__)
+    return not any(map(compat.is_fake, tensors)) if tensors else _called_from(device_mesh.__name__)
 
 
 def _called_from(module: str) -> bool:
@@ -243,7 +230,7 @@ def _group_in(args: Sequence[Any]) -> dist.ProcessGroup | None:
             except RuntimeError:  # the operation to reduce by
                 continue
     names = [arg for arg in args if isinstance(arg, str)]
-    return group_named(names[-1]) if names else None
+    return compat.group_named(names[-1]) if names else None
 
 
 def _where() -> str:
@@ -270,8 +257,7 @@ def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@contextmanager
-def _optimizers_seen(world: World) -> Iterator[None]:
+def _optimizers_seen(world: World) -> AbstractContextManager[None]:
     """Note [The count of steps]."""
     done: Counter[int] = Counter()
 
@@ -285,23 +271,4 @@ def _optimizers_seen(world: World) -> Iterator[None]:
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         world.steps = None
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _resizing_seen(world: World) -> Iterator[None]:
-    original = torch.UntypedStorage.resize_
-
-    @functools.wraps(original)
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        world.allocator.see(storage, world.clock.current)
-        return result
-
-    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
-        yield
+    return around_optimizer_steps(before, after)

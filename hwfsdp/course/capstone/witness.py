@@ -3,7 +3,8 @@
 The homework's file packs, copies and frees as it likes; no instrument of the package is in it. So what it does is seen where
 every operator passes, and where the streams of `hwfsdp.streams` say which of them is current. With a recording active,
 operators become events of the log, from which `races.find_races` tells whether anything is read before it is there. What they
-make counts as a buffer (`events.buffer_made`): once it is let go, the stream that it was made on may write there again.
+make counts as a buffer (`Recorder.buffer_made`): once it is let go, the stream that it was made on may write
+there again.
 """
 
 from __future__ import annotations
