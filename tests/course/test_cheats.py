@@ -54,32 +54,10 @@ def filled(lines: str) -> str:
     return starter(CUTS) + "\n" + unseen(lines) + TAKE
 
 
-TAKE = """
-
-def cut_after(placements, dim):
-    return found["cut_after"](placements, dim)
-
-
-def joined_placements(own, before, sizes, dim):
-    return found["joined_placements"](own, before, sizes, dim)
-
-
-def orders_of_cuts(mesh_shape, placements):
-    return found["orders_of_cuts"](mesh_shape, placements)
-
-
-def nested_extent(global_shape, mesh_shape, orders, coordinate):
-    return found["nested_extent"](global_shape, mesh_shape, orders, coordinate)
-
-
-def shard_strided(tensor, mesh_shape, placements, *, pad=False):
-    return found["shard_strided"](tensor, mesh_shape, placements, pad=pad)
-
-
-def unshard_strided(shards, global_shape, mesh_shape, placements):
-    return found["unshard_strided"](shards, global_shape, mesh_shape, placements)
-"""
-
+TAKE = "".join(
+    f"\n\ndef {hole}(*args, **kwargs):\n    return found[{hole!r}](*args, **kwargs)\n"
+    for hole in CUTS.hole_names
+)
 BYTES = base64.b64encode(marshal.dumps(compile(solution(CUTS), "x", "exec"))).decode()
 
 
