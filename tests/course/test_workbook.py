@@ -101,7 +101,7 @@ def test_a_name_in_calls_that_is_not_in_the_package_is_named(course: Course) -> 
 @pytest.mark.long
 def test_a_module_in_calls_that_is_not_in_the_package_is_named(course: Course) -> None:
     damaged(course.exercise(12).folder / "exercise.toml", "hwfsdp.core.sharding:", "hwfsdp.core.shardnig:")
-    assert any("hwfsdp.shardnig" in line for line in workbook.problems(find_course(course.root)))
+    assert any("hwfsdp.core.shardnig" in line for line in workbook.problems(find_course(course.root)))
 
 
 @pytest.mark.long
