@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.state_dict import whole_of
-from hwfsdp.checkpoint.traverse import Path, brief, leaves_of, map_leaves, show
+from hwfsdp.checkpoint.traverse import Path, leaves_of, map_leaves, show
 from hwfsdp.core.sharding import chunk_extent
 from hwfsdp.errors import CheckpointError
 
@@ -169,7 +169,7 @@ def part_of_optimizer(
     return {"state": state, **others}, chunks
 
 
-# --- Is it a part? -----------------------------------------------------------------------------------------
+# --- What is wrong with one --------------------------------------------------------------------------------
 
 _REMEDY = "Load another checkpoint; this one was damaged, or written by something else."
 
@@ -178,66 +178,6 @@ def refuse_part(file: str, key: str | None, expected: str, got: str, remedy: str
     """Raises a CheckpointError about an entry of a file."""
     subject = file if key is None else f"{key} in {file}"
     raise CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key)
-
-
-def check_part(part: Any, file: str) -> None:
-    """Raises CheckpointError unless it is built as a part is; what is in two parts is compared later."""
-    if not isinstance(part, dict):
-        refuse_part(file, None, "a dict", brief(part))
-    version = part.get(VERSION_KEY)
-    if not isinstance(version, str) or version != VERSION:
-        remedy = "Load it with the program that wrote it, and save it again."
-        refuse_part(file, show((VERSION_KEY,)), f"version {VERSION!r}", repr(version)[:80], remedy)
-    count = part.get(COUNT_KEY)
-    if type(count) is not int or count < 1:
-        refuse_part(file, show((COUNT_KEY,)), "the number of parts", repr(count)[:80])
-    if not isinstance(part.get(ID_KEY), str | None):
-        refuse_part(file, show((ID_KEY,)), "a str", brief(part[ID_KEY]))
-    for kind, check in (("model", _check_model), ("optimizer", _check_optimizer)):
-        several = part.get(kind)
-        if not isinstance(several, list):
-            refuse_part(file, show((kind,)), "a list", brief(several))
-        for i, pair in enumerate(several):
-            if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(x, dict) for x in pair):
-                refuse_part(file, show((kind, i)), "a pair of dicts: whole entries, chunks", brief(pair))
-            check(pair, (kind, i), file)
-
-
-def _check_model(pair: tuple[Any, Any], path: Path, file: str) -> None:
-    whole, chunks = pair
-    for name in (*whole, *chunks):
-        if not isinstance(name, str):
-            refuse_part(file, show((*path, name)), "a name that is a str", type(name).__name__)
-    for name, chunk in chunks.items():
-        _check_chunk(chunk, show((*path, name)), file)
-
-
-def _check_optimizer(pair: tuple[Any, Any], path: Path, file: str) -> None:
-    whole, chunks = pair
-    if not isinstance(whole.get("state"), dict):
-        refuse_part(file, show((*path, "state")), "a dict", brief(whole.get("state")))
-    groups = whole.get("param_groups")
-    if not isinstance(groups, list) or not all(map(_is_group, groups)):
-        refuse_part(file, show((*path, "param_groups")), 'a list of dicts with "params"', brief(groups))
-    for key, chunk in chunks.items():
-        if not isinstance(key, tuple) or len(key) != 2:
-            refuse_part(file, show((*path, key)), "(param index, key)", repr(key)[:80])
-        _check_chunk(chunk, show((*path, "state", *key)), file)
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and isinstance(group.get("params"), list)
-
-
-def _check_chunk(chunk: Any, key: str, file: str) -> None:
-    if not isinstance(chunk, tuple) or len(chunk) != 2 or not isinstance(chunk[0], tuple):
-        refuse_part(file, key, "(torch.Size, chunk)", brief(chunk))
-    size, values = chunk
-    if not all(type(n) is int and n >= 0 for n in size):
-        refuse_part(file, key, "a size of ints, 0 or more each", repr(tuple(size))[:80])
-    plain = isinstance(values, Tensor) and not isinstance(values, DTensor) and values.layout == torch.strided
-    if not plain or values.ndim != 1:
-        refuse_part(file, key, "a chunk with one dim", brief(values))
 
 
 # --- Whole again -------------------------------------------------------------------------------------------
@@ -316,7 +256,7 @@ class _Entries:
 
 
 def merge(parts: Mapping[str, dict[str, Any]]) -> Contents:
-    """The contents of all parts, by file and in rank order, which `check_part` has accepted.
+    """The contents of all parts, by file and in rank order, which `part_files.check_part` has accepted.
 
     Raises:
         CheckpointError: they are not parts of one save, or an entry is in two of them, or incomplete.

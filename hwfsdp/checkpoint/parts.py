@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint import partition
 from hwfsdp.checkpoint.agreement import gather
 from hwfsdp.checkpoint.archives import name_beside, put_in_place
-from hwfsdp.checkpoint.part_files import check_replaceable, part_name, read
+from hwfsdp.checkpoint.part_files import check_part, check_replaceable, part_name, read
 from hwfsdp.checkpoint.part_targets import (
     Loading,
     buffers_of,
@@ -319,7 +319,7 @@ class _Save:
         with_crcs = torch.serialization.get_crc32_options()
         try:
             torch.serialization.set_crc32_options(True)
-            partition.check_part(part, str(path))
+            check_part(part, str(path))
             with open(path, "xb") as file:
                 torch.save(part, file)
                 file.flush()

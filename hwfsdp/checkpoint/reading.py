@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hwfsdp.checkpoint import matching
 from hwfsdp.checkpoint.blocks import BlockReader, check_header, open_file
 from hwfsdp.checkpoint.boxes import Box, pieces_of, span_of, strides_of, within
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, TensorEntry, header_of
-from hwfsdp.checkpoint.matching import Match, needs_of
+from hwfsdp.checkpoint.matching import Match
 from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import bytes_of, identity_of, part_of
 from hwfsdp.checkpoint.traverse import Path as KeyPath
@@ -49,7 +50,7 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
         readers = _Readers(match.manifest, folder, opened)
         parts = _rooms_for(match)
         jobs: list[Callable[[], None]] = []
-        for need in needs_of(match):
+        for need in matching.needs_of(match):
             reader = readers.of(need.entry, need.chunk)
             jobs += _jobs(reader, need.chunk.box, parts[need.entry.path], need.box, need.shared)
         with ThreadPoolExecutor(_THREADS) as pool:
