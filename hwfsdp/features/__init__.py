@@ -8,7 +8,8 @@ feature is a module with one or more of four functions:
     choose(call)         put a part of its own in the place of one of the heart's
     joined(call, state)  the module is sharded now
 
-The heart knows of none of them, and each can be taken out of the list: what it adds is missing then, and the rest works.
+The heart knows none of them. Take one out of the list, and what it adds is missing; the rest works. (One feature asks for another:
+the all-reduce of `hybrid_sharding` goes through `custom_collectives`.)
 
     The call
     call                one call of `fully_shard`: what is asked for, and the parts that will do it

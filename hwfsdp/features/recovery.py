@@ -3,10 +3,12 @@
 Two rules, and no list of places where an exception may be raised. First, a whole parameter is valid until the next optimizer
 step: an iteration that begins after one frees all that was gathered before. Second, `break_off` ends whatever is unfinished.
 
-For a forward, the outermost module's hook calls it, since torch calls that hook after an exception, too; or the next forward
-does, after a KeyboardInterrupt. For a backward, only autograd holds what it is to call at the end (`Callbacks` refers to it
-weakly): gone without a call, the backward was broken off, and whoever comes next finds out, for all models that share the
-context. A forward inside a backward ends nothing: checkpointing stops it by an exception.
+After an exception in a forward, torch still calls the outermost module's hook, and that hook calls `break_off`. After a
+KeyboardInterrupt torch calls no hook; then the next forward calls it.
+
+Autograd holds the only strong reference to the function that it calls at the end of a backward. `Callbacks` holds a weak one. If
+the function is gone and never ran, an exception ended that backward. The next hook that runs finds this out, for all models
+that share the context. A forward inside a backward ends nothing: checkpointing stops it by an exception.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
 from hwfsdp.features.reductions import SteeredReducer
 
-# Begun and ended, of optimizers that hold DTensors: what was gathered before the last one is not what the shards hold now.
-# Others do not count: a rank may have one of its own, and all ranks have to gather again at the same time.
+# Steps that began or ended, of optimizers that hold DTensors. What was gathered before the last one is stale. Other optimizers
+# do not count. They may exist on one rank only, and then only this rank would gather again.
 optimizer_steps = 0
 _counting = False
 
@@ -109,10 +111,10 @@ class RecoveringState(FSDPState):
         return bool(callbacks_of(self.comm_ctx)) or (entered_again and not self.is_inside_forward())
 
     def is_inside_forward(self) -> bool:
-        """Whether the outermost forward, before which this state was entered, is still running.
+        """Whether the outermost forward on record is still running. A KeyboardInterrupt ends a forward and calls no hook.
 
-        One that a KeyboardInterrupt ended is not, although no hook was called. Slow: it looks at the stack. So it is asked
-        only when something is odd: a module calls itself, a method calls the forward, or an optimizer steps in a forward.
+        Slow: it looks at the stack. So it is asked only when something is odd: a module calls itself, a method calls the
+        forward, or an optimizer steps in a forward.
         """
         outermost = self.root.forward_root
         return outermost is not None and compat.calls_in_progress(outermost.modules) > (outermost is self)
@@ -272,8 +274,8 @@ def drop_grads(group: ParamGroup) -> None:
 def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -> None:
     """End the reductions that a broken backward started, and drop its gradients that are not on the shards yet.
 
-    The user may have cleared or used the shards' gradients since, so that nothing may be added to them now. But where earlier
-    backwards left gradients without reducing them (`accumulated`), what is there holds these, too, and is kept.
+    The user may have cleared or used the shards' gradients since, so nothing may be added to them now. If earlier micro-batches
+    left gradients without reducing them (`accumulated`), the sum is kept, with what the broken backward has added.
     """
     groups = [g for state in states if not getattr(state, "accumulated", False) for g in state.groups]
     dropped = [(param, param.sharded_param) for group in groups for param in group.params]
