@@ -30,6 +30,7 @@
     verdict         why a check fails, what a grade is
     submission      what was handed in
     misconceptions  what learners get wrong
+    findings        what judges say, as data
     diagnose        from a number to the misconception behind it
     grade           checks of an exercise against an answer
     pool            several texts graded at once

@@ -70,8 +70,9 @@ def _solved() -> bytes:
 CHEATS = {
     "the oracles called": filled(
         "from hwfsdp.course.checks import strided_shards as checks\nfrom hwfsdp.layout import LocalExtent\n"
-        "boxes = {n: checks.oracle(n, (2, 2), (1, 0)) for n in range(9)}\n"
-        "found = {'nested_extent': lambda s, m, o, at: LocalExtent(*zip(*(boxes[n][at] for n in s)))}"
+        "cuts = checks.Cuts((2, 2), ((1, 0),))\n"
+        "boxes = {(n, at): checks.expected_box((n,), cuts, at) for n in range(9) for at in cuts.coordinates()}\n"
+        "found = {'nested_extent': lambda s, m, o, at: LocalExtent(*zip(*(boxes[n, at][0] for n in s)))}"
     ),
     "the oracles read": filled(
         "import hwfsdp, os\nfound = {'__name__': 'x'}\n"

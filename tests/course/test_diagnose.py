@@ -8,10 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwfsdp.course.diagnose import compare_order, explain_broken, explain_failure, first_difference
-from hwfsdp.course.diagnose import ratio
+from hwfsdp.course import findings
+from hwfsdp.course.checklist import checks_of
+from hwfsdp.course.diagnose import (
+    compare_order,
+    explain_broken,
+    explain_failure,
+    first_difference,
+    ratio,
+)
+from hwfsdp.course.findings import FINDINGS, compare, told
 from hwfsdp.course.misconceptions import FATAL, MISCONCEPTIONS
 from hwfsdp.course.run import Broken, Raised, Run
+from hwfsdp.course.stations import laws, machines
+from hwfsdp.course.stations.scenarios import Scenario
 from hwfsdp.course.verdict import Finding
 from hwfsdp.observe.events import Event
 
@@ -145,9 +155,44 @@ def test_every_misconception_is_used_somewhere() -> None:
     import hwfsdp.course
 
     package = Path(hwfsdp.course.__file__).parent
+    in_findings = {name for of in FINDINGS.values() for *names, _ in of.values() for name in names}
     text = "".join(path.read_text() for path in package.rglob("*.py"))
-    unused = [name for name in MISCONCEPTIONS if f'"{name}"' not in text]
-    assert not unused
+    assert in_findings <= set(MISCONCEPTIONS)
+    assert not [name for name in MISCONCEPTIONS if name not in in_findings and f'"{name}"' not in text]
+
+
+def test_judges_tell_every_finding_and_no_other() -> None:
+    package = Path(findings.__file__).parent
+    text = "".join(path.read_text() for path in package.rglob("*.py"))
+    known = {f"{exercise}.{name}" for exercise, of in FINDINGS.items() for name in of}
+    named = re.findall(r'"((?:02|1[1-5]|laws|capstone)\.[a-z_0-9]+)"', text)
+    named = [name for name in named if not name.endswith(".toml")]
+    assert set(named) - {check.id for check in checks_of(*"02 11 12 13 14 15 capstone".split())} <= known
+    assert not [
+        name for name in known if f'"{name}"' not in text and f'"{name.partition(".")[2]}"' not in text
+    ]
+
+
+def test_a_finding_shows_what_came_back_and_what_should_have() -> None:
+    finding = told("13.calls", "Rank 0:", 2, 3)
+    assert (finding.misconception, finding.expected, finding.actual) == ("not-initialized", 3, 2)
+    assert finding.message == "Rank 0: init is called for 2 rows; this rank has 3."
+    assert told("13.calls", "Rank 0:", 4, 3).misconception == "rows-of-others"
+    with pytest.raises(Finding, match=r"at \[0, 0\]: 2 instead of 1"):
+        compare("It", {"part": ORACLE * 2}, {"13.part": ORACLE})
+    compare("It", {"part": ORACLE}, {"13.part": ORACLE.clone()})
+    with pytest.raises(Finding, match=r"being torch.float64, \(2, 2\)"):
+        compare("It", {"part": ORACLE.double()}, {"13.part": ORACLE})
+
+
+def test_a_gather_too_many_is_told_with_its_unit_and_phase() -> None:
+    units = ["0", "1", "2", "3", "4"]
+    with pytest.raises(Finding, match=r"^A forward has 6 .*; too often: 1 \(2×\)\.$"):
+        machines._gathered_once("A forward", [[0, 0, 0, False, owner] for owner in [*units, "1"]])
+    machines._gathered_once("A forward", [[0, 0, 0, False, owner] for owner in units])
+    facts = {"moves": {"backward 0": [["all_gather", "blocks.0", 12, "float32"]]}}
+    with pytest.raises(Finding, match=r"backward 0 of step 2.*; too often: blocks.0 \(1×\)\.$"):
+        laws.carried([facts], Scenario("plain"), "backward 0", "all_gather", 0, ("gathered-again", "missing"))
 
 
 def test_what_is_shown_is_one_line_of_moderate_length() -> None:

@@ -17,7 +17,7 @@ from hwfsdp.core.sharding import padded_local_numel
 from hwfsdp.course.capstone import cases
 from hwfsdp.course.capstone.overlap import FORWARD_PEAK
 from hwfsdp.course.capstone.runs import probe_parts, two_halves
-from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.findings import compare, told
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
 from hwfsdp.course.run import Broken, Ranks, Unreported
 from hwfsdp.course.stations import laws, scenarios
@@ -125,18 +125,14 @@ def _compare_whole(where: str, found: Data, name: str, expected: Tensor) -> None
     whole = found["whole"].get(name)
     if whole is None or whole.shape != expected.shape:
         got = "the shard" if whole is None else tuple(whole.shape)
-        message = f"{where}: registered after wait_for_unshard is {got}."
-        raise Finding("not-gathered", message, "the whole", got)
+        raise told("capstone.not_whole", f"{where}:", got, "the whole")
     if not torch.allclose(whole, expected):
-        message = f"{where}: the whole parameter is wrong {first_difference(whole, expected)}."
-        raise Finding("update-not-seen" if "update" in where else "wrong-value", message)
+        told_as = "capstone.whole_updated" if "update" in where else "capstone.whole"
+        raise told(told_as, f"{where}:", whole, expected)
     kind = found["kinds"].get(name)
     if kind not in ("Parameter", "DTensor"):
-        message = f"{where}: registered after reshard is a {kind}."
-        raise Finding("not-registered", message, "the sharded parameter", kind)
-    if found["alive"]:
-        message = f"{where}: after reshard, {found['alive']:,} B of whole parameters are still alive."
-        raise Finding("not-freed", message, 0, found["alive"])
+        raise told("capstone.kind", f"{where}:", kind, "the sharded parameter")
+    compare(f"{where}:", found, {"capstone.alive": 0})
 
 
 def judge_forward(ranks: Ranks, seed: int) -> None:
@@ -145,18 +141,16 @@ def judge_forward(ranks: Ranks, seed: int) -> None:
     whole = padded_bytes(cases.PLAIN, seed, len(found), "param_dtype")
     for rank, of_rank in enumerate(found):
         if of_rank["gathered"] != whole and len(found) > 1:
-            message = f"Rank {rank}: a second forward gathers {of_rank['gathered']:,} B, expected {whole:,} B: every parameter once."
             more = of_rank["gathered"] > whole
+            message = f"Rank {rank}: a second forward gathers {of_rank['gathered']:,} B, expected {whole:,} B: every parameter once"
+            message += f"{laws.too_often(of_rank['owners']) if more else ''}."
             raise Finding("gathered-again" if more else "not-freed", message, whole, of_rank["gathered"])
         for number, output in enumerate(of_rank["outputs"]):
             with torch.no_grad():
                 expected = model(scenarios.batch_of(model, seed, rank, number))
             if not torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
-                where = first_difference(output, expected)
                 with causes(ranks, seed):
-                    raise Finding(
-                        "wrong-value", f"Rank {rank}: the output of forward {number + 1} differs {where}."
-                    )
+                    raise told("capstone.output", f"Rank {rank}:", output, expected, number=number + 1)
 
 
 def judge_backward(ranks: Ranks, seed: int) -> None:
@@ -168,22 +162,17 @@ def judge_backward(ranks: Ranks, seed: int) -> None:
         got, expected = found["between"][0], last.between[0]
         is_right = torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
         if not found["gathers"]:
-            message = f"Rank {rank}: the backward of the last module gathers nothing."
-            raise Finding("never-resharded" if is_right else "not-gathered", message, "an all-gather", "none")
+            name = "capstone.not_resharded" if is_right else "capstone.no_gather"
+            raise told(name, f"Rank {rank}:", "none", "an all-gather")
         if not is_right:
-            where = first_difference(got, expected)
-            raise Finding(
-                "wrong-value", f"Rank {rank}: inside the last module, the gradient is wrong {where}."
-            )
+            raise told("capstone.between", f"Rank {rank}:", got, expected)
 
 
 def _gone_back(ranks: Ranks, seed: int) -> list[Data]:
     try:
         return part_of(ranks, seed, "backward")
     except Finding as finding:
-        if (
-            finding.misconception == "read-while-freed"
-        ):  # nothing is freed here but by a forward; gathered was another module
+        if finding.misconception == "read-while-freed":  # by a forward; gathered was another module
             raise Finding("not-gathered", finding.message) from None
         raise
 
@@ -198,9 +187,8 @@ def judge_memory(ranks: Ranks, seed: int) -> None:
     """Freed after forward and after backward, by giving memory back; one group of many is whole at a time."""
     found = memory_of(ranks, seed, cases.DEEP)
     laws.freed(found, cases.DEEP, "rest")
-    laws.freed(
-        found, cases.DEEP, "between", kind="replaced-not-resized"
-    )  # a forward without autograd did free
+    # a forward without autograd did free
+    laws.freed(found, cases.DEEP, "between", kind="replaced-not-resized")
     laws.freed(found, cases.DEEP, "after", kind="grad-not-freed")
     forward = figures(ranks, seed, "forward")
     compare_peak("A forward on the virtual host", forward, FORWARD_PEAK, "unbounded-prefetch")
@@ -216,9 +204,8 @@ def _judge_precise(ranks: Ranks, seed: int, scenario: Scenario) -> None:
     group = cases.TASKS if scenario in cases.TASKS.scenarios else cases.BONUSES
     found, policy = group.found(ranks, seed, scenario, 2), dict(scenario.policy)
     for rank, facts in enumerate(found):
-        if facts["output"] != str(policy.get("output_dtype", policy["param_dtype"])):
-            message = f"{scenario.name}, rank {rank}: the model returns {facts['output']}."
-            raise Finding("wrong-dtype", message, str(policy.get("output_dtype")), facts["output"])
+        expected = str(policy.get("output_dtype", policy["param_dtype"]))
+        compare(f"{scenario.name}, rank {rank}:", facts, {"laws.output": expected})
     for op, kind in (("all_gather", "gathered"), ("reduce_scatter", "reduced")):
         dtype = policy["param_dtype" if op == "all_gather" else "reduce_dtype"]
         laws.dtypes(found, scenario, op, str(dtype).removeprefix("torch."), f"{kind}-in-wrong-dtype")
@@ -299,8 +286,8 @@ def judge_nested(ranks: Ranks, seed: int) -> None:
     except Unreported as unreported:
         for raised in unreported.run.raised:
             if "DTensor" in raised.message:
-                message = f"Rank {raised.rank}: a parameter that is sharded already is taken again: {raised.message.strip()[:150]}"
-                raise Finding("claimed-twice", message) from None
+                said = raised.message.strip()[:150]
+                raise told("capstone.claimed", f"Rank {raised.rank}:", said) from None
         raise
     laws.same_rows(found, scenario, seed)
     if len(found) > 1:

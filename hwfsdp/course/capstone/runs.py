@@ -54,13 +54,18 @@ def gathers(scenario: Scenario, seed: int) -> list[dict[str, Any]]:
 
 
 def forwards(scenario: Scenario, seed: int) -> dict[str, Any]:
-    """Two forwards without autograd: both outputs, and the bytes that the second one gathers."""
+    """Two forwards without autograd: both outputs, and what the second one gathers, in bytes and by name."""
     model = sharded(scenarios.build(scenario, seed), scenario, learners_shard())
     with torch.no_grad(), Guarded():  # type: ignore[no-untyped-call]
         outputs = [model(scenarios.batch_of(model, seed, dist.get_rank(), 0))]
         with record() as log:
             outputs.append(model(scenarios.batch_of(model, seed, dist.get_rank(), 1)))
-    return {"outputs": outputs, "gathered": sum(e.bytes for e in log.select("all_gather"))}
+    gathers = log.select("all_gather")
+    return {
+        "outputs": outputs,
+        "gathered": sum(e.bytes for e in gathers),
+        "owners": [e.owner for e in gathers],
+    }
 
 
 class Halves(nn.Module):

@@ -1,7 +1,7 @@
 """The checks of the electives, a module for each: `12_strided_shards` is graded by `checks.strided_shards`.
 
 Each module has judges, which run where the grades are made; `<topic>_runs` has the probes, which run on ranks with a learner's
-functions in the package. `checks.toml` lists them. What several of them need is here.
+functions in the package. `checks.toml` lists them, `findings.toml` has what they say. What several of them need is here.
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwfsdp import compat
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.course.checks import piece
-from hwfsdp.course.checks.lifetimes import bytes_alive, ready, watch
+from hwfsdp.course.checks.lifetimes import Allocations, bytes_alive, ready, watch
 from hwfsdp.course.run import Report, attempt
 
 TURNS = 5
@@ -157,23 +156,6 @@ def sharded_whole(seed: int) -> Tensor:
 
 
 # --- Buffers -----------------------------------------------------------------------------------------------
-
-
-class Allocations(TorchDispatchMode):
-    """Counts bytes of new memory on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {compat.storage_key(a) for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)}
-        for tensor in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                if compat.storage_key(tensor) not in given:
-                    self.nbytes += tensor.untyped_storage().nbytes()
-        return found
 
 
 def sizes(seed: int) -> list[int]:

@@ -26,8 +26,11 @@ from hwfsdp import compat
 from hwfsdp.checkpoint import background, blocks, saving, store
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import leaves_of
-from hwfsdp.course.checks.async_staging_runs import Allocations, Data, make_dtensor, sizes
+from hwfsdp.course.checks.async_staging_runs import Data, make_dtensor, sizes
+from hwfsdp.course.checks.lifetimes import Allocations
 from hwfsdp.course.run import Report, attempt
+
+Replaced = tuple[Any, str, Callable[..., Any]]  # what has it, its name, what is there in its place
 
 
 class Stage:
@@ -48,18 +51,16 @@ class Stage:
     def set_up(self) -> Iterator[None]:
         """Everything in the block is watched."""
         with ExitStack() as stack:
-            for target, replaced in self._replaced():
-                stack.enter_context(mock.patch(target, replaced))
-            stack.enter_context(mock.patch.object(StateDictStager, "stage", self._staged()))
-            stack.enter_context(mock.patch.object(blocks, "write_file", self._written()))
+            for owner, name, replaced in (*self._threads(), *self._saves()):
+                stack.enter_context(mock.patch.object(owner, name, replaced))
             try:
                 yield
             finally:
                 self.gate.set()
 
-    def _replaced(self) -> list[tuple[str, Any]]:
-        run, start, join = threading.Thread.run, threading.Thread.start, threading.Thread.join
-        is_alive, wait = threading.Thread.is_alive, threading.Condition.wait
+    def _threads(self) -> list[Replaced]:
+        thread_class, wait = threading.Thread, threading.Condition.wait
+        run, start, join, is_alive = (getattr(thread_class, n) for n in ("run", "start", "join", "is_alive"))
 
         def run_at_the_gate(thread: threading.Thread) -> None:
             if not thread.daemon:
@@ -80,24 +81,41 @@ class Stage:
 
         def asked(thread: threading.Thread) -> bool:
             self._about_to_wait(thread.name)
-            return is_alive(thread)
+            return bool(is_alive(thread))
 
         def waited(condition: threading.Condition, timeout: float | None = None) -> bool:
             if not self._starting:
                 self._about_to_wait("something")
             return wait(condition, timeout)
 
-        names = ("run", "start", "join", "is_alive")
-        found: list[tuple[str, Any]] = [
-            (f"threading.Thread.{name}", function)
-            for name, function in zip(names, (run_at_the_gate, started, joined, asked), strict=True)
-        ]
-
         def escape(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None:
                 self.escaped.append(args.exc_value)
 
-        return [*found, ("threading.Condition.wait", waited), ("threading.excepthook", escape)]
+        return [
+            (thread_class, "run", run_at_the_gate),
+            (thread_class, "start", started),
+            (thread_class, "join", joined),
+            (thread_class, "is_alive", asked),
+            (threading.Condition, "wait", waited),
+            (threading, "excepthook", escape),
+        ]
+
+    def _saves(self) -> list[Replaced]:
+        stage, write_file, stagers = StateDictStager.stage, blocks.write_file, list[StateDictStager]()
+
+        def staged(stager: StateDictStager, state_dict: Any) -> Any:
+            if stager not in stagers:
+                stagers.append(stager)
+            self.note("stage", f"by stager {stagers.index(stager)}")
+            return stage(stager, state_dict)
+
+        def written(path: Path, *rest: Any) -> Any:
+            if path.suffix == ".bin":
+                self.note("write", path.parent.parent.name)
+            return write_file(path, *rest)
+
+        return [(StateDictStager, "stage", staged), (blocks, "write_file", written)]
 
     def _about_to_wait(self, name: str) -> bool:
         """Opens the gate, if the main thread would wait for what stands behind it; returns whether it was closed."""
@@ -106,27 +124,6 @@ class Stage:
         self.note("waits", name)
         self.gate.set()
         return True
-
-    def _staged(self) -> Callable[..., Any]:
-        stage, stagers = StateDictStager.stage, list[StateDictStager]()
-
-        def staged(stager: StateDictStager, state_dict: Any) -> Any:
-            if stager not in stagers:
-                stagers.append(stager)
-            self.note("stage", f"by stager {stagers.index(stager)}")
-            return stage(stager, state_dict)
-
-        return staged
-
-    def _written(self) -> Callable[..., Any]:
-        write_file = blocks.write_file
-
-        def written(path: Path, *rest: Any) -> Any:
-            if path.suffix == ".bin":
-                self.note("write", path.parent.parent.name)
-            return write_file(path, *rest)
-
-        return written
 
 
 def probe_saves(report: Report, seed: int) -> None:

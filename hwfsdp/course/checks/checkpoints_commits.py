@@ -8,8 +8,8 @@ from typing import Any
 
 from hwfsdp.course.checks.checkpoints_disk import Crash, crashes
 from hwfsdp.course.checks.checkpoints_runs import NEW, OLD, SCENES, probe_integers, scene
+from hwfsdp.course.findings import told
 from hwfsdp.course.run import Ranks
-from hwfsdp.course.verdict import Finding
 
 
 def judge_commit(ranks: Ranks, seed: int) -> None:
@@ -18,11 +18,11 @@ def judge_commit(ranks: Ranks, seed: int) -> None:
     for name, commit in zip(SCENES, run["commits"][0], strict=True):
         if commit["raised"]:
             kind, text, _ = commit["raised"]
-            raise Finding("crashed", f"{name}: finish raises {kind}: {text}")
+            raise told("14.commit_raises", f"{name}:", f"{kind}: {text}")
         end = crashes(commit["moments"][-1:], {})
         state = _state_of(name, next(end), commit["texts"], seed)
         if state != "the new save":
-            raise Finding("not-committed", f"{name}: when finish has returned, there is {state}.")
+            raise told("14.no_commit", f"{name}:", state)
         _compare_kills(name, commit, seed)
     for name, commit in zip(SCENES, run["commits"][0], strict=True):
         for failure in commit["failures"]:
@@ -35,28 +35,15 @@ def _compare_kills(name: str, commit: dict[str, Any], seed: int) -> None:
     for crash in found:
         state = _state_of(name, crash, commit["texts"], seed)
         end = "when finish has returned" if crash.last else f"between `{crash.after}` and `{crash.before}`"
-        what = "a power cut" if crash.power else "a kill"
-        misconception = "not-durable" if crash.power else "not-atomic"
+        where = f"{name}: after {'a power cut' if crash.power else 'a kill'} {end},"
         if state not in ("the old save", "the new save"):
-            raise Finding(
-                misconception, f"{name}: after {what} {end}, there may be {state}.", "a whole save", state
-            )
+            raise told("14.power_cut" if crash.power else "14.kill", where, state, "a whole save")
         if crash.last and state != "the new save":
-            raise Finding(
-                "not-durable",
-                f"{name}: after {what} {end}, there may be the old save.",
-                "the new save",
-                state,
-            )
+            raise told("14.lost", where, state, "the new save")
         text, manifest = crash.files.get(f"{NEW}/manifest.json"), scene(name, seed).manifest
         if text is not None and text != manifest:
-            message = (
-                f"{name}: after {what} {end}, manifest.json is there with {len(text)} of {len(manifest)} bytes: the folder "
-                "passes for a finished save."
-            )
-            raise Finding(
-                "not-atomic" if not crash.power else "not-durable", message, len(manifest), len(text)
-            )
+            half = "14.power_cut_manifest" if crash.power else "14.kill_manifest"
+            raise told(half, where, len(text), len(manifest))
 
 
 def _state_of(name: str, crash: Crash, texts: Sequence[str], seed: int) -> str:
@@ -92,19 +79,16 @@ def _whole(crash: Crash, save_id: str, files: dict[str, str]) -> str:
 
 
 def _compare_failure(name: str, failure: dict[str, Any], texts: Sequence[str], seed: int) -> None:
-    moment = failure["after"]
-    crash = next(crashes([moment], {}))
-    state, op = _state_of(name, crash, texts, seed), failure["op"]
-    where = f"{name}: `{op}` fails with an OSError"
-    raised = failure["raised"]
-    if raised is None and (state != "the new save" or "sync" in op or "write" in op):
-        raise Finding(
-            "error-swallowed", f"{where}, and finish returns as if nothing had happened.", "OSError", "None"
-        )
-    if raised is not None and raised[2] != "True":
-        raise Finding("crashed", f"{where}, and finish raises {raised[0]}: {raised[1]}", "OSError", raised[0])
-    if raised is not None and state != "the old save":
+    state = _state_of(name, next(crashes([failure["after"]], {})), texts, seed)
+    op, raised = failure["op"], failure["raised"]
+    where = f"{name}: `{op}` fails with an OSError,"
+    if raised is None:
+        if state != "the new save" or "sync" in op or "write" in op:
+            raise told("14.swallowed", where, "None", "OSError")
+        return
+    kind, text, is_os_error = raised
+    if is_os_error != "True":
+        raise told("14.other_error", where, f"{kind}: {text}", "OSError")
+    if state != "the old save":
         expected = "the old save" if scene(name, seed).old else "no CURRENT"
-        misconception = "failed-save-counts" if state == "the new save" else "not-atomic"
-        message = f"{where}, and finish raises; then there is {state}, expected {expected}."
-        raise Finding(misconception, message, expected, state)
+        raise told("14.counts" if state == "the new save" else "14.broken", where, state, expected)

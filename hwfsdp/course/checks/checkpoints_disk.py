@@ -21,7 +21,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,23 +57,19 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Everything in the block is recorded."""
         global _watch
-        patches = [
-            *(mock.patch(f"os.{name}", self._synced(name)) for name in ("fsync", "fdatasync")),
-            mock.patch("os.sync", lambda: self.note("sync", EVERYTHING)),
-            mock.patch("os.write", self._written),
-            mock.patch("io.open", self._opened),
-            mock.patch("builtins.open", self._opened),
-        ]
         _hear_of_changes()
         try:
             _watch = self
-            for patch in patches:
-                patch.start()
-            yield
+            with ExitStack() as stack:
+                for name in ("fsync", "fdatasync"):
+                    stack.enter_context(mock.patch(f"os.{name}", self._synced(name)))
+                stack.enter_context(mock.patch("os.sync", lambda: self.note("sync", EVERYTHING)))
+                stack.enter_context(mock.patch("os.write", self._written))
+                for name in ("io.open", "builtins.open"):
+                    stack.enter_context(mock.patch(name, self._opened))
+                yield
         finally:
             _watch = None
-            for patch in patches:
-                patch.stop()
             self.fails = None
             self.note("the end")
             for fd in self._held.values():
@@ -177,14 +173,13 @@ class Crash(NamedTuple):
 
     Attributes:
         after, before: the operations around the moment. power: a power cut; otherwise the process was killed.
-        files: name to text. folders: names. last: everything was done.
+        files: name to text. last: everything was done.
     """
 
     after: str
     before: str
     power: bool
     files: dict[str, str]
-    folders: frozenset[str]
     last: bool
 
 
@@ -230,9 +225,9 @@ def crashes(moments: list[Moment], not_named: Mapping[str, set[str]]) -> Iterato
         texts.update({number: text for number, text in moment["files"].values()})
         last = index == len(moments) - 1
         latest = {number: names_in(moment, folder) for folder, number in moment["folders"].items()}
-        yield _found(moment, latest, texts, Crash(after, moment["op"], False, {}, frozenset(), last))
+        yield _found(moment, latest, texts, Crash(after, moment["op"], False, {}, last))
         for chosen, known in itertools.product(_choices(moment, latest, disk.names), (texts, disk.texts)):
-            yield _found(moment, chosen, known, Crash(after, moment["op"], True, {}, frozenset(), last))
+            yield _found(moment, chosen, known, Crash(after, moment["op"], True, {}, last))
         if moment["sync"] is not None:
             disk.sync(moment, moment["sync"])
         after = moment["op"]
@@ -255,11 +250,9 @@ def _choices(
 def _found(moment: Moment, names: dict[int, dict[str, int]], texts: Mapping[int, str], crash: Crash) -> Crash:
     """What a process that looks into the directory after the crash finds."""
     files: dict[str, str] = {}
-    folders = set()
     for name, number in names[moment["folders"]["."]].items():
         if number in names:
-            folders.add(name)
             files.update({f"{name}/{inner}": texts.get(n, "") for inner, n in names[number].items()})
         else:
             files[name] = texts.get(number, "")
-    return crash._replace(files=files, folders=frozenset(folders))
+    return crash._replace(files=files)

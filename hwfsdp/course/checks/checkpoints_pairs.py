@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hwfsdp.checkpoint.traverse import leaves_of, show
 from hwfsdp.course.checks import piece
 from hwfsdp.course.checks.checkpoints_runs import ROWS, WORLDS, Numbers, Part, plain_box
+from hwfsdp.course.checks.lifetimes import local_part
 from hwfsdp.course.run import FAILED, Report, attempt
 from hwfsdp.errors import FSDPError
 from hwfsdp.features.door import fully_shard
@@ -304,8 +306,7 @@ def _fill(state: dict[str, Any], seed: int, ranks: int, is_target: bool) -> None
         spread = spread_of(name, shape, seed, ranks)
         values = values_of(name, shape, seed, ranks)
         mine = cut(values, spread, coordinate(dist.get_rank(), spread.mesh))
-        local = compat.local_of(leaf) if isinstance(leaf, DTensor) else leaf
-        local.fill_(-1) if is_target else local.copy_(mine)
+        local_part(leaf).fill_(-1) if is_target else local_part(leaf).copy_(mine)
     if is_target:
         state["step"], state["optim"]["param_groups"][0]["lr"] = -1, 0.25
 
@@ -322,7 +323,7 @@ def _save(state: dict[str, Any], path: Path, meshes: Meshes) -> None:
 
 
 def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
-    """The local parts after a load, one after the other, how long each is, and how much was read for it."""
+    """The local parts after a load, and how much was read for each."""
     read: dict[str, int] = {}
     needs_of = matching.needs_of
 
@@ -332,23 +333,18 @@ def _load(state: dict[str, Any], save: Path, meshes: Meshes) -> dict[str, Any]:
             read[name] = read.get(name, 0) + need.shared.numel
             yield need
 
-    setattr(matching, "needs_of", counted)
-    try:
+    with mock.patch.object(matching, "needs_of", counted):
         group = next(iter(meshes.values())).get_group()
         store.load(state, save, process_group=group)
-    finally:
-        setattr(matching, "needs_of", needs_of)
-    found: dict[str, Any] = {"names": [], "paths": [], "lengths": [], "shapes": []}
-    parts: list[Tensor] = []
-    for path, leaf in leaves_of(state):
-        if isinstance(leaf, Tensor):
-            local = compat.local_of(leaf) if isinstance(leaf, DTensor) else leaf
-            parts.append(local.detach().reshape(-1).float())
-            found["names"].append(named(path))
-            found["paths"].append(show(path))
-            found["lengths"].append(local.numel())
-            found["shapes"].append(list(leaf.shape))
-    found["values"] = torch.cat(parts)
-    found["read"] = [read.get(name, 0) for name in found["paths"]]
-    found["others"] = [state["step"], state["optim"]["param_groups"][0]["lr"]]
-    return found
+    tensors = [
+        {
+            "name": named(path),
+            "path": show(path),
+            "shape": list(leaf.shape),
+            "values": local_part(leaf).detach().reshape(-1).float().clone(),
+            "read": read.get(show(path), 0),
+        }
+        for path, leaf in leaves_of(state)
+        if isinstance(leaf, Tensor)
+    ]
+    return {"tensors": tensors, "others": [state["step"], state["optim"]["param_groups"][0]["lr"]]}

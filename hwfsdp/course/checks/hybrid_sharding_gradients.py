@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hwfsdp.core.sharding import chunk_extent
+from hwfsdp.course.checks import piece
 from hwfsdp.course.checks.hybrid_sharding_models import Model
 from hwfsdp.course.checks.hybrid_sharding_runs import Setting, micro_batches, parts_of
-from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.findings import is_same, told
 from hwfsdp.course.run import Run
 from hwfsdp.course.verdict import Finding
 
@@ -40,6 +40,10 @@ class Mesh:
 
     def replicate_ranks(self, rank: int) -> list[int]:
         return list(range(rank % self.shards, self.world_size, self.shards))
+
+    def rows(self, whole: Tensor, rank: int) -> Tensor:
+        """What the rank has of a whole tensor."""
+        return piece(whole, self.shards, rank % self.shards)
 
     def __getitem__(self, key: str) -> list[Any]:
         """By rank, what was reported of a part, or of a setting."""
@@ -91,13 +95,7 @@ def compare_gradients(mesh: Mesh, setting: Setting, seed: int) -> None:
 def _is_right(found: Tensor | None, whole: Tensor | None, mesh: Mesh, rank: int) -> bool:
     if whole is None or found is None:
         return found is whole
-    rows = _rows(whole, mesh, rank)
-    return found.shape == rows.shape and torch.equal(found, rows)
-
-
-def _rows(whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    extent = chunk_extent(len(whole), mesh.shards, rank % mesh.shards)
-    return whole.narrow(0, extent.start, extent.length)
+    return is_same(found, mesh.rows(whole, rank))
 
 
 class Wrong(NamedTuple):
@@ -120,59 +118,46 @@ def _gradient_finding(
     grads = [of_rank[name] for of_rank in moments]
     place = f"{mesh}, {setting.name}: after micro-batch {micro}, the gradient of {name} on rank {rank}"
     grad = grads[rank]
-    if whole is None or grad is None:
-        if whole is not None:
-            forgotten = setting.reduces[0][:1] != "a"
-            return Finding("partial-forgotten" if forgotten else "grad-lost", f"{place} is missing.")
-        return Finding(
-            "reduced-too-often", f"{place} is there, before anything was all-reduced.", "none", grad
-        )
-    rows = _rows(whole, mesh, rank)
+    if whole is None:
+        return told("11.early_grad", place, grad, "none")
+    if grad is None:
+        return told("11.lost_part" if setting.reduces[0][:1] != "a" else "11.lost", place)
+    rows = mesh.rows(whole, rank)
     if grad.shape != rows.shape:
-        return Finding("wrong-rows", f"{place} has another shape.", tuple(rows.shape), tuple(grad.shape))
-    difference = first_difference(grad, rows)
+        return told("11.other_shape", place, tuple(grad.shape), tuple(rows.shape))
     seen = [[micros[name] for micros in of_rank[: micro + 1]] for of_rank in parts]
     weights = fit_weights([grads[r] for r in mesh.shard_ranks(rank)], seen)
-    told = _told(weights, mesh, rank, setting) if weights is not None else None
-    if told is None:
-        others = [r for r in mesh.replicate_ranks(rank) if not _same(grads[r], grad)]
-        if others:
-            text = f"{place} differs from that of rank {others[0]}, which has the same rows ({difference})."
-            return Finding("drifted", text, rows, grad)
-        return Finding("wrong-value", f"{place} is not that of the model without sharding, {difference}.")
-    return Finding(told[0], f"{place} {told[1]} ({difference}).", rows, grad)
+    theory, words = _theory(weights, mesh, rank, setting) if weights is not None else ("", {})
+    if theory:
+        return told(theory, place, grad, rows, **words)
+    for other in mesh.replicate_ranks(rank):
+        if not is_same(grads[other], grad):
+            return told("11.unlike", place, grad, rows, other=other)
+    return told("11.wrong", place, grad, rows)
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and one.shape == other.shape and torch.equal(one, other)
-
-
-def _told(weights: Tensor, mesh: Mesh, rank: int, setting: Setting) -> tuple[str, str] | None:
-    """What the weights of ranks and micro-batches say; 1 is what all should be."""
+def _theory(weights: Tensor, mesh: Mesh, rank: int, setting: Setting) -> tuple[str, dict[str, Any]]:
+    """What the weights of ranks and micro-batches say, and with which words; 1 is what all should be."""
     weights = weights / mesh.world_size * (mesh.shards if setting.factor else mesh.world_size)
     inner, outer = mesh.shard_ranks(rank), mesh.replicate_ranks(rank)
     counted = [r for r in range(mesh.world_size) if not _near(weights[r], 0)]
-    if counted != list(range(mesh.world_size)) and counted in (inner, outer, [rank]):
+    if len(counted) < mesh.world_size and counted in (inner, outer, [rank]):
         axis = {str(inner): "its replica", str(outer): "one rank of each replica"}.get(str(counted), "itself")
-        return "drifted", f"has the batches of {axis} only, ranks {counted}"
+        return "11.batches", {"axis": axis, "ranks": counted}
     sizes = {"all ranks": mesh.world_size, "replicas": mesh.replicas, "shards": mesh.shards}
     for what, number in sizes.items():
         if number > 1 and _near(weights, number):
-            return "summed-not-averaged", f"is {number} times, the number of {what}, too large"
+            return "11.summed", {"what": what, "number": number}
         if number > 1 and _near(weights, 1 / number):
-            return "averaged-twice", f"is 1/{number} of what it should be; {number} is the number of {what}"
+            return "11.averaged", {"what": what, "number": number}
     means = weights.mean(0)
     counts = ", ".join(f"{round(float(mean), 2) + 0.0:g}" for mean in means)
     if any(_near(mean, 0) for mean in means):
-        return "partial-forgotten", f"lacks a micro-batch: they count {counts} times"
+        return "11.lacks", {"counts": counts}
     if any(float(mean) > 1.4 for mean in means):
-        return "grad-kept", f"has a micro-batch more than once: they count {counts} times"
-    per_micro = [
-        r for r in range(mesh.world_size) if any(_near(weights[r, m], 0) for m in range(weights.shape[1]))
-    ]
-    if per_micro:
-        return "drifted", f"lacks batches of ranks {per_micro}"
-    return None
+        return "11.again", {"counts": counts}
+    lacking = [r for r in range(mesh.world_size) if any(_near(weight, 0) for weight in weights[r])]
+    return ("11.lacks_ranks", {"ranks": lacking}) if lacking else ("", {})
 
 
 def _near(weights: Tensor, value: float) -> bool:

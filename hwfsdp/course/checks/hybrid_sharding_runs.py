@@ -6,10 +6,11 @@ mean has to round, over whichever axis it is made first.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.ranks import Axis
 from hwfsdp.core.streams import HostStream, Stream
 from hwfsdp.course.checks.hybrid_sharding_models import ALL, batch, build
-from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, ready, watch
+from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, local_part, ready, watch
 from hwfsdp.course.run import Report, attempt, log_data
 from hwfsdp.features.hybrid_sharding import HybridMesh, HybridReducer, data_parallel_axes
 from hwfsdp.observe import events
@@ -202,8 +203,9 @@ def _partials(seed: int, mesh: HybridMesh) -> dict[str, Any]:
     return found
 
 
-def _copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _copied(tensor: Any) -> Tensor | None:
+    """This rank's part of a tensor or DTensor, in memory of its own."""
+    return None if tensor is None else local_part(tensor).detach().clone()
 
 
 def _memory(tensor: Tensor | None) -> int:
@@ -249,7 +251,7 @@ def _state(reducer: HybridReducer) -> dict[str, Any]:
     params = reducer.group.params
     grads = [p.sharded_param.grad for p in params]
     return {
-        "grads": [g.to_local().clone() if isinstance(g, DTensor) else None for g in grads],
+        "grads": [_copied(grad) if isinstance(grad, DTensor) else None for grad in grads],
         "partials": [_copied(reducer.partial_grads.get(p)) for p in params],
     }
 
@@ -276,12 +278,8 @@ def _train(setting: Setting, seed: int, mesh: DeviceMesh, package: Any) -> list[
         if how != "n":
             model.set_requires_all_reduce(how == "a")
         loss_of(model, seed, rank, micro, path, world_size).backward()
-        moments.append({name: _local(p.grad) for name, p in model.named_parameters()})
+        moments.append({name: _copied(p.grad) for name, p in model.named_parameters()})
     return moments
-
-
-def _local(grad: Any) -> Tensor | None:
-    return None if grad is None else grad.to_local().detach().clone()
 
 
 def _run(report: Report, key: str, setting: Setting, seed: int, mesh: DeviceMesh) -> None:
@@ -322,7 +320,6 @@ def _watched_reductions() -> Iterator[Seen]:
     keep, hold, add = FSDPCommContext.keep_until_reduced, FSDPCommContext.hold, HostStream.add
     inputs, seen, going_on = list[Watched](), Seen([], [], []), list[str]()
 
-    @functools.wraps(keep)
     def keep_until_reduced(self: FSDPCommContext, reduction: InFlight) -> None:
         if reduction.transport.ranks.size > 1:
             seen.kept.append(bytes_alive(inputs))
@@ -330,26 +327,21 @@ def _watched_reductions() -> Iterator[Seen]:
         seen.goes_on.append(going_on.pop() if going_on else "reduce_scatter")
         keep(self, reduction)
 
-    @functools.wraps(hold)
     def hold_result(self: FSDPCommContext, tensor: Tensor, stream: Stream) -> None:
         going_on.append(stream.name)
         hold(self, tensor, stream)
 
-    @functools.wraps(add)
     def add_work(self: HostStream, work: Any) -> None:
         recorder = events.active()
         seen.issued.append([self.name, str(recorder.stream) if recorder else ""])
         add(self, work)
 
-    FSDPCommContext.keep_until_reduced = keep_until_reduced  # type: ignore[method-assign]
-    FSDPCommContext.hold = hold_result  # type: ignore[method-assign]
-    HostStream.add = add_work  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(FSDPCommContext, "keep_until_reduced", keep_until_reduced),
+        mock.patch.object(FSDPCommContext, "hold", hold_result),
+        mock.patch.object(HostStream, "add", add_work),
+    ):
         yield seen
-    finally:
-        FSDPCommContext.keep_until_reduced = keep  # type: ignore[method-assign]
-        FSDPCommContext.hold = hold  # type: ignore[method-assign]
-        HostStream.add = add  # type: ignore[method-assign]
 
 
 def _grid(replicas: int) -> DeviceMesh:
@@ -366,13 +358,11 @@ def probe_meshes(report: Report, seed: int, replicas: tuple[int, ...]) -> None:
     grids = {number: _grid(number) for number in replicas}
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for number, grid in grids.items():
-        mesh, parts = mesh_by_hand(grid), dict[str, Callable[[], Any]]()
-        parts["axes"] = functools.partial(_axes, grid)
-        parts["placements"] = functools.partial(_placements, grid)
-        parts["partials"] = functools.partial(_partials, seed, mesh)
-        parts["finishes"] = functools.partial(_finishes, seed, mesh, alone)
-        for name, part in parts.items():
-            attempt(report, f"{number} {name}", part)
+        mesh = mesh_by_hand(grid)
+        attempt(report, f"{number} axes", partial(_axes, grid))
+        attempt(report, f"{number} placements", partial(_placements, grid))
+        attempt(report, f"{number} partials", partial(_partials, seed, mesh))
+        attempt(report, f"{number} finishes", partial(_finishes, seed, mesh, alone))
     for number, grid in grids.items():
         for setting in settings_of(number, grid.size(1)):
             _run(report, f"{number} {setting.name} ", setting, seed, grid)

@@ -1,4 +1,4 @@
-"""Whether memory is still alive: storages watched by weak references, and their bytes once everyone should have let go.
+"""Which memory is made, and whether it is still alive: storages watched by weak references.
 
 Note [Threads let go late]
     A thread of gloo that has finished a collective tells so, and lets go of its tensors a moment later. So what is still
@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.compat import local_of
+from hwfsdp.compat import DispatchMode, local_of, storage_key
 
 Watched = weakref.ref[torch.UntypedStorage]
 
@@ -26,36 +27,68 @@ def ready() -> None:
     gc.freeze()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def watch(tensor: Tensor) -> Watched:
     """Views keep a storage alive as its tensor does."""
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return weakref.ref(local.untyped_storage())
+    return weakref.ref(local_part(tensor).untyped_storage())
 
 
 def bytes_alive(watched: Iterable[Watched]) -> int:
     """Bytes of those storages that someone still refers to; what only a cycle of references holds is not counted."""
-    return sum(still_alive({"": [*watched]}).values())
-
-
-def still_alive(watched: Mapping[str, Sequence[Watched]]) -> dict[str, int]:
-    """Such bytes by name; names without any are left out."""
-    if any(map(_sum, watched.values())):
-        gc.collect()
-        _wait_for_threads(watched)
-    return {name: nbytes for name, refs in watched.items() if (nbytes := _sum(refs))}
-
-
-_left = 0.5  # seconds to wait in this process, all in all
-
-
-def _wait_for_threads(watched: Mapping[str, Sequence[Watched]]) -> None:
-    """Note [Threads let go late]."""
     global _left
-    while _left > 0 and any(map(_sum, watched.values())):
+    refs = list(watched)
+    if _sum(refs):
+        gc.collect()
+    while _left > 0 and _sum(refs):
         time.sleep(0.002)
         _left -= 0.002
+    return _sum(refs)
+
+
+_left = 0.5  # seconds to wait in this process, all in all (Note [Threads let go late])
 
 
 def _sum(refs: Iterable[Watched]) -> int:
     """Every storage once, however often it is watched."""
     return sum({id(storage): storage.nbytes() for ref in refs if (storage := ref()) is not None}.values())
+
+
+class Allocations(DispatchMode):
+    """The memory that operators make in its block.
+
+    Args:
+        ignored: tensors of this dtype are not counted.
+
+    Attributes:
+        made: what was seen. nbytes: of all, since `restart`; largest: of one; peak: alive at once.
+    """
+
+    def __init__(self, ignored: torch.dtype | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ignored = ignored
+        self.made: list[Watched] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.nbytes, self.largest, self.peak = 0, 0, _sum(self.made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {
+            storage_key(local_part(a)) for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)
+        }
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.dtype != self.ignored:
+                self._see(local_part(tensor), given)
+        return found
+
+    def _see(self, tensor: Tensor, given: set[int]) -> None:
+        if storage_key(tensor) in given:
+            return
+        nbytes = tensor.untyped_storage().nbytes()
+        self.made = [*(ref for ref in self.made if ref() is not None), watch(tensor)]
+        self.nbytes += nbytes
+        self.largest, self.peak = max(self.largest, nbytes), max(self.peak, _sum(self.made))

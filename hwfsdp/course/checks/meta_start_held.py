@@ -11,20 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
-from hwfsdp.compat import local_of, storage_key
+from hwfsdp.compat import storage_key
 from hwfsdp.core.form import Layout
 from hwfsdp.core.param import FSDPParam, Home, Place
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.course.checks import piece
-from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, watch
+from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, local_part, watch
 from hwfsdp.features.layouts import CutLayout
 
 Data = dict[str, Any]
-
-
-def local_part(param: Tensor) -> Tensor:
-    return local_of(param) if isinstance(param, DTensor) else param
 
 
 def copied(tensor: Tensor) -> Tensor | None:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from hwfsdp import compat, fully_shard
-from hwfsdp.compat import storage_key
+from hwfsdp import fully_shard
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import state_of
 from hwfsdp.course.checks import with_nan
-from hwfsdp.course.checks.lifetimes import Watched, bytes_alive, ready, watch
-from hwfsdp.course.checks.meta_start_held import Data, copied, held, local_part, placed
+from hwfsdp.course.checks.lifetimes import Allocations, bytes_alive, local_part, ready
+from hwfsdp.course.checks.meta_start_held import Data, copied, held, placed
 from hwfsdp.course.run import Report, attempt
 from hwfsdp.features.hybrid_sharding import hybrid_mesh
 from hwfsdp.layout import init_shards
@@ -242,7 +241,7 @@ def _start(seed: int, mesh: DeviceMesh) -> Data:
     calls: dict[str, list[Any]] = {}
 
     def init(fqn: str, row: Tensor, generator: torch.Generator) -> None:
-        facts = [list(row.shape), row.dtype, type(row).__name__, str(row.device), generator.initial_seed()]
+        facts = [list(row.shape), row.dtype, type(row).__name__, generator.initial_seed()]
         noise(fqn, row, generator)
         calls.setdefault(fqn, []).append([*facts, row.detach().clone()])
 
@@ -336,49 +335,17 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
 # --- Memory ------------------------------------------------------------------------------------------------
 
 
-class Spy(compat.DispatchMode):
-    """Sees every tensor that an operator returns: the largest storage, and most bytes alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.watched: dict[int, Watched] = {}
-        self.largest = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for value in found if isinstance(found, list | tuple) else (found,):
-            if isinstance(value, Tensor):
-                self.see(local_part(value))
-        return found
-
-    def see(self, tensor: Tensor) -> None:
-        if tensor.is_meta or tensor.dtype == torch.uint8:
-            return  # uint8: states of generators
-        key = storage_key(tensor)
-        if key not in self.watched or self.watched[key]() is None:
-            self.watched[key] = watch(tensor)
-            self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-            self.peak = max(self.peak, self.alive())
-
-    def alive(self) -> int:
-        self.watched = {key: ref for key, ref in self.watched.items() if ref() is not None}
-        return sum(storage.nbytes() for ref in self.watched.values() if (storage := ref()) is not None)
-
-    def restart(self) -> None:
-        self.largest, self.peak = 0, self.alive()
-
-
 def _memory(seed: int, mesh: DeviceMesh) -> Data:
     """Bytes during `to_empty`, during `init_shards`, and afterwards; and what was communicated."""
     with torch.device("meta"):
         model = shard(Model(seed), mesh)
-    with record() as log, Spy() as spy:
+    with record() as log, Allocations(ignored=torch.uint8) as seen:  # states of generators
         model.to_empty(device="cpu")
-        facts = {"to_empty": [spy.largest, spy.peak], "before": bytes_alive(spy.watched.values())}
-        spy.restart()
+        facts = {"to_empty": [seen.largest, seen.peak], "before": bytes_alive(seen.made)}
+        seen.restart()
         init_shards.init_shards(model, noise, seed)
-        facts["init_shards"] = [spy.largest, spy.peak]
+        facts["init_shards"] = [seen.largest, seen.peak]
     gc.collect()
-    facts["after"] = bytes_alive(spy.watched.values())
+    facts["after"] = bytes_alive(seen.made)
     facts["collectives"] = [event.op for event in log.events if event.op in COLLECTIVES]
     return facts

@@ -6,7 +6,6 @@ The oracle is told who cuts first, and cuts ranges, or tensors with `torch.chunk
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -15,11 +14,20 @@ from torch import Tensor
 
 from hwfsdp import compat
 from hwfsdp.course.checks import strided_shards_runs as runs
-from hwfsdp.course.checks.strided_shards_runs import PADDING, REPLICA, Axes, Cuts, Sizes, Tensors, described
-from hwfsdp.course.checks.strided_shards_theories import Box, explain_boxes, explain_orders
-from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.checks.strided_shards_runs import (
+    PADDING,
+    REPLICA,
+    Axes,
+    Cuts,
+    Sizes,
+    Tensors,
+    described,
+    say,
+    say_all,
+)
+from hwfsdp.course.checks.strided_shards_theories import Box, Cut, explain_boxes, explain_orders, nested
+from hwfsdp.course.findings import compare, is_same, told
 from hwfsdp.course.run import Ranks, Run
-from hwfsdp.course.verdict import Finding
 
 RANKS = prod(runs.GRID)
 
@@ -33,8 +41,13 @@ def _run(ranks: Ranks, seed: int) -> Run:
 
 def expected_cut(before: Axes, dim: int) -> list[Any]:
     """FSDP's own placement: closed form."""
-    parts = prod(size for p, size in before if compat.is_shard(p) and described(p)[1] == dim)
+    parts = _pieces(before, dim)
     return ["strided", dim, parts] if parts > 1 else ["shard", dim, None]
+
+
+def _pieces(before: Axes, dim: int | None = None) -> int:
+    """Into how many pieces axes cut a dim; without one, all dims."""
+    return prod(size for p, size in before if compat.is_shard(p) and dim in (None, described(p)[1]))
 
 
 def judge_placement(ranks: Ranks, seed: int) -> None:
@@ -42,54 +55,38 @@ def judge_placement(ranks: Ranks, seed: int) -> None:
     run, cases = _run(ranks, seed), runs.axes(seed)
     answers = run["cut after"][0]
     for (before, dim), actual in zip(cases, answers, strict=True):
-        if actual != expected_cut(before, dim):
-            axes = ", ".join(f"{runs.shown([p])[1:-1]} over {size} ranks" for p, size in before) or "none"
-            text = f"FSDP cuts dim {dim}; axes on its right: {axes}. cut_after is {_say(actual)}, "
-            text += f"expected {_say(expected_cut(before, dim))}."
-            name = _cut_misconception(before, dim, actual, all(a[0] != "strided" for a in answers))
-            raise Finding(name, text, _say(expected_cut(before, dim)), _say(actual))
+        expected = expected_cut(before, dim)
+        if actual != expected:
+            axes = ", ".join(f"{say(described(p))} over {size} ranks" for p, size in before) or "none"
+            where = f"FSDP cuts dim {dim}; axes on its right: {axes}."
+            name = _wrong_cut(before, dim, actual, all(a[0] != "strided" for a in answers))
+            raise told(name, where, say(actual), say(expected))
     for (before, dim), found in zip(cases, run["joined"][0], strict=True):
-        cut, rest = expected_cut(before, dim), [described(p) for p, _ in before]
+        rest = [described(p) for p, _ in before]
         for own, actual in zip(([], [["replicate", None, None]]), found, strict=True):
-            expected = [*own, cut, *rest]
+            expected = [*own, expected_cut(before, dim), *rest]
             if actual != expected:
-                shown = f"[{', '.join(map(_say, actual))}]"
-                wanted = f"[{', '.join(map(_say, expected))}]"
-                text = f"FSDP cuts dim {dim}; own {'replicas and shards' if own else 'shards'}; before: "
-                text += (
-                    f"{runs.shown([p for p, _ in before])}. joined_placements is {shown}, expected {wanted}."
-                )
-                raise Finding(_joined_misconception(actual, expected), text, wanted, shown)
+                where = f"FSDP cuts dim {dim}; own {'replicas and shards' if own else 'shards'}; before: {say_all(rest)}."
+                raise told(_wrong_joined(actual, expected), where, say_all(actual), say_all(expected))
 
 
-def _say(found: Sequence[Any]) -> str:
-    kind, dim, factor = found
-    if kind == "strided":
-        return f"StridedShard({dim}, split_factor={factor})"
-    return f"Shard({dim})" if kind == "shard" else f"{kind.capitalize()}()"
-
-
-def _cut_misconception(before: Axes, dim: int, actual: Sequence[Any], never: bool) -> str:
+def _wrong_cut(before: Axes, dim: int, actual: Sequence[Any], never: bool) -> str:
+    """`never`: no answer is a strided shard."""
     kind, of, factor = actual
-    if kind not in ("strided", "shard") or of != dim:
-        return "wrong-placement"
-    if expected_cut(before, dim)[0] == "shard" and kind == "strided" and factor == 1:
-        return "wrong-placement"
+    right = _pieces(before, dim)
+    if kind not in ("strided", "shard") or of != dim or (right == factor == 1):
+        return "12.cut_placement"
     if kind == "shard":
-        return "wrong-order-of-cuts" if never else "wrong-split-factor"
-    right = prod(size for p, size in before if compat.is_shard(p) and described(p)[1] == dim)
-    every = [size for _, size in before]
-    shards = [size for p, size in before if compat.is_shard(p)]
-    too_many = factor in (prod(every), prod(shards)) and factor != right
-    return "counted-as-cut" if too_many else "wrong-split-factor"
+        return "12.plain_cut" if never else "12.cut_factor"
+    too_many = factor in (prod(size for _, size in before), _pieces(before)) and factor != right
+    return "12.cut_counted" if too_many else "12.cut_factor"
 
 
-def _joined_misconception(actual: Sequence[Any], expected: Sequence[Any]) -> str:
-    same = sorted(map(repr, actual)) == sorted(map(repr, expected))
+def _wrong_joined(actual: Sequence[Any], expected: Sequence[Any]) -> str:
+    if sorted(map(repr, actual)) == sorted(map(repr, expected)):
+        return "12.joined_order"
     plain = [["shard", p[1], None] if p[0] == "strided" else p for p in expected]
-    if same:
-        return "wrong-axis-order"
-    return "wrong-order-of-cuts" if list(actual) == plain else "wrong-placement"
+    return "12.joined_plain" if list(actual) == plain else "12.joined"
 
 
 # --- Orders and boxes --------------------------------------------------------------------------------------
@@ -101,46 +98,30 @@ def judge_order(ranks: Ranks, seed: int) -> None:
     explain_orders(cases, run["orders"][0])
     for (mesh, placements), actual in zip(runs.REFUSED, run["refused"][0], strict=True):
         if actual != "refused":
-            text = f"mesh {mesh}, {runs.shown(placements)}: no cuts on the right make so many pieces, yet orders_of_cuts {actual}."
             counted = any(not compat.is_shard(p) or described(p)[1] != 0 for p in placements)
-            raise Finding("counted-as-cut" if counted else "wrong-split-factor", text, "a UsageError", actual)
-
-
-@cache
-def oracle(n: int, mesh: Sizes, order: Sizes) -> dict[Sizes, tuple[int, int]]:
-    """(length, offset) of what is left of n rows, by the ranks' indices in the order of cuts."""
-    pieces: dict[Sizes, range] = {(): range(n)}
-    for mesh_dim in order:
-        finer: dict[Sizes, range] = {}
-        for where, rows in pieces.items():
-            quotient, rest = divmod(len(rows), mesh[mesh_dim])
-            length = quotient + (rest > 0)
-            finer |= {(*where, i): rows[i * length : (i + 1) * length] for i in range(mesh[mesh_dim])}
-        pieces = finer
-    return {where: (len(rows), rows[0]) if rows else (0, n) for where, rows in pieces.items()}
+            name = "12.refused_counted" if counted else "12.refused_factor"
+            raise told(name, f"mesh {mesh}, {runs.shown(placements)}:", actual, "a UsageError")
 
 
 def expected_box(shape: Sizes, cuts: Cuts, coordinate: Sizes) -> list[tuple[int, int]]:
-    """(length, offset) in every tensor dim."""
+    """(length, offset) in every tensor dim; empty boxes lie behind the tensor."""
     found = []
     for dim, n in enumerate(shape):
         order = cuts.orders[dim] if dim < len(cuts.orders) else ()
-        found.append(oracle(n, cuts.mesh, order)[tuple(coordinate[m] for m in order)] if order else (n, 0))
+        length, offset = nested(n, [Cut(m, cuts.mesh[m], coordinate[m]) for m in order])
+        found.append((length, offset if length else n))
     return found
 
 
 def judge_box(ranks: Ranks, seed: int) -> None:
-    """Nested chunking, every length and coordinate; empty boxes lie behind the tensor."""
+    """Nested chunking, every length and coordinate."""
     answer = _run(ranks, seed)["boxes"][0]
     if not isinstance(answer, Tensor):
-        text = f"{answer['case']}: nested_extent returned {answer['shown']}; an extent has a shape and an offset, "
-        raise Finding("wrong-value", text + "two tuples of integers.", "LocalExtent", answer["shown"])
-    numbers, found = answer.tolist(), list[Box]()
-    at = 0
+        raise told("12.no_extent", f"{answer['case']}:", answer["shown"], "LocalExtent")
+    numbers, found = iter(answer.tolist()), list[Box]()
     for cuts, shape in runs.boxes(seed):
         for coordinate in cuts.coordinates():
-            lengths, offsets = numbers[at : at + len(shape)], numbers[at + len(shape) : at + 2 * len(shape)]
-            at += 2 * len(shape)
+            lengths, offsets = ([next(numbers) for _ in shape] for _ in range(2))
             actual = list(zip(lengths, offsets, strict=True))
             found.append(Box(cuts, shape, coordinate, actual, expected_box(shape, cuts, coordinate)))
     explain_boxes(found)
@@ -158,74 +139,43 @@ def judge_shards(ranks: Ranks, seed: int) -> None:
 
 
 def _check_shards(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
-    whole, cuts = case.whole(), case.cuts
-    pieces = [runs.box_of(whole, cuts, c) for c in cuts.coordinates()]
-    where, shards = f"shard_strided of {case}{', pad=True' if pad else ''}", facts["shards"]
-    if len(shards) != len(pieces):
-        raise Finding("block-missing", f"{where} gives {len(shards)} shards.", len(pieces), len(shards))
-    if not facts["same"]:
-        raise Finding("input-changed", f"{where} writes to the tensor that it cuts.")
+    whole, coordinates = case.whole(), list(case.cuts.coordinates())
+    pieces = [runs.box_of(whole, case.cuts, c) for c in coordinates]
+    where = f"shard_strided of {case}{', pad=True' if pad else ''}"
+    compare(f"{where}:", {"number": len(facts["shards"])}, {"12.number": len(pieces)})
+    compare(f"{where}:", {"written": not facts["same"]}, {"12.written": False})
     largest = [max(p.shape[d] for p in pieces) for d in range(whole.ndim)]
-    for coordinate, actual, right in zip(cuts.coordinates(), shards, pieces, strict=True):
+    for coordinate, actual, right in zip(coordinates, facts["shards"], pieces, strict=True):
         expected = right.new_zeros(largest if pad else right.shape)
         expected[tuple(slice(n) for n in right.shape)] = right
-        _check_shard(f"{where}, coordinate {coordinate}:", actual, expected, right, whole)
-    if not facts["contiguous"]:
-        raise Finding("wrong-value", f"{where}: a shard is not contiguous; a collective takes no other.")
-    if any(facts["views"]):
-        views = [c for c, is_view in zip(cuts.coordinates(), facts["views"], strict=True) if is_view]
-        text = f"{where}: the shards at {', '.join(map(str, views))} are views of the tensor that is cut: they keep all of it "
-        text += "alive, and whoever writes to a shard changes it."
-        raise Finding("aliased", text, "memory of its own", "the memory of the tensor")
+        if not is_same(actual, expected):
+            _explain_shard(f"{where}, coordinate {coordinate}:", actual, expected, right)
+    compare(f"{where}:", facts, {"12.contiguous": True})
+    if views := [str(c) for c, is_view in zip(coordinates, facts["views"], strict=True) if is_view]:
+        raise told("12.views", f"{where}:", ", ".join(views))
     bytes_of = [prod(largest if pad else p.shape) * p.element_size() for p in pieces]
     if not facts["own"] or facts["bytes"] != bytes_of:
-        text = f"{where}: the shards keep {facts['bytes']} B alive, expected {bytes_of} B in memory of their own."
-        raise Finding("replicated", text, bytes_of, facts["bytes"])
+        raise told("12.bytes", f"{where}:", facts["bytes"], bytes_of)
     if case.dtype.is_floating_point:
-        _check_grad(where, case, facts["grad"])
+        right = torch.zeros_like(whole)
+        for number, coordinate in enumerate(coordinates):
+            runs.box_of(right, case.cuts, coordinate).add_(number + 1)
+        compare(f"{where}:", facts, {"12.grad": right})
 
 
-def _check_shard(where: str, actual: Tensor, expected: Tensor, right: Tensor, whole: Tensor) -> None:
-    if actual.dtype != whole.dtype:
-        raise Finding("wrong-value", f"{where} it has another dtype.", str(whole.dtype), str(actual.dtype))
+def _explain_shard(where: str, actual: Tensor, expected: Tensor, right: Tensor) -> None:
+    """`right`: without padding."""
+    if actual.dtype != expected.dtype:
+        raise told("12.dtype", where, str(actual.dtype), str(expected.dtype))
     if actual.shape != expected.shape:
-        text = f"{where} the shard has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}."
-        name = "wrong-rows"
-        if actual.shape == right.shape:
-            name = "padding-dropped"
-        elif expected.shape == right.shape and all(
-            a >= b for a, b in zip(actual.shape, right.shape, strict=False)
-        ):
-            name = "padding-leaked"
-        raise Finding(name, text, list(expected.shape), list(actual.shape))
-    if torch.equal(actual, expected):
-        return
-    inner = tuple(slice(n) for n in right.shape)
-    if torch.equal(actual[inner], right):
-        text = f"{where} padding is not zero, {first_difference(actual, expected)}."
-        raise Finding("padding-not-zero", text, expected, actual)
-    name, text = (
-        "wrong-rows",
-        f"{where} the shard is not that of nested chunking, {first_difference(actual, expected)}.",
-    )
-    if (
-        sorted(actual.flatten().tolist()) == sorted(expected.flatten().tolist())
-        and right.shape != expected.shape
-    ):
-        name, text = (
-            "padding-leaked",
-            f"{where} padding is not behind the rows, {first_difference(actual, expected)}.",
-        )
-    raise Finding(name, text, expected, actual)
-
-
-def _check_grad(where: str, case: Tensors, grad: Tensor | None) -> None:
-    expected = case.whole().zero_()
-    for number, coordinate in enumerate(case.cuts.coordinates()):
-        runs.box_of(expected, case.cuts, coordinate).add_(number + 1)
-    if grad is None or not torch.equal(grad, expected):
-        text = f"{where}: a gradient of the shards does not come back to the tensor that was cut."
-        raise Finding("grad-lost", text, expected, grad)
+        longer = all(a >= b for a, b in zip(actual.shape, right.shape, strict=False))
+        name = "12.padded" if expected.shape == right.shape and longer else "12.rows_shape"
+        name = "12.unpadded" if actual.shape == right.shape else name
+        raise told(name, where, tuple(actual.shape), tuple(expected.shape))
+    if torch.equal(actual[tuple(slice(n) for n in right.shape)], right):
+        raise told("12.padding", where, actual, expected)
+    shifted = actual.flatten().sort()[0].equal(expected.flatten().sort()[0]) and right.shape != expected.shape
+    raise told("12.padding_first" if shifted else "12.rows", where, actual, expected)
 
 
 def judge_whole(ranks: Ranks, seed: int) -> None:
@@ -234,55 +184,34 @@ def judge_whole(ranks: Ranks, seed: int) -> None:
     answers = iter(run["whole"][0])
     for case in runs.tensors(seed):
         for pad in (False, True):
-            _check_whole(case, pad, next(answers))
+            where = f"unshard_strided of {case}, {'padded' if pad else 'without padding'}:"
+            _check_whole(where, case.whole(), pad, next(answers))
     names = ("one shard less than ranks", "a shard that is too small", "a shard that is too large")
     for what, actual in zip(names, run["misfits"][0], strict=True):
         if actual != "refused":
-            text = f"unshard_strided was given {what}, and {actual}; check_shards refuses it."
-            raise Finding("wrong-value", text, "a UsageError", actual)
+            raise told("12.misfit", f"Given {what},", actual, "a UsageError")
 
 
-def _check_whole(case: Tensors, pad: bool, facts: dict[str, Any]) -> None:
-    expected, actual = case.whole(), facts["whole"]
-    where = f"unshard_strided of {case}, {'padded' if pad else 'without padding'}:"
+def _check_whole(where: str, expected: Tensor, pad: bool, facts: dict[str, Any]) -> None:
+    actual = facts["whole"]
     if actual.shape != expected.shape:
-        text = f"{where} the whole has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}."
-        name = "padding-leaked" if pad and actual.numel() > expected.numel() else "wrong-rows"
-        raise Finding(name, text, list(expected.shape), list(actual.shape))
+        name = "12.whole_padded" if pad and actual.numel() > expected.numel() else "12.whole_shape"
+        raise told(name, where, tuple(actual.shape), tuple(expected.shape))
     if actual.dtype != expected.dtype:
-        raise Finding("wrong-value", f"{where} it has another dtype.", str(expected.dtype), str(actual.dtype))
+        raise told("12.dtype", where, str(actual.dtype), str(expected.dtype))
     if not torch.equal(actual, expected):
-        raise Finding(*_whole_misconception(where, expected, actual, facts["laid out"]))
-    if not facts["same"]:
-        raise Finding("input-changed", f"{where} a shard was written to.")
-    if not facts["own"] and expected.numel():
-        raise Finding(
-            "input-changed", f"{where} the whole is in a shard's memory: whoever writes to it changes that."
-        )
-    if not facts["grad"]:
-        text = f"{where} autograd does not know that the whole comes from the shards."
-        raise Finding("grad-lost", text, "requires_grad", "no requires_grad")
+        name = _wrong_whole(actual, facts["laid out"])
+        raise told(name, where, actual, expected, padding=PADDING, replica=REPLICA)
+    facts |= {"own": facts["own"] or not expected.numel(), "whole_grad": facts["grad"]}
+    compare(where, facts, {"12.same": True, "12.own": True, "12.whole_grad": True})
 
 
-def _whole_misconception(
-    where: str, expected: Tensor, actual: Tensor, laid_out: Tensor
-) -> tuple[str, str, Any, Any]:
-    difference = first_difference(actual, expected)
-    name, text = "wrong-rows", f"{where} the whole is another, {difference}."
+def _wrong_whole(actual: Tensor, laid_out: Tensor) -> str:
     if (actual == PADDING).any():
-        name, text = (
-            "padding-leaked",
-            f"{where} padding, which is {PADDING:g} here, is in the whole, {difference}.",
-        )
-    elif (actual == REPLICA).any():
-        name = "wrong-replica"
-        text = f"{where} the first replica counts; others, which are {REPLICA:g} here, are in the whole, {difference}."
-    elif torch.equal(actual.flatten(), laid_out[: actual.numel()]):
-        name, text = (
-            "wrong-order-of-cuts",
-            f"{where} shards are laid end to end in the order of ranks, {difference}.",
-        )
-    return name, text, expected, actual
+        return "12.whole_leaked"
+    if (actual == REPLICA).any():
+        return "12.whole_replica"
+    return "12.whole_laid_out" if torch.equal(actual.flatten(), laid_out[: actual.numel()]) else "12.whole"
 
 
 # --- FSDP over tensor parallelism --------------------------------------------------------------------------
@@ -313,36 +242,17 @@ CUT_BY_TP: dict[str, Cuts] = {  # and by FSDP along dim 0 after it
 
 
 def judge_training(ranks: Ranks, seed: int) -> None:
-    """Placements, shards, the whole put together by them, and the numbers of two steps."""
+    """Placements, the rows of every rank, and the numbers of two steps."""
     run = ranks.run(runs.probe_training, RANKS, seed=seed)
     before, after, losses = _oracle_training(seed)
-    for rank in range(RANKS):
-        _check_layout(rank, run["placements"][rank], run["local"][rank], before)
+    for rank, found in enumerate(run["placements"]):
+        for name, cuts in CUT_BY_TP.items():
+            facts = {"layout": say_all(found[name])}
+            compare(f"Rank {rank}: {name}", facts, {"12.layout": runs.shown(cuts.placements())})
     for key, expected in (("before", before), ("after", after)):
         for rank, found in enumerate(run[key]):
-            for name, right in expected.items():
-                actual = found[name]
-                if actual.shape != right.shape or not torch.equal(actual, right):
-                    where = f"Rank {rank}: {name}, put together from all shards {key} training, "
-                    raise Finding(
-                        "wrong-rows", f"{where}is not that of the model in one piece.", right, actual
-                    )
+            for name, cuts in CUT_BY_TP.items():
+                rows = runs.box_of(expected[name], cuts, divmod(rank, runs.GRID[1]))
+                compare(f"Rank {rank}: {name}, {key} training,", {"local": found[name]}, {"12.local": rows})
     for rank, numbers in enumerate(run["losses"]):
-        if numbers != losses[rank // runs.GRID[1]]:
-            text = f"Rank {rank}: losses differ from those of the model in one piece."
-            raise Finding("wrong-value", text, losses[rank // runs.GRID[1]], numbers)
-
-
-def _check_layout(
-    rank: int, placements: dict[str, Any], local: dict[str, Tensor], whole: dict[str, Tensor]
-) -> None:
-    coordinate = divmod(rank, runs.GRID[1])
-    for name, cuts in CUT_BY_TP.items():
-        expected = [described(p) for p in cuts.placements()]
-        if placements[name] != expected:
-            shown, wanted = (f"[{', '.join(map(_say, p))}]" for p in (placements[name], expected))
-            text = f"{name} under FSDP over tensor parallelism has placements {shown}, expected {wanted}."
-            raise Finding("wrong-placement", text, wanted, shown)
-        right = runs.box_of(whole[name], cuts, coordinate)
-        if local[name].shape != right.shape or not torch.equal(local[name], right):
-            raise Finding("wrong-rows", f"Rank {rank} has other rows of {name}.", right, local[name])
+        compare(f"Rank {rank}:", {"losses": numbers}, {"12.losses": losses[rank // runs.GRID[1]]})

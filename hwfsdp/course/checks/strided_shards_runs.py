@@ -13,10 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hwfsdp import compat, fully_shard
@@ -57,11 +56,16 @@ class Cuts(NamedTuple):
 
 
 def shown(placements: Sequence[Placement]) -> str:
-    return f"[{', '.join(_shown(p) for p in placements)}]"
+    return say_all([described(p) for p in placements])
 
 
-def _shown(found: Placement) -> str:
-    kind, dim, factor = described(found)
+def say_all(found: Sequence[Sequence[Any]]) -> str:
+    return f"[{', '.join(map(say, found))}]"
+
+
+def say(found: Sequence[Any]) -> str:
+    """A placement that is `described`."""
+    kind, dim, factor = found
     if kind == "strided":
         return f"StridedShard({dim}, split_factor={factor})"
     return f"Shard({dim})" if kind == "shard" else f"{kind.capitalize()}()"
@@ -264,20 +268,16 @@ def _boxes(seed: int) -> Tensor | dict[str, Any]:
         orders = {dim: list(order) for dim, order in enumerate(cuts.orders) if order}
         for coordinate in cuts.coordinates():
             found = extents.nested_extent(shape, cuts.mesh, orders, coordinate)
-            pair = [*found] if isinstance(found, tuple) and len(found) == 2 else []
-            if [type(part) for part in pair] != [tuple, tuple] or [len(part) for part in pair] != [
-                len(shape)
-            ] * 2:
-                return {"case": _case(shape, cuts, coordinate), "shown": repr(found)[:120]}
-            both = [*pair[0], *pair[1]]
-            if any(type(number) is not int for number in both) or not hasattr(found, "offset"):
-                return {"case": _case(shape, cuts, coordinate), "shown": repr(found)[:120]}
-            numbers += both
+            parts = [getattr(found, name, None) for name in ("shape", "offset")]
+            if not all(_is_tuple_of_integers(part, len(shape)) for part in parts):
+                case = f"shape {shape}, {cuts}, coordinate {coordinate}"
+                return {"case": case, "shown": repr(found)[:120]}
+            numbers += [*found.shape, *found.offset]
     return torch.tensor(numbers)
 
 
-def _case(shape: Sizes, cuts: Cuts, coordinate: Sizes) -> str:
-    return f"shape {shape}, {cuts}, coordinate {coordinate}"
+def _is_tuple_of_integers(value: Any, length: int) -> bool:
+    return type(value) is tuple and [type(number) for number in value] == [int] * length
 
 
 def _plain(value: Any) -> Any:
@@ -369,17 +369,16 @@ def loss_of(out: Tensor) -> Tensor:
 
 
 def probe_training(report: Report, seed: int) -> None:
-    """Two steps; before and after, every parameter put together from all ranks' shards by the placements it has."""
+    """Two steps; before and after, every parameter's rows."""
     mesh = init_device_mesh("cpu", GRID, mesh_dim_names=("dp", "tp"))
     model = Model(seed)
     parallelize_module(
         model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     )
     fully_shard(model, mesh=mesh["dp"])
-    report["placements"] = {name: _described(p) for name, p in model.named_parameters()}
-    report["local"] = {name: _local(p).clone() for name, p in model.named_parameters()}
-    gathered = {name: _all_shards(p) for name, p in model.named_parameters()}
-    report["before"] = {name: _put_together(p, gathered[name]) for name, p in model.named_parameters()}
+    params: dict[str, Any] = dict(model.named_parameters())
+    report["placements"] = {name: [described(p) for p in param.placements] for name, param in params.items()}
+    report["before"] = {name: compat.local_of(param).detach().clone() for name, param in params.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     report["losses"] = losses = []
     for step in range(STEPS):
@@ -388,33 +387,4 @@ def probe_training(report: Report, seed: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    gathered = {name: _all_shards(p) for name, p in model.named_parameters()}
-    report["after"] = {name: _put_together(p, gathered[name]) for name, p in model.named_parameters()}
-
-
-def _described(param: nn.Parameter) -> list[Any]:
-    assert isinstance(param, DTensor)
-    return [described(p) for p in param.placements]
-
-
-def _local(param: nn.Parameter) -> Tensor:
-    assert isinstance(param, DTensor)
-    return compat.local_of(param).detach()
-
-
-def _all_shards(param: nn.Parameter) -> list[Tensor]:
-    """Every rank's shard: shapes first, then values, padded to the size of the whole, which no shard exceeds."""
-    local = _local(param)
-    shape = torch.tensor(local.shape)
-    shapes = [torch.empty_like(shape) for _ in range(dist.get_world_size())]
-    dist.all_gather(shapes, shape)
-    flat = local.new_full((param.numel(),), PADDING)
-    flat[: local.numel()] = local.flatten()
-    values = [torch.empty_like(flat) for _ in shapes]
-    dist.all_gather(values, flat)
-    return [v[: prod(s.tolist())].view(s.tolist()) for v, s in zip(values, shapes, strict=True)]
-
-
-def _put_together(param: nn.Parameter, shards: list[Tensor]) -> Tensor:
-    assert isinstance(param, DTensor)
-    return extents.unshard_strided(shards, tuple(param.shape), GRID, param.placements)
+    report["after"] = {name: compat.local_of(param).detach() for name, param in params.items()}

@@ -183,7 +183,7 @@ def _same(box: Box, theory: Theory) -> bool:
     return made == actual or (made[0] <= 0 and actual[0] <= 0)
 
 
-def _nested(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
+def nested(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
     offset, length = 0, n
     for _, size, index in cuts:
         chunk = -(-length // size)
@@ -193,11 +193,11 @@ def _nested(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
 
 
 def _backwards(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    return _nested(n, cuts[::-1])
+    return nested(n, cuts[::-1])
 
 
 def _left_to_right(n: int, cuts: list[Cut]) -> tuple[int, int]:
-    return _nested(n, sorted(cuts))
+    return nested(n, sorted(cuts))
 
 
 def _balanced(n: int, cuts: list[Cut]) -> tuple[int, int]:
@@ -233,7 +233,7 @@ def _once(n: int, cuts: list[Cut]) -> tuple[int, int]:
     size, index = 1, 0
     for _, more, inner in cuts:
         size, index = size * more, index * more + inner
-    return _nested(n, [Cut(0, size, index)])
+    return nested(n, [Cut(0, size, index)])
 
 
 def _stripes(n: int, cuts: list[Cut]) -> tuple[int, int]:

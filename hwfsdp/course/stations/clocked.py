@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hwfsdp.course.capstone.witness import witnessed
-from hwfsdp.course.checks.virtual_clock import simulate_here
 from hwfsdp.course.run import Report, log_data
 from hwfsdp.course.stations.facts import HOMEWORK, Shard, attempt_together, learners_shard
 from hwfsdp.observe import events
@@ -30,6 +30,8 @@ from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.train.models.gpt import Block, GPTConfig
 from hwfsdp.virtual import clock
 from hwfsdp.virtual.devices import Device
+from hwfsdp.virtual.programs import Target
+from hwfsdp.virtual.run import Simulation, simulate
 
 GPUS = 8
 WIDE = GPTConfig(dim=1024, layers=5, heads=8, seq_len=512)
@@ -65,6 +67,13 @@ GPU = _device("a GPU", 50e12, 2e12, 200e9, host=False)
 HOST = _device("a host", 1e12, 50e9, 4e9, host=True)
 
 
+def simulate_here(target: Target, gpus: int, device: Device | str) -> Simulation:
+    """`simulate` in the process of a rank, whose process group ends: a run of one rank, which communicates no more."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return simulate(target, gpus, device)
+
+
 Stack = Callable[[GPTConfig], nn.Sequential]
 
 
@@ -91,17 +100,20 @@ def probe_order(report: Report, seed: int) -> None:
 
 
 def ordered() -> dict[str, Any]:
-    """Two steps on the GPU; the number of events before the end of each forward, backward and optimizer step."""
+    """Two steps on the GPU; where each forward and backward ends, as the number of events so far."""
     runner = Ordered()
     found = simulate_here(lambda: runner.start(), GPUS, GPU)
     return {"log": log_data(found.log), "ends": runner.ends}
 
 
 class Ordered:
-    """Two steps of the narrow model, for `simulate`; with a witness, every operator is an event."""
+    """Two steps of the narrow model, for `simulate`; with a witness, every operator is an event.
+
+    The second step has two micro-batches, so that a gradient is added to one that is there.
+    """
 
     def __init__(self) -> None:
-        self.ends = list[int]()
+        self.ends = list[tuple[str, int]]()
 
     def start(self) -> Callable[[], None]:
         self.model = learners_stack(NARROW)
@@ -112,18 +124,19 @@ class Ordered:
     def step(self) -> None:
         self.ends.clear()
         with witnessed() as witness:
-            for _ in range(2):
-                loss = self.model(self.batch).square().mean()
-                self._end()
-                loss.backward()
-                self._end()
+            for micros in (1, 2):
+                for _ in range(micros):
+                    loss = self.model(self.batch).square().mean()
+                    self._end("forward")
+                    loss.backward()
+                    self._end("backward")
                 witness.unseen(self.optimizer.step)()  # it has an event of its own
-                self._end()
+                self._end("backward")  # the optimizer reads what the backward left
                 self.optimizer.zero_grad()
 
-    def _end(self) -> None:
+    def _end(self, part: str) -> None:
         recorder = events.active()
-        self.ends.append(len(recorder.drafts) if recorder else 0)
+        self.ends.append((part, len(recorder.drafts) if recorder else 0))
 
 
 # --- Times -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hwfsdp.course.findings import compare, told
 from hwfsdp.course.run import Ranks, Unreported
 from hwfsdp.course.stations import laws, machines, parts, scenarios
 from hwfsdp.course.stations.facts import (
@@ -189,9 +190,7 @@ def judge_one(ranks: Ranks, seed: int) -> None:
     laws.counts(found, PLAIN, "forward", "all_gather", units, "one-by-one", "not-gathered")
     laws.counts(found, PLAIN, "backward", "reduce_scatter", units, "one-by-one", "not-reduced")
     # the model itself is still whole when the backward begins, or is gathered again
-    laws.counts_between(
-        found, PLAIN, "backward", "all_gather", (units - 1, units), "one-by-one", "never-resharded"
-    )
+    laws.counts(found, PLAIN, "backward", "all_gather", (units - 1, units), "one-by-one", "never-resharded")
 
 
 def judge_bytes(ranks: Ranks, seed: int) -> None:
@@ -203,17 +202,12 @@ def judge_bytes(ranks: Ranks, seed: int) -> None:
         measured = sum(each[2] for each in laws.moved(found[0], "", op))
         of = f"{laws.NAMES[op]} of a step, a GPT of {sum(math.prod(shape) for shape in shapes):,} parameters"
         ranks.measured[of] = f"{measured:,} B; traffic() says {said[op]:,} B"
+        where = f"{PLAIN.name}, {THREE} ranks:"
         if not measured:
-            kind = "not-gathered" if op == "all_gather" else "not-reduced"
-            raise Finding(kind, f"{PLAIN.name}, {THREE} ranks: a step has no {laws.NAMES[op]}.")
+            name = "laws.no_all_gather" if op == "all_gather" else "laws.no_reduce_scatter"
+            raise told(name, where, "none", laws.NAMES[op])
         if measured != said[op]:
-            message = f"{PLAIN.name}, {THREE} ranks: traffic() says {said[op]:,} B of {laws.NAMES[op]}; measured are {measured:,} B."
-            raise Finding(
-                "too-little-traffic" if said[op] < measured else "too-much-traffic",
-                message,
-                measured,
-                said[op],
-            )
+            raise told("laws.said", where, said[op], measured, what=laws.NAMES[op])
 
 
 def judge_grouped(ranks: Ranks, seed: int) -> None:
@@ -243,9 +237,7 @@ def judge_precise(ranks: Ranks, seed: int) -> None:
 def judge_casts(ranks: Ranks, seed: int) -> None:
     for scenario, expected in ((NUMBERS, BF16), (MIXED, BF16), (CASTS, FP32)):
         for rank, facts in enumerate(PRECISE.found(ranks, seed, scenario, 2)):
-            if facts["output"] != str(expected):
-                message = f"{scenario.name}, rank {rank}: the model returns {facts['output']}."
-                raise Finding("wrong-dtype", message, str(expected), facts["output"])
+            compare(f"{scenario.name}, rank {rank}:", facts, {"laws.output": str(expected)})
 
 
 def judge_masters(ranks: Ranks, seed: int) -> None:
@@ -265,8 +257,8 @@ def judge_overflow(ranks: Ranks, seed: int) -> None:
     for rank, facts in enumerate(found):
         for name, grad in facts["grads"][0].items():
             if grad is not None and not grad.isfinite().all():
-                message = f"{LOUD.name}, rank {rank}: the gradient of {name} is not finite."
-                raise Finding("overflowed", message, "finite numbers", str(grad.flatten()[0].item()))
+                where = f"{LOUD.name}, rank {rank}: the gradient of {name}"
+                raise told("laws.overflowed", where, str(grad.flatten()[0].item()), "finite numbers")
     laws.same_numbers(found, LOUD._replace(policy=()), seed, tolerance=0.05)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp.course.diagnose import first_difference, ratio
+from hwfsdp.course.findings import compare, told
 from hwfsdp.course.stations import scenarios
 from hwfsdp.course.stations.facts import LR, MOST_UNITS, places_of
 from hwfsdp.course.stations.scenarios import Scenario
@@ -52,8 +53,7 @@ def same_rows(found: Facts, scenario: Scenario, seed: int) -> None:
     for rank, facts in enumerate(found):
         if missing := [name for name in expected if name not in facts["rows"]]:
             others = ", ".join(name for name in facts["rows"] if name not in expected) or "nothing else"
-            message = f"{scenario.name}, rank {rank}: the model has no parameter {missing[0]} any more, but {others}."
-            raise Finding("not-registered", message, missing[0], others)
+            raise told("laws.no_name", f"{scenario.name}, rank {rank}:", others, missing[0])
         for name, param in expected.items():
             where = f"{scenario.name}, rank {rank}: {name}"
             _compare_rows(where, facts["rows"][name], param, rank, len(found))
@@ -66,32 +66,25 @@ def same_places(found: Facts, scenario: Scenario, seed: int) -> None:
     for rank, facts in enumerate(found):
         for names in places_of(model):
             if names not in facts["places"]:
-                message = f"{scenario.name}, rank {rank}: {' and '.join(names)} were one parameter, and are not now."
-                raise Finding("untied", message, " is ".join(names), "other parameters")
+                where = f"{scenario.name}, rank {rank}: {' and '.join(names)}"
+                raise told("laws.untied", where, "other parameters", " is ".join(names))
 
 
 def _compare_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, world_size: int) -> None:
     rows, expected = got["rows"], rows_of(param, world_size, rank)
     if rows is None:
-        message = f"{where}: the parameter that is registered has no memory."
-        raise Finding("not-registered", message, "this rank's rows", "a tensor whose memory was freed")
+        raise told("laws.no_memory", f"{where}:", "a tensor whose memory was freed", "this rank's rows")
+    shapes = tuple(rows.shape), tuple(expected.shape)
     chunk = -(-len(param) // world_size)
     padded = len(rows) == chunk > len(expected) and rows.shape[1:] == expected.shape[1:]
     if rows.shape == param.shape != expected.shape and not padded:  # a single row would be both
-        message = f"{where} is the whole parameter, {tuple(rows.shape)}."
-        raise Finding("replicated", message, tuple(expected.shape), tuple(rows.shape))
+        raise told("laws.whole", where, *shapes)
     if rows.shape != expected.shape:
-        message = f"{where} is {tuple(rows.shape)} on this rank; the parameter has {len(param)} rows for {world_size} ranks."
-        raise Finding(
-            "padding-leaked" if padded else "wrong-rows", message, tuple(expected.shape), tuple(rows.shape)
-        )
-    if not torch.equal(rows, expected):
-        raise Finding("wrong-rows", f"{where} has other rows {first_difference(rows, expected)}.")
-    if not got["is_parameter"]:
-        raise Finding("not-registered", f"{where} is no nn.Parameter.", "nn.Parameter", "a tensor")
-    if got["requires_grad"] != param.requires_grad:
-        message = f"{where} has requires_grad={got['requires_grad']}."
-        raise Finding("flag-not-followed", message, param.requires_grad, got["requires_grad"])
+        name = "laws.padded" if padded else "laws.other_shape"
+        raise told(name, where, *shapes, total=len(param), world_size=world_size)
+    facts = {"other_rows": rows, "is_parameter": got["is_parameter"], "requires_grad": got["requires_grad"]}
+    right = {"laws.other_rows": expected, "laws.is_parameter": True}
+    compare(where, facts, {**right, "laws.requires_grad": param.requires_grad})
 
 
 def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
@@ -100,13 +93,10 @@ def placed_by_rows(found: Facts, scenario: Scenario, seed: int) -> None:
         expected = [list(param.shape), ["S(0)"], list(range(len(found)))]
         for rank, facts in enumerate(found):
             if (got := facts["rows"][name]["placed"]) != expected:
-                shown = (
-                    "no DTensor"
-                    if got is None
-                    else f"a DTensor of shape {got[0]}, {got[1]} on ranks {got[2]}"
+                shown = f"a DTensor of shape {got[0]}, {got[1]} on ranks {got[2]}" if got else "no DTensor"
+                raise told(
+                    "laws.placed", f"{scenario.name}, rank {rank}: {name}", shown, "Shard(0) on all ranks"
                 )
-                message = f"{scenario.name}, rank {rank}: {name} is {shown}."
-                raise Finding("wrong-placement", message, "Shard(0) on all ranks", shown)
 
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
@@ -114,8 +104,8 @@ def same_objects(found: Facts, scenario: Scenario) -> None:
     for rank, facts in enumerate(found):
         for name, kept in facts["kept"].items():
             if not kept:
-                message = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name} is another object than before."
-                raise Finding("object-replaced", message, "the same nn.Parameter", "a new one")
+                where = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name}"
+                raise told("laws.replaced", where, "a new one", "the same nn.Parameter")
 
 
 # --- What is computed --------------------------------------------------------------------------------------
@@ -180,11 +170,9 @@ def _loss_finding(
     where: str, step: int, micro: int, scenario: Scenario, got: Tensor, expected: Tensor
 ) -> Finding:
     of_micro = f", micro-batch {micro + 1}" if scenario.micros > 1 else ""
-    values = f"the loss of step {step + 1}{of_micro} is {got.item():.6f}; without sharding it is {expected.item():.6f}"
-    if step == 0:
-        return Finding("wrong-value", f"{where}: {values}.", expected.item(), got.item())
-    message = f"{where}: all gradients of step {step} are right, but {values}."
-    return Finding("update-not-seen", message, expected.item(), got.item())
+    words = {"step": step + 1, "before": step, "micro": of_micro}
+    name = "laws.loss_after" if step else "laws.loss"
+    return told(name, f"{where}:", got.item(), expected.item(), **words)
 
 
 def _compare_gradient(
@@ -193,22 +181,20 @@ def _compare_gradient(
     size = len(rows)
     if expected is None:
         if any(grad is not None and grad.any() for grad in rows):
-            raise Finding(
-                "flag-not-followed", f"{where} takes no part, and has a gradient.", "none", "a gradient"
-            )
+            raise told("laws.has_gradient", where, "a gradient", "none")
         return
     wanted = [rows_of(expected, size, rank) for rank in range(size)]
     for rank, (grad, want) in enumerate(zip(rows, wanted, strict=True)):
         if grad is None:
             if want.numel():
-                raise Finding("grad-lost", f"{where} has no gradient on rank {rank}.", "a gradient", "none")
+                raise told("laws.no_gradient", where, "none", "a gradient", rank=rank)
         elif grad.shape != want.shape:
-            message = f"The gradient of {where} on rank {rank} is {tuple(grad.shape)}, not as its rows."
-            raise Finding("wrong-rows", message, tuple(want.shape), tuple(grad.shape))
+            place = f"The gradient of {where} on rank {rank}"
+            raise told("laws.gradient_shape", place, tuple(grad.shape), tuple(want.shape))
     whole = torch.cat(
         [want if grad is None else grad.to(want.dtype) for grad, want in zip(rows, wanted, strict=True)]
     )
-    if not torch.allclose(whole, expected, rtol=0, atol=tolerance * float(expected.abs().max()) + 1e-7):
+    if not _is_near(whole, expected, tolerance):
         raise _gradient_finding(where, rows, whole, expected, scenario)
 
 
@@ -224,60 +210,51 @@ def _theory(
     if finding.misconception != "wrong-value" or any(grad is None for grad in rows):
         return finding
     whole, grads = torch.cat([grad for grad in rows if grad is not None]), oracle["grads"]
-    theories = [("grad-replaced", oracle["last"][step][name], "comes from the last micro-batch alone")]
+    theories = [("laws.last_alone", oracle["last"][step][name])]
     if step:
-        theories.append(
-            (
-                "grad-kept",
-                grads[step][name] + grads[step - 1][name],
-                "still contains the gradient of the step before",
-            )
-        )
-    for misconception, expected, words in theories:
-        if torch.allclose(whole, expected, rtol=0, atol=TIGHT * float(expected.abs().max()) + 1e-7):
-            return Finding(misconception, f"The gradient of {where} {words}.")
+        theories.append(("laws.step_before", grads[step][name] + grads[step - 1][name]))
+    for theory, expected in theories:
+        if _is_near(whole, expected):
+            return told(theory, f"The gradient of {where}")
     own = rows_of(oracle["own"].get(name, whole), len(rows), 0) if step == 0 else None
-    if own is not None and len(rows) > 1 and rows[0] is not None and own.numel():
-        if torch.allclose(rows[0], own, rtol=0, atol=TIGHT * float(own.abs().max()) + 1e-7):
-            return Finding(
-                "not-reduced", f"The gradient of {where} on rank 0 comes from rank 0's batch alone."
-            )
+    if own is not None and len(rows) > 1 and rows[0] is not None and own.numel() and _is_near(rows[0], own):
+        return told("laws.own_batch", f"The gradient of {where} on rank 0")
     return finding
+
+
+def _is_near(got: Tensor, expected: Tensor, tolerance: float = TIGHT, least: float = 1e-7) -> bool:
+    """Up to rounding, by the largest element."""
+    return torch.allclose(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()) + least)
 
 
 def _gradient_finding(
     where: str, rows: Sequence[Tensor | None], whole: Tensor, expected: Tensor, scenario: Scenario
 ) -> Finding:
-    size, factor = len(rows), ratio(whole, expected)
+    place, size, factor = f"The gradient of {where}", len(rows), ratio(whole, expected)
     known = [
-        (float(size), "summed-not-averaged", f"{size}, the number of ranks,"),
-        (1 / size, "averaged-twice", f"1/{size}"),
-        (float(scenario.micros), "accumulation-scaled", f"{scenario.micros}, the number of micro-batches,"),
-        (1 / scenario.micros, "accumulation-scaled", f"1/{scenario.micros}"),
+        (float(size), "laws.summed", size),
+        (1 / size, "laws.averaged_twice", size),
+        (float(scenario.micros), "laws.scaled_up", scenario.micros),
+        (1 / scenario.micros, "laws.scaled_down", scenario.micros),
     ]
-    for value, misconception, words in known:
+    for value, name, number in known:
         if factor is not None and value != 1 and abs(factor - value) < 1e-3 * value:
-            return Finding(
-                misconception, f"The gradient of {where} is {words} times the mean over all ranks.", 1, factor
-            )
+            return told(name, place, factor, 1, number=number)
     if factor is not None and round(factor) > 1:
-        return Finding(
-            "grad-kept", f"The gradient of {where} is {factor:.3g} times the mean over all ranks.", 1, factor
-        )
+        return told("laws.times", place, factor, 1)
     if not whole.any():
-        return Finding("grad-lost", f"The gradient of {where} is zero.", "the mean over all ranks", "zeros")
-    message = f"The gradient of {where} is wrong {first_difference(whole, expected)}."
-    if not whole.abs().max() < ABSURD * float(expected.abs().max() + 1):  # not a number, too
-        return Finding("used-before-wait", f"{message} This looks like memory that nobody had written to.")
-    return Finding("wrong-value", message)
+        return told("laws.zero", place, "zeros", "the mean over all ranks")
+    difference = first_difference(whole, expected)
+    is_absurd = not whole.abs().max() < ABSURD * float(expected.abs().max() + 1)  # not a number, too
+    return told("laws.unwritten" if is_absurd else "laws.wrong", place, at=difference)
 
 
 def compare_whole_gradient(where: str, grad: Tensor | None, expected: Tensor | None, size: int) -> None:
     """One whole gradient, which every rank has."""
     if expected is None or grad is None:
         if grad is not expected:
-            raise Finding("grad-lost", f"{where} has no gradient.", "a gradient", "none")
-    elif not torch.allclose(grad, expected, rtol=0, atol=TIGHT * float(expected.abs().max()) + 1e-7):
+            raise told("laws.gradient_lost", where, "none", "a gradient")
+    elif not _is_near(grad, expected):
         raise _gradient_finding(where, [grad] * size, grad, expected, Scenario("replicas"))
 
 
@@ -297,25 +274,24 @@ def same_bits(found: Facts, oracle: Facts, scenario: Scenario) -> None:
             where = f"{scenario.name}, rank {rank}, step {step + 1}"
             for micro, (a, b) in enumerate(zip(facts["losses"][step], theirs["losses"][step], strict=True)):
                 if not torch.equal(a, b):
-                    message = f"{where}, micro-batch {micro + 1}: the loss is {a.item():.7g}; FSDP2's is {b.item():.7g}."
-                    raise Finding("wrong-value", message, b.item(), a.item())
+                    raise told("laws.loss_bits", f"{where}, micro-batch {micro + 1}:", a.item(), b.item())
             for name, expected in theirs["grads"][step].items():
-                grad = facts["grads"][step].get(name)
-                if grad is None or expected is None:
-                    if grad is not expected and expected is not None and expected.numel():
-                        raise Finding("grad-lost", f"{where}: {name} has no gradient.", "a gradient", "none")
-                elif grad.dtype != expected.dtype:
-                    message = f"{where}: the gradient of {name} is {grad.dtype}."
-                    raise Finding("wrong-dtype", message, str(expected.dtype), str(grad.dtype))
-                elif not torch.equal(grad, expected):
-                    different = (
-                        first_difference(grad, expected) if grad.shape == expected.shape else "in its shape"
+                if expected is not None and expected.numel():
+                    _compare_bits(
+                        f"{where}: the gradient of {name}", facts["grads"][step].get(name), expected
                     )
-                    close = grad.shape == expected.shape and torch.allclose(
-                        grad, expected, rtol=0.05, atol=1e-3
-                    )
-                    message = f"{where}: the gradient of {name} is not FSDP2's bit for bit {different}."
-                    raise Finding("reduced-in-wrong-dtype" if close else "wrong-value", message)
+
+
+def _compare_bits(where: str, grad: Tensor | None, expected: Tensor) -> None:
+    if grad is None:
+        raise told("laws.bits_missing", where, "none", "a gradient")
+    if grad.dtype != expected.dtype:
+        raise told("laws.dtype", where, str(grad.dtype), str(expected.dtype))
+    if grad.shape != expected.shape:
+        raise told("laws.bits_shape", where, tuple(grad.shape), tuple(expected.shape))
+    if not torch.equal(grad, expected):
+        close = torch.allclose(grad, expected, rtol=0.05, atol=1e-3)
+        raise told("laws.bits_close" if close else "laws.bits", where, at=first_difference(grad, expected))
 
 
 # --- What travels ------------------------------------------------------------------------------------------
@@ -328,26 +304,36 @@ def moved(facts: Mapping[str, Any], phase: str, op: str) -> list[Any]:
     ]
 
 
+def too_often(owners: Sequence[str], needed: int = 1) -> str:
+    """Which units were gathered more often than needed, as the end of a sentence."""
+    counted = {owner: owners.count(owner) for owner in owners}
+    more = [f"{owner or 'a unit'} ({times}×)" for owner, times in counted.items() if times > needed]
+    return f"; too often: {', '.join(more)}" if more else ""
+
+
 def counts(
-    found: Facts, scenario: Scenario, phase: str, op: str, expected: int, more: str, fewer: str
+    found: Facts,
+    scenario: Scenario,
+    phase: str,
+    op: str,
+    expected: int | tuple[int, int],
+    more: str,
+    fewer: str,
 ) -> None:
-    """How many collectives of a kind a phase has: "forward", "backward 0" (of the first micro-batch), …"""
+    """How many collectives of a kind a phase has: "forward", "backward 0" (of the first micro-batch), …
+
+    Args:
+        expected: how many, or the least and the most. more, fewer: what is wrong with others.
+    """
+    least, most = expected if isinstance(expected, tuple) else (expected, expected)
+    right = f"{least} or {most}" if least < most else f"{least}"
     for rank, facts in enumerate(found):
         number = len(moved(facts, phase, op))
-        if number != expected:
-            message = f"{scenario.name}, rank {rank}: {number} {NAMES[op]} in {phase} of step 2, expected {expected}."
-            raise Finding(more if number > expected else fewer, message, expected, number)
-
-
-def counts_between(
-    found: Facts, scenario: Scenario, phase: str, op: str, expected: tuple[int, int], more: str, fewer: str
-) -> None:
-    """The same, where two numbers are right."""
-    for rank, facts in enumerate(found):
-        number = len(moved(facts, phase, op))
-        if not expected[0] <= number <= expected[1]:
-            message = f"{scenario.name}, rank {rank}: {number} {NAMES[op]} in {phase} of step 2, expected {expected[0]} or {expected[1]}."
-            raise Finding(more if number > expected[1] else fewer, message, expected[0], number)
+        if not least <= number <= most:
+            message = (
+                f"{scenario.name}, rank {rank}: {number} {NAMES[op]} in {phase} of step 2, expected {right}."
+            )
+            raise Finding(more if number > most else fewer, message, least, number)
 
 
 def carried(
@@ -355,11 +341,14 @@ def carried(
 ) -> None:
     """How many bytes a kind of collective moves in a phase; `kinds`: what is wrong with more, and with fewer."""
     for rank, facts in enumerate(found):
-        nbytes = sum(each[2] for each in moved(facts, phase, op))
+        travels = moved(facts, phase, op)
+        nbytes = sum(each[2] for each in travels)
         if nbytes != expected:
             where = f"{scenario.name}, rank {rank}, {phase} of step 2"
             after = ", which comes after a forward without a backward" if scenario.peeked else ""
-            message = f"{where}{after}: {NAMES[op]} move {nbytes:,} B, expected {expected:,} B, all parameters' or nothing."
+            message = f"{where}{after}: {NAMES[op]} move {nbytes:,} B, expected {expected:,} B, all parameters' or nothing"
+            owners = [owner for _, owner, *_ in travels] if nbytes > expected else []
+            message += f"{too_often(owners, needed=1 if expected else 0)}."
             raise Finding(kinds[0] if nbytes > expected else kinds[1], message, expected, nbytes)
 
 
@@ -367,20 +356,21 @@ def gathered(found: Facts, scenario: Scenario, phase: str) -> None:
     """Something is gathered in a phase of a second step, so it was freed before."""
     for rank, facts in enumerate(found):
         if not moved(facts, phase, "all_gather"):
-            message = f"{scenario.name}, rank {rank}: no all-gather in a {phase} of step 2."
-            raise Finding("not-freed", message, "what the forward needs", "nothing")
+            where = f"{scenario.name}, rank {rank}:"
+            raise told("laws.not_gathered", where, "nothing", "what the forward needs", phase=phase)
 
 
 def dtypes(found: Facts, scenario: Scenario, op: str, expected: str, wrong: str) -> None:
     """In which dtype something travels, which it has to."""
     for rank, facts in enumerate(found):
+        where = f"{scenario.name}, rank {rank}:"
         travels = moved(facts, "", op)
         if not travels:
-            kind = "not-gathered" if op == "all_gather" else "not-reduced"
-            raise Finding(kind, f"{scenario.name}, rank {rank}: there are no {NAMES[op]}.")
+            name = "laws.no_all_gather" if op == "all_gather" else "laws.no_reduce_scatter"
+            raise told(name, where, "none", NAMES[op])
         for _, owner, _, dtype in travels:
             if dtype != expected:
-                message = f"{scenario.name}, rank {rank}: {NAMES[op]} of {owner or 'a unit'} are in {dtype}."
+                message = f"{where} {NAMES[op]} of {owner or 'a unit'} are in {dtype}."
                 raise Finding(wrong, message, expected, dtype)
 
 
@@ -391,8 +381,8 @@ def kept_in(found: Facts, scenario: Scenario, dtype: torch.dtype) -> None:
         for kind, tensors in (("", rows), ("the gradient of ", facts["grads"][-1])):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.dtype != dtype:
-                    message = f"{scenario.name}, rank {rank}: {kind}{name} is {tensor.dtype}."
-                    raise Finding("wrong-dtype", message, str(dtype), str(tensor.dtype))
+                    where = f"{scenario.name}, rank {rank}: {kind}{name}"
+                    raise told("laws.dtype", where, str(tensor.dtype), str(dtype))
 
 
 # --- What is kept ------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ Each target leaves the reference some room. The file of the station before misse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from hwfsdp.course.run import Ranks, Run
+from hwfsdp.course.stations.laws import too_often
 from hwfsdp.course.stations.clocked import WIDE, exposed_of, probe_clock, probe_order
 from hwfsdp.course.verdict import Finding, Undecided
 from hwfsdp.observe.events import COLLECTIVES, Event
@@ -59,14 +59,13 @@ def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
     return names
 
 
-def _part(race: Race, ends: Sequence[int], names: dict[int, str]) -> str:
-    """What it belongs to; the optimizer reads what the backward left, so it counts as a part of that."""
+def _part(race: Race, ends: Sequence[tuple[str, int]], names: dict[int, str]) -> str:
+    """What it belongs to; `ends`: of each forward and backward, how many events there are."""
     if "reduce_scatter" in (race.first.stream, race.second.stream) or "reduction" in names.get(
         race.storage, ""
     ):
         return "reduction"
-    over = sum(race.second.seq >= end for end in ends)  # forwards, backwards and optimizer steps, in turn
-    return "backward" if over % 3 else "forward"
+    return next((part for part, end in ends if race.second.seq < end), "forward")
 
 
 def _misconception(race: Race) -> str:
@@ -181,9 +180,10 @@ def judge_forward_order(ranks: Ranks, seed: int) -> None:
 
 
 def _gathered_once(where: str, gathers: list[list[Any]]) -> None:
+    """Each unit is gathered, and none of them twice."""
     if len(gathers) != UNITS:
-        owners = ", ".join(name for name, _ in groupby(each[4] for each in gathers))
-        message = f"{where} has {len(gathers)} all-gathers for {UNITS} units ({owners})."
+        owners = [each[4] for each in gathers]
+        message = f"{where} has {len(gathers)} all-gathers for {UNITS} units ({', '.join(owners)}){too_often(owners)}."
         raise Finding(
             "gathered-again" if len(gathers) > UNITS else "not-gathered", message, UNITS, len(gathers)
         )

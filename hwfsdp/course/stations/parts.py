@@ -6,7 +6,7 @@ Rings work on whole numbers, so sums are exact in any order. The wire is watched
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.findings import compare, told
 from hwfsdp.course.guard import watch_wire
 from hwfsdp.course.run import Ranks, Report, attempt
 from hwfsdp.course.stations.facts import learners
@@ -121,19 +121,18 @@ def probe_rings(report: Report, seed: int) -> None:
 
 
 def _gather(whole: Tensor) -> dict[str, Any]:
-    mine = whole[dist.get_rank(), :N].clone()
     output = torch.full((dist.get_world_size() * N,), -1.0)
-    dist.barrier()
-    with watch_wire() as (moves, others):
-        learners().ring_all_gather(output, mine)
-    return {"output": output, "input": mine, "moves": moves, "others": others}
+    return _watched(learners().ring_all_gather, output, whole[dist.get_rank(), :N].clone())
 
 
 def _reduce(whole: Tensor) -> dict[str, Any]:
-    mine, output = whole[dist.get_rank()].clone(), torch.full((N,), -1.0)
+    return _watched(learners().ring_reduce_scatter, torch.full((N,), -1.0), whole[dist.get_rank()].clone())
+
+
+def _watched(ring: Callable[[Tensor, Tensor], None], output: Tensor, mine: Tensor) -> dict[str, Any]:
     dist.barrier()
     with watch_wire() as (moves, others):
-        learners().ring_reduce_scatter(output, mine)
+        ring(output, mine)
     return {"output": output, "input": mine, "moves": moves, "others": others}
 
 
@@ -164,15 +163,11 @@ def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
 def _wrong_blocks(where: str, got: Tensor, expected: Tensor, mirrored: bool) -> Finding:
     """`mirrored`: on every rank, pieces lie as if they had come from the other side."""
     owners = _owners(got, expected)
-    size = len(expected)
-    told = ", ".join("nobody's" if owner is None else f"rank {owner}'s" for owner in owners)
-    message = f"{where}: the pieces are {told}; expected rank 0's to rank {size - 1}'s."
-    misconception = "wrong-block"
-    if any(owner is None for owner in owners):
-        misconception = "block-missing" if (got == -1).any() else "wrong-value"
-    elif mirrored:
-        misconception = "wrong-neighbour"
-    return Finding(misconception, message)
+    shown = ", ".join("nobody's" if owner is None else f"rank {owner}'s" for owner in owners)
+    name = "02.neighbour_blocks" if mirrored else "02.blocks"
+    if None in owners:
+        name = "02.block_missing" if (got == -1).any() else "02.no_block"
+    return told(name, f"{where}:", shown, last=len(expected) - 1)
 
 
 def judge_reduce(ranks: Ranks, seed: int) -> None:
@@ -190,42 +185,29 @@ def judge_reduce(ranks: Ranks, seed: int) -> None:
 def _wrong_sum(where: str, got: Tensor, totals: Tensor, rank: int) -> Finding:
     for other, total in enumerate(totals):
         if torch.equal(got, total):
-            return Finding(
-                "wrong-block",
-                f"{where}: this is the sum for rank {other}.",
-                f"for rank {rank}",
-                f"for {other}",
-            )
-    if torch.allclose(got * len(totals), totals[rank]):
-        return Finding("averaged-not-summed", f"{where}: this is the mean, not the sum.", totals[rank], got)
-    return Finding(
-        "wrong-value", f"{where}: not the sum of all ranks' pieces {first_difference(got, totals[rank])}."
-    )
+            return told("02.sum_for", f"{where}:", other, rank)
+    mean = torch.allclose(got * len(totals), totals[rank])
+    return told("02.mean" if mean else "02.sum", f"{where}:", got, totals[rank])
 
 
 def _refuse_others(where: str, result: Mapping[str, Any]) -> None:
     if result["others"]:
-        called = ", ".join(dict.fromkeys(result["others"]))
-        raise Finding("not-a-ring", f"{where}: calls {called}.", "send and receive", called)
+        raise told("02.calls", f"{where}:", ", ".join(dict.fromkeys(result["others"])), "send and receive")
 
 
 def _compare_wire(
     where: str, result: Mapping[str, Any], kept: Tensor, sent: int, rank: int, size: int
 ) -> None:
     """The input is as it was; this rank sent no more than it must, to its neighbor alone."""
-    if not torch.equal(result["input"], kept):
-        raise Finding(
-            "input-changed", f"{where}: what was given has changed {first_difference(result['input'], kept)}."
-        )
+    compare(f"{where}:", result, {"02.input": kept})
     for kind, peer in (("send", (rank + 1) % size), ("recv", (rank - 1) % size)):
+        peers = [p for what, p, _ in result["moves"] if what == kind]
         bytes_ = [nbytes for what, _, nbytes in result["moves"] if what == kind]
-        if strangers := [p for what, p, _ in result["moves"] if what == kind and p != peer]:
-            message = f"{where}: {kind}s to or from rank {strangers[0]}."
-            raise Finding("wrong-neighbour", message, f"rank {peer}", f"rank {strangers[0]}")
+        for stranger in (p for p in peers if p != peer):
+            raise told("02.stranger", f"{where}: {kind}s", f"rank {stranger}", f"rank {peer}")
         if sum(bytes_) != sent:
-            message = f"{where}: {kind} {sum(bytes_)} B in {len(bytes_)} steps; a piece is {4 * N} B, and {size - 1} are enough."
-            more = "too-much-traffic" if sum(bytes_) > sent else "too-little-traffic"
-            raise Finding(more, message, sent, sum(bytes_))
+            words = {"steps": len(bytes_), "piece": 4 * N, "enough": size - 1}
+            raise told("02.wire", f"{where}: {kind}", sum(bytes_), sent, **words)
 
 
 # --- 05 Closed forms ---------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import hwfsdp
-from hwfsdp.course.checks.virtual_clock import figures_of, simulate_here
 from hwfsdp.course.run import Ranks, Report
 from hwfsdp.course.stations import machines
+from hwfsdp.course.stations.clocked import simulate_here
 from hwfsdp.course.stations.facts import attempt_together, learners
 from hwfsdp.course.verdict import Finding
 from hwfsdp.train.models.gpt import GPT, GPTConfig
@@ -61,7 +61,8 @@ def _race(report: Report, shard: Shard) -> None:
 
 
 def _figures(target: Callable[[], Callable[[], None]]) -> dict[str, Any]:
-    return figures_of(simulate_here(lambda: target(), GPUS, DEVICE), with_log=False)
+    found = simulate_here(lambda: target(), GPUS, DEVICE)
+    return {"step_us": found.step_seconds * 1e6, "peak_bytes": round(found.peak_allocated_gib * (1 << 30))}
 
 
 def judge_step(ranks: Ranks, seed: int) -> None:

@@ -1,0 +1,57 @@
+"""What judges say: `findings.toml` has misconceptions and sentences, by exercise ("laws" are for all stations) and name.
+
+    [13]
+    global = ["global-generator", "torch's default generator has another state than before."]
+
+A judge says `raise told("13.global", "Rank 0 of 2:")`, or compares facts by name with what they have to be. Of two misconceptions,
+the first is for more than what is right, the second for less. Judges whose misconception depends on who asks raise a `Finding` themselves.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hwfsdp.course.diagnose import first_difference
+from hwfsdp.course.verdict import Finding
+
+FINDINGS: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+def told(name: str, where: str, got: Any = None, right: Any = None, /, **words: Any) -> Finding:
+    """The finding of this name.
+
+    Args:
+        where: what the sentence begins with. got, right: what came back, and what should have, which places in the sentence may
+            show; so may `words`, and {difference}, the first one of two tensors.
+    """
+    exercise, _, key = name.partition(".")
+    *misconceptions, sentence = FINDINGS[exercise][key]
+    if "{difference}" in sentence:
+        is_alike = (got.shape, got.dtype) == (right.shape, right.dtype)
+        words["difference"] = (
+            first_difference(got, right) if is_alike else f"being {got.dtype}, {tuple(got.shape)}"
+        )
+    is_less = len(misconceptions) > 1 and got < right
+    return Finding(
+        misconceptions[is_less], f"{where} {sentence.format(got=got, right=right, **words)}", right, got
+    )
+
+
+def compare(where: str, facts: Mapping[str, Any], right: Mapping[str, Any], /, **words: Any) -> None:
+    """Raise what is told of the first fact that is not right. `right`: by name, as in "13.global", what the fact "global" has to be."""
+    for name, expected in right.items():
+        got = facts[name.partition(".")[2]]
+        if not is_same(got, expected):
+            raise told(name, where, got, expected, **words)
+
+
+def is_same(got: Any, right: Any) -> bool:
+    """Whether two facts are equal; tensors are of one shape and dtype, too."""
+    if isinstance(got, Tensor) and isinstance(right, Tensor):
+        return got.dtype == right.dtype and got.shape == right.shape and bool((got == right).all())
+    return not isinstance(got, Tensor) and bool(got == right)
