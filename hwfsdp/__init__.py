@@ -42,7 +42,6 @@ from hwfsdp.doors import lazy_door
 
 if TYPE_CHECKING:
     from hwfsdp.core.context import FSDPCommContext as FSDPCommContext
-    from hwfsdp.core.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from hwfsdp.errors import CheckpointError as CheckpointError
     from hwfsdp.errors import CollectiveError as CollectiveError
     from hwfsdp.errors import FSDPError as FSDPError
@@ -51,9 +50,12 @@ if TYPE_CHECKING:
     from hwfsdp.errors import UnsupportedError as UnsupportedError
     from hwfsdp.errors import UsageError as UsageError
     from hwfsdp.features.door import fully_shard as fully_shard
+    from hwfsdp.features.finalization import GradientReductionHandle as GradientReductionHandle
     from hwfsdp.features.hybrid_sharding import DataParallelMeshDims as DataParallelMeshDims
     from hwfsdp.features.offload import CPUOffloadPolicy as CPUOffloadPolicy
     from hwfsdp.features.offload import OffloadPolicy as OffloadPolicy
+    from hwfsdp.features.param_dtypes import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from hwfsdp.features.switch import install as install
     from hwfsdp.features.steering import FSDPModule as FSDPModule
     from hwfsdp.features.steering import UnshardHandle as UnshardHandle
     from hwfsdp.features.steering import register_fsdp_forward_method as register_fsdp_forward_method
@@ -77,7 +79,8 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "FSDPCommContext": "core.context",
     "FSDPError": "errors",
     "FSDPModule": "features.steering",
-    "MixedPrecisionPolicy": "core.precision",
+    "GradientReductionHandle": "features.finalization",
+    "MixedPrecisionPolicy": "features.param_dtypes",
     "OffloadPolicy": "features.offload",
     "RankError": "errors",
     "StateError": "errors",
@@ -87,6 +90,7 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "explain": "layout.explain",
     "fully_shard": "features.door",
     "init_shards": "layout.init_shards",
+    "install": "features.switch",
     "launch": "launcher.ranks",
     "record": "observe.recording",
     "register_fsdp_forward_method": "features.steering",

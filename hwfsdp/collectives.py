@@ -64,7 +64,10 @@ class BackendAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
-        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+        work: Work | None = dist.all_gather_single(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return work
 
 
 class BackendReduceScatter(ReduceScatter):
@@ -73,7 +76,10 @@ class BackendReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> Work | None:
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        work: Work | None = dist.reduce_scatter_single(
+            output_tensor, input_tensor, op, group=group, async_op=async_op
+        )
+        return work
 
 
 class Readable(Buffers):
@@ -106,7 +112,10 @@ class DefaultAllGather(Readable, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
         group = self._over(group, input_tensor.device)
-        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+        work: Work | None = dist.all_gather_single(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return work
 
 
 class DefaultReduceScatter(Readable, ReduceScatter):
@@ -120,7 +129,10 @@ class DefaultReduceScatter(Readable, ReduceScatter):
     ) -> Work | None:
         if shared_memory.adds(op):
             group = self._over(group, input_tensor.device)
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        work: Work | None = dist.reduce_scatter_single(
+            output_tensor, input_tensor, op, group=group, async_op=async_op
+        )
+        return work
 
 
 class RingAllGather(AllGather):
@@ -329,7 +341,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
     issuing = Issuing("all_gather", owner, note)
     with moment("all_gather", _Owner(owner)), no_autograd(), stream.run():
         with issuing:
-            work = compat.all_gather_single(whole, part, group, stream.is_host)
+            work = dist.all_gather_single(whole, part, group=group, async_op=stream.is_host)
         stream.add(issuing.follow(work, stream.is_host))
         return stream.record()
 
@@ -345,7 +357,9 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Strea
     issuing = Issuing("reduce_scatter", owner, note)
     with moment("reduce_scatter", _Owner(owner)), no_autograd(), stream.run():
         with issuing:
-            work = compat.reduce_scatter_single(part, whole, dist.ReduceOp.AVG, group, stream.is_host)
+            work = dist.reduce_scatter_single(
+                part, whole, dist.ReduceOp.AVG, group=group, async_op=stream.is_host
+            )
         stream.add(issuing.follow(work, stream.is_host))
         return stream.record()
 

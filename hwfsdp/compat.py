@@ -1,6 +1,6 @@
 """The corners of torch that have no public door, each opened in one place only: those of the heart, and those of all else.
 
-Supported: torch 2.11 to 2.15. Everything else in this package uses documented API.
+Supported: torch 2.13 to 2.15. Everything else in this package uses documented API.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copy
 import copyreg
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from math import prod
@@ -19,17 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hwfsdp.core.compat import address_of as address_of
-from hwfsdp.core.compat import all_gather_single as all_gather_single
 from hwfsdp.core.compat import call_after_backward as call_after_backward
 from hwfsdp.core.compat import dtensor as dtensor
 from hwfsdp.core.compat import local_of as local_of
-from hwfsdp.core.compat import reduce_scatter_single as reduce_scatter_single
 from hwfsdp.core.compat import register_parameter as register_parameter
 from hwfsdp.core.compat import replace_local as replace_local
 from hwfsdp.core.compat import wrap_like as wrap_like
@@ -42,6 +41,9 @@ StridedShard = _StridedShard  # the placement of a DTensor that later axes of it
 LATE_IMPORT = (
     "torch._dynamo"  # the first DTensor or optimizer of a process imports it, which takes half a second
 )
+
+# modules in which torch's FSDP2 is made, and `replicate`, which is made of it: they need their own names
+INSIDE_FSDP2 = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp")
 
 NATIVE_MODULES = ("torch._C", "torch._subclasses")  # whose parts can switch off what watches operators
 
@@ -113,6 +115,16 @@ def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: 
 
 
 _NOTHING = nullcontext()
+
+
+def applied_to(module: nn.Module) -> Collection[str]:
+    """Names of torch's composable functions that were applied to a module, for example "replicate"."""
+    return _get_registry(module) or ()
+
+
+def note_applied(module: nn.Module, name: str) -> None:
+    """Torch's composable functions know from now on that this one was applied to the module."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 def profiler_is_running() -> bool:

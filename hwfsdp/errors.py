@@ -26,6 +26,21 @@ class WrongTypeError(UsageError, TypeError):
     """An argument of a type that the call cannot use."""
 
 
+# Where torch's FSDP2 has another type for the same mistake, ours is one of that type, too: programs catch what torch raises.
+
+
+class RefusedError(UsageError, AssertionError):
+    """A module, mesh or dimension that torch answers with an AssertionError."""
+
+
+class RefusedStateError(StateError, AssertionError):
+    """A call at the wrong time that torch answers with an AssertionError."""
+
+
+class NoRootError(UsageError, RuntimeError):
+    """A group of several modules as the root, which torch answers with a RuntimeError."""
+
+
 class UnsupportedError(FSDPError, NotImplementedError):
     """Valid in principle, not built: the message names the alternative. Nothing was changed."""
 

@@ -20,14 +20,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import hwfsdp
 import models
 from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch, record
-from hwfsdp.errors import UnsupportedError
+from hwfsdp.errors import RefusedError, UnsupportedError
 from oracles import cpu_mesh, ours, wrap
 
 Action = Callable[[], Any]
 Make = Callable[[], tuple[nn.Module, Action]]
 
 MISTAKES: dict[str, tuple[Make, type[Exception], tuple[str, ...]]] = {}
-BUILTIN = {UsageError: ValueError, UnsupportedError: NotImplementedError, StateError: RuntimeError}
+BUILTIN = {
+    UsageError: ValueError,
+    RefusedError: AssertionError,
+    UnsupportedError: NotImplementedError,
+    StateError: RuntimeError,
+}
 
 
 def mistake(error: type[Exception], *words: str) -> Callable[[Make], Make]:
@@ -105,7 +110,7 @@ def a_module_dict() -> tuple[nn.Module, Action]:
     return shard(lambda: nn.ModuleDict({"first": nn.Linear(2, 2)}))
 
 
-@mistake(UsageError, "Block", "children before their parents")
+@mistake(RefusedError, "Block", "children before their parents")
 def a_module_twice() -> tuple[nn.Module, Action]:
     model = wrap(models.stem(), ours)
     return model, lambda: ours(model.blocks[0])
@@ -184,7 +189,7 @@ def a_3d_mesh() -> tuple[nn.Module, Action]:
     return mesh_of(1, 1, 1)
 
 
-@mistake(UsageError, "(1, 1)", "mesh_dim_names")
+@mistake(RefusedError, "(1, 1)", "mesh_dim_names")
 def an_unnamed_2d_mesh() -> tuple[nn.Module, Action]:
     return mesh_of(1, 1)
 
@@ -194,7 +199,9 @@ def reshard_to_a_number_that_does_not_divide() -> tuple[nn.Module, Action]:
     return shard(reshard_after_forward=2)
 
 
-@mistake(UsageError, "shard_placement_fn", "blocks.0.up.weight", "dimension of shape (12, 8)", "Shard(dim=2)")
+@mistake(
+    RefusedError, "shard_placement_fn", "blocks.0.up.weight", "dimension of shape (12, 8)", "Shard(dim=2)"
+)
 def a_placement_beyond_the_shape() -> tuple[nn.Module, Action]:
     return shard(shard_placement_fn=lambda param: Shard(2))
 
@@ -238,7 +245,7 @@ def runs(model: models.Model) -> tuple[nn.Module, Action]:
     return model, lambda: forward(model)
 
 
-@mistake(UsageError, "deepcopy", "FSDPBlock", "state_dict")
+@mistake(RefusedError, "deepcopy", "FSDPBlock", "state_dict")
 def a_copy_from_above() -> tuple[nn.Module, Action]:
     model = models.stem()
     ours(model.blocks[1])

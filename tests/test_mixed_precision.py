@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
+from hwfsdp.core.compat import REDUCES_IN_GRAD_DTYPE
 from oracles import (
     BITS,
     REGROUPING,
@@ -336,7 +337,7 @@ class Beyond(NamedTuple):
     def unsharded(self) -> Trace:
         """Each rank on its own rows, in the param dtype; sums and the mean in the reduce dtype."""
         compute = self.policy.get("param_dtype") or FP32
-        reduce = self.policy.get("reduce_dtype") or compute
+        reduce = self.policy.get("reduce_dtype") or (FP32 if REDUCES_IN_GRAD_DTYPE else compute)
         model = fresh(self.build).to(compute)
         sums: dict[str, Tensor] = {}
         for number, switch in enumerate(self.micro_batches):

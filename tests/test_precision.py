@@ -13,25 +13,29 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hwfsdp.features.offload import CPUOffloadPolicy, OffloadPolicy
-from hwfsdp.core.precision import MixedPrecisionPolicy, cast_floating, resolve_dtypes
+from hwfsdp.features.param_dtypes import MixedPrecisionPolicy
+from hwfsdp.core.precision import cast_floating, resolve_dtypes
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ORIGINALS = [*FLOATING, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64]
 
 
-def clamped_by_torch(orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None) -> Any:
-    """What FSDP2 notes on its own parameter object."""
-    theirs = SimpleNamespace(sharded_param=torch.empty(1, dtype=orig))
+def noted_by_torch(orig: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None) -> Any:
+    """What FSDP2 notes on its own parameter object; since torch 2.15 it reduces in a dtype that follows from that."""
+    theirs = SimpleNamespace(sharded_param=torch.empty(1, dtype=orig), _has_sharded_grad_dtype_override=False)
     FSDPParam.init_dtype_attrs(theirs, fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
-    return theirs.orig_dtype, theirs.param_dtype, theirs.reduce_dtype
+    follows = getattr(FSDPParam, "unsharded_grad_dtype", None)
+    reduced_in = follows.fget(theirs) if follows else theirs.reduce_dtype
+    return theirs.orig_dtype, theirs.param_dtype, reduced_in
 
 
 @pytest.mark.parametrize("orig", ORIGINALS, ids=str)
 def test_casts_are_those_of_fsdp2(orig: torch.dtype) -> None:
     for param, reduce in itertools.product([None, *FLOATING], repeat=2):
-        dtypes = resolve_dtypes(orig, MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
-        theirs, cast, reduced_in = clamped_by_torch(orig, param, reduce)
-        assert dtypes == (theirs, cast or orig, reduced_in), (param, reduce)
+        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        dtypes = resolve_dtypes(torch.empty(1, dtype=orig), policy)
+        theirs, cast, reduced_in = noted_by_torch(orig, param, reduce)
+        assert dtypes == (theirs, cast or orig, reduced_in, orig), (param, reduce)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +47,11 @@ def test_casts_are_those_of_fsdp2(orig: torch.dtype) -> None:
     ],
 )
 def test_policies_have_the_fields_and_defaults_of_fsdp2_and_are_frozen(ours: Any, theirs: Any) -> None:
-    assert dataclasses.asdict(ours()) == dataclasses.asdict(theirs())
-    assert [f.name for f in dataclasses.fields(ours)] == [f.name for f in dataclasses.fields(theirs)]
+    names = [f.name for f in dataclasses.fields(theirs)]
+    assert [f.name for f in dataclasses.fields(ours)][: len(names)] == names
+    assert all(getattr(ours(), name) == getattr(theirs(), name) for name in names)
+    new = {f.name for f in dataclasses.fields(ours)} - {*names}
+    assert new <= {"param_dtype_override_fn"}, "what torch has since 2.15 only"
     assert isinstance(ours(), OffloadPolicy) == isinstance(theirs(), fsdp.OffloadPolicy)
     for name in dataclasses.asdict(ours()):
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -119,12 +119,13 @@ class FSDPParam:
     Attributes:
         fqn: fully qualified name from the root module. places: where it is registered.
         layout: how it is cut. form: how it travels. home: where its shard lives.
-        dtypes: original, compute and reduce dtype.
+        dtypes: see `precision.Dtypes`.
         state: which form is registered.
         padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
         accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
+        keeps_memory: while sharded, too, the memory of the whole parameter stays allocated.
     """
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ from hwfsdp.checkpoint.traverse import (
     map_leaves,
     refuse,
 )
-from hwfsdp.compat import all_gather_single, is_shard, is_sharded_tensor, sharded_tensor_like, wrap_like
+from hwfsdp.compat import is_shard, is_sharded_tensor, sharded_tensor_like, wrap_like
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.layout.extents import local_extent_of, unshard_strided
 
@@ -230,7 +230,7 @@ def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
     received = mine.new_empty(mesh.size(dim) * mine.numel())
     if not received.numel():
         return received
-    all_gather_single(received, mine, group, async_op=False)
+    dist.all_gather_single(received, mine, group)
     along = mesh.mesh[tuple(slice(None) if i == dim else c for i, c in enumerate(coordinate))].tolist()
     order = [dist.get_process_group_ranks(group).index(rank) for rank in along]
     if order == sorted(order):

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hwfsdp.checkpoint.traverse import Path, refuse, show
 from hwfsdp.compat import (
-    all_gather_single,
     device_types,
     group_of_sharded_tensor,
     is_sharded_tensor,
@@ -230,7 +229,7 @@ def join_shards(tensor: Any, pg: dist.ProcessGroup | None, device: torch.device 
         padded[: packed.numel()] = packed
     received = padded.new_empty(len(ranks) * longest)
     if longest:
-        all_gather_single(received, padded, group, async_op=False)
+        dist.all_gather_single(received, padded, group)
 
     whole = torch.empty(metadata.size, dtype=dtype, device=way)
     for rank, part in zip(ranks, received.view(len(ranks), longest)):

@@ -12,6 +12,7 @@
     trace_commands  record a run, show, compare, export
     trace           the verbs that call these
     train           the training loop
+    swap            a program of torch's FSDP2, on hwfsdp
     checkpoint      look at checkpoints, verify them, convert them
     grade           one submission, or a class of them
     release         the student's edition

@@ -28,6 +28,7 @@ VERBS = (  # a module of this folder, and its function that adds a verb, in the 
     ("simulate", "add_simulate"),
     ("trace", "add_trace"),
     ("train", "add_train"),
+    ("swap", "add_swap"),
     ("checkpoint", "add_checkpoint"),
     ("grade", "add_grade"),  # not in a student's edition, and so is the next
     ("release", "add_release"),

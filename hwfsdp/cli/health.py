@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
 from hwfsdp.launcher.fork_server import start_server
 
-OLDEST, NEWEST = (2, 11), (2, 15)  # releases of torch that are supported
+OLDEST, NEWEST = (2, 13), (2, 15)  # releases of torch that are supported
 SECONDS = 120.0  # for the ranks to start and hear each other
 _PATIENCE = 20.0  # seconds for other programs and for loopback
 _PLACE_IN_C = re.compile(r"\[enforce fail at \S+\] ")  # as gloo says where in its own source it raised

@@ -1,6 +1,6 @@
 """The corners of torch that the heart needs and that have no public door, each opened here and nowhere else.
 
-Supported: torch 2.11 to 2.15.
+Supported: torch 2.13 to 2.15.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -18,28 +17,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _NOTHING = nullcontext()
-
-# torch 2.13 renamed the two collectives over single tensors, and warns at the old names. They are looked up on
-# `torch.distributed` at each call, because that is where a recording puts its wrappers.
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-
-def all_gather_single(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None, async_op: bool
-) -> dist.Work | None:
-    """`output` [W * n] receives every rank's `input` [n], in rank order. Returns the work if `async_op`."""
-    work: dist.Work | None = getattr(dist, _GATHER)(output, input, group=group, async_op=async_op)
-    return work
-
-
-def reduce_scatter_single(
-    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup | None, async_op: bool
-) -> dist.Work | None:
-    """`output` [n] receives this rank's part of the reduction of all ranks' `input` [W * n]."""
-    work: dist.Work | None = getattr(dist, _SCATTER)(output, input, op=op, group=group, async_op=async_op)
-    return work
-
 
 # --- Autograd ----------------------------------------------------------------------------------------------
 
@@ -84,6 +61,34 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """What `register_post_accumulate_grad_hook` registered; FSDP sets gradients itself, and so calls them."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
+
+
+# --- dtypes of gradients -----------------------------------------------------------------------------------
+
+# FSDP2 of torch 2.13 and 2.14 reduces in the dtype in which gradients come, and does not look at `Tensor.grad_dtype`.
+REDUCES_IN_GRAD_DTYPE = torch.__version__ >= "2.15"
+
+
+def has_grad_dtype(param: Tensor) -> bool:
+    """Whether the user has set the parameter's `grad_dtype`, and FSDP2 looks at it."""
+    return REDUCES_IN_GRAD_DTYPE and bool(param._has_grad_dtype_override)  # type: ignore[attr-defined]
+
+
+def inherit_grad_dtype(param: Tensor, of: Tensor) -> None:
+    """`param` takes the place of `of`: a `grad_dtype` that was set there, and not here, counts here, too."""
+    if has_grad_dtype(of) and not has_grad_dtype(param):
+        param.grad_dtype = of.grad_dtype
+
+
+def accept_grads(unsharded: Tensor | None, reduce: torch.dtype | None, cast_later: bool) -> None:
+    """Have autograd leave gradients in the reduce dtype (None: as they come) in the backward that begins.
+
+    With `cast_later`, those with fewer bits stay as they are until they are copied in or added up. Those of a DTensor do not: they
+    may be reduced before.
+    """
+    if REDUCES_IN_GRAD_DTYPE and unsharded is not None and unsharded.requires_grad:
+        fewer = reduce is not None and unsharded.dtype.itemsize < reduce.itemsize
+        unsharded.grad_dtype = None if cast_later and fewer and not isinstance(unsharded, DTensor) else reduce
 
 
 # --- Tensors -----------------------------------------------------------------------------------------------
@@ -143,6 +148,8 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
 
     `DTensor.from_local` does the same for 300 µs a call, which every gradient of every step would pay.
     """
+    if local.dtype != like.dtype:
+        return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
     made: DTensor = DTensor.__new__(
         DTensor, local, like._spec, requires_grad=False
     )  # its __init__ does nothing

@@ -125,8 +125,8 @@ class Form:
         """Makes the unsharded parameter of what was gathered into `outputs`; here it lies there already."""
 
     def free(self) -> None:
-        """Gives the memory of the whole parameter back; nothing happens if that was done."""
-        if self.gathered is not None:
+        """Gives the memory of the whole parameter back, unless it is to stay; nothing happens if that was done."""
+        if self.gathered is not None and not self.param.keeps_memory:
             free(self.gathered)
 
 

@@ -14,6 +14,7 @@ The *when* is in `state`. Groups of one model share an `FSDPCommContext`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,9 +22,8 @@ from torch import Tensor
 
 from hwfsdp.core import collectives
 from hwfsdp.core.collectives import Gathered, Mean, Reducing
-from hwfsdp.core.compat import no_autograd
+from hwfsdp.core.compat import accept_grads, no_autograd
 from hwfsdp.core.context import FSDPCommContext, InFlight
-from hwfsdp.core.errors import UsageError
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.ranks import ShardMesh, Transport
@@ -158,6 +158,12 @@ class ParamGroup:
 
     # --- gradients ---
 
+    def expect_grads(self) -> None:
+        """A backward begins: say in which dtype it leaves gradients."""
+        for param in self.params:
+            cast_later = self.reduce_grads or param.has_unreduced_grad
+            accept_grads(param.unsharded_param, param.dtypes.reduce, cast_later)
+
     @property
     def has_late_gradients(self) -> bool:
         """Whether a backward should have reduced gradients that are still here."""
@@ -214,20 +220,11 @@ class ParamGroup:
     def reduce_dtype(self, params: Sequence[FSDPParam], grads: Sequence[Tensor]) -> torch.dtype:
         """What to reduce these gradients in: one dtype for all, since they lie in one buffer.
 
-        Each parameter's reduce dtype, or, where that is None, the dtype in which autograd left its gradient.
-
-        Raises:
-            UsageError: no reduce dtype was set, and gradients differ.
+        Each parameter's reduce dtype, or, where that is None, the dtype in which autograd left its gradient. If they differ: the
+        dtype that torch promotes them to, which holds all of their values.
         """
-        dtypes = {p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)}
-        if len(dtypes) > 1:
-            raise UsageError(
-                f"parameter group {self.fqn!r}",
-                expected="gradients of one dtype, or a reduce_dtype",
-                got=" and ".join(sorted(map(str, dtypes))),
-                remedy="Wrap the modules with the other dtype in a fully_shard of their own.",
-            )
-        return dtypes.pop()
+        dtypes = [p.dtypes.reduce or grad.dtype for p, grad in zip(params, grads, strict=True)]
+        return functools.reduce(torch.promote_types, dtypes)
 
     def pieces(self, params: Sequence[FSDPParam], result: Tensor) -> list[tuple[FSDPParam, Tensor]]:
         """Each of `params` with its rows in a reduction's `result` [n], which has their padded chunks end to end; views."""
@@ -238,13 +235,13 @@ class ParamGroup:
         ]
 
     def add_sharded_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
-        """Add the mean of gradients to the shards' gradients, in the original dtype, in which the optimizer computes."""
+        """Add the mean of gradients to the shards' gradients, in the dtype in which the optimizer gets them."""
         with no_autograd():
-            if len({p.dtypes.orig for p in params}) == 1:  # one cast for all
-                result = result.to(params[0].dtypes.orig)
-            for param, grad in self.pieces(params, result):
-                orig = param.dtypes.orig
-                param.add_sharded_grad(grad if grad.dtype == orig else grad.to(orig))
+            dtypes = [p.dtypes.grad or result.dtype for p in params]
+            if len(set(dtypes)) == 1:  # one cast for all
+                result = result.to(dtypes[0])
+            for (param, grad), dtype in zip(self.pieces(params, result), dtypes, strict=True):
+                param.add_sharded_grad(grad if grad.dtype == dtype else grad.to(dtype))
 
     def adopt_registered(self) -> None:
         """Take over parameters that were exchanged on the modules; see `FSDPParam.adopt_registered`."""

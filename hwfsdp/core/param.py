@@ -78,16 +78,18 @@ class FSDPParam:
     Attributes:
         fqn: fully qualified name from the root module. places: where it is registered.
         layout: how it is cut. form: how it travels. home: where its shard lives.
-        dtypes: original, compute and reduce dtype.
+        dtypes: see `precision.Dtypes`.
         state: which form is registered.
         padded_shard: [ceil(d0 / W) * rest], flat, original dtype: this rank's rows, then zeros.
         sharded_param: DTensor; its local part is a view of the front of `padded_shard`.
         unsharded_param: whole, compute dtype; None before the first gather.
         accumulated_grad: whole, reduce dtype: gradients of backwards that were not reduced; else None.
+        keeps_memory: while sharded, too, the memory of the whole parameter stays allocated.
     """
 
     sharded_param: nn.Parameter
     padded_shard: Tensor
+    keeps_memory = False
 
     def __init__(
         self,
@@ -107,7 +109,8 @@ class FSDPParam:
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated_grad: Tensor | None = None
         self.shard(local_of(param) if isinstance(param, DTensor) else param, param.requires_grad)
-        self.dtypes = resolve_dtypes(param.dtype, policy)
+        compat.inherit_grad_dtype(self.sharded_param, param)
+        self.dtypes = resolve_dtypes(self.sharded_param, policy)
         self.form = make_form(self)
         self.register(self.sharded_param)
 
@@ -203,7 +206,7 @@ class FSDPParam:
         self.accumulated_grad = taken if self.dtypes.reduce is None else taken.to(self.dtypes.reduce)
 
     def add_sharded_grad(self, grad: Tensor) -> None:
-        """Add the mean gradient of this rank's rows, in the original dtype, to `sharded_param.grad`; call its hooks.
+        """Add the mean gradient of this rank's rows, in `dtypes.grad`, to `sharded_param.grad`; call its hooks.
 
         If there is no gradient yet, the memory of `grad` becomes it, without a copy.
         """
@@ -246,9 +249,10 @@ class FSDPParam:
                 remedy="Assign DTensors that are cut as this parameter is, such as those of the model's own state_dict.",
             )
         if param is not self.sharded_param:
+            compat.inherit_grad_dtype(param, self.sharded_param)
             self.sharded_param = param
             self.register(param)
-        self.dtypes = resolve_dtypes(param.dtype, self.policy)
+        self.dtypes = resolve_dtypes(param, self.policy)
         if type(self.local) is not before:  # which may travel in another form
             self.form = self._make_form(self)
         if self.form.reads_rows:

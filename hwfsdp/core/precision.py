@@ -3,7 +3,7 @@
 Three dtypes meet in one parameter. The *original* dtype is that of the shard, which the optimizer updates. The *compute*
 dtype is what is gathered and computed with. The *reduce* dtype is what gradients are summed in. Gather in bf16, reduce in
 fp32, step in fp32 is the usual choice: half the bytes where they are cheap to lose, full precision where errors would add
-up.
+up. A user may ask for a fourth, the dtype of the gradient that the optimizer sees: `Tensor.grad_dtype`.
 
 Modules take and return tensors wrapped in tuples, lists, dicts, named tuples and dataclasses. `map_tensors` rebuilds such a
 structure with every tensor replaced. A part in which nothing changed is handed back as the same object, so structures that
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from hwfsdp.core import compat
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -30,7 +32,8 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
-        reduce_dtype: of the gradient reduction. None: the dtype of the gradients, that is, the param dtype.
+        reduce_dtype: of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter, which is its
+            original dtype unless set; before, the dtype of the gradients, that is, the param dtype.
         output_dtype: floating-point outputs of forward are cast to it. None: left alone.
         cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
     """
@@ -42,21 +45,27 @@ class MixedPrecisionPolicy:
 
 
 class Dtypes(NamedTuple):
-    """dtypes of one parameter: of its shard, of what is gathered, and of the reduction (None: as gradients come)."""
+    """dtypes of one parameter.
+
+    Attributes:
+        orig: of its shard. compute: of what is gathered. reduce: of the reduction; None: as gradients come.
+        grad: of the shard's gradient; None: as reduced.
+    """
 
     orig: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype | None
+    grad: torch.dtype | None
 
 
-def resolve_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
-    """The dtypes of a parameter of dtype `orig` under `policy`.
-
-    A parameter that is not floating-point is never cast. The reduce dtype is None if it equals the policy's param dtype:
-    gradients come in that dtype already.
-    """
+def resolve_dtypes(param: Tensor, policy: MixedPrecisionPolicy) -> Dtypes:
+    """The dtypes of a parameter under `policy`. One that is not floating-point is never cast."""
+    orig = param.dtype
     compute = policy.param_dtype if policy.param_dtype and orig.is_floating_point else orig
-    return Dtypes(orig, compute, None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype)
+    if compat.REDUCES_IN_GRAD_DTYPE:
+        return Dtypes(orig, compute, policy.reduce_dtype or param.grad_dtype, param.grad_dtype)
+    comes_so = policy.reduce_dtype == policy.param_dtype
+    return Dtypes(orig, compute, None if comes_so else policy.reduce_dtype, orig)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
@@ -130,8 +139,6 @@ def _map_sequence(fn: Callable[[Tensor], Tensor], tree: list[Any] | tuple[Any, .
 
 def tensors_with_grad(tree: Any) -> list[Tensor]:
     """The tensors in `tree` that require grad, from left to right."""
-    if isinstance(tree, Tensor):
-        return [tree] if tree.requires_grad else []
     found: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:

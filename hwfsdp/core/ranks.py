@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 
-from hwfsdp.core import compat
 from hwfsdp.core.errors import StateError, UsageError
 from hwfsdp.core.streams import Work
 
@@ -131,8 +130,12 @@ class Transport:
 
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
         """Fills `whole` [W * n] with every rank's `part` [n], in rank order; `part` is this rank's place in it."""
-        return compat.all_gather_single(whole, part, self.ranks.group, async_op)
+        work: Work | None = dist.all_gather_single(whole, part, group=self.ranks.group, async_op=async_op)
+        return work
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, operation: Any, async_op: bool) -> Work | None:
         """Sets `part` [n] to this rank's part of the reduction of every rank's `whole` [W * n]."""
-        return compat.reduce_scatter_single(part, whole, operation, self.ranks.group, async_op)
+        work: Work | None = dist.reduce_scatter_single(
+            part, whole, operation, group=self.ranks.group, async_op=async_op
+        )
+        return work

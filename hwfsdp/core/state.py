@@ -189,6 +189,7 @@ class FSDPState:
             self.prefetch_backward(self.next_in_backward())
             if self.group:
                 self.group.copy_out()
+                self.group.expect_grads()
 
     def prefetch_backward(self, groups: Sequence[ParamGroup]) -> None:
         """Start the gathers to hide behind this backward."""
@@ -224,12 +225,7 @@ class FSDPState:
         with moment("finish_backward", self):
             self.finish_states()
             if self.root.is_last_backward:
-                self.comm_ctx.finish_reductions()
-                self.comm_ctx.release_gather_buffer()
-                self.comm_ctx.forget_forwards()
-                for group in self.root.groups:
-                    group.drop_gather()
-                    group.params[0].home.settle(self.comm_ctx.streams)
+                self.end_iteration()
 
     def finish_states(self) -> None:
         """Make the calls that autograd did not make (Note [Groups without an input gradient]); all states are idle."""
@@ -242,6 +238,15 @@ class FSDPState:
                 state.post_backward()
             state.phase = Phase.IDLE
         self.comm_ctx.settle()  # gradients are looked at from here on
+
+    def end_iteration(self) -> None:
+        """Wait for all reductions, hold no buffer, forget the order: the optimizer is next."""
+        self.comm_ctx.finish_reductions()
+        self.comm_ctx.release_gather_buffer()
+        self.comm_ctx.forget_forwards()
+        for group in self.root.groups:
+            group.drop_gather()
+            group.params[0].home.settle(self.comm_ctx.streams)
 
     # --- the root ---
 

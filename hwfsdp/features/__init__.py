@@ -15,19 +15,25 @@ the all-reduce of `hybrid_sharding` goes through `custom_collectives`.)
     call                one call of `fully_shard`: what is asked for, and the parts that will do it
     door                the door that users call, and the features in their order
 
+    switch              torch's public names become ours, for programs that are not one's own
+
     The features
     module_lists        several modules, one group; parts that are called by themselves
     checks              what cannot be sharded, or cannot run, said before anything is changed
+    composition         torch's other functions on modules
     hybrid_sharding     shards that are replicated
     layouts             parameters that tensor parallelism has cut before; other dimensions than 0
     offload             shards in host memory
     smaller_mesh        parameters that stay sharded over fewer ranks between forward and backward
     extensions          parameters that travel in a form of their own
+    param_dtypes        parameters that compute in a dtype of their own
     custom_collectives  other ways to move bytes
     reductions          sums in place of means, other divisors, hooks on what was reduced
     steering            methods that steer a schedule from outside
     recovery            what an exception leaves, and how it is put back
+    finalization        the caller says when a backward is over
     advice              mistakes that run, but do not train: said once, as warnings
+    torch_view          what torch's pipelines, and some programs, read of a sharded module
     profiler_ranges     torch's profiler shows the ranges that FSDP2 shows
 """
 
@@ -36,15 +42,19 @@ from __future__ import annotations
 FEATURES = (
     "module_lists",
     "checks",
+    "composition",
     "hybrid_sharding",
     "layouts",
     "offload",
     "smaller_mesh",
     "extensions",
+    "param_dtypes",
     "custom_collectives",
     "reductions",
     "steering",
     "recovery",
+    "finalization",
     "advice",
+    "torch_view",
     "profiler_ranges",
 )

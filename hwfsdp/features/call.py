@@ -30,7 +30,7 @@ class Call:
     Attributes:
         modules: those given, as a list. The other arguments are those of `door.fully_shard`.
         ranks: over which parameters are sharded. found: the parameters to shard.
-        layouts: of the parameters found. reshard: whether they are freed after forward.
+        layouts, policies: of the parameters found. reshard: whether they are freed after forward.
         home, make_form, make_group: for each parameter, and for the group.
         states: classes whose methods go before those of the heart's `FSDPState`, the outermost first.
     """
@@ -48,6 +48,7 @@ class Call:
     ranks: ShardMesh | None = None
     found: list[Unclaimed] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
+    policies: list[MixedPrecisionPolicy] = field(default_factory=list)
     reshard: bool = True
     home: Home = field(default_factory=Home)
     make_form: Callable[[FSDPParam], Form] = Form

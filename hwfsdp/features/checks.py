@@ -13,7 +13,7 @@ from hwfsdp.core.compat import local_of
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import FSDPState, state_of
-from hwfsdp.errors import StateError, UnsupportedError, UsageError
+from hwfsdp.errors import NoRootError, RefusedError, StateError, UnsupportedError, UsageError
 from hwfsdp.features.call import Call
 from hwfsdp.features.offload import check_shards_are_there
 
@@ -67,7 +67,7 @@ def check_module(module: Any) -> None:
             remedy="Shard its children one by one.",
         )
     if state_of(module) is not None:
-        raise UsageError(
+        raise RefusedError(
             "fully_shard",
             expected="a module that was not sharded yet",
             got=f"{type(module).__name__}, which was",
@@ -90,7 +90,10 @@ def check_arguments(call: Call) -> None:
             policy,
             all(dtype is None or isinstance(dtype, torch.dtype) for dtype in dtypes),
         ),
-        "offload_policy, an OffloadPolicy": (offload, type(offload).__name__.endswith("OffloadPolicy")),
+        "offload_policy, an OffloadPolicy": (
+            offload,
+            offload is None or type(offload).__name__.endswith("OffloadPolicy"),
+        ),
         "dp_mesh_dims, a DataParallelMeshDims": (dims, dims is None or hasattr(dims, "shard_names")),
         "comm_ctx, an FSDPCommContext": (comm_ctx, comm_ctx is None or isinstance(comm_ctx, FSDPCommContext)),
     }
@@ -146,7 +149,7 @@ class CheckedState(FSDPState):
             UsageError: a group cannot be reduced as one, or is asked to be the root with several modules.
         """
         if len(self.modules) > 1:
-            raise UsageError(
+            raise NoRootError(
                 "fully_shard: the module whose forward comes first",
                 expected="a single module, the root",
                 got=f"one of the {len(self.modules)} of a group",

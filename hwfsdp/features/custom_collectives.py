@@ -21,7 +21,7 @@ from hwfsdp.collectives import (
 )
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import FSDPState
-from hwfsdp.errors import StateError, UnsupportedError
+from hwfsdp.errors import RefusedStateError, UnsupportedError
 from hwfsdp.features.call import Call
 
 _DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupAllocReduceScatter)
@@ -77,13 +77,13 @@ class CustomCollectives:
         """Whether buffers come from the process group's own allocator, where it has one.
 
         Raises:
-            StateError: custom collectives are set, which allocate their own.
+            RefusedStateError: custom collectives are set, which allocate their own.
         """
         for group in self._groups(recurse=False):
             transport = transport_of(group)
             custom = [c for c in (transport.gather, transport.scatter) if type(c) not in _DEFAULTS]
             if custom:
-                raise StateError(
+                raise RefusedStateError(
                     "set_allocate_memory_from_process_group_for_comm",
                     expected="the default collectives",
                     got=type(custom[0]).__name__,

@@ -13,16 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hwfsdp import features
+from hwfsdp.core import precision
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.form import Layout
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.ranks import shard_mesh
-from hwfsdp.core.state import FSDPState
+from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.wrap import become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
 from hwfsdp.features.call import Call
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims
 from hwfsdp.features.offload import OffloadPolicy
+from hwfsdp.features.param_dtypes import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -33,8 +34,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: precision.MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     module_fqn: str | None = None,
@@ -42,7 +43,8 @@ def fully_shard(
 ) -> M:
     """Shards the parameters of `module` over the ranks of `mesh`, in place.
 
-    Arguments, defaults and effect are those of `torch.distributed.fsdp.fully_shard` (torch 2.13), but for the last two.
+    Arguments, defaults and effect are those of `torch.distributed.fsdp.fully_shard`, as the torch that is installed has them
+    (2.13 to 2.15), but for the last two.
 
     Args:
         module: implements `forward`. Its parameters that no call has claimed yet become one group: gathered in one collective,
@@ -55,7 +57,7 @@ def fully_shard(
         shard_placement_fn: returns the `Shard` of a parameter, None for `Shard(0)`. Dimensions other than 0 have to be
             multiples of the number of shards.
         mp_policy: dtypes; see `MixedPrecisionPolicy`.
-        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and so optimizer states in host memory.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and so optimizer states in host memory; None does not.
         ignored_params: stay as they are: neither sharded nor reduced.
         dp_mesh_dims: `mesh` is that of all parallelisms, these are its data-parallel axes, and all parameters are DTensors on
             it, replicated over those.
@@ -87,6 +89,7 @@ def fully_shard(
     call.found = unclaimed_params(call.modules, call.ignored_params)
     ask("check_params", call)
     call.layouts = [Layout(param, call.ranks) for param, _, _ in call.found]
+    call.policies = [mp_policy for _ in call.found]
     ask("choose", call)
     state = shard(call)
     state.fqn = module_fqn or ""
@@ -100,8 +103,8 @@ def shard(call: Call) -> FSDPState:
     move_to(call.device, call.modules, call.found)
     comm_ctx = call.comm_ctx or FSDPCommContext(call.device.type)
     params = [
-        FSDPParam(param, places, fqn, call.mp_policy, layout, call.home, call.make_form)
-        for (param, fqn, places), layout in zip(call.found, call.layouts, strict=True)
+        FSDPParam(param, places, fqn, policy, layout, call.home, call.make_form)
+        for (param, fqn, places), layout, policy in zip(call.found, call.layouts, call.policies, strict=True)
     ]
     group = call.make_group(params, call.ranks, comm_ctx) if params else None
     if group:
@@ -121,3 +124,6 @@ def ask(what: str, *arguments: Any) -> None:
         function = getattr(importlib.import_module(f"hwfsdp.features.{name}"), what, None)
         if function is not None:
             function(*arguments)
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]  # where torch's has it, for those who look there

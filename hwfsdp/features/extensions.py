@@ -150,5 +150,5 @@ class ExtensionForm(Form):
             param.set_unsharded(whole if whole.shape == shape else whole.as_strided(shape, strides))
 
     def free(self) -> None:
-        for tensor in (*self.tensors, *self.inner):
+        for tensor in (*self.tensors, *self.inner) if not self.param.keeps_memory else ():
             storage.free(tensor)

@@ -34,7 +34,7 @@ from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.ranks import Axis, ShardMesh, axis_along, default_mesh, device_of
 from hwfsdp.core.state import FSDPState
 from hwfsdp.core.streams import Stream, StreamEvent
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import RefusedError, UsageError
 from hwfsdp.features.call import Call
 from hwfsdp.features.reductions import SteeredReducer
 
@@ -144,7 +144,7 @@ def hybrid_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = Non
             remedy="Take the data-parallel axis out of it: mesh['dp'], or name it in dp_mesh_dims.",
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise UsageError(
+        raise RefusedError(
             "fully_shard(mesh=…)",
             expected="names for the axes of a 2D mesh (first replicated, second sharded)",
             got=f"an unnamed mesh of shape {tuple(mesh.shape)}",

@@ -37,7 +37,7 @@ from hwfsdp.core.compat import dtensor, local_of
 from hwfsdp.core.form import Layout
 from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.core.sharding import padded_local_shape
-from hwfsdp.errors import UnsupportedError, UsageError
+from hwfsdp.errors import RefusedError, UnsupportedError, UsageError
 from hwfsdp.features.call import Call
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, flat_axis
 
@@ -69,7 +69,7 @@ def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> 
     local = local_of(param) if isinstance(param, DTensor) else param
     dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < local.ndim:
-        raise UsageError(
+        raise RefusedError(
             subject,
             expected=f"a dimension of shape {tuple(local.shape)}",
             got=repr(placement),

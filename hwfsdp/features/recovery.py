@@ -192,6 +192,10 @@ class RecoveringState(FSDPState):
 
     def finish_states(self) -> None:
         super().finish_states()
+        self.note_end_of_backward()
+
+    def note_end_of_backward(self) -> None:
+        """Autograd has called what it was to call: the backward was not broken off."""
         for state in self.root.states:
             if isinstance(state, RecoveringState):
                 state.accumulated = any(map(has_accumulated, state.groups))

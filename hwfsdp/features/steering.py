@@ -1,6 +1,6 @@
 """Methods that steer a schedule from outside: what every sharded module also is. Seam: the state.
 
-Their names, arguments and meanings are those of torch's `FSDPModule`, version 2.13. Those that take `recurse` apply to all
+Their names, arguments and meanings are those of torch's `FSDPModule`, version 2.15. Those that take `recurse` apply to all
 sharded modules below, too; the others to the module's own group.
 """
 
@@ -15,15 +15,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.core import observer, wrap
+from hwfsdp.core import compat, observer, wrap
 from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.streams import DeviceStream, StreamEvent
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import RefusedError, UsageError
 from hwfsdp.features.call import Call
 from hwfsdp.features.custom_collectives import CustomCollectives
+from hwfsdp.features.finalization import ManualFinalization
 from hwfsdp.features.hybrid_sharding import HybridReducer, replicas_of
 from hwfsdp.features.reductions import SteeredReducer
+from hwfsdp.features.torch_view import Viewed
 
 
 def choose(call: Call) -> None:
@@ -100,7 +103,7 @@ class SteeredState(FSDPState):
         self.comm_ctx.max_reductions = max(asked, default=1)
 
 
-class FSDPModule(wrap.FSDPModule, CustomCollectives):
+class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed):
     """A sharded module."""
 
     # --- parameters ---
@@ -142,6 +145,12 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives):
                 group.reshard_after_forward = reshard_after_forward and group.mesh.shard.group is not None
                 if hasattr(group, "smaller"):
                     group.smaller = None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters keep their memory while they are sharded, and so their addresses, as CUDA graphs need."""
+        for group in self._groups(recurse):
+            for param in group.params:
+                param.keeps_memory = keep
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters of this module's own group."""
@@ -266,6 +275,21 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives):
                 if state.root.states:
                     state.share_max_reductions()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`to`, `half` and the like act on the shards; gradients whose dtype the user has set keep it."""
+        params = [p for group in self._groups(recurse=False) for p in group.params]
+        kept = [
+            (p, p.sharded_param.grad_dtype, p.sharded_param.grad) for p in params if has_own_grad_dtype(p)
+        ]
+        for param, _, _ in kept:
+            param.sharded_param.grad = None
+        result = super()._apply(fn, recurse)
+        for param, dtype, grad in kept:
+            param.sharded_param.grad_dtype = dtype  # lost with the data
+            param.adopt_registered()
+            param.sharded_param.grad = None if grad is None else grad.to(param.sharded_param.device)
+        return result
+
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of every module, for the shards' gradients, also while modules have their whole parameters."""
@@ -275,7 +299,7 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives):
                 shard.grad = None if set_to_none else shard.grad.zero_()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UsageError(
+        raise RefusedError(
             f"deepcopy of {type(self).__name__}",
             expected="a module that is not sharded",
             got="one whose parameters, hooks and buffers in flight belong to a group",
@@ -291,6 +315,11 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives):
     def _reducers(self, recurse: bool) -> list[SteeredReducer]:
         reducers = [group.reducer for group in self._groups(recurse)]
         return [reducer for reducer in reducers if isinstance(reducer, SteeredReducer)]
+
+
+def has_own_grad_dtype(param: FSDPParam) -> bool:
+    """Whether the user has set the dtype of a parameter's gradient."""
+    return compat.has_grad_dtype(param.sharded_param)
 
 
 def checked_state(module: nn.Module, caller: str) -> FSDPState:

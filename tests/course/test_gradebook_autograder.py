@@ -85,7 +85,7 @@ def test_the_upload_has_what_grading_takes_and_no_answers_of_ours(root: Path, tm
     for script in ("setup.sh", "run_autograder"):
         subprocess.run(["bash", "-n", str(root / "source" / script)], check=True)
     assert (
-        "torch>=2.11" in requirements()
+        "torch>=2.13" in requirements()
         and (root / "source" / "requirements.txt").read_text().split() == requirements()
     )
 

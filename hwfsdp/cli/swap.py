@@ -1,0 +1,53 @@
+"""`hwfsdp swap`: a program that imports FSDP2 from torch runs on hwfsdp, unchanged."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hwfsdp import __file__ as package
+
+
+def add_swap(verbs: Any) -> None:
+    """Adds the verb `swap`."""
+    swap: argparse.ArgumentParser = verbs.add_parser(
+        "swap",
+        help="run a program that uses torch's FSDP2 on hwfsdp, unchanged",
+        description="Runs a script with torch's public FSDP2 names exchanged for hwfsdp's, in this process and in those that it "
+        "starts. torchrun takes it, too: torchrun --nproc-per-node 2 -m hwfsdp swap train.py --lr 1e-4",
+        epilog=f"For a program that something else starts: PYTHONPATH={startup()} exchanges the names in every process.",
+    )
+    swap.set_defaults(run=_swap)
+    swap.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
+    swap.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    swap.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the program's own")
+
+
+def startup() -> Path:
+    """The folder whose `sitecustomize` exchanges the names when Python starts."""
+    return Path(package).parent / "startup"
+
+
+def _swap(args: argparse.Namespace) -> int:
+    import hwfsdp
+
+    hwfsdp.install()
+    behind = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(startup()), behind]))
+    sys.argv = [args.script, *args.args]
+    try:
+        if args.is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(args.script).resolve().parent))
+            runpy.run_path(args.script, run_name="__main__")
+    except Exception:  # the program's own error, as Python shows it
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,243 @@
+"""The caller says when a backward is over. Seam: the state.
+
+    model.set_manual_backward_finalization(True)
+    …                                             # forwards and backwards, as many as there are
+    model.finalize_backward()                     # then gradients are there
+
+A pipeline runs many backwards as one, and reduces as an action of its own. So autograd's last call of a backward only leaves
+the iteration open, and `finalize_backward` does what that call does otherwise. torch has this since 2.15; here every torch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hwfsdp.core.compat import in_backward
+from hwfsdp.core.context import Phase
+from hwfsdp.core.observer import moment
+from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.errors import StateError
+from hwfsdp.features.call import Call
+from hwfsdp.features.recovery import RecoveringState, callbacks_of
+
+
+def choose(call: Call) -> None:
+    """Before the state that looks for broken backwards: an open one is not broken."""
+    call.states.insert(0, FinalizedState)
+
+
+class GradientReductionHandle:
+    """What `FSDPModule.finalize_backward(async_op=True)` returns."""
+
+    def __init__(self, state: FinalizedState | None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """The optimizer may step afterwards. Waiting again does nothing.
+
+        Raises:
+            StateError: `reset_iter_state` came between.
+        """
+        state = self._state
+        if state is None:
+            return
+        if reduction_of(state) is not self:
+            raise refused("GradientReductionHandle.wait", "a reduction in flight", "one that was reset")
+        state.close_iteration()
+        self._state = None
+
+    def is_of(self, state: FinalizedState) -> bool:
+        """Whether it belongs to the model of this state."""
+        return self._state is not None and self._state.root is state.root
+
+
+def reduction_of(state: FSDPState) -> GradientReductionHandle | None:
+    """The reduction that somebody has still to wait for, of any model that shares the context."""
+    found: GradientReductionHandle | None = vars(state.comm_ctx).get("reduction")
+    return found
+
+
+def refused(subject: str, expected: str, got: str, remedy: str = "") -> StateError:
+    return StateError(
+        subject, expected=expected, got=got, remedy=remedy or "Run a forward and a backward again."
+    )
+
+
+class FinalizedState(RecoveringState):
+    """A state whose backward the caller may end.
+
+    Attributes:
+        manual: what the caller has asked for; of the root. active: that of the iteration whose backward has begun; else None.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.manual = False
+        self.active: bool | None = None
+        super().__init__(*args)
+
+    # --- forward and backward ---
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if reduction_of(self):
+            raise refused("forward", *_PENDING)
+        return super().pre_forward(module, args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Called after that error, too."""
+        return output if reduction_of(self) else super().post_forward(module, args, output)
+
+    def queue_final_callback(self) -> None:
+        head = self.head
+        assert isinstance(head, FinalizedState)
+        if head.active is None:
+            head.active = head.manual
+        super().queue_final_callback()
+
+    def finish_backward(self) -> None:
+        """Autograd calls this when a backward is over."""
+        head = self.head
+        assert isinstance(head, FinalizedState)
+        if head.active:
+            with moment("finish_backward", self):
+                head.leave_open()
+            return
+        super().finish_backward()
+        if self.root.is_last_backward:
+            head.active = None
+
+    def leave_open(self) -> None:
+        """A backward is over, and others may come. Groups that autograd did not come to wait, unless they only accumulate."""
+        self.root.forward_root = None
+        self.root.backwards += 1
+        for state in self.root.states:
+            if state.phase is not Phase.POST_BACKWARD:
+                if not any(group.reduce_grads for group in state.groups):
+                    state.post_backward()
+                state.phase = Phase.IDLE
+        self.note_end_of_backward()
+        self.comm_ctx.release_gather_buffer()
+
+    # --- the end ---
+
+    def finalize(self, async_op: bool) -> GradientReductionHandle | None:
+        """Reduce what was not reduced yet; wait for all reductions, or leave that to a handle."""
+        if not self.root.states:
+            return GradientReductionHandle(None) if async_op else None
+        self.check_finalization(async_op)
+        with moment("finish_backward", self):
+            self.finish_states()
+        if not async_op:
+            self.close_iteration()
+            return None
+        handle = vars(self.comm_ctx)["reduction"] = GradientReductionHandle(self)
+        return handle
+
+    def close_iteration(self) -> None:
+        self.end_iteration()
+        vars(self.comm_ctx).pop("reduction", None)
+        self.active = None
+
+    def check_finalization(self, async_op: bool) -> None:
+        """Raise StateError if there is nothing that could be ended now."""
+        subject, groups = "finalize_backward", self.root.groups
+        if self.head is not self:
+            raise refused(subject, *_AT_ROOT)
+        if reduction_of(self):
+            raise refused(subject, *_PENDING)
+        if not (self.manual if self.active is None else self.active):
+            raise refused(
+                subject,
+                "set_manual_backward_finalization(True) before the forward",
+                "a model whose backwards end by themselves",
+                "Set it, or leave the call out.",
+            )
+        if (self.root, None) in callbacks_of(self.comm_ctx):
+            raise refused(subject, "a backward that is over", "one that runs", "Call it after backward().")
+        if any(getattr(g.reducer, "partial_grads", ()) for g in groups) or any(
+            g.reduce_grads and not getattr(g.reducer, "all_reduce_grads", True) for g in groups
+        ):
+            raise refused(
+                subject,
+                "gradients that are reduced over all replicas",
+                "some that are reduced within a replica only",
+                "Call set_requires_all_reduce(True) before, and reduce in one backward.",
+            )
+        if async_op and not {*self.comm_ctx.post_forward_order} <= {*groups}:
+            raise refused(
+                f"{subject}(async_op=True)",
+                "no work of another model on the shared context",
+                "forwards of another root",
+                "Finish the other model's backward before.",
+            )
+
+    def set_manual(self, enabled: bool) -> None:
+        """Who ends backwards: the caller, or each backward itself."""
+        subject = "set_manual_backward_finalization"
+        if self.head is not self:
+            raise refused(subject, *_AT_ROOT)
+        if (enabled != self.manual and in_backward()) or self.active not in (None, enabled):
+            raise refused(
+                subject,
+                "a call before the backward",
+                "one after it began",
+                "Finalize or reset the iteration first.",
+            )
+        self.manual = enabled
+
+    def become_root(self) -> None:
+        super().become_root()
+        if any(state.manual for state in self.root.states[1:] if isinstance(state, FinalizedState)):
+            self.root.states = []  # it has not begun: the user may put it right
+            raise refused("set_manual_backward_finalization", *_AT_ROOT)
+
+    def break_off(self) -> None:
+        """Also called by `reset_iter_state`."""
+        reduction = reduction_of(self)
+        if reduction and not reduction.is_of(self):
+            raise refused("reset_iter_state", *_PENDING)
+        super().break_off()
+        vars(self.comm_ctx).pop("reduction", None)
+        self.head.active = None  # type: ignore[attr-defined]
+
+
+_AT_ROOT = "the root module", "a module below it", "Call it on the module that is called first in a forward."
+_PENDING = (
+    "the last reduction to be waited for",
+    "one in flight",
+    "Call wait() of the handle that finalize_backward(async_op=True) has returned.",
+)
+
+
+class ManualFinalization:
+    """Methods of sharded modules."""
+
+    def _state(self) -> Any:
+        raise NotImplementedError
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether `finalize_backward` ends backwards, and not each backward itself. Set it on the root, before the forward.
+
+        On, it supersedes `set_is_last_backward`. Gradients may be read and cleared after `finalize_backward` only.
+
+        Raises:
+            StateError: a module below the root, or a backward has begun that was not finalized yet.
+        """
+        self._state().set_manual(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Ends the backwards since the last call: gradients are reduced, parameters freed, as is set now. Call it on the root.
+
+        Where several backwards belong together, switch `set_requires_gradient_sync` off before them and on before this call.
+        Before the first forward nothing happens.
+
+        Args:
+            async_op: return a handle whose `wait` has to come before gradients are used, and before the next forward.
+
+        Raises:
+            StateError: a module below the root; a backward that runs; manual finalization is off; a reduction was not waited
+                for; gradients are reduced within a replica only.
+        """
+        handle: GradientReductionHandle | None = self._state().finalize(async_op)
+        return handle

@@ -1,0 +1,49 @@
+"""The switch: torch's public FSDP2 names become ours, for programs that import them from torch. Seam: the door.
+
+An import of `fully_shard` from hwfsdp is enough for a program of one's own. It is not for a library that asks
+`isinstance(module, FSDPModule)` of torch's class: that does not see our modules, and may do nothing, silently.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.fsdp as torchs
+
+import hwfsdp
+from hwfsdp.compat import INSIDE_FSDP2
+from hwfsdp.errors import StateError
+
+
+def install() -> None:
+    """Puts hwfsdp's names in the place of torch's public FSDP2 names, wherever torch itself holds them, for this process.
+
+    Calling it again does nothing. Call it before anything imports these names: `hwfsdp swap SCRIPT` does.
+
+    Raises:
+        StateError: modules outside of torch hold torch's names already. Nothing was changed.
+    """
+    names = {name: vars(torchs)[name] for name in hwfsdp.__all__ if name in vars(torchs)}
+    torch_names = {name: value for name, value in names.items() if value is not getattr(hwfsdp, name)}
+    held = list(holders(torch_names))
+    clients = sorted({module.__name__ for module, _ in held if not module.__name__.startswith("torch.")})
+    if clients:
+        raise StateError(
+            "hwfsdp.install",
+            expected="to be called before torch's FSDP2 names are imported",
+            got=f"{', '.join(clients)}, which hold them already",
+            remedy="Call it first, or run the program by `python -m hwfsdp swap SCRIPT`.",
+        )
+    for module, name in held:
+        if not module.__name__.startswith(INSIDE_FSDP2):
+            setattr(module, name, getattr(hwfsdp, name))
+
+
+def holders(values: dict[str, Any]) -> Iterator[tuple[ModuleType, str]]:
+    """Every loaded module that has one of these values under its name."""
+    for module in list(sys.modules.values()):
+        found = vars(module) if isinstance(module, ModuleType) else {}
+        yield from ((module, name) for name, value in values.items() if found.get(name) is value)
