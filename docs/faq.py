@@ -43,8 +43,8 @@ from hwfsdp import (
     register_fsdp_forward_method,
 )
 from hwfsdp.observe.events import Event, active
-from hwfsdp.plot import sheet, style
-from hwfsdp.plot.lanes import ROW_INCHES, draw_band, frame_band, keys_of, lanes_of, name_time_axis
+from hwfsdp.plot import lanes, sheet, style
+from hwfsdp.plot.lanes import Words
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.virtual import Simulation, simulate
 
@@ -677,23 +677,13 @@ def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool
         name: [e for e in log.select(rank=0) if e.op not in ("alloc", "free")] for name, log in logs.items()
     }
     shown = {name: _from_zero(events, arrows) for name, events in shown.items()}
-    everything = [event for events in shown.values() for event in events]
-    width = WIDTH - LEFT - RIGHT
-    lanes = lanes_of(everything, width)
-    band = lanes.height * ROW_INCHES
-    figure, top = _sheet(
-        title, text, keys_of(everything, 0)[: None if arrows else -1], len(logs) * (band + CAPTION)
-    )
-    for name, events in shown.items():
-        top -= band + CAPTION
-        axes = sheet.axes_at(figure, LEFT, top, width, band)
+    words = Words(title, text, "ms, virtual GPUs")
+    page = lanes.draw_bands(words, [*shown.values()], [CAPTION] * len(logs), WIDTH - LEFT - RIGHT, WIDTH)
+    for (name, events), axes in zip(shown.items(), page.axes, strict=True):
         end = max(e.end_us for e in events)
-        frame_band(axes, lanes, "")
-        draw_band(axes, lanes, events)
         axes.axvline(end / 1e3, color=style.GREYS[3], linewidth=1.0, linestyle="--")
         _caption(axes, f"{name}: {style.format_ms(end)}")
-    name_time_axis(axes, "ms, virtual GPUs")
-    return figure
+    return page.figure
 
 
 def _from_zero(events: Sequence[Event], arrows: bool) -> list[Event]:

@@ -234,4 +234,4 @@ def test_each_run_says_its_length_and_how_it_differs_from_the_first() -> None:
 def test_the_legend_of_a_comparison_names_the_ops_of_all_runs() -> None:
     one = EventLog([event(0, "forward", "compute", 0, 100)])
     other = EventLog([event(0, "backward", "compute", 0, 100)])
-    assert legend_of(plot_comparison({"a": one, "b": other})) == ["forward", "backward", "waited for by"]
+    assert legend_of(plot_comparison({"a": one, "b": other})) == ["forward", "backward"]

@@ -151,8 +151,3 @@ def free(tensor: Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() != 0:
         storage.resize_(0)
-
-
-def is_allocated(tensor: Tensor) -> bool:
-    """Whether the tensor's elements may be read."""
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

@@ -258,11 +258,10 @@ class FSDPState:
         self.root.forward_root = self
         self.root.forwards_before = len(self.comm_ctx.post_forward_order)
         self.wait_for_optimizer()
-        if self.device == torch.device("cpu"):
-            return args, kwargs
-        with moment("inputs_to_device", self):
-            moved: tuple[Args, Kwargs] = map_tensors(lambda t: t.to(self.device), (args, kwargs))
-        return moved
+        if self.device.type != "cpu":
+            with moment("inputs_to_device", self):
+                args, kwargs = map_tensors(lambda t: t.to(self.device), (args, kwargs))
+        return args, kwargs
 
     def wait_for_optimizer(self) -> None:
         """Let gathers wait for what the optimizer has issued on the compute stream."""

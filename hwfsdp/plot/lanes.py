@@ -87,12 +87,18 @@ def _lanes_of(events: Sequence[Event], width: float) -> _Lanes:
     return _Lanes(min(e.start_us for e in events), max(e.end_us for e in events), width, rows, top)
 
 
-def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[float], width: float) -> Bands:
+def draw_bands(
+    words: Words,
+    bands: Sequence[Sequence[Event]],
+    above: Sequence[float],
+    width: float,
+    page: float = _WIDTH,
+) -> Bands:
     """A figure with one band below the other, on one axis of time.
 
     Args:
         bands: the events of each, those of one rank. above: inches that are free above each.
-        width: of the bands, in inches.
+        width: of the bands, in inches. page: of the figure.
     """
     shown = [event for events in bands for event in events]
     lanes = _lanes_of(shown, width)
@@ -100,7 +106,7 @@ def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[f
     head = sheet.head(words.title, words.text, _keys_of(shown, missing), width)
     height = lanes.height * _ROW_INCHES
     bottom = _BOTTOM + sum(above) + len(bands) * height
-    figure, drawn = sheet.new_figure(_WIDTH, head.height + bottom), []
+    figure, drawn = sheet.new_figure(page, head.height + bottom), []
     for events, gap in zip(bands, above, strict=True):
         bottom -= gap + height
         axes = sheet.axes_at(figure, _LEFT, bottom, width, height)
@@ -157,6 +163,8 @@ def _keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
     names = {"wait": "wait (exposed communication)"} if exposed else {}
     keys = [sheet.key(style.look_of_op(op), names.get(op, op)) for op in style.DRAWN_OPS if op in drawn]
     arrow = sheet.line_key("waited for by", color=style.GREYS[3], linewidth=0.8, marker=">", markersize=4)
+    if not missing and not any(e.after for e in events):
+        return keys
     if missing:
         arrow = sheet.line_key(f"({missing} dependencies not drawn: too many)", linestyle="none")
     return [*keys, arrow]
