@@ -20,11 +20,11 @@ Note [Why flat buffers outlive their use]
     owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also bound the buffers
     in flight. There are four kinds of memory:
 
-    a gather's buffer       owned by copy; kept until copy has waited for the copy-out
-    a reduction's input     owned by compute; kept until compute has waited for the reduction
-    whole parameters        allocated, read and freed on compute only
-    shards' gradients       owned by reduce-scatter. It waits for compute before each reduction, so the optimizer has already
-                            read the previous gradients
+    - A gather's buffer is owned by copy. It is kept until copy has waited for the copy-out.
+    - A reduction's input is owned by compute. It is kept until compute has waited for the reduction.
+    - Whole parameters are allocated, read and freed on compute only.
+    - The gradients of shards are owned by reduce-scatter. It waits for compute before each reduction, so the optimizer has already
+      read the previous gradients.
 """
 
 from __future__ import annotations
