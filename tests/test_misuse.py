@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import hwfsdp
 import models
 from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch, record
-from hwfsdp.errors import RefusedError, UnsupportedError
+from hwfsdp.errors import NoRootError, RefusedError, UnsupportedError
 from oracles import cpu_mesh, ours, wrap
 
 Action = Callable[[], Any]
@@ -30,6 +30,7 @@ MISTAKES: dict[str, tuple[Make, type[Exception], tuple[str, ...]]] = {}
 BUILTIN = {
     UsageError: ValueError,
     RefusedError: AssertionError,
+    NoRootError: RuntimeError,
     UnsupportedError: NotImplementedError,
     StateError: RuntimeError,
 }
@@ -128,7 +129,7 @@ def a_list_with_something_else() -> tuple[nn.Module, Action]:
     return model, lambda: ours([model.blocks[0], model.stem.weight])
 
 
-@mistake(UsageError, "Block")
+@mistake(RefusedError, "Block")
 def a_list_with_a_module_that_is_sharded() -> tuple[nn.Module, Action]:
     model = models.stem()
     ours(model.blocks[1])
@@ -206,7 +207,7 @@ def a_placement_beyond_the_shape() -> tuple[nn.Module, Action]:
     return shard(shard_placement_fn=lambda param: Shard(2))
 
 
-@mistake(UsageError, "shard_placement_fn", "blocks.0.up.weight", "Shard(dim=-3)")
+@mistake(RefusedError, "shard_placement_fn", "blocks.0.up.weight", "Shard(dim=-3)")
 def a_placement_before_the_shape() -> tuple[nn.Module, Action]:
     return shard(shard_placement_fn=lambda param: Shard(-3))
 
@@ -280,7 +281,7 @@ def a_child_before_its_root() -> tuple[nn.Module, Action]:
     return model, action
 
 
-@mistake(UsageError, "root", "fully_shard")
+@mistake(NoRootError, "root", "fully_shard")
 def a_list_as_root() -> tuple[nn.Module, Action]:
     model = models.stem()
     ours([model.stem, *model.blocks, model.head])

@@ -47,6 +47,22 @@ GRADE = "hwfsdp grade submissions/ --jobs 2 --secret secret.txt --out grades.csv
 CLUSTER = (
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id run7"
 )
+SWAPPED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(16, 16)
+fully_shard(model)
+model(torch.ones(2, 16)).sum().backward()
+print("sharded by", type(model).__mro__[1].__module__)
+dist.destroy_process_group()
+"""
 GROUPS: dict[str, list[Row]] = {
     "course": [
         Row("hwfsdp list", "01  Rows"),
@@ -127,6 +143,17 @@ GROUPS: dict[str, list[Row]] = {
     "demo": [
         Row("hwfsdp trace run demo --implementation hw_fsdp.py", "5 parameter groups, sharded over 2"),
         Row("hwfsdp demo --implementation hw_fsdp.py", "equal, bit for bit", makes="runs/demo/timeline.png"),
+    ],
+    "swap": [
+        Row(
+            "python -m hwfsdp swap train.py --lr 1e-4",
+            "sharded by hwfsdp",
+            first=f"cat > train.py <<'END'{SWAPPED}END",
+        ),
+        Row("torchrun --nproc-per-node 4 -m hwfsdp swap train.py --lr 1e-4", "sharded by hwfsdp"),
+        Row(
+            "python -m hwfsdp swap -m torch.distributed.run --nproc-per-node 4 train.py", "sharded by hwfsdp"
+        ),
     ],
     "traces": [
         Row(f"{RUN} --ranks 4 -- --lr 1e-4", "train.py: 4 ranks, 2 steps"),

@@ -258,7 +258,7 @@ class FSDPState:
         self.root.forward_root = self
         self.root.forwards_before = len(self.comm_ctx.post_forward_order)
         self.wait_for_optimizer()
-        if self.device.type != "cpu":
+        if self.device != torch.device("cpu"):
             with moment("inputs_to_device", self):
                 args, kwargs = map_tensors(lambda t: t.to(self.device), (args, kwargs))
         return args, kwargs
