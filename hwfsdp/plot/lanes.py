@@ -164,7 +164,7 @@ def _keys_of(events: Sequence[Event], missing: int) -> list[Artist]:
     keys = [sheet.key(style.look_of_op(op), names.get(op, op)) for op in style.DRAWN_OPS if op in drawn]
     arrow = sheet.line_key("waited for by", color=style.GREYS[3], linewidth=0.8, marker=">", markersize=4)
     if not missing and not any(e.after for e in events):
-        return keys
+        return [*keys]
     if missing:
         arrow = sheet.line_key(f"({missing} dependencies not drawn: too many)", linestyle="none")
     return [*keys, arrow]
