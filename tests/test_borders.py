@@ -241,7 +241,7 @@ def said_by(*command: object, **environ: str) -> str:
 
 
 def test_a_program_of_torchs_runs_on_ours_unchanged(client: Path) -> None:
-    """In the process of `swap`, in one that Python starts with an environment variable, and in those of a launcher."""
+    """In the process of `swap`, and in one that Python starts with an environment variable."""
     startup = str(Path(hwfsdp.__file__).parent / "startup")
     number, module, args = said_by(client, "--lr", 1).split(maxsplit=2)
     assert module.startswith("torch.") and args == "['--lr', '1']\n"
@@ -271,13 +271,13 @@ def test_an_error_of_the_program_is_shown_as_python_shows_it(tmp_path: Path) -> 
 def test_a_program_that_holds_torchs_names_already_is_told_before_anything_is_changed() -> None:
     code = """
 from torch.distributed import fsdp
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule as Sharded
 import hwfsdp
 try:
     hwfsdp.install()
 except hwfsdp.StateError as error:
-    print(error, fsdp.FSDPModule is FSDPModule)
-del FSDPModule
+    print(error, fsdp.FSDPModule is Sharded)
+del Sharded
 hwfsdp.install()
 hwfsdp.install()
 import torch.distributed.pipelining.stage as stage
@@ -285,3 +285,16 @@ assert stage.FSDPModule is hwfsdp.FSDPModule and fsdp.fully_shard is hwfsdp.full
 """
     said = said_by("-c", code)
     assert "__main__, which hold them already" in said and "hwfsdp swap" in said and said.endswith(" True\n")
+
+
+def test_a_program_does_not_start_with_torchs_names_if_ours_cannot_be_put_there(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is damaged')")
+    paths = os.pathsep.join([str(Path(hwfsdp.__file__).parent / "startup"), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", "print('started')"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode != 0 and done.stdout == ""
+    assert "hwfsdp swap: torch is damaged" in done.stderr

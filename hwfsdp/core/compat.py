@@ -66,7 +66,7 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
 # --- dtypes of gradients -----------------------------------------------------------------------------------
 
 # FSDP2 of torch 2.13 and 2.14 reduces in the dtype in which gradients come, and does not look at `Tensor.grad_dtype`.
-REDUCES_IN_GRAD_DTYPE = torch.__version__ >= "2.15"
+REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # nightly builds, too
 
 
 def has_grad_dtype(param: Tensor) -> bool:

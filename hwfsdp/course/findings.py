@@ -37,9 +37,10 @@ def told(name: str, where: str, got: Any = None, right: Any = None, /, **words: 
             first_difference(got, right) if is_alike else f"being {got.dtype}, {tuple(got.shape)}"
         )
     is_less = len(misconceptions) > 1 and got < right
-    return Finding(
-        misconceptions[is_less], f"{where} {sentence.format(got=got, right=right, **words)}", right, got
-    )
+    message = f"{where} {sentence.format(got=got, right=right, **words)}"
+    if isinstance(right, bool):  # the sentence says it; "expected False" would say nothing to a learner
+        got = right = None
+    return Finding(misconceptions[is_less], message, right, got)
 
 
 def compare(where: str, facts: Mapping[str, Any], right: Mapping[str, Any], /, **words: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hwfsdp.core import compat, observer, wrap
 from hwfsdp.core.group import ParamGroup
-from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.streams import DeviceStream, StreamEvent
 from hwfsdp.errors import RefusedError, UsageError
@@ -151,6 +151,8 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed)
         for group in self._groups(recurse):
             for param in group.params:
                 param.keeps_memory = keep
+                if not keep and param.state is ShardedState.SHARDED:
+                    param.form.free()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters of this module's own group."""

@@ -37,13 +37,15 @@ def install() -> None:
             got=f"{', '.join(clients)}, which hold them already",
             remedy="Call it first, or run the program by `python -m hwfsdp swap SCRIPT`.",
         )
+    public = {id(value): name for name, value in torch_names.items()}
     for module, name in held:
         if not module.__name__.startswith(INSIDE_FSDP2):
-            setattr(module, name, getattr(hwfsdp, name))
+            setattr(module, name, getattr(hwfsdp, public[id(vars(module)[name])]))
 
 
 def holders(values: dict[str, Any]) -> Iterator[tuple[ModuleType, str]]:
-    """Every loaded module that has one of these values under its name."""
+    """Every loaded module that has one of these values, and under which name: the import may have given it another one."""
+    wanted = {*map(id, values.values())}
     for module in list(sys.modules.values()):
-        found = vars(module) if isinstance(module, ModuleType) else {}
-        yield from ((module, name) for name, value in values.items() if found.get(name) is value)
+        found = dict(vars(module)) if isinstance(module, ModuleType) else {}
+        yield from ((module, name) for name, value in found.items() if id(value) in wanted)

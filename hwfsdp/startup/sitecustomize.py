@@ -8,9 +8,16 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-import hwfsdp
+sys.path.append(
+    str(Path(__file__).resolve().parents[2])
+)  # hwfsdp may lie in the folder that the caller stood in
+try:
+    import hwfsdp
 
-hwfsdp.install()
+    hwfsdp.install()
+except Exception as error:  # Python would print an error of this file, and go on with torch's names
+    print(f"hwfsdp swap: {error}", file=sys.stderr)
+    raise SystemExit(1) from error
 
 _behind = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 _spec = PathFinder.find_spec("sitecustomize", _behind)

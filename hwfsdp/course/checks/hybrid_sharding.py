@@ -190,10 +190,8 @@ def _compare_finish(mesh: Mesh, case: Finish, found: Mapping[str, Any], seed: in
             continue
         if grad is not None:
             raise told("11.in_part", where, grad, "none", index=index)
-        too_early = (
-            total - new + new / 4,
-            total / 4,
-        )  # the new one divided, or all of it, as it will be in the end
+        # the new one divided, or all of it, as it will be in the end
+        too_early = total - new + new / 4, total / 4
         if total.numel() and not is_same(kept, total) and any(is_same(kept, each) for each in too_early):
             raise told("11.divided_early", where, kept, total, index=index)
         _compare_sum(f"{where} the partial gradient of p{index}", kept, total)

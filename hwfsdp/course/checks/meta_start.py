@@ -83,10 +83,8 @@ def judge_weights(ranks: Ranks, seed: int) -> None:
     expected = {(size, rank): found for size, rank, found in _each(ranks, seed, "expected")}
     for size, rank, facts in _each(ranks, seed, "start"):
         where = f"Rank {rank} of {size}:"
-        for (
-            name,
-            first,
-        ) in ALIASES.items():  # a tied parameter goes by the first of its names, and by no other
+        # a tied parameter goes by the first of its names, and by no other
+        for name, first in ALIASES.items():
             if name in facts["calls"]:
                 raise told("13.alias", where, len(facts["calls"][name]), first, name=name)
         for name, (shape, dtype) in shapes(seed).items():

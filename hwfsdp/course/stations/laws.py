@@ -305,9 +305,9 @@ def moved(facts: Mapping[str, Any], phase: str, op: str) -> list[Any]:
 
 
 def too_often(owners: Sequence[str], needed: int = 1) -> str:
-    """Which units were gathered more often than needed, as the end of a sentence."""
-    counted = {owner: owners.count(owner) for owner in owners}
-    more = [f"{owner or 'a unit'} ({times}×)" for owner, times in counted.items() if times > needed]
+    """Which units were gathered more often than needed, as the end of a sentence; an owner that is not known is ""."""
+    counted = {owner: owners.count(owner) for owner in owners if owner}
+    more = [f"{owner} ({times}×)" for owner, times in counted.items() if times > needed]
     return f"; too often: {', '.join(more)}" if more else ""
 
 
