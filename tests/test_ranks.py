@@ -26,7 +26,7 @@ from torch import nn
 
 from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.errors import CollectiveError
-from hwfsdp.launcher import caller
+from hwfsdp.launcher import caller, worker
 from hwfsdp.launcher.messages import read_message
 from hwfsdp.launcher.ranks import run_ranks
 
@@ -121,6 +121,17 @@ def test_a_hang_ends_in_time_with_the_place_of_every_rank_and_no_process_left(tm
     assert "in hang" in caught.value.traceback
     assert not caught.value.deadlock  # rank 1 may be computing
     assert all_end([int((tmp_path / str(rank)).read_text()) for rank in range(2)], seconds=1)
+
+
+def test_ranks_that_wait_for_each_other_are_asked_before_any_gives_up() -> None:
+    def wait_for_the_other() -> None:
+        other = 1 - dist.get_rank()
+        worker.describe_wait = lambda: f"recv from {other}"
+        dist.recv(torch.ones(1), other)
+
+    with pytest.raises(RankError, match="rank 0 waiting in recv from 1; rank 1 waiting in recv from 0") as caught:
+        launch(wait_for_the_other, 2, timeout=2)
+    assert caught.value.deadlock or sys.platform != "linux"
 
 
 IN_A, IN_B, NOWHERE = "waiting in all_gather of 'a'", "waiting in barrier", ""

@@ -42,6 +42,7 @@ from hwfsdp.launcher.worker import (
 )
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
+_ASKED_FIRST = 10.0  # more seconds for a collective than for all: ranks that hang are asked where, before they give up
 
 _running: list[list[Rank]] = []  # of the calls under way
 
@@ -111,7 +112,8 @@ def run_ranks(
     """
     environ = dict(os.environ if environ is None else environ)
     with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
-        limit, threads = timeout or COLLECTIVE_TIMEOUT, max(1, (os.cpu_count() or 1) // world_size)
+        limit = timeout + _ASKED_FIRST if timeout else COLLECTIVE_TIMEOUT
+        threads = max(1, (os.cpu_count() or 1) // world_size)
         first, isatty = None if prepare is None else cloudpickle.dumps(prepare), sys.stdout.isatty()
         task = Task(call, world_size, device, limit, rendezvous, environ, threads, isatty, first)
         ranks = start_ranks(task)
