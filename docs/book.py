@@ -1,7 +1,7 @@
 """The book of the package, made from the sources when the site is built: a page per folder, a section per chapter.
 
 The docstring of `hwfsdp/__init__.py` lists folders, and theirs list chapters. A chapter's text is its module's docstring,
-notes included; its tests are those that import it. Nothing is kept twice.
+notes included; the tests that import it are listed, too. The book is made from the sources alone.
 """
 
 from __future__ import annotations

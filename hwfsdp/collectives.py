@@ -27,7 +27,7 @@ from hwfsdp.core.streams import Stream, StreamEvent, Work
 from hwfsdp.errors import CollectiveError
 
 Group = dist.ProcessGroup | None
-pending_collective = ""  # what the host is blocked in, for whoever has to say where a rank hangs
+pending_collective = ""  # the collective that the host waits for now; an error of a hanging rank names it
 
 
 class Buffers:
@@ -204,7 +204,7 @@ class Named:
 
 
 class Issuing(Named):
-    """A block in which a collective is issued, which is noted as FSDP's own."""
+    """A block that issues a collective; the history notes it as FSDP's own."""
 
     __slots__ = ()
 
@@ -217,7 +217,7 @@ class Issuing(Named):
         super().__exit__(kind, error, traceback)
 
     def follow(self, work: Work | None, async_op: bool) -> Work | None:
-        """The work, whose end is noted, and which has a name while somebody waits for it."""
+        """Wrap the work: its end is noted, and while the host waits for it, it has a name."""
         note = self.note
         assert note is not None
         note.mark(history.State.OPEN if work is not None or not async_op else history.State.DONE)
@@ -264,7 +264,7 @@ def _collective_error(name: str, owner: str, cause: RuntimeError) -> CollectiveE
 
 
 class GroupTransport(Transport):
-    """Moves the bytes of one parameter group, notes every call, and names those that fail.
+    """Move the bytes of one parameter group. Note every call, and name the call that fails.
 
     Attributes:
         gather, scatter: how. reduce_group: the process group to reduce-scatter in, if it has one of its own.

@@ -1,4 +1,4 @@
-"""The corners of torch that have no public door, each opened in one place only: those of the heart, and those of all else.
+"""Private API of torch. Only this module and `core.compat`, which has what the heart needs, use any.
 
 Supported: torch 2.13 to 2.15. Everything else in this package uses documented API.
 """
@@ -42,10 +42,13 @@ LATE_IMPORT = (
     "torch._dynamo"  # the first DTensor or optimizer of a process imports it, which takes half a second
 )
 
-# modules in which torch's FSDP2 is made, and `replicate`, which is made of it: they need their own names
+# torch's own FSDP2, and `replicate`, which is built on it: these modules keep torch's names
 INSIDE_FSDP2 = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp")
 
-NATIVE_MODULES = ("torch._C", "torch._subclasses")  # whose parts can switch off what watches operators
+NATIVE_MODULES = (
+    "torch._C",
+    "torch._subclasses",
+)  # their functions can switch off the modes that watch operators
 
 
 def empty_from_group(

@@ -10,7 +10,7 @@
 Rooms, in reading order:
 
     traverse      what a state dict is: leaves at paths, in containers that keep their types
-    tensors       what is asked of every tensor in it; what torch had before DTensor
+    tensors       questions about one tensor; ShardedTensor, which torch had before DTensor
     state_dict    gathered, offloaded, copied, compared
     links         messages between two ranks
     agreement     all ranks, or none

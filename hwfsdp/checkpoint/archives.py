@@ -1,4 +1,4 @@
-"""Zip files of `torch.save`: whether torch will read from them what was written, and whether it would write what it reads.
+"""Zip files of `torch.save`: is one intact, and would torch write the same again?
 
 torch does not compare the checksums that it writes, and its reader does not read every archive as others do: where the
 central directory says that a record is a folder, which one flipped bit can do, it leaves the tensor as it was allocated.

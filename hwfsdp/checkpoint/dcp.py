@@ -174,7 +174,7 @@ def entries_of(state_dict: dict[Any, Any]) -> dict[str, Leaf]:
             return  # an empty one
         name = ".".join(map(str, path))
         if name in entries:
-            got = f"{name!r}, which is also that of {show(entries[name].path)}"
+            got = f"{name!r}; {show(entries[name].path)} has the same name"
             refuse(path, "a flat key of its own", got, "Rename one of the two.")
         entries[name] = Leaf(path, value)
 
@@ -189,7 +189,7 @@ def kind_of(value: Any) -> str:
 
 
 def _check_entry(path: Keys, value: Any, state_dict: dict[Any, Any]) -> None:
-    """Raises unless it can be written, as a value can whose container can be changed."""
+    """Raise unless the value can be replaced: its container must be mutable."""
     if not isinstance(value, Tensor):
         check_can_change(path, state_dict)
         return

@@ -308,7 +308,7 @@ def read_chunk(key: str, stored: Stored, blob: Blob, *, check: bool) -> Tensor:
     """A chunk of the tensor under this key, on the CPU.
 
     Args:
-        check: only compare checksums; what is returned is on the meta device.
+        check: only compare checksums; the tensors returned are on the meta device.
 
     Raises:
         CheckpointError: a checksum is wrong, or it is no tensor, or one of another shape or dtype than the metadata says.

@@ -35,7 +35,7 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
         optimizer: of `torch.optim`, of `hwfsdp.optim`, or any whose step skips parameters without gradients.
 
     Raises:
-        UnsupportedError: its step needs a closure, as that of LBFGS, or does not take dense gradients of zeros.
+        UnsupportedError: the step needs a closure (LBFGS does), or refuses dense gradients of zeros.
             The optimizer is as it was then.
     """
     step = _plain_step(optimizer)

@@ -177,7 +177,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def check_part(part: Any, file: str) -> None:
-    """Raises CheckpointError unless it is built as a part is; what is in two parts is compared later."""
+    """Raise CheckpointError unless it is built like a part. Entries that two parts share are compared later."""
     if not isinstance(part, dict):
         refuse_part(file, None, "a dict", brief(part))
     version = part.get(VERSION_KEY)

@@ -236,7 +236,7 @@ class _OptimizerPlaces:
 
 
 def buffers_of(module: Any) -> set[str]:
-    """Names of its buffers; those that are not in its state dict, because they are not persistent, do no harm."""
+    """Names of its buffers. Some may be missing in its state dict, because they are not persistent; the caller ignores these."""
     if not isinstance(module, nn.Module):
         return set()
     return {name for name, _ in module.named_buffers(remove_duplicate=False)}

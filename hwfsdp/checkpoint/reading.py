@@ -61,7 +61,7 @@ def read_tensors(match: Match, folder: Path, check: Callable[[], None]) -> dict[
 
             for _ in pool.map(run, jobs):
                 pass
-    for path in parts:  # one after the other, so that what was read in another dtype can go
+    for path in parts:  # one after the other, so that each copy in another dtype is freed before the next
         parts[path] = _cast(path, parts[path], match.tensors[path].dtype)
     _check_overlaps(match, parts)
     return parts

@@ -74,7 +74,7 @@ def check_data(path: Path, tensor: Tensor) -> None:
             )
 
     local = memory_of(tensor)
-    wraps: bool = is_traceable_wrapper_subclass(local)  # then its memory is that of others
+    wraps: bool = is_traceable_wrapper_subclass(local)  # a wrapper has no memory of its own
     if local.layout == torch.strided and not (wraps or local.is_nested) and local.numel():
         last = local.storage_offset() + sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
         if local.untyped_storage().nbytes() < (last + 1) * local.element_size():
@@ -104,7 +104,7 @@ def check_no_sum(path: Path, tensor: Tensor) -> None:
 
 
 def identity_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two tensors whose values, and place in the whole, cannot but be the same."""
+    """The same for two tensors that must have the same values, at the same place in the whole."""
     part, placed = part_of(tensor), ()
     if isinstance(tensor, DTensor):
         placed = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))  # type: ignore[assignment]
@@ -121,7 +121,7 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def check_kind(path: Path, tensor: Tensor) -> None:
-    """Raises `UnsupportedError` for tensors whose values are not simply numbers in memory; `UsageError` for Partial."""
+    """Raise `UnsupportedError` if a tensor's values are not plain numbers in memory, `UsageError` for Partial."""
     inner = part_of(tensor)
     wrapper: bool = is_traceable_wrapper_subclass(inner)
     kind = "a quantized tensor" if inner.is_quantized else "a nested tensor" if inner.is_nested else ""

@@ -304,7 +304,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], F
     def move_out(path: Path, value: Any, _: Any) -> _Slot:
         key = ".".join(map(str, path))
         if key in flat:
-            got = f"{key!r}, which is also that of {show(mapping[key])}"
+            got = f"{key!r}; {show(mapping[key])} has the same name"
             refuse(path, "a flat key of its own", got, "Rename one of the two.")
         flat[key] = value if items_of(value) is None else rebuild(value, {})
         mapping[key] = path

@@ -36,7 +36,7 @@ def add_explain(verbs: Any) -> None:
         metavar="CLASS",
         help="classes whose modules are sharded one by one (default: the members of lists of equal modules)",
     )
-    add("--all", action="store_true", help="list every group, also those that are alike")
+    add("--all", action="store_true", help="list every group, equal ones too")
     add("--json", action="store_true", help="print JSON instead of text")
     add("--png", type=Path, metavar="FILE", help="draw the table, too")
 

@@ -18,8 +18,8 @@ def add_swap(verbs: Any) -> None:
     swap: argparse.ArgumentParser = verbs.add_parser(
         "swap",
         help="run a program that uses torch's FSDP2 on hwfsdp, unchanged",
-        description="Runs a script with torch's public FSDP2 names exchanged for hwfsdp's, in this process and in those that it "
-        "starts. torchrun takes it, too: torchrun --nproc-per-node 2 -m hwfsdp swap train.py --lr 1e-4",
+        description="Runs a script. Every name that it imports from torch's FSDP2 is hwfsdp's, in this process and in the processes "
+        "that it starts. It also works under torchrun: torchrun --nproc-per-node 2 -m hwfsdp swap train.py --lr 1e-4",
         epilog=f"For a program that something else starts: PYTHONPATH={startup()} exchanges the names in every process.",
     )
     swap.set_defaults(run=_swap)

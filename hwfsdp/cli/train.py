@@ -107,7 +107,7 @@ def _snapshots(args: argparse.Namespace) -> SnapshotConfig | None:
 
 
 def _make_writable(folder: Path) -> None:
-    """A folder to write to; complains before the work is done, too."""
+    """A folder to write to. It is checked before the work begins."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, "it may only be read", str(folder))

@@ -168,7 +168,7 @@ _dtype_name = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def set_issuing(value: bool) -> None:
-    """From now on, or no more, what is called is a collective of FSDP, which is noted already."""
+    """Switch on or off: FSDP notes its collectives itself, so a wrapper must not note them again."""
     global _issuing
     _issuing = value
 

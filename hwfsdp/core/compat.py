@@ -75,7 +75,7 @@ def has_grad_dtype(param: Tensor) -> bool:
 
 
 def inherit_grad_dtype(param: Tensor, of: Tensor) -> None:
-    """`param` takes the place of `of`: a `grad_dtype` that was set there, and not here, counts here, too."""
+    """`param` takes the place of `of`: copy its `grad_dtype`, if it was set there and not here."""
     if has_grad_dtype(of) and not has_grad_dtype(param):
         param.grad_dtype = of.grad_dtype
 

@@ -69,7 +69,7 @@ class FSDPCommContext:
         self.post_forward_order.append(group)
 
     def before(self, group: ParamGroup) -> ParamGroup | None:
-        """The group whose forward ended just before that of `group`, whose backward begins now: it should come next in backward.
+        """The backward of `group` begins now. Return the group whose forward ended just before: its backward should come next.
 
         A group has one place in the order per forward. Its backwards come in reverse: each takes one place away, from the end.
         """
@@ -118,7 +118,7 @@ class FSDPCommContext:
                 self.streams.compute.wait(done)
 
     def settle(self) -> None:
-        """Do what streams put off until somebody waits: gradients may be looked at afterwards, and added to."""
+        """Run the deferred work of both reduction streams. Afterwards gradients may be read, and added to."""
         self.streams.reduce_scatter.settle()
         self.streams.all_reduce.settle()
 
@@ -145,7 +145,7 @@ class RootContext:
 
     Attributes:
         states: of all modules below the root, in `named_modules` order; empty until a root is found.
-        forward_root: whose forward is the outermost one that is running; None between forwards. Not always the root: a part
+        forward_root: the state of the outermost running forward; None between forwards. Not always the root: a part
             of the model may be called by itself.
         forwards_before: length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
             waits for its backward.

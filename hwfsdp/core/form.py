@@ -122,7 +122,7 @@ class Form:
         return [self._rows]
 
     def finish(self) -> None:
-        """Makes the unsharded parameter of what was gathered into `outputs`; here it lies there already."""
+        """Make the unsharded parameter from `outputs`. Here it lies there already."""
 
     def free(self) -> None:
         """Gives the memory of the whole parameter back, unless it is to stay; nothing happens if that was done."""

@@ -105,7 +105,7 @@ class ParamGroup:
 
     @property
     def gather_transport(self) -> Transport:
-        """Moves the next gather. Seam: the gather of a backward may go over other ranks than that of a forward."""
+        """The transport of the next gather. Seam: in a backward it may reach other ranks than in a forward."""
         return self.transport
 
     def unshard(self) -> None:
@@ -146,7 +146,7 @@ class ParamGroup:
                     param.to_sharded()
 
     def drop_gather(self) -> None:
-        """Forget a gather that nobody came for; its buffer is reused after it is done."""
+        """Forget an unused gather. Its buffer is reused only after the gather is done."""
         if self._gathered is not None:
             self.comm_ctx.streams.copy.wait(self._gathered.done)
             self._gathered = None

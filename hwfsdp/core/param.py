@@ -69,7 +69,7 @@ class Home:
         return grad
 
     def settle(self, streams: StreamSet) -> None:
-        """Gradients may be read by whoever reads them there. Called when a backward is over."""
+        """Wait until gradients may be read where they live. Called when a backward is over."""
 
 
 class FSDPParam:
@@ -126,7 +126,7 @@ class FSDPParam:
 
         Args:
             whole: contiguous, on the mesh's device or on meta, the same values on every rank. It is only read, and nothing here
-                keeps it, so that whoever holds it can free it.
+                keeps it, so the caller can free it.
         """
         layout = self.layout
         rows = layout.own_rows(whole)
@@ -177,7 +177,7 @@ class FSDPParam:
         return self.accumulated_grad is not None or (param is not None and param.grad is not None)
 
     def take_grad(self) -> Tensor | None:
-        """Hand over the whole gradient: nobody but the caller refers to it afterwards, so that it can be freed.
+        """Hand over the whole gradient. Only the caller refers to it afterwards, so the caller can free it.
 
         Returns:
             What autograd left at `unsharded_param`, added to `accumulated_grad` if there is one; None if there is neither.

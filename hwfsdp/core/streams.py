@@ -97,14 +97,14 @@ class Stream(ABC):
 
     @abstractmethod
     def add(self, work: Work | None) -> None:
-        """A collective was just issued here. Called inside `run`; None if it needs nobody to wait for it."""
+        """Keep the work of a collective that was just issued here. Called inside `run`; None needs no wait."""
 
     @abstractmethod
     def then(self, function: Callable[[], None]) -> None:
         """Runs `function` here, in order (Note [Deferred work]). Called inside `run`."""
 
     def settle(self) -> None:
-        """Does what was put off until somebody waits; a device puts nothing off (Note [Deferred work])."""
+        """Run the deferred work. A device defers nothing (Note [Deferred work])."""
 
     def synchronize(self) -> None:
         """The host waits for all that was issued here."""

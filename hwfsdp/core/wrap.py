@@ -83,7 +83,7 @@ def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -
 
     In the order in which modules and their parameters were registered: the flat buffers of all ranks have to fit together, so
     the order follows from the model alone. A *tied* parameter, one object with several names, is listed once, with all its
-    places: whoever exchanges it later exchanges it at every one of them.
+    places: a later exchange happens at all of them.
     """
     found: dict[nn.Parameter, Unclaimed] = {}
     for prefix, module in unclaimed_modules(modules):
@@ -95,7 +95,7 @@ def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -
 
 
 def unclaimed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """`modules` and all below them, each once, down to those that an earlier call has sharded; with their prefixes.
+    """`modules` and all below them, each once, with their prefixes. The walk stops at modules that are sharded already.
 
     In the order of `named_modules`. A prefix is what to put before the name of a module's parameter, such as "blocks.0.mlp.".
     """

@@ -2,7 +2,7 @@
 
     What an exercise is
     holes           functions cut out of a module, and put back
-    provided        what the package gives to whoever fills a hole
+    provided        the names that a hole may use
     starters        what a student opens
     refusals        what the system refuses, told
     manifest        what an exercise is, and where its files are

@@ -44,7 +44,7 @@ def told(name: str, where: str, got: Any = None, right: Any = None, /, **words: 
 
 
 def compare(where: str, facts: Mapping[str, Any], right: Mapping[str, Any], /, **words: Any) -> None:
-    """Raise what is told of the first fact that is not right. `right`: by name, as in "13.global", what the fact "global" has to be."""
+    """Raise the finding of the first fact that is wrong. `right` has the right value of the fact "global" as "13.global"."""
     for name, expected in right.items():
         got = facts[name.partition(".")[2]]
         if not is_same(got, expected):

@@ -76,7 +76,7 @@ def _find_false_failures(course: Course, report: ExerciseReport) -> None:
 
 
 def answers_to(course: Course, exercise: Exercise) -> Answers:
-    """Those in `tests/course/answers`; right ones to a station are the file as it is after later ones, too."""
+    """The answers in `tests/course/answers`. A station's file after a later station is a right answer, too."""
     folder = str(course.root / "tests" / "course")
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -16,7 +16,7 @@ def refused(
     """Around what may fail for reasons outside of the package.
 
     Raises:
-        UsageError: it did; what the system says is what was got.
+        UsageError: the system refused; `got` has its words.
     """
     try:
         yield

@@ -15,7 +15,7 @@ the all-reduce of `hybrid_sharding` goes through `custom_collectives`.)
     call                one call of `fully_shard`: what is asked for, and the parts that will do it
     door                the door that users call, and the features in their order
 
-    switch              torch's public names become ours, for programs that are not one's own
+    switch              torch's public names become ours, for programs that import them from torch
 
     The features
     module_lists        several modules, one group; parts that are called by themselves

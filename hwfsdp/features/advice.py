@@ -33,12 +33,12 @@ from hwfsdp.observe import events
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → calls when it was looked at
 _warned: WeakSet[Optimizer] = WeakSet()
 _groups: WeakSet[ParamGroup] = WeakSet()
-_told: WeakSet[ParamGroup] = WeakSet()  # groups whose gradients that are there now were spoken of
+_told: WeakSet[ParamGroup] = WeakSet()  # groups that a warning has named since their gradients came
 _calls = 0
 
 
 def choose(call: Call) -> None:
-    """A root compares its model with those of other ranks; from now on, steps of optimizers are looked at."""
+    """A root compares its model with the other ranks' models. From now on each optimizer step is watched."""
     global _calls
     call.states.append(ComparingState)
     if not _calls:
@@ -92,7 +92,7 @@ def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) ->
 
 
 class ComparingState(FSDPState):
-    """A state that compares its model with those of other ranks."""
+    """A state that compares its model with the other ranks' models."""
 
     def become_root(self) -> None:
         super().become_root()

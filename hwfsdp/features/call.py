@@ -28,7 +28,7 @@ class Call:
     """What is asked for, then the parts.
 
     Attributes:
-        modules: those given, as a list. The other arguments are those of `door.fully_shard`.
+        modules: the given ones, as a list. `door.fully_shard` describes the other arguments.
         ranks: over which parameters are sharded. found: the parameters to shard.
         layouts, policies: of the parameters found. reshard: whether they are freed after forward.
         home, make_form, make_group: for each parameter, and for the group.

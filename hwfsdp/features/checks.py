@@ -112,7 +112,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
             subject,
             expected="a parameter of one group only",
             got="one that is tied to a parameter of another group",
-            remedy="Shard the modules that share it in one call: fully_shard([a, b]), or that of a module above both.",
+            remedy="Shard the modules that share it in one call: fully_shard([a, b]), or fully_shard of a module above both.",
         )
     if param.ndim == 0:
         raise UsageError(

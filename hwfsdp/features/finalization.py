@@ -4,8 +4,8 @@
     …                                             # forwards and backwards, as many as there are
     model.finalize_backward()                     # then gradients are there
 
-A pipeline runs many backwards as one, and reduces as an action of its own. So autograd's last call of a backward only leaves
-the iteration open, and `finalize_backward` does what that call does otherwise. torch has this since 2.15; here every torch does.
+A pipeline runs many backwards as one, and reduces afterwards. So the end of a backward leaves the iteration open, and
+`finalize_backward` ends it. torch has this since 2.15; here it works with every torch.
 """
 
 from __future__ import annotations

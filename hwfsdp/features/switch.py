@@ -1,7 +1,7 @@
 """The switch: torch's public FSDP2 names become ours, for programs that import them from torch. Seam: the door.
 
-An import of `fully_shard` from hwfsdp is enough for a program of one's own. It is not for a library that asks
-`isinstance(module, FSDPModule)` of torch's class: that does not see our modules, and may do nothing, silently.
+In your own program, importing `fully_shard` from hwfsdp is enough. A library may ask `isinstance(module, FSDPModule)` of torch's
+class. Then it does not see our modules, and may do nothing, silently.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
         _state_ctx.all_states                               the states of all modules below the root
         _root_post_backward_final_callback()                ends a backward, as autograd's last call does
 
-A view, and nothing more: names of torch for what is here anyway. A stage that treats a module as torch's switches reductions off
-for all of its micro-batches, and reduces once.
+It only gives torch's names to things that are here anyway. A stage that takes a module for torch's own switches reductions off for
+all of its micro-batches, and reduces once.
 """
 
 from __future__ import annotations

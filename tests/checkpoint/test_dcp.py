@@ -395,7 +395,7 @@ def test_missing_and_unexpected_keys_are_named_and_left_out_only_on_request(tmp_
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"a.b": 1, "a": {"b": 2}}, "which is also that of state_dict['a.b']"),
+        ({"a.b": 1, "a": {"b": 2}}, "state_dict['a.b'] has the same name"),
         ({"a": (numbered(2),)}, "a tensor in a container that DCP does not look into"),
         ({"a": nn.Linear(1, 1)}, "got Linear"),
         ({"a": MappingProxyType({"b": 1})}, "Make it a dict."),

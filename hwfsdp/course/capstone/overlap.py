@@ -21,7 +21,7 @@ FORWARD_PEAK = 215_000_000  # bytes alive at once in a forward there: a block is
 
 
 def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
-    """Task 2: gathers on a stream of their own, which only those wait for who read what was gathered."""
+    """Task 2: gathers have a stream of their own. Only code that reads a gathered weight waits for its gather."""
     refuse_races(ranks, seed, "forward")
     found = figures(ranks, seed, "gpu")
     if not (gathers := gathers_of(found, False)):

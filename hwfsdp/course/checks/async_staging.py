@@ -175,7 +175,7 @@ def _compare_order(where: str, turn: int, notes: list[list[Any]]) -> None:
 
 
 def _is_of(name: object, turn: int) -> bool:
-    """Whether a thread or folder is that of this turn, by its name; or of nobody that we know."""
+    """Whether a thread or folder belongs to this turn, by its name, or to no turn."""
     other = re.fullmatch(r"(?:save into .*/)?(\d)", str(name))
     return other is None or int(other[1]) == turn
 

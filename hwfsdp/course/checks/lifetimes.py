@@ -1,8 +1,8 @@
 """Which memory is made, and whether it is still alive: storages watched by weak references.
 
 Note [Threads let go late]
-    A thread of gloo that has finished a collective tells so, and lets go of its tensors a moment later. So what is still
-    alive is looked at again, for a while in all: what nobody refers to is gone by then, what is kept stays.
+    A thread of gloo says that a collective is done, and drops its tensors a moment later. So a check looks again for a while:
+    tensors that only the thread held are gone by then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Watched = weakref.ref[torch.UntypedStorage]
 
 
 def ready() -> None:
-    """Called at the beginning of a probe: what is there now is never garbage, so that looking for some is fast."""
+    """Begin a probe. Objects that exist now are left out of garbage collections, so that these are fast."""
     gc.freeze()
 
 

@@ -44,7 +44,7 @@ def learners() -> Any:
 
 
 def learners_shard() -> Shard:
-    """The `fully_shard` of the file that this rank has run: that of the stations, or the homework."""
+    """The `fully_shard` of the file that this rank has run: the stations' file, or the homework."""
     if HOMEWORK in sys.modules:
         return homeworks_shard(sys.modules[HOMEWORK])
     return lambda module, name, **options: learners().fully_shard(module, **options)
@@ -364,7 +364,7 @@ def _moments(
     unit: int,
     usual: dict[str, int] | None,
 ) -> dict[str, int]:
-    """Count at each moment; where bytes are `usual`, once no more are alive, or after a while."""
+    """Count at each moment. With `usual`, wait until no more bytes than these are alive, or for a while."""
 
     def wait(moment: str, expected: int) -> None:
         if usual is not None:
@@ -400,7 +400,7 @@ _left = 1000  # times to look again in this process, all in all
 def _wait_for_threads(witness: Witness, enough: int, unit: int) -> None:
     """Return when no more bytes are alive: threads of gloo let go of buffers late (`checks.lifetimes`).
 
-    A right file may keep a little, so what is less than a unit by far is waited for in vain, and briefly.
+    A right file may keep a few bytes. So for less than `MOST_UNITS` of a unit this looks only three times more.
     """
     global _left
     for look in count():

@@ -28,9 +28,9 @@ PEAK = 390_000_000  # bytes alive at once in a step on the host, with one unit a
 
 
 def refuse_races(ranks: Ranks, seed: int, part: str = "") -> None:
-    """Whoever reads or writes memory waits for those that wrote or read it: two steps on the virtual GPU, every operator.
+    """Each operator waits for the operators that wrote or read its memory before: two steps on the virtual GPU.
 
-    Memory that Python lets go is written next by whoever allocates on its stream.
+    When Python frees memory, the next allocation on its stream writes there.
 
     Args:
         part: "forward", "backward" or "reduction"; without one, all of them.
