@@ -19,12 +19,15 @@ from hwfsdp.cli import main
 from hwfsdp.course import commands
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.certificate import write_certificate
-from hwfsdp.course.grade import Options, checks_of
+from hwfsdp.course.grade import Options, checks_of, own_file
 from hwfsdp.course.manifest import Course, find_course
 from hwfsdp.course.progress import Progress
 from hwfsdp.course.report import Style, shown
+from hwfsdp.course.run import Ranks
+from hwfsdp.course.stations import machines
+from hwfsdp.course.stations.clocked import probe_clock
 from hwfsdp.course.stations.stages import LAST, caught_up, given, stage, undeclared
-from hwfsdp.course.submission import Source
+from hwfsdp.course.submission import Source, find_source
 from hwfsdp.course.verdict import CheckResult, Finding, Grade
 from hwfsdp.course.workbook import SEED, graded
 
@@ -268,6 +271,30 @@ def fully_shard(module, **options):
 def traffic(shapes, strategy, world_size, shards=1):
     return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
 """
+
+
+GATHERS_ONE = """            if ctx.expected and ctx.expected.popleft() is self and ctx.expected:
+                ctx.expected[0].unshard()
+"""
+GATHERS_MORE = """            if ctx.expected and ctx.expected.popleft() is self:
+                for group in list(ctx.expected)[:{}]:
+                    group.unshard()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "way, ahead", [("on demand", 0), ("one ahead", 1), ("two ahead", 2), ("all at once", 99)]
+)
+def test_the_board_of_gathers_ahead_is_what_such_files_measure(way: str, ahead: int, tmp_path: Path) -> None:
+    assert GATHERS_ONE in stage(LAST)
+    (tmp_path / "my_fsdp.py").write_text(stage(LAST).replace(GATHERS_ONE, GATHERS_MORE.format(ahead)))
+    station = COURSE.exercise(9)
+    ranks = Ranks(*own_file(station, find_source(station, tmp_path), Options())[:1])
+    alone, peak = machines.board_figures(ranks.run(probe_clock, 1, seed=0)["forward"][0])
+    assert (alone, peak) == machines.BOARD[way]
+    better = machines._board(alone, peak).partition("better than yours")[2]
+    assert ("one ahead" in better) is (ahead > 1)
 
 
 @pytest.mark.long

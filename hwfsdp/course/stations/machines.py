@@ -21,6 +21,12 @@ HOST_FORWARD_US = 15_500.0  # the same on the host
 HOST_BACKWARD_US = 15_500.0  # of gathers in a backward on the host: those of the last unit
 HOST_REDUCTIONS_US = 16_000.0  # of reductions in a step on the host: those of the first unit
 FORWARD_PEAK = 190_000_000  # bytes alive at once in a forward, with one unit ahead: a unit is 50 MB, whole and in a buffer
+BOARD = {  # of gathers ahead: ms that a forward's gathers travel alone on the host, and MB alive at once
+    "on demand": (69, 136),
+    "one ahead": (14, 155),
+    "two ahead": (14, 206),
+    "all at once": (14, 336),
+}
 PEAK = 390_000_000  # bytes alive at once in a step on the host, with one unit ahead and one reduction behind
 
 
@@ -165,6 +171,7 @@ def judge_forward_peak(ranks: Ranks, seed: int) -> None:
 
 def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "forward")
+    ranks.measured["board of gathers ahead"] = _board(*board_figures(figures(ranks, seed, "forward")))
     found = figures(ranks, seed, "host")
     if not (gathers := gathers_of(found, False)):
         raise _nothing("A forward on the virtual host", "not-gathered")
@@ -172,6 +179,21 @@ def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     compare_exposed(
         "A forward on the virtual host: gathers", gathers, exposed, HOST_FORWARD_US, "not-prefetched"
     )
+
+
+def board_figures(found: dict[str, Any]) -> tuple[int, int]:
+    """Of a forward alone: ms in which gathers travel and nothing is computed, and MB alive at once."""
+    return round(sum(each[2] for each in found["gathers"]) / 1e3), round(found["peak_bytes"] / 1e6)
+
+
+def _board(alone: int, peak: int) -> str:
+    """Place a file among the ways to gather ahead; a way is better if it has less of one figure, and no more of the other."""
+    rows = "; ".join(f"{way} {ms} ms at {mb} MB" for way, (ms, mb) in BOARD.items())
+    better = [
+        repr(way) for way, at in BOARD.items() if at != (alone, peak) and at[0] <= alone and at[1] <= peak
+    ]
+    place = f"better than yours: {', '.join(better)}" if better else "none is better than yours"
+    return f"yours {alone} ms at {peak} MB; {rows}; {place}"
 
 
 def judge_forward_order(ranks: Ranks, seed: int) -> None:
