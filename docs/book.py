@@ -1,13 +1,16 @@
-"""The book of the package, made from the sources when the site is built: a page per folder, a section per chapter.
+"""Pages of the site that are made from other files when the site is built.
 
-The docstring of `hwfsdp/__init__.py` lists folders, and theirs list chapters. A chapter's text is its module's docstring,
-notes included; the tests that import it are listed, too. The book is made from the sources alone.
+The book of the package has a page per folder and a section per chapter. The docstring of `hwfsdp/__init__.py` lists folders, and
+theirs list chapters. A chapter's text is its module's docstring, notes included. The code follows where FSDP itself is written.
+Exercises and notebooks are copied, since Sphinx reads only what is below docs/.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hwfsdp"
 FOLDER = Path(__file__).parent / "book"
 TESTS = 4  # that a chapter names
+WITH_CODE = ("core", "features")  # folders whose code stands in the book
 
 
 class Chapter(NamedTuple):
@@ -33,16 +37,13 @@ class Part(NamedTuple):
 
 
 def read_contents() -> list[Part]:
-    """A part for FSDP itself, then one for each folder, as hwfsdp/__init__.py lists them."""
-    parts = [Part("FSDP itself", [])]
+    """A part for each folder, and one for each module beside the folders, as hwfsdp/__init__.py lists them."""
+    parts = []
     for name, said in _listed(PACKAGE):
+        chapters = [Chapter(name, said)]
         if (PACKAGE / name).is_dir():
             chapters = [Chapter(f"{name}.{each}", about) for each, about in _listed(PACKAGE / name)]
-            parts.append(Part(f"`{name}`: {said}", chapters))
-        elif len(parts) == 1:
-            parts[0].chapters.append(Chapter(name, said))
-        else:  # a door of its own among the folders
-            parts.append(Part(f"`{name}`: {said}", [Chapter(name, said)]))
+        parts.append(Part(f"`{name}`: {said}", chapters))
     return parts
 
 
@@ -74,6 +75,11 @@ def section(chapter: Chapter) -> Iterator[str]:
     sources = sources_of(chapter)
     yield from ("", f"## `{chapter.name}`: {chapter.about}", "")
     yield from ("```{eval-rst}", f".. automodule:: hwfsdp.{chapter.name}", "   :no-index:", "```", "")
+    if chapter.name.startswith(WITH_CODE):
+        text = sources[0].read_text()
+        begin = (ast.parse(text).body[0].end_lineno or 0) + 1
+        options = (":language: python", f":lines: {begin}-", f":lineno-start: {begin}")
+        yield from (f"```{{literalinclude}} /../{sources[0].relative_to(ROOT)}", *options, "```", "")
     if len(sources) > 1:
         for path in sources[1:]:
             first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
@@ -135,10 +141,43 @@ def copy_notebooks(app: Any = None) -> None:
     )
 
 
+def copy_exercises(app: Any = None) -> None:
+    """Put the pages of the exercises where Sphinx finds them, each with its pictures and its hints, folded."""
+    for page in sorted((ROOT / "exercises").rglob("README.md")):
+        copy = Path(__file__).parent / page.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        below = _PAGES_BELOW.get(page.parent.name, "")
+        _write(copy, page.read_text() + "\n".join(_hints(page.parent / ".hints.toml")) + below)
+        for picture in page.parent.glob("*.png"):
+            shutil.copyfile(picture, copy.parent / picture.name)
+
+
+_PAGES_BELOW = {
+    folder: "\n```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(pages) + "\n```\n"
+    for folder, pages in {
+        "exercises": ["[01]?_*/README", "capstone/README", "lab/README"],
+        "lab": ["*/README"],
+    }.items()
+}
+
+
+def _hints(path: Path) -> Iterator[str]:
+    """The lines of the section on hints, in Markdown; none where there are no hints."""
+    if not path.exists():
+        return
+    yield from ("", "## Hints", "", "Try first. Each hint says more than the one before it.", "")
+    for number, hint in enumerate(tomllib.loads(path.read_text())["hints"], 1):
+        steps = re.sub(r"(?<!^)\s(?=\d+\. )", "\n", " ".join(hint.split()))
+        yield from ("<details>", f"<summary>Hint {number}</summary>", "", steps, "", "</details>", "")
+
+
 def point_to_copies(app: Any, name: str, source: list[str]) -> None:
-    """Pages link to notebooks and exercises in the repository. The site has copies of notebooks; it names the folders of exercises."""
-    text = source[0].replace("](../notebooks/", "](notebooks/")
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(exercises\b[^)]*?)/README\.md[^)]*\)", r"\1 (`\2`)", text)
+    """Pages link to notebooks, exercises and code of the repository. The site has copies of the first two, and names code."""
+    text = re.sub(r"\]\(\.\./(notebooks|exercises)/", r"](\1/", source[0])
+    if name.startswith("exercises/"):
+        text = re.sub(r"\[([^\]]+\.(?:py|toml))\]\([^)]+\)", r"`\1`", text)
+        text = text.replace("../docs/", "")
+    source[0] = text
 
 
 def _write(path: Path, text: str) -> None:
@@ -216,6 +255,7 @@ def setup(app: Any) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", write_book)
     app.connect("builder-inited", copy_notebooks)
+    app.connect("builder-inited", copy_exercises)
     app.connect("source-read", point_to_copies)
     app.connect("autodoc-process-docstring", set_docstring, priority=400)  # before sections are read
     return {"parallel_read_safe": True}
