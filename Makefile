@@ -8,7 +8,7 @@ BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all notebooks clean
+.PHONY: help setup demo test test-all notebooks docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -48,7 +48,7 @@ test-all: setup  ## run all tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 # instructors
-.PHONY: check exercises mutants worth format bench docs
+.PHONY: check exercises mutants worth format bench
 
 check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
@@ -84,10 +84,8 @@ bench: setup  ## measure against FSDP2, as ratios within one run
 notebooks: setup  ## run every notebook from top to bottom, and keep what it shows; NB="03 07" runs these
 	$(BIN)/python notebooks/write.py $(NB)
 
-# instructors
 docs: setup  ## build the site into docs/_build/html; a broken link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
-# /instructors
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .hypothesis .coverage*

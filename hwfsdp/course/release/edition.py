@@ -4,8 +4,8 @@
                     checks compiled altogether; no reference of the stations
     exercises/      the starters, and a copy of each to compare with
     tests/          what a student can pass
-    gone            solutions, the tests of the package, answers, benchmarks, what grades a class, the site, and the FAQ, which
-                    has the causes of what is wrong in the lab
+    gone            solutions, the tests of the package, answers, benchmarks, what grades a class, and the FAQ, which has the
+                    causes of what is wrong in the lab
 
 What is in the instructor's tree and not under version control does not travel.
 
@@ -35,7 +35,6 @@ from hwfsdp.errors import UsageError
 
 _LEFT_OUT = tuple("""solutions/ tests/ benchmarks/ .ci/ .github/ docs/grading.md docs/instructors.md
     docs/faq.md docs/faq.py docs/pictures/faq_ docs/recording.py CONTRIBUTING.md CHANGELOG.md docs/performance.md docs/bench.png docs/testing.md
-    docs/index.md docs/reference.md docs/conf.py docs/book.py
     hwfsdp/course/release/ hwfsdp/course/stations/my_fsdp.py hwfsdp/course/gradebook/ hwfsdp/course/__main__.py
     hwfsdp/course/killrate.py hwfsdp/course/mutants.py hwfsdp/course/grader_report.py hwfsdp/course/templates/grading.md hwfsdp/course/pool.py
     hwfsdp/cli/release.py hwfsdp/cli/grade.py""".split())

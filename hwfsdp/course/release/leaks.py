@@ -14,6 +14,7 @@ import gzip
 import json
 import re
 import textwrap
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -146,10 +147,12 @@ def _texts(path: Path) -> Iterator[str]:
 
 def _normalized(text: str) -> list[str]:
     """Lines that can be compared with statements: as Python writes them, all together or each by itself."""
-    try:
-        lines = ast.unparse(ast.parse(text)).splitlines()
-    except _NOT_PYTHON:
-        lines = [_as_statement(line.strip().removeprefix("> ")) for line in text.splitlines()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # prose that is nearly Python
+        try:
+            lines = ast.unparse(ast.parse(text)).splitlines()
+        except _NOT_PYTHON:
+            lines = [_as_statement(line.strip().removeprefix("> ")) for line in text.splitlines()]
     return [line.strip() for line in lines if line.strip()]
 
 
