@@ -1,11 +1,10 @@
-"""The pictures and the numbers of docs/faq.md: each bug once as people meet it, and once mended.
+"""The pictures and the numbers of docs/faq.md: each bug once as people meet it, and once fixed.
 
     python docs/faq.py [NAME ...]
 
-draws docs/pictures/faq_NAME.png, all of them by default. What is about values runs on ranks of this machine; what is about
-time and memory runs on virtual GPUs, in virtual time. So all pictures come out the same wherever they are drawn. A run is a function that
-returns numbers or logs, and a picture is a function that draws what a run returned: the text's numbers are those of
-the runs, and tests/test_faq.py compares them.
+draws docs/pictures/faq_NAME.png; without names, all of them. Runs about values use ranks of this machine. Runs about time and memory use
+virtual GPUs, in virtual time. So all pictures come out the same on every machine. A run is a function that returns numbers or logs. A
+picture is a function that draws the result of a run. The numbers in the text come from the runs; tests/test_faq.py compares them.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def examples(count: int, seed: int, inputs: int = 24, classes: int = 6) -> tuple
 
 
 def norm_of(model: nn.Module) -> float:
-    """The norm of all gradients, whoever holds them."""
+    """The norm of all gradients, on whichever rank they are."""
     norm = clip_grad_norm_(model.parameters(), float("inf"))
     return float(getattr(norm, "full_tensor", lambda: norm)())
 
@@ -96,7 +95,7 @@ def norm_of(model: nn.Module) -> float:
 
 
 def loss_curves() -> tuple[dict[str, list[float]], str]:
-    """Losses of an optimizer that was built too early, and of one that was not; and what the first is warned of."""
+    """Losses with an optimizer built too early and with one built in time; and the warning about the first."""
 
     def train(early: bool) -> tuple[list[float], str]:
         model, losses = network(), []
@@ -120,13 +119,13 @@ def loss_curves() -> tuple[dict[str, list[float]], str]:
 
 
 def both(fn: Callable[[bool], Any]) -> tuple[Any, Any]:
-    """What rank 0 of two returns, called with True, and then with False."""
+    """The results of rank 0 of two: called with True, and then with False."""
     broken, mended = launch(lambda: (fn(True), fn(False)), 2)[0]
     return broken, mended
 
 
 class Call(NamedTuple):
-    """A collective: number in its group, what, of which parameter group, and how far each rank got with it."""
+    """A collective: its number in the process group, operation and parameter group, and how far each rank got with it."""
 
     number: str
     op: str
@@ -141,7 +140,7 @@ def _table(error: str) -> list[Call]:
 
 
 def _called(logs: Sequence[EventLog]) -> list[Call]:
-    """The same of a run that ended: every rank has called what the first has."""
+    """The same rows for a run that ended: every rank has called the same as the first."""
     first, second = ([(e.op, e.owner or "save") for e in log.collectives()] for log in logs)
     if first != second:
         raise RuntimeError("a run that ended has ranks that called different collectives")
@@ -155,7 +154,7 @@ def _tail(step: Callable[[], object]) -> EventLog:
 
 
 def saves() -> dict[str, list[Call]]:
-    """What two ranks called around a save on rank 0 only, and around one by all."""
+    """The calls of two ranks around a save: only rank 0 gathers, and all ranks gather."""
 
     def train(everyone: bool) -> EventLog:
         model = sharded(network())
@@ -208,7 +207,7 @@ def route(by_load: bool) -> EventLog:
 
 
 def routes() -> dict[str, list[Call]]:
-    """What two ranks called whose experts are entered by load, and in the same order."""
+    """The calls of two ranks: experts entered by load, and experts entered in the same order."""
     return {
         "the busiest expert first": _table(failure(route, True)),
         "always in the same order": _called(launch(route, 2, False)),
@@ -225,14 +224,14 @@ def failure(fn: Callable[..., Any], *args: Any) -> str:
 
 
 class Norms(NamedTuple):
-    """Of the gradients of one step: of each rank's rows, and of the whole."""
+    """The gradient norms of one step: of each rank's rows, and of the whole."""
 
     local: tuple[float, ...]
     whole: float
 
 
 def gradient_norms() -> list[Norms]:
-    """Of three steps on two ranks."""
+    """The gradient norms of three steps on two ranks."""
 
     def train() -> list[tuple[float, float]]:
         model, found = network(), []
@@ -253,7 +252,7 @@ def gradient_norms() -> list[Norms]:
 
 
 def mean_norms() -> dict[int, tuple[float, float]]:
-    """Ranks → the norm if each divides by the labels of all, and if each takes the mean of its own."""
+    """By number of ranks: the norm if each rank divides by the labels of all, and if each takes its own mean."""
 
     def train() -> tuple[float, float]:
         inputs, labels = examples(48, seed=5)
@@ -273,7 +272,7 @@ PIECES = (1, 2, 4, 8)
 
 
 def piece_norms() -> dict[int, tuple[float, float]]:
-    """Pieces of a batch → the norm if their losses are taken as they are, and if each is divided by the number of pieces."""
+    """By number of pieces: the norm with losses as they are, and with losses divided by the number of pieces."""
 
     def train() -> dict[int, tuple[float, float]]:
         inputs, labels = examples(48, seed=dist.get_rank())
@@ -307,7 +306,7 @@ class Captioner(nn.Module):
 
 
 class Said(NamedTuple):
-    """What rank 0 did, and the error that it ended with; "" if none."""
+    """The events of rank 0, and its error; "" without one."""
 
     events: list[Event]
     error: str
@@ -355,7 +354,7 @@ class Ties(NamedTuple):
 
 
 def error_of_tie() -> str:
-    """What `fully_shard` says to a weight of two groups."""
+    """The error of `fully_shard` about a weight in two groups."""
     model = Tied()
     try:
         for module in (model.embed, model.head):
@@ -462,7 +461,7 @@ def loaded_weights() -> dict[str, Tensor]:
 
 
 class Marked(nn.Linear):
-    """Notes its forward in the recording, whose hooks ever surround it."""
+    """Records its own forward, which the hooks surround."""
 
     def forward(self, x: Tensor) -> Tensor:
         recorder = active()
@@ -739,7 +738,7 @@ def draw_areas(
 
 
 class Bar(NamedTuple):
-    """A bar: where it stands, how long it is, what is written behind it, how it looks. `gap`: rows of space above."""
+    """A bar: its place, its length, the words behind it, its look. `gap`: rows of space above."""
 
     name: str
     value: float
@@ -790,7 +789,7 @@ _CELL = {"done": "done", "wait": "waits", "fail": "error", "–": "not called"}
 
 
 def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Figure:
-    """A column per collective, a row per rank: who called what, and how far it got."""
+    """A column per collective, a row per rank: which rank called it, and how far it got."""
     runs = {name: calls[-MOST_CALLS:] for name, calls in runs.items()}
     start = max(min(int(call.number) for call in calls if call.number) for calls in runs.values())
     runs = {
@@ -1290,7 +1289,7 @@ def _said_of_started() -> list[str]:
 
 def _said_of_loaded() -> list[str]:
     broken, mended = loaded_weights().values()
-    return [f"of {len(broken)} rows {int((broken == mended).all(dim=1).sum())} are those of the file"]
+    return [f"only {int((broken == mended).all(dim=1).sum())} of {len(broken)} rows come from the file"]
 
 
 def _said_of_groupings() -> list[str]:
@@ -1319,7 +1318,7 @@ def _said_of_reshards() -> list[str]:
 
 def _said_of_overlaps() -> list[str]:
     theirs, ours = (computed_meanwhile(events) for events in overlaps().values())
-    return [f"of 4 layers {theirs} are computed while the next is gathered, here {ours}"]
+    return [f"{theirs} of 4 layers are computed while the next is gathered; with hwfsdp, {ours} are"]
 
 
 def _said_of_scalings() -> list[str]:

@@ -34,12 +34,12 @@ shapes = [tuple(param.shape) for param in llama.parameters()]
 f"{sum(param.numel() for param in llama.parameters()):,} parameters in {len(shapes)} tensors"
 
 # %% [markdown]
-# Mixed-precision training with Adam keeps 16 bytes for each of them: 2 for the bf16 weight, 2 for its gradient, and 12 for the
-# optimizer, which has an fp32 copy of the weight and two moments ([ZeRO, section 3.1](https://arxiv.org/abs/1910.02054)). That is
-# **128 GB** (120 GiB) before the first activation.
+# Mixed-precision training with Adam keeps 16 bytes for each parameter: 2 for the bf16 weight, 2 for its gradient, and 12 for
+# the optimizer, which keeps an fp32 copy of the weight and two moments ([ZeRO, section 3.1](https://arxiv.org/abs/1910.02054)).
+# That is **128 GB** (120 GiB) before the first activation.
 #
-# Data parallelism as such (DDP) keeps all of it on every GPU. ZeRO-1 cuts the optimizer state into as many pieces as there
-# are ranks, ZeRO-2 the gradients as well, and ZeRO-3 the weights, too. ZeRO-3 is what FSDP does.
+# Plain data parallelism (DDP) keeps all of it on every GPU. ZeRO-1 cuts the optimizer state into as many pieces as there are
+# ranks. ZeRO-2 also cuts the gradients, and ZeRO-3 also cuts the weights. FSDP is ZeRO-3.
 
 # %%
 adam = StateBytes(params=2, grads=2, optimizer=12)
@@ -51,17 +51,19 @@ for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
     print(f"{strategy.name:<6} {sum(held) / 1e9:7.1f} GB on each of 64 GPUs   {held}")
 
 # %% [markdown]
-# How did your two numbers do? Three things to see in the picture:
+# Compare your two numbers. Look for three things in the picture:
 #
-# - Lines of ZeRO-1 and ZeRO-2 become flat: what is not cut is what remains. However many GPUs you buy, the weights stay whole.
-# - The line of ZeRO-3 falls by half with every doubling. Nothing is left whole, so nothing is left to become flat.
-# - Hybrid sharding (HSDP) cuts within 8 ranks and copies beyond: it buys less memory, and notebook 08 shows what for.
+# - The lines of ZeRO-1 and ZeRO-2 become flat, because some of the state is not cut. However many GPUs you buy, the weights
+#   stay whole.
+# - The line of ZeRO-3 falls by half with every doubling. Nothing stays whole, so the line never becomes flat.
+# - Hybrid sharding (HSDP) cuts within 8 ranks and makes copies beyond them. It saves less memory; notebook 08 shows what you
+#   get in return.
 
 # %% [markdown]
 # ## The ledger
 #
-# Closed forms are cheap; does a real run obey them? Here are one, two and four ranks on this machine. They shard a small GPT, take two
-# steps with Adam, and during the second one the ledger reads from the storages themselves what is alive, by kind.
+# A closed form is only a formula. Does a real run obey it? Here one, two and four ranks on this machine shard a small GPT, and
+# take two steps with Adam. During the second step the ledger reads from the storages themselves which bytes are alive, by kind.
 
 # %%
 from hwfsdp import fully_shard, launch, record
@@ -96,12 +98,12 @@ measured = [
 plot_model_states(sizes, (1, 2, 4, 8), measured=measured)
 
 # %% [markdown]
-# The filled markers are measured, and lie on the line (here everything is fp32: 4 + 4 + 8 bytes).
+# The filled markers are measured. They lie on the line. (Here everything is fp32: 4 + 4 + 8 bytes.)
 #
 # ## What it costs
 #
-# Nothing is free. A rank that has only its rows must gather the others before it can compute, and drop them again. So while a step
-# runs, memory breathes:
+# Sharding has a price. A rank holds only its own rows. It must gather the other rows before it can compute, and free them
+# afterwards. So the memory rises and falls during a step:
 
 # %%
 from hwfsdp.plot.memory import plot_memory
@@ -109,10 +111,10 @@ from hwfsdp.plot.memory import plot_memory
 lesson.explore(lambda ranks: plot_memory(logs[ranks]), ranks=(2, 4))
 
 # %% [markdown]
-# The teeth at the bottom, light blue, are whole parameters, a block at a time. The buffers above them carried these parameters
-# from rank to rank, and the gradients back. With more ranks everything that stays becomes smaller, and the teeth stay as large as they
-# are. What FSDP needs on a GPU is the model divided by the number of ranks, **plus a block or two**, plus activations. The rest of
-# this course is about those teeth: when they come, when they go, and how their coming is hidden behind computing.
+# The light blue teeth are whole parameters, one block at a time. The buffers carry these parameters from rank to rank, and the
+# gradients back. With more ranks, everything that stays between steps becomes smaller, but the teeth keep their size. So FSDP
+# needs on each GPU the model divided by the number of ranks, **plus a block or two**, plus activations. The rest of this course
+# is about these teeth: when they come, when they go, and how computing hides the time that they take to come.
 #
 # **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself:** station 01
 # (`exercises/01_rows`), and the closed forms of station 05 (`exercises/05_groups`).

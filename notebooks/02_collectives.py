@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 02 · Collectives
 #
-# FSDP gathers parameters before it computes with them, and reduces gradients after. Both are *collectives*: calls that all
-# ranks make together. What does each rank hold before such a call, what after it, and how much does it have to send for that?
+# FSDP gathers parameters before it computes with them, and reduces gradients afterwards. Both are *collectives*: calls that all
+# ranks make together. What does each rank hold before the call, and what after it? How much must it send?
 #
-# **Write down two numbers before you go on:** eight ranks all-reduce 1 GB of gradients: each has a gigabyte, and wants the sum
-# of all eight. How many GB does one rank have to send? And if there are a thousand ranks?
+# **Write down two numbers before you go on.** Eight ranks all-reduce 1 GB of gradients: each has a gigabyte, and needs the sum
+# of all eight. How many GB must one rank send? And how many with a thousand ranks?
 
 # %%
 try:
@@ -20,9 +20,9 @@ lesson.begin()
 # %% [markdown]
 # ## Two that FSDP needs
 #
-# Four processes on this machine, each a rank with a tensor of its own. They call the two collectives of `hwfsdp.comm.ring`, which
-# are made of nothing but sends and receives. The pictures are drawn from the numbers that came back; numbers that are not what
-# the collective should give would be refused.
+# Four processes run on this machine. Each is a rank and has its own tensor. They call the two collectives of
+# `hwfsdp.comm.ring`, which use only sends and receives. The pictures show the numbers that came back. The plot raises an error
+# if a result is wrong.
 
 # %%
 import torch
@@ -55,24 +55,23 @@ def draw(op, ran):
 draw("all_gather", launch(gather, 4))
 
 # %% [markdown]
-# **All-gather**: everyone has a shard and gets all of them, in the order of the ranks. This is a parameter before its forward.
-# A color is the rank that a number comes from.
+# **All-gather**: every rank has one shard and gets all shards, in the order of the ranks. This happens to a parameter before
+# its forward. The color shows which rank a number comes from.
 
 # %%
 lesson.explore(lambda ranks: draw("reduce_scatter", launch(reduce, ranks)), ranks=(2, 3, 4))
 
 # %% [markdown]
-# **Reduce-scatter**: everyone has a share of everything and gets the sum of one part, its own. This is a gradient after its
-# backward: each rank has computed one of the whole parameter, from its own data, and needs only the rows that its optimizer
-# will update.
+# **Reduce-scatter**: every rank has a full set of numbers, and gets the sum of one part. This happens to a gradient after its
+# backward. Each rank has computed a gradient of the whole parameter from its own data, and needs only the rows that its
+# optimizer updates.
 #
-# One is the mirror image of the other. Read the second picture from right to left and turn sums into copies: that is the first
-# one.
+# The two are mirror images. Read the second picture from right to left and turn sums into copies: that gives the first picture.
 #
 # ## And one that it avoids
 #
-# Plain data parallelism calls **all-reduce**: everyone gets the whole sum. It is no third algorithm. Do one of the above after
-# the other:
+# Plain data parallelism calls **all-reduce**: every rank gets the whole sum. This is not a third algorithm. It is the two
+# above, one after the other:
 
 
 # %%
@@ -90,14 +89,14 @@ print("as torch's all_reduce:", all(torch.equal(whole, torchs) for _, whole, tor
 draw("all_reduce", [(shares, whole) for shares, whole, _ in ran])
 
 # %% [markdown]
-# This is why sharding gradients and optimizer state (ZeRO-1 and ZeRO-2 of notebook 01) costs no more traffic than DDP. The
-# optimizer steps in between: gradients are reduce-scattered, each rank updates its rows, updated parameters are gathered. That is an
-# all-reduce with a break in the middle.
+# So sharding gradients and optimizer state (ZeRO-1 and ZeRO-2 of notebook 01) costs no more traffic than DDP. Gradients are
+# reduce-scattered, each rank's optimizer updates its own rows, and the updated parameters are gathered. That is an all-reduce
+# with an optimizer step in the middle.
 #
 # ## Around the ring
 #
-# Ranks stand in a circle. In each step everyone sends one block to the right and receives one from the left, all at the same
-# time. The picture is of four real ranks: a row for what they hold after each step.
+# The ranks form a circle. In each step every rank sends one block to the right and receives one from the left, all at the same
+# time. The picture shows four real ranks; each row shows what they hold after a step.
 
 # %%
 from hwfsdp.course.pictures import ring as walks
@@ -105,11 +104,11 @@ from hwfsdp.course.pictures import ring as walks
 walks.draw()
 
 # %% [markdown]
-# Left: follow a color down. What has just arrived is what is passed on next. Right: follow a letter. The sum that is to end at
-# rank 0 (letter a) sets out at rank 1, with the share of rank 1 alone, and takes in one more share at each stop.
+# On the left, follow a color down: a rank passes on the block that it has just received. On the right, follow a letter: the sum
+# for rank 0 (letter a) starts at rank 1 with rank 1's share alone, and takes in one more share at each stop.
 #
-# After W − 1 steps everyone is done, and has sent W − 1 blocks, each 1/W of the tensor. No algorithm can do with less: a rank
-# that starts an all-gather with one block of W has to be sent the other W − 1 by somebody ([Patarasuk and Yuan,
+# After W − 1 steps every rank is done. It has sent W − 1 blocks, and each block is 1/W of the tensor. No algorithm can do
+# better: a rank starts an all-gather with one block of W, so other ranks must send it the remaining W − 1 ([Patarasuk and Yuan,
 # 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
 #
 # ## What a rank sends
@@ -139,8 +138,8 @@ for ranks, by_rank in sent.items():
     print(f"{ranks:>5}  {by_rank[0][0]:>14,}  {by_rank[0][1]:>10,}  {closed:>11,}")
 
 # %% [markdown]
-# Equal to the byte, and the same on every rank. Now to more ranks than this machine has. The last column is what somebody would
-# write who has not seen the ring: all ranks send to rank 0, which adds up and sends the sum to everyone.
+# The numbers are equal to the byte, and the same on every rank. Now look at more ranks than this machine has. The last column
+# is the obvious solution without a ring: all ranks send to rank 0, and rank 0 adds up and sends the sum to every rank.
 
 # %%
 GB = 10**9
@@ -152,18 +151,18 @@ for ranks in (2, 4, 8, 64, 1000):
     )
 
 # %% [markdown]
-# There are your two numbers: 1.75 GB and 1.998 GB. A rank's traffic does not grow with the number of ranks, it approaches the
-# size of the tensor (all-reduce: twice that) and stays below. So a thousand ranks need no faster links than ten.
+# Your two numbers are 1.75 GB and 1.998 GB. A rank's traffic does not grow without limit when ranks are added. It approaches
+# the size of the tensor (twice that for all-reduce) and stays below it. So a thousand ranks need no faster links than ten.
 #
-# What does grow is the number of steps, W − 1 of them, one after the other. With small tensors the steps cost more than the
-# bytes, and libraries take trees and other roads ([Thakur, Rabenseifner and Gropp,
-# 2005](https://doi.org/10.1177/1094342005051521)). For FSDP it is a reason to gather many parameters at once: one block of a
+# But the number of steps grows: there are W − 1 of them, one after the other. With small tensors the steps cost more than the
+# bytes, so libraries use trees and other algorithms ([Thakur, Rabenseifner and Gropp,
+# 2005](https://doi.org/10.1177/1094342005051521)). For FSDP this is a reason to gather many parameters at once: one block of a
 # transformer, not one matrix.
 #
 # ## A sum has an order
 #
-# The sum of block a is made in the order of ranks 1, 2, 3, 0; that of block b in the order 2, 3, 0, 1. Floating-point addition
-# cares. Four ranks, each with the same four numbers for every block:
+# The sum of block a is made in the order of ranks 1, 2, 3, 0, and the sum of block b in the order 2, 3, 0, 1. In floating point
+# the order matters. Here are four ranks, each with the same number for all four blocks:
 
 
 # %%
@@ -179,18 +178,19 @@ for rank, (single, double) in enumerate(launch(reduce_four_blocks, 4)):
     print(f"block {'abcd'[rank]}, at rank {rank}: {single} in fp32, {double} in fp64")
 
 # %% [markdown]
-# The same four numbers, and sums of 0 or 1 where 2 is right: next to 1e8, an fp32 number has no room for a 1. The numbers are
-# made up, but the effect is not. Two libraries, or two numbers of ranks, give gradients that differ in their last bits, and
-# nobody is wrong. With two ranks there is only one sum, a + b, whoever begins. Notebook 05 makes use of that.
+# All four blocks add the same four numbers, but in fp32 the sums are 0 or 1 instead of 2: beside 1e8, an fp32 number has no
+# room for a 1. These numbers are chosen for the example, but the effect is real. Two libraries, or two numbers of ranks, give
+# gradients that differ in their last bits, and both are right. With two ranks there is only one sum, a + b, in either order.
+# Notebook 05 uses that.
 #
-# Two more things can go wrong. Ranks count on each other: if one calls another collective than its neighbors, or none, they
-# wait for it, in vain. And a ring that passes blocks on in a wrong order may end with all numbers there, at the wrong ranks.
-# That is why each picture above was checked.
+# Two more things can go wrong. First, ranks depend on each other: if one rank calls another collective than its neighbors, or
+# none, they wait for it forever. Second, if a ring passes blocks on in a wrong order, all numbers may arrive, but at the wrong
+# ranks. So each picture above checks its numbers.
 #
 # ## In FSDP
 #
-# A sharded model can be told to use the ring. Here is a forward and backward of two layers on three ranks, as rank 0 sees it:
-# all that it sends, in order, and on which stream.
+# You can tell a sharded model to use the ring. Here is a forward and backward of two layers on three ranks. The list shows
+# everything that rank 0 sends, in order, and the stream that sends it.
 
 # %%
 from torch import nn
@@ -215,12 +215,12 @@ for event in launch(step_over_the_ring, 3)[0].select("send"):
     print(f"{event.phase:<8}  layer {event.owner}  {event.stream:<14}  {event.bytes:,} B")
 
 # %% [markdown]
-# Six collectives, two sends each. Layer 0 has 96 rows of 128 B, and a third of them travels at a time. Layer 1 has 32 rows of
-# 384 B, which three does not divide: 11 rows travel at a time, and one of the 33 is padding, which is sent like the others.
-# Notebook 03 shows where it lives. Layer 1 is gathered again in backward because its whole weight was freed after forward. Why
-# that is so, and why layer 0 is gathered *before* the gradient of layer 1 is reduced, is what 04 and 05 are about.
+# There are six collectives, with two sends each. Layer 0 has 96 rows of 128 B, and a third of them travels at a time. Layer 1
+# has 32 rows of 384 B, which three does not divide. So 11 rows travel at a time, and one of these 33 is padding, which is sent
+# like the others; notebook 03 shows where it is. Layer 1 is gathered again in backward, because its whole weight was freed
+# after forward. Notebooks 04 and 05 explain why, and why layer 0 is gathered *before* the gradient of layer 1 is reduced.
 #
-# Without being told, `hwfsdp` does not use this ring: the ranks of one machine's CPU read each other's memory, GPUs have NCCL.
-# What goes in and what comes out is the same.
+# By default `hwfsdp` does not use this ring: on the CPU of one machine ranks read each other's memory, and GPUs have NCCL.
+# Input and output are the same.
 #
 # **Next:** [03, the life of one parameter](03_one_parameter.ipynb). **Write it yourself:** station 02 (`exercises/02_ring`).

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 03 · One parameter
 #
-# Under FSDP a weight is in pieces most of the time, whole for a moment, and then its memory is gone. But autograd has saved
-# that weight in forward and wants it back in backward, and the optimizer must find the same parameter step after step. How can
-# something vanish and stay the same?
+# Under FSDP a weight is in pieces most of the time. It is whole for a moment, and then its memory is gone. But autograd saved
+# this weight in forward and needs it in backward, and the optimizer must find the same parameter step after step. How can
+# something disappear and stay the same?
 #
-# **Write down two numbers before you go on.** A weight of 7 × 6 numbers, fp32, is sharded over 4 ranks. How many bytes does the
-# last rank hold of it, always? And how many bytes does the weight take on each rank while it is whole? (168 is the size of the
-# weight.)
+# **Write down two numbers before you go on.** A weight of 7 × 6 numbers, fp32, is sharded over 4 ranks. How many bytes of it
+# does the last rank always hold? And how many bytes does the weight take on each rank while it is whole? (The weight itself has
+# 168 bytes.)
 
 # %%
 try:
@@ -22,8 +22,8 @@ lesson.begin()
 # %% [markdown]
 # ## In pieces
 #
-# `fully_shard` cuts every parameter along its first dimension, one run of rows per rank. `explain` shows how a rank sees that.
-# Here are two layers with sizes that four does not divide:
+# `fully_shard` cuts every parameter along its first dimension, and each rank gets a run of rows. `explain` shows one rank's
+# view. Here are two layers with sizes that four does not divide:
 
 # %%
 import torch
@@ -48,14 +48,15 @@ for rank in (0, 3):
 plot_sharding(ran[0][1], {"shard": 4})
 
 # %% [markdown]
-# Seven rows make chunks of two: ranks 0 to 2 have full ones, rank 3 has one row. Two rows make chunks of one, and ranks 2 and 3
-# have none at all: an empty shard, a tensor of shape (0, …). Ranks cannot gather pieces of different sizes, so what is missing
-# from a full chunk is *padding*: it takes memory and it travels, and it is part of no parameter.
+# Seven rows make chunks of two: ranks 0 to 2 have full chunks, and rank 3 has one row. Two rows make chunks of one: ranks 2 and
+# 3 have an empty shard, a tensor of shape (0, …). Ranks cannot gather pieces of different sizes. So *padding* fills every chunk
+# up: it takes memory and it travels, but it is not part of any parameter.
 #
-# All padding is behind the last row. So when the chunks of all ranks are laid end to end, the parameter is simply the front of
-# it. An even spread (for five rows 2, 1, 1, 1 in place of 2, 2, 1, 0) would be fairer, and put holes in the middle.
+# All padding comes after the last row. So if you lay the chunks of all ranks end to end, the parameter is the front of the
+# result. A more even distribution (for five rows 2, 1, 1, 1 instead of 2, 2, 1, 0) would be fairer, but would leave holes in
+# the middle.
 #
-# How does it look on other numbers of ranks?
+# How does this look on other numbers of ranks?
 
 # %%
 from torch.distributed.tensor import Shard
@@ -67,9 +68,9 @@ lesson.explore(lambda ranks: plot_sharding(parameters, {"shard": ranks}), ranks=
 # %% [markdown]
 # ## Two forms, two memories
 #
-# Every parameter has two forms. The *sharded* one is what optimizers and state dicts see: a DTensor with this rank's rows. Its
-# memory is always there. The *unsharded* one is what the module computes with, and its memory comes and goes. Here is a life,
-# by hand, on the last of four ranks. `unshard` and `reshard` are what the hooks of FSDP call around forward and backward.
+# Every parameter has two forms. Optimizers and state dicts see the *sharded* form: a DTensor with this rank's rows, whose
+# memory is always there. The module computes with the *unsharded* form, whose memory comes and goes. Below, we go through this
+# life by hand, on the last of four ranks. FSDP's hooks call `unshard` and `reshard` around forward and backward.
 
 # %%
 from hwfsdp.core.state import state_of
@@ -103,25 +104,25 @@ for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
     print(f"{moment:<20} {state:<10} {kind:<21} {shape:<7} {shard:>3} B {whole:>5} B")
 
 # %% [markdown]
-# There are your two numbers: **48 B** and **192 B**. Rank 3 has one row of 24 B, and a row of padding behind it; eight rows
-# arrive, and the weight is the first seven of them.
+# Your two numbers are **48 B** and **192 B**. Rank 3 has one row of 24 B, and a row of padding after it. Eight rows arrive, and
+# the weight is the first seven of them.
 #
 # Read the table from top to bottom:
 #
-# - There are two objects, for the life of the model. A transition registers the other one on the module, and never makes a new
-#   one. So an optimizer that holds object 1 keeps what it holds.
-# - While a gather is in flight, nothing of this has changed: what arrives, arrives in a buffer. Only when somebody waits for it
-#   does the weight get its memory and become whole. That is what makes it possible to start early (notebook 04).
-# - The shard stays. What comes and goes is the column on the right.
+# - Two objects exist as long as the model. A transition registers the other object on the module, and never makes a new one. So
+#   an optimizer that holds object 1 keeps the right one.
+# - While a gather is in flight, none of this changes, because the bytes arrive in a buffer. The weight gets its memory and
+#   becomes whole only when the program waits for the gather. So a gather can start early (notebook 04).
+# - The shard stays. Only the column on the right changes.
 #
-# There is a third state, POST_FORWARD, between forward and backward, for those who ask `fully_shard` to keep a larger piece
-# (`reshard_after_forward=2`: one that two ranks put together, in place of all four).
+# There is a third state, POST_FORWARD, between forward and backward. It exists only if you ask `fully_shard` to keep a larger
+# piece. With `reshard_after_forward=2` each rank keeps half, so two ranks, not four, rebuild the weight.
 #
 # ## Gone, and still there
 #
-# In forward, autograd saves the weight, because it needs it for the gradient of the input. If freeing meant to drop the tensor,
-# autograd would still hold it, and no byte would come back. So the tensor stays, and the *storage* under it is resized to 0
-# bytes. No ranks are needed to see that:
+# In forward, autograd saves the weight, because it needs it for the gradient of the input. If FSDP freed memory by dropping the
+# tensor, autograd would still hold the tensor, and no byte would be freed. So the tensor stays, and FSDP resizes the *storage*
+# under it to 0 bytes. You can see this without ranks:
 
 # %%
 from hwfsdp.core import form as storage
@@ -148,12 +149,12 @@ out.sum().backward()
 x.grad
 
 # %% [markdown]
-# The gradient is right: rows of the weight sum up to 3 and 12. Nobody told autograd that the weight had been away. It kept an
-# object; the object had no memory for a while, and then it had the same numbers again.
+# The gradient is right: the rows of the weight sum up to 3 and 12. Autograd did not notice that the weight was gone. It kept an
+# object. The object had no memory for a while, and then it had the same numbers again.
 #
-# There is a catch. Autograd counts writes, and refuses to use what was written to since it was saved. Filling the memory again
-# *is* a write. That is why it went through `memory`, and why the weight was made from `memory.data`: an alias that shares the
-# bytes and has a counter of its own. Through the weight itself it fails:
+# There is one difficulty. Autograd counts writes, and refuses to use a tensor that was written to after it was saved. Filling
+# the memory again *is* a write. So we write through `memory`, and make the weight from `memory.data`: an alias that shares the
+# bytes and has its own counter. A write through the weight itself fails:
 
 # %%
 out = x @ weight
@@ -167,9 +168,9 @@ except RuntimeError as error:
 # %% [markdown]
 # ## What the optimizer sees
 #
-# The shard is allocated with its padding, once. The DTensor's rows are a view of its front. So an update of the rows is an
-# update of what the next gather sends, without a copy, and padding stays what it is: zeros that nobody trains. Here is one step
-# of SGD, on all four ranks:
+# The shard is allocated once, with its padding, and the DTensor's rows are a view of its front. So when the optimizer updates
+# the rows, it updates the buffer that the next gather sends, without a copy. The padding stays zero, because nothing trains it.
+# Here is one step of SGD on all four ranks:
 
 
 # %%
@@ -189,13 +190,13 @@ for rank, (shape, same, padded_shard) in enumerate(launch(take_one_step, 4)):
     print(f"rank {rank}: rows {shape}, {'at' if same else 'not at'} the front of {padded_shard}")
 
 # %% [markdown]
-# The optimizer has to be built *after* `fully_shard`. One that was built before holds the old whole parameters, which are no
-# longer the model's: it would step, and nothing would change. (hwfsdp warns of it.)
+# Build the optimizer *after* `fully_shard`. An optimizer built before holds the old whole parameters, which no longer belong to
+# the model: it would step, and nothing would change. (hwfsdp warns about this.)
 #
 # ## A life, in time
 #
-# Four layers on two ranks, one forward and one backward. A row is the weight of a layer. (Two rounds go before, to learn in
-# which order the layers run.)
+# Four layers run one forward and one backward on two ranks. Each row is the weight of a layer. (Two rounds run first, to learn
+# the order of the layers.)
 
 # %%
 from hwfsdp import EventLog, record
@@ -218,13 +219,13 @@ log = EventLog.merge(launch(three_rounds, 2))
 plot_lifetimes(log, rank=0)
 
 # %% [markdown]
-# Widths are times and differ from run to run; the order does not. Each weight lives twice: it is gathered, full while its layer
-# computes, and freed; and once more in backward, from the last layer to the first. At no time are two of them full. Every
-# gather but the first of each direction is started before *another* layer computes, so that it can travel meanwhile. This is
-# the prefetch, and it costs a buffer, not a second whole weight.
+# Widths are times and differ from run to run; the order does not. Each weight lives twice. In forward it is gathered, is full
+# while its layer computes, and is freed. In backward the same happens, from the last layer to the first. At most one weight is
+# full at any time. Every gather except the first of each direction starts before *another* layer computes, so it can travel
+# meanwhile. This is prefetching. It costs a buffer, not a second whole weight.
 #
-# Here are all events of layer 1, in the order in which rank 0 issued them. Its weight has 2,359,296 B, half of them on each
-# rank.
+# Here are all events of layer 1, in the order in which rank 0 issued them. The weight has 2,359,296 B, and each rank holds
+# half.
 
 # %%
 for event in log.select(rank=0, owner="1"):
@@ -232,12 +233,12 @@ for event in log.select(rank=0, owner="1"):
     print(f"{event.phase:<8}  {event.stream:<14}  {event.op:<14}  {size}")
 
 # %% [markdown]
-# Copy-in puts this rank's shard into the buffer, the all-gather fills the rest of it, compute waits, `alloc` resizes the
-# storage, and copy-out goes from the buffer to the weight. After forward: `free`. In backward once more the same, and behind it
-# something new, a reduce-scatter. That is the gradient, on its way to the shard (notebook 05).
+# Copy-in puts this rank's shard into the buffer, and the all-gather fills the rest of it. Compute waits, `alloc` resizes the
+# storage, and copy-out copies from the buffer to the weight. After forward comes `free`. In backward the same happens again,
+# followed by something new, a reduce-scatter: it takes the gradient to the shard (notebook 05).
 #
-# If one of these were left out, what would one see? Without `free`: right numbers, and a memory peak of the whole model.
-# Without `wait`: numbers that are right or wrong as it happens. Without the padding: a gather to which ranks bring different
-# sizes, and no collective takes that.
+# What would you see if one of these were left out? Without `free`, numbers are right, and the memory peak is the whole model.
+# Without `wait`, numbers are right or wrong by chance. Without the padding, ranks bring different sizes to a gather, and no
+# collective accepts that.
 #
 # **Next:** [04, forward](04_forward.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its parameter.

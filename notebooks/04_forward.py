@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 04 · Forward
 #
-# A module is about to run, and its weights lie in pieces on all ranks. A moment later it computes with whole weights, and a
-# moment after that the memory is gone. Who sees to that, and must every layer wait for its weights?
+# A module is about to run, and its weights lie in pieces on all ranks. A moment later it computes with whole weights, and after
+# that the memory is gone. Which code does this, and must every layer wait for its weights?
 #
-# **Write down two numbers before you go on.** Six layers; for each, gathering its weights takes 2 ms, and computing with them 3
-# ms. How long does the forward take if each layer's gather starts when the layer is called? And how long if the next gather
-# always travels while a layer computes?
+# **Write down two numbers before you go on.** There are six layers. For each, the gather of its weights takes 2 ms, and
+# computing takes 3 ms. How long does the forward take if each layer's gather starts when the layer is called? And how long if
+# the next gather always travels while a layer computes?
 
 # %%
 try:
@@ -21,7 +21,7 @@ lesson.begin()
 # %% [markdown]
 # ## Two hooks
 #
-# `fully_shard` changes nothing in a module's forward. It registers two hooks, one that runs before and one that runs after.
+# `fully_shard` does not change a module's forward. It registers two hooks: one runs before the forward, the other after it.
 
 # %%
 import torch
@@ -46,12 +46,12 @@ def look_at_hooks():
 launch(look_at_hooks, 2)[0]
 
 # %% [markdown]
-# - **Before**: start the gather of this layer's weights; wait for it; start the gather of the *next* layer's; copy what has
-#   arrived into the weights.
-# - **After**: free the weights; watch the output, because the backward begins where its gradient arrives.
+# - **Before**: start the gather of this layer's weights. Wait for it. Start the gather of the *next* layer's weights. Copy what
+#   has arrived into the weights.
+# - **After**: free the weights. Watch the output, because the backward begins where its gradient arrives.
 #
-# The next layer is the one that came next last time: a model usually does what it did before. So there is a first forward, in
-# which nobody knows, and there are all the others. Here is how both begin, in the order in which rank 0 of two issued things:
+# The next layer is the one that came next last time, because a model usually repeats what it did before. So the first forward
+# does not know the order, and all later ones do. Here is how both begin, in the order in which rank 0 of two issued things:
 
 # %%
 NAMES = {"all_gather": "gather", "wait": "wait for", "copy_out": "copy out"}
@@ -79,17 +79,18 @@ for left, right in list(zip(*columns))[:15]:
     print(f"{left:<16} {right}")
 
 # %% [markdown]
-# Find `gather 1` in both columns. On the left it comes when layer 0 is done: its weights are freed, and nothing is computed
-# while layer 1 waits for its own. On the right it comes before `copy out 0`, and has all of layer 0's computation to travel.
+# Find `gather 1` in both columns. On the left it comes after layer 0 is done and its weights are freed, so nothing computes
+# while layer 1 waits for its weights. On the right it comes before `copy out 0`, and can travel during all of layer 0's
+# computation.
 #
-# It stands exactly there for a reason. One line higher, before the wait for gather 0, it would share the wire with the very
-# bytes that compute is waiting for. One line lower, it would miss the time of the copy.
+# Its place is chosen exactly. One line higher, before the wait for gather 0, it would compete on the wire with the bytes that
+# compute is waiting for. One line lower, it would miss the time of the copy.
 #
 # ## What it gains
 #
 # On this machine, two processes compute, copy and communicate on the same cores, and no two runs take the same time. So here is
-# the same code on the virtual clock: `simulate` runs it on ranks that are not there, and time is arithmetic. The device has
-# round numbers, those of the question.
+# the same code in virtual time: `simulate` runs it on ranks that do not exist, and calculates the times. The device has the
+# round numbers of the question.
 
 # %%
 from dataclasses import replace
@@ -129,20 +130,19 @@ def compare(gather_ms):
 lesson.explore(compare, gather_ms=(2, 3, 4, 5))
 
 # %% [markdown]
-# There are your two numbers, in the upper picture: **30 ms**, six times 2 + 3, and **20 ms**, one gather and six computations.
-# Only the first gather is exposed; nothing could have been computed before it.
+# Your two numbers are in the upper picture: **30 ms**, six times 2 + 3, and **20 ms**, one gather and six computations. Only
+# the first gather is exposed, because nothing can be computed before it.
 #
-# The lower picture is the same on a slower network: 5 ms to gather, 3 ms to compute. Now gathers come one after the other
-# without a gap, and compute waits between them. To start earlier would not help: the wire is busy all the time. What a prefetch
-# can hide of a gather is what the computation beside it takes, and no more. (At a living kernel: move the slider. Where does it
-# change sides?)
+# The lower picture shows a slower network: 5 ms to gather, 3 ms to compute. Now gathers follow each other without a gap, and
+# compute waits between them. Starting earlier would not help, because the wire is always busy. A prefetch can hide only as much
+# of a gather as the computation beside it takes. (With a live kernel, move the slider: where does it change?)
 #
-# Under the last layer nothing is gathered, because nothing comes after it. A wrong guess, when a model takes another path than
-# last time, costs a gather that nobody needed. It costs no number: the layer that does run gathers its own.
+# Nothing is gathered under the last layer, because nothing comes after it. If a model takes another path than last time, the
+# guess is wrong and costs a gather that is not needed. The results stay right: the layer that does run gathers its own weights.
 #
 # ## What it costs
 #
-# Memory. Here are real ranks again, and what rank 0 of two holds in a forward. Each layer has 1 MiB of weights.
+# It costs memory. Here are real ranks again, and the memory of rank 0 of two during a forward. Each layer has 1 MiB of weights.
 
 # %%
 from hwfsdp.observe.accounting import GroupSizes, peak_unsharded_bytes
@@ -163,12 +163,13 @@ layers = [GroupSizes([(512, 512)])] * 6
 plot_memory(launch(hold, 2)[0], expected={"closed form": peak_unsharded_bytes([], layers, 2)})
 
 # %% [markdown]
-# Lowest, in light blue, the whole weights: six teeth, one layer each. (Where a gap between two is too short to be seen, two
-# look like one.) They reach the line and do not pass it, however many layers the model has. On top, in green, are the flat
-# buffers of gathers: that of the layer that computes, from which its weights were copied, and that of the layer that comes
-# next. The group ahead exists *only* as a buffer. It becomes weights when its turn has come.
+# The light blue teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
+# like one.) They reach the line and do not pass it, however many layers the model has. The green areas are the flat buffers of
+# gathers: the buffer of the computing layer, from which its weights were copied, and the buffer of the next layer. The group
+# ahead exists *only* as a buffer. It becomes weights when its turn comes.
 #
-# What if weights were not freed after forward? `fully_shard` has a switch for that. A forward and a backward, either way:
+# What happens if weights are not freed after forward? `fully_shard` has a switch for that. Here is a forward and a backward,
+# both ways:
 
 
 # %%
@@ -189,12 +190,12 @@ for freed, (peak, forward_gathers, backward_gathers) in counts.items():
     print(f"reshard_after_forward={freed!s:<5}  {peak} whole, {gathers}")
 
 # %% [markdown]
-# Memory of a layer, or gathers of a model: that is the trade. (For the module at the root the default is to keep its own
-# weights, since backward begins with them.)
+# So you pay either with memory or with gathers. (The module at the root keeps its own weights by default, because backward
+# begins with them.)
 #
 # ## What goes around the hooks
 #
-# The hooks run when the module is *called*. A model may have other ways in:
+# The hooks run when the module is *called*. You can also reach a model in other ways:
 
 # %%
 from torch.nn import functional as F
@@ -233,13 +234,14 @@ for name, result in launch(ways_in, 2)[0].items():
     print(f"{name:<28} {result}")
 
 # %% [markdown]
-# Only the first and the registered one ran the hooks. The others found what is there between forwards: a DTensor with this
-# rank's rows, and torch refuses to mix that with a plain tensor. That is what the message means when you meet it under FSDP: *a
-# weight was used while it was sharded*. Remedies, best first: call the module; register the method, as above; put `unshard()` and
-# `reshard()` around a piece of code of your own.
+# Only the first call and the registered one ran the hooks. The others found the weight as it is between forwards: a DTensor
+# with this rank's rows. torch refuses to mix a DTensor with a plain tensor. When you see this message under FSDP, it means: *a
+# weight was used while it was sharded*. Remedies, best first: call the module; register the method, as above; put `unshard()`
+# and `reshard()` around your code.
 #
-# At the root the same mistake can hide. Its own weights stay whole after forward, so a method that uses them works there, until
-# somebody calls it first. And if a part of the model is called before the whole model ever was, the whole gets an error of its own:
+# At the root the same mistake can hide. The root's own weights stay whole after forward, so a method that uses them works,
+# until it is called before the first forward. A second mistake: if you call a part of the model before you ever called the
+# whole, the whole model raises another error:
 
 
 # %%
@@ -255,10 +257,10 @@ def part_before_whole():
 print(launch(part_before_whole, 2)[0])
 
 # %% [markdown]
-# The module that runs first takes itself for the root. `ModuleList` and `ModuleDict` have no forward at all, so there is
-# nothing to hook on to, and `fully_shard` says so when it is called.
+# The module that runs first takes itself for the root. `ModuleList` and `ModuleDict` have no forward at all, so hooks have no
+# place there, and `fully_shard` says so when you call it.
 #
-# A question to end with. In later forwards, gather 1 comes *before* `copy out 0`. In backward the layers run the other way
-# round. Which gather would you start before `copy out 5` there, and who knows the order?
+# A question to end with. In later forwards, gather 1 comes *before* `copy out 0`. In backward the layers run in the reverse
+# order. Which gather would you start before `copy out 5` there, and how can you know the order?
 #
 # **Next:** [05, backward](05_backward.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its forward.

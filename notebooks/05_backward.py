@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 05 · Backward
 #
-# Backward needs whole weights once more, in the reverse order, and leaves something new: a gradient as large as the whole
-# weight, made from this rank's data alone. The optimizer wants only its rows of it, and those averaged over all ranks. Do we
-# get the gradient that training without sharding gives, and what does it cost to wait for it?
+# Backward needs whole weights once more, in the reverse order. It leaves a gradient as large as the whole weight, made from
+# this rank's data alone. The optimizer needs only its rows of the gradient, averaged over all ranks. Do we get the same
+# gradient as training without sharding, and how much waiting does it cost?
 #
 # **Write down two numbers before you go on.**
 #
 # 1. Two ranks train on four rows each, and the loss is the *sum* over the rows of a rank. One process trains on all eight rows,
-#    with their sum as its loss. By what factor is the gradient of the one process larger than that of the two ranks?
-# 2. Six layers; for each, gathering its weights takes 2 ms, its backward 6 ms, reducing its gradient 2 ms. How long does the
-#    backward of the model take, at least?
+#    and its loss is their sum. By what factor is the gradient of the one process larger than the gradient of the two ranks?
+# 2. There are six layers. For each, gathering its weights takes 2 ms, its backward 6 ms, and reducing its gradient 2 ms. How
+#    long does the backward of the model take, at least?
 
 # %%
 try:
@@ -25,8 +25,9 @@ lesson.begin()
 # %% [markdown]
 # ## One weight
 #
-# Two ranks, a weight of four rows and two columns. Each rank has a row of data of its own, and makes a gradient of the whole
-# weight. Left is what plain PyTorch gives on that rank, right what is in `weight.grad` after a sharded backward.
+# There are two ranks, and a weight of four rows and two columns. Each rank has its own row of data, and computes a gradient of
+# the whole weight. On the left is the result of plain PyTorch on that rank. On the right is `weight.grad` after a sharded
+# backward.
 
 # %%
 import torch
@@ -51,15 +52,14 @@ before, after = zip(*launch(gradients_of_a_weight, 2))
 plot_collective("reduce_scatter", before, after)
 
 # %% [markdown]
-# It is a reduce-scatter, with one change to that of notebook 02: the sum is divided by the number of ranks. Rank 0 keeps the
-# mean of the first two rows, rank 1 that of the last two. The whole gradient was there on each rank, for as long as it took to
-# send it.
+# It is a reduce-scatter with one change compared to notebook 02: the sum is divided by the number of ranks. Rank 0 keeps the
+# mean of the first two rows, rank 1 the mean of the last two. Each rank held the whole gradient only until it was sent.
 #
 # The mean over the ranks is right if the loss of each rank is a mean over its data. Is yours?
 #
 # ## Mean or sum
 #
-# The data are eight numbers, 1 to 8. The model is one weight, and its gradient in one process is compared with the gradient on
+# The data are eight numbers, 1 to 8, and the model is one weight. We compare its gradient in one process with its gradient on
 # two ranks:
 
 # %%
@@ -90,18 +90,18 @@ for (loss, rows, divide_by), value in zip(CASES, found):
     print(f"{loss.__name__:<6} {rows} and {8 - rows} {wanted:22} {value:11} {wanted / value:7.3f}{note}")
 
 # %% [markdown]
-# There is your first number: **2**, the number of ranks. With sums, the divisor has to be 1.
+# Your first number is **2**, the number of ranks. With sums, the divisor must be 1.
 #
-# The last line is the dangerous one. Both losses are means, but one is over six rows and one over two, and the mean of two
-# means is not the mean over eight. It happens wherever ranks have different numbers of tokens, as with padding that the loss
-# leaves out. Every number looks plausible, and each row of rank 1 counts three times as much as one of rank 0. The remedy: on
-# every rank the sum over its rows, divided by the number of rows of *all* ranks, and a divisor of 1.
+# The last line is the dangerous one. Both losses are means, but one is over six rows and the other over two, and the mean of
+# two means is not the mean over eight. This happens whenever ranks have different numbers of tokens, for example when the loss
+# leaves out padding. Every number looks plausible, but each row of rank 1 counts three times as much as a row of rank 0. The
+# remedy: on every rank, divide the sum over its rows by the number of rows of *all* ranks, and set the divisor to 1.
 #
 # ## Bit for bit
 #
-# Is it the same gradient? A small GPT, sharded, with the usual reductions and with those of the ring of notebook 02. It is held
-# against two references. One is plain PyTorch on each rank, with the data of that rank, and then the mean of these gradients.
-# The other is plain PyTorch in one process, with all data in one batch.
+# Is it the same gradient? We shard a small GPT, first with the usual reductions, then with the ring of notebook 02, and compare
+# it with two references. One reference is plain PyTorch on each rank with that rank's data, and then the mean of these
+# gradients. The other is plain PyTorch in one process, with all data in one batch.
 
 # %%
 from torch.nn.functional import cross_entropy
@@ -139,15 +139,15 @@ for (ranks, ring), (mean, together) in results.items():
     print(f"{ranks}, {'ring' if ring else 'as usual':<17} {mean:<24} {together}")
 
 # %% [markdown]
-# At two ranks every gradient is equal to the mean of the ranks' own, to the last bit, whoever adds up: a + b is b + a, and to
-# divide by two is exact. At four, the ring takes the four shares in an order of its own for each block (notebook 02), and the
-# last bits differ. And a batch that is cut into pieces is summed up in pieces, so one process with all rows gives other last
-# bits, too, at any number of ranks. Nothing is wrong there; but it is why a test of a sharded model should compare with the
-# *same* arithmetic, and can then ask for equality, which few bugs get past.
+# At two ranks every gradient equals the mean of the ranks' own gradients to the last bit, with either reduction: a + b is b +
+# a, and dividing by two is exact. At four, the ring adds the four shares of each block in another order (notebook 02), and the
+# last bits differ. One process with all rows gives other last bits at any number of ranks, because a batch that is cut into
+# pieces is also summed in pieces. None of these results is wrong. But a test of a sharded model should compare with the *same*
+# arithmetic. Then it can require equality, and few bugs survive that.
 #
 # ## In which order
 #
-# Six layers on two ranks, as rank 0 issues its backward. Here is how it begins:
+# Six layers run on two ranks. This is how rank 0 begins its backward:
 
 # %%
 from hwfsdp import record
@@ -178,18 +178,20 @@ for event in issued[:16]:
     print(NAMES[event.op], event.owner)
 
 # %% [markdown]
-# - Before anything of layer 5 is computed, its weights are gathered, and **gather 4** is on its way: that answers the question
-#   at the end of notebook 04. The order is that in which the forwards ended, from back to front, so no guessing is needed.
-# - When the gradient is there, the whole weights are freed *before* the buffer of the reduction is made, which is as large.
-# - `reduce 5` is issued, and nobody waits for it. Layer 4 is next. Only when layer 4 wants to reduce, the buffer of layer 5 has
-#   to be there again: that is `wait for 5`, below `free 4`.
+# - Before layer 5 computes anything, its weights are gathered, and **gather 4** is already on its way. This answers the
+#   question at the end of notebook 04. Backward takes the order in which the forwards ended, from back to front, so it need not
+#   guess.
+# - When the gradient is there, the whole weights are freed *before* the buffer of the reduction is allocated, because this
+#   buffer is just as large.
+# - `reduce 5` is issued, and nothing waits for it. Layer 4 comes next. Before layer 4 reduces, layer 5's reduction must have
+#   finished: that is `wait for 5`, below `free 4`.
 #
-# The moments are not those of module hooks. Autograd calls when the gradient of a module's *output* arrives (before), and when
-# that of its *input* is there (after).
+# These moments do not come from module hooks. Autograd calls when the gradient of a module's *output* arrives (before), and
+# when the gradient of its *input* is ready (after).
 #
 # ## What it gains
 #
-# On the virtual clock once more, with the numbers of the question: 2 ms for a gather, 6 for a backward, 2 for a reduction.
+# We use virtual time again, with the numbers of the question: 2 ms for a gather, 6 for a backward, 2 for a reduction.
 
 # %%
 from contextlib import nullcontext
@@ -232,14 +234,13 @@ lesson.explore(compare, wire_ms=(2, 4, 6, 8))
 
 # %% [markdown]
 # Your second number is **40 ms**: one gather, six backwards, one reduction. Everything else travels under compute. If nothing
-# overlaps it is six times 2 + 6 + 2, and each of the two measures saves five times 2.
+# overlaps, it takes six times 2 + 6 + 2. Each of the two measures saves five times 2.
 #
-# Below, gathers and reductions take 8 ms. Now compute waits again: 6 ms of a layer are not enough to hide them. (Here they run
-# beside each other at full speed; on a network that both share, each would take longer.)
+# In the lower picture, gathers and reductions take 8 ms. Now compute waits again, because the 6 ms of a layer cannot hide them.
+# (Here gathers and reductions run beside each other at full speed. On a network that they share, each would take longer.)
 #
-# Overlap has a price in memory: beside the gradients of the layer that computes there is the buffer of the one before, until it
-# is reduced. One, not all of them, because of that `wait for 5`. A model that never waited would be fast until it is out of
-# memory.
+# Overlap costs memory. While a layer computes its gradients, the buffer of the previous layer's gradients still exists, until
+# it is reduced. `wait for 5` limits this to one buffer. A schedule that never waited would be fast until it ran out of memory.
 #
 # ## A number that is easy to get wrong
 #
@@ -261,13 +262,13 @@ for rank, (own, whole) in enumerate(launch(norms, 2)):
     print(f"rank {rank}: norm of its own rows {own:.6f}, of the gradients {whole:.6f}")
 
 # %% [markdown]
-# `grad.to_local().norm()` is a number, but not the one that you want: each rank has another, and all are too small. With more
-# ranks they get smaller, and a threshold for clipping that was tuned on one number of ranks means something else on the next.
-# The squares have to be added up over the ranks. `torch.nn.utils` does that for DTensors: norms of them are norms of the whole.
+# `grad.to_local().norm()` gives a number, but not the right one: it differs from rank to rank, and is always too small. With
+# more ranks it gets smaller, so a clipping threshold tuned on one number of ranks means something else on another. The squares
+# must be added up over the ranks. `torch.nn.utils` does this for DTensors: it returns the norm of the whole.
 #
-# A question to end with. The last layer's weights are freed after forward and gathered again at once, for it is the first in
-# backward. What would it cost, and gain, to keep them? (`set_reshard_after_forward(False)` on that layer; try it in the cell
-# that prints the order.)
+# A question to end with. The last layer's weights are freed after forward and gathered again at once, because this layer is the
+# first in backward. What would it cost to keep them, and what would you gain? (`set_reshard_after_forward(False)` on that
+# layer; try it in the cell that prints the order.)
 #
 # **Next:** [06, the schedule](06_schedule.ipynb). **Write it yourself:** station 03 (`exercises/03_naive_fsdp`), its backward, and
 # station 04 (`exercises/04_it_breaks`).

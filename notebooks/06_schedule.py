@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 06 · The schedule
 #
-# A gather has to be over before its layer computes, and a reduction cannot start before its layer has computed. So when is there
-# ever something to overlap with?
+# A gather must end before its layer computes, and a reduction cannot start before its layer has computed. So when is there ever
+# something to overlap with?
 #
-# Four layers, on GPUs where gathering a layer takes 1.45 ms, its forward 2.2 ms, its backward 4.3 ms and reducing its gradients 2.8
-# ms. Every layer is gathered twice, for forward and for backward, and reduced once.
+# Take four layers. On these GPUs, gathering a layer takes 1.45 ms, its forward 2.2 ms, its backward 4.3 ms, and reducing its
+# gradients 2.8 ms. Every layer is gathered twice, for forward and for backward, and reduced once.
 #
-# **Write down two numbers before you go on:** for how many ms does the GPU wait for the network in a step if nothing overlaps? And
-# for how many at least, if every layer is freed after its forward, and the host reads every layer's output before it goes on?
+# **Write down two numbers before you go on.** For how many ms does the GPU wait for the network in a step if nothing overlaps?
+# And for how many ms must it wait at least, if every layer is freed after its forward, and the host reads every layer's output
+# before it goes on?
 
 # %%
 try:
@@ -23,17 +24,18 @@ lesson.begin()
 # %% [markdown]
 # ## A schedule with switches
 #
-# Times are what matters here, so the GPUs are virtual: 16 H100 on two nodes, whose clock is arithmetic and gives the same times on
-# every machine. What runs is the package itself, as rank 0, on tensors without values. Its schedule overlaps all it can. To see
-# what each part of that is good for, switch it off:
+# This notebook is about times, so the GPUs are virtual: 16 H100 on two nodes, with a virtual clock that gives the same times on
+# every machine. The package itself runs, as rank 0, on tensors without values. Its schedule overlaps as much as it can. To see
+# what each part of it contributes, switch it off:
 #
-# - **Forward prefetch** gathers the next layer under the current one's forward. Which is next, the forward before has shown. A list
-#   of your own replaces the guess, and a layer that lists itself gathers nobody: its own gather has started already.
-# - **Backward prefetch** does the same in reverse order, and has a list, too.
-# - **Reduce overlap** lets the next backward run while gradients are reduced. There is no switch for it, but `fully_shard` takes
-#   the object that knows what is in flight, an `FSDPCommContext`, and that can be told to wait.
+# - **Forward prefetch** gathers the next layer under the current layer's forward. It predicts the next layer from the previous
+#   forward. Your own list overrides that. A layer that lists only itself prefetches nothing.
+# - **Backward prefetch** does the same in reverse order. It also takes a list.
+# - **Reduce overlap** lets the next backward run while gradients are reduced. It has no switch. But `fully_shard` takes an
+#   `FSDPCommContext`, the object that knows what is in flight, and we can tell this object to wait.
 #
-# In all of them the host reads a number of every layer's output, as one does who logs norms. Why, we will see at the end.
+# In all runs the host reads a number from every layer's output, as a program does that logs norms. The end of this notebook
+# explains why.
 
 # %%
 import torch
@@ -101,9 +103,9 @@ serial = simulated()
 plot_timeline(serial.log, step=0)
 
 # %% [markdown]
-# Time runs to the right, a row is a stream, a number is a layer, a pale bar is the model around them. What runs on one stream runs
-# in order; what is on two may run at the same time, if nothing waits. Here everything waits: hatched is time in which compute
-# stands still until a gather or a reduction is over.
+# Time runs to the right. A row is a stream, a number is a layer, and a pale bar is the model around the layers. Work on one
+# stream runs in order. Work on two streams may run at the same time, unless one waits. Here everything waits: in the hatched
+# parts, compute waits until a gather or a reduction is over.
 
 
 # %%
@@ -127,11 +129,11 @@ print(
 )
 
 # %% [markdown]
-# That is your first number. Nothing is wrong in this step, and more than two fifths of it are spent waiting.
+# That is your first number. The step is correct, but it spends more than two fifths of its time waiting.
 #
 # ## One ahead
 #
-# Now one part after the other. All bands are on one axis of time, and a dashed line is the end of a step.
+# Now we switch on one part after the other. All bands share one axis of time, and a dashed line marks the end of a step.
 
 # %%
 from hwfsdp.plot.comparison import plot_comparison
@@ -151,24 +153,24 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # %% [markdown]
 # Follow layer 1 down the page.
 #
-# - **Second band.** Its green bar in forward has moved under the forward of layer 0. A gather needs nothing of the layer before:
-#   the shards are there since the last optimizer step. Only the gather of layer 0 has nothing to hide behind.
-# - **Third band.** In backward its gather has moved under the backward of layer 2. The first backward, that of layer 3, has nothing
-#   before it.
-# - **Last band.** Its reduction has moved under the backward of layer 0. Only that of layer 0 has nothing after it.
+# - **Second band.** In forward, its green bar has moved under the forward of layer 0. A gather needs nothing from the layer
+#   before it: the shards have been there since the last optimizer step. Only the gather of layer 0 has nothing to hide behind.
+# - **Third band.** In backward, its gather has moved under the backward of layer 2. The backward of layer 3 is the first one,
+#   so nothing can hide its gather.
+# - **Last band.** Its reduction has moved under the backward of layer 0. Only layer 0's own reduction has nothing after it.
 #
-# So three things are not hidden: the first gather, the gather of the first backward, and the last reduction. That is your second
-# number, 5.7 ms. The run is 0.3 ms above it: layer 0 needs no gradient of its input, so its backward is half as long as the
-# others', too short for the reduction beneath it.
+# So three things are not hidden: the first gather, the gather of the first backward, and the last reduction. That is your
+# second number, 5.7 ms. The run is 0.3 ms above it. Layer 0 needs no gradient of its input, so its backward is half as long as
+# the others, and too short for the reduction beneath it.
 #
-# Whatever the number of layers, it is these three. A model of 80 layers waits for as long as one of 4, in twenty times the compute.
-# This is a reason for small groups: the smaller a group, the shorter what is exposed at both ends.
+# These three remain at any number of layers. A model of 80 layers waits as long as a model of 4 layers, but computes twenty
+# times as long. This is a reason for small groups: the smaller a group, the shorter the exposed parts at both ends.
 #
 # ## What it costs
 #
-# Memory, as the last column says: what travels while something else runs is held for longer. Forward prefetch adds nothing to
-# the peak here, which is in the backward. One group ahead, one reduction in flight: no more are needed to hide them, and without
-# a bound it would be the whole model again. Each schedule is bounded by construction, not by luck.
+# It costs memory, as the last column shows: while something else runs, buffers in flight are held longer. Forward prefetch adds
+# nothing to the peak here, because the peak is in the backward. One group ahead and one reduction in flight are enough to hide
+# communication. Without such a limit, memory would again hold the whole model. The schedule guarantees the limit.
 
 # %%
 from hwfsdp.plot.lifetimes import plot_lifetimes
@@ -176,13 +178,13 @@ from hwfsdp.plot.lifetimes import plot_lifetimes
 lesson.explore(lambda overlap: plot_lifetimes(runs[overlap].log), overlap=tuple(runs))
 
 # %% [markdown]
-# In the upper picture one group at a time is anything but sharded. In the lower one the next group is on its way while one
-# computes; it waits, gathered, for its turn. Never are there three.
+# In the upper picture, only one group at a time is not sharded. In the lower one, the next group is already on its way while
+# one computes; it is gathered and waits for its turn. There are never three.
 #
 # ## What may overlap
 #
-# Two events may run at the same time if neither has to wait for the other. The log can tell: `happens_before` says whether streams
-# and waits *prove* an order, whatever times came out.
+# Two events may run at the same time if neither must wait for the other. The log can tell: `happens_before` says whether
+# streams and waits *guarantee* an order, whatever the measured times are.
 
 
 # %%
@@ -206,14 +208,14 @@ for fact in before:
     print(f"{fact:<38}{before[fact]:<12}{after[fact]}")
 
 # %% [markdown]
-# Left without overlap, right with all of it. The first two orders are needed: a schedule that loses them computes with garbage, and
-# perhaps only on days when the network is slow. The third was never needed. A good schedule keeps all orders of the first kind, and
-# none of the second.
+# The left column is without overlap, the right column with all overlap. The first two orders are needed. A schedule without
+# them computes with garbage, and perhaps only on days when the network is slow. The third order was never needed. A good
+# schedule keeps all orders of the first kind, and none of the second.
 #
 # ## What no schedule hides
 #
-# So far every GPU had 400 Gb/s to other nodes. The slower the network, the longer the green and vermilion bars; compute stays as it
-# is.
+# So far every GPU had 400 Gb/s to other nodes. On a slower network the green and vermilion bars get longer, and compute stays
+# as it is.
 
 # %%
 from dataclasses import replace
@@ -236,12 +238,12 @@ def draw(gbit):
 lesson.explore(draw, gbit=(200, 100, 50))
 
 # %% [markdown]
-# At 50 Gb/s for each GPU compute is the short part. Overlap hides compute behind communication now, not the other way round, and
-# the step cannot be shorter than what the busiest stream has to do. What helps then is something else: more tokens per GPU, which
-# makes compute longer and leaves the bytes as they are; fewer bytes (notebook 07); fewer of them over the slow links (notebook 08).
+# At 50 Gb/s per GPU, compute is the shorter part. Now overlap hides compute behind communication, and the step cannot be
+# shorter than the work of the busiest stream. Then other things help: more tokens per GPU, which make compute longer and leave
+# the bytes as they are; fewer bytes (notebook 07); fewer bytes over the slow links (notebook 08).
 #
-# On virtual GPUs streams do not slow each other down. On real ones gathers and reductions share the network, and their kernels take
-# some of the GPU's units from compute; see `docs/virtual.md`.
+# Virtual streams do not slow each other down. On real GPUs, gathers and reductions share the network, and their kernels take
+# some of the GPU's compute units; see `docs/virtual.md`.
 #
 # ## Why the host reads numbers
 #
@@ -258,13 +260,13 @@ report(
 )
 
 # %% [markdown]
-# A host that never has to look at a result issues everything long before it runs. Then the gather of the next layer is in its
-# stream in time, prefetch or not, and the streams do the rest: with few waits between them, they overlap by themselves. Even the
-# gather of the first backward is hidden then, under the end of the forward.
+# A host that never reads a result issues all work long before it runs. Then the gather of the next layer is in its stream in
+# time, with or without prefetch, and streams with few waits between them overlap by themselves. Even the gather of the first
+# backward is hidden, under the end of the forward.
 #
-# Prefetching on purpose is for a host that *is* held up: by a number that it reads, by tokens that it routes to experts, by many
-# short kernels, or because the host is what computes, as on a CPU. PyTorch's first FSDP got its forward prefetch for hosts that are
-# slow to issue ([Zhao et al., 2023](https://arxiv.org/abs/2304.11277), section 3.3).
+# Explicit prefetching is for a host that *is* held up. It may read numbers, route tokens to experts, or launch many short
+# kernels; or the host itself computes, as on a CPU. PyTorch's first FSDP got its forward prefetch for hosts that are slow to
+# issue ([Zhao et al., 2023](https://arxiv.org/abs/2304.11277), section 3.3).
 #
 # **Try:** layer 3 is freed after its forward, and gathered again at once for its backward. Which argument of `fully_shard` saves
 # that gather, and how many ms of the 6.0? Which other layers would profit from it?

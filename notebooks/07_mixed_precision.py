@@ -4,9 +4,10 @@
 # A number in bf16 takes half the bytes of one in fp32, and GPUs compute with it many times faster. So why not keep everything in
 # bf16?
 #
-# **Write down two numbers before you go on:** in a step every parameter is gathered twice, and its gradient is reduced once.
-# Parameters now travel in bf16 instead of fp32, gradients are still reduced in fp32: to what fraction of the bytes does the step
-# come down? And a weight is 1.0, and a hundred steps of SGD subtract 0.001 each: what is it after that, if it is kept in bf16?
+# **Write down two numbers before you go on.** In a step every parameter is gathered twice, and its gradient is reduced once.
+# Parameters now travel in bf16 instead of fp32, and gradients are still reduced in fp32. What fraction of the bytes is left?
+# The second number: a weight is 1.0, and a hundred steps of SGD each subtract 0.001. What is the weight afterwards if it is
+# kept in bf16?
 
 # %%
 try:
@@ -21,9 +22,9 @@ lesson.begin()
 # %% [markdown]
 # ## Three dtypes of one weight
 #
-# A policy names dtypes for two of them: `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. The third is the dtype that the
-# parameter had when it was sharded. Here is the way of one weight through a step, from top to bottom, on two real ranks under three
-# policies. A bar is as long as it has bytes.
+# A weight has three dtypes. The policy sets two of them, `MixedPrecisionPolicy(param_dtype, reduce_dtype)`; the third is the
+# dtype that the weight had when it was sharded. The picture follows one weight through a step, from top to bottom, on two real
+# ranks under three policies. The length of a bar shows its bytes.
 
 # %%
 from hwfsdp.course.pictures import mixed_precision
@@ -31,14 +32,14 @@ from hwfsdp.course.pictures import mixed_precision
 mixed_precision.draw()
 
 # %% [markdown]
-# What is kept (first line) and what the optimizer works with (last line) is fp32, whatever the policy. Only what lies between them
-# changes: what is gathered, what forward and backward compute with, what is reduced. A policy takes nothing from a weight that it
-# does not get back before the update.
+# The stored weight (first line) and the numbers of the optimizer (last line) are fp32 under every policy. Only the lines
+# between them change: the gather, the compute of forward and backward, the reduction. So a policy never changes the precision
+# of the update itself.
 #
 # ## What travels
 #
-# Now a small GPT under the same three policies. Filled bars are measured by both ranks, hollow ones are closed forms: elements
-# times the bytes of the dtype that travels.
+# Now a small GPT under the same three policies. Filled bars are measured on both ranks. Hollow bars are closed forms: the
+# number of elements times the bytes of the dtype that travels.
 
 # %%
 import torch
@@ -110,13 +111,13 @@ for name, total in totals.items():
     print(f"{name:<25}{total:>12,} B, {total / totals['no policy']:.3f} of fp32")
 
 # %% [markdown]
-# Two thirds, not half: of 4 + 4 + 4 bytes for each parameter, 2 + 2 + 4 are left. Half it is when gradients are reduced in bf16,
-# too. That is what happens if a policy names no `reduce_dtype`: gradients are reduced in the dtype in which backward leaves them.
-# Do not forget it by accident.
+# Two thirds are left, not half: 2 + 2 + 4 bytes of 4 + 4 + 4 for each parameter. Half is left if gradients are reduced in bf16,
+# too. That happens if a policy does not set `reduce_dtype`: gradients are then reduced in the dtype in which backward leaves
+# them. So do not forget to set it.
 #
 # ## What is kept
 #
-# The ledger, of rank 0. In the last line there is no policy: the model itself was cast to bf16 before it was sharded.
+# This is the ledger of rank 0. In the last line there is no policy: the model itself was cast to bf16 before it was sharded.
 
 # %%
 logs["model cast to bf16"] = launch(recorded_step, 2, MixedPrecisionPolicy(output_dtype=FP32), BF16)[0]
@@ -127,11 +128,12 @@ for name, log in logs.items():
     print(f"{name:<25}" + "".join(f"{peak[kind]:>17,}" for kind in kinds))
 
 # %% [markdown]
-# A policy halves what comes and goes, and saves nothing of what stays. Why pay for that, if casting the model halves all of it?
+# A policy halves only the memory that comes and goes; everything that stays keeps its size. Casting the model halves all of it.
+# So why use a policy?
 #
 # ## Master weights
 #
-# Because of your second number. The weight of this layer is 1.0, its gradient 1.0, and a learning rate of 0.001 makes the step.
+# The answer is your second number. The weight of this layer is 1.0, its gradient is 1.0, and the learning rate is 0.001.
 
 # %%
 from torch import nn
@@ -165,15 +167,15 @@ for name, weight in launch(under_each, 2, hundred_steps)[0].items():
     print(f"{name:<32}{weight:.4f}")
 
 # %% [markdown]
-# In bf16 a hundred steps did nothing at all. Below 1.0 its next number is 0.99609, 1/256 away, and a step that comes less than half
-# as far is rounded back. Forward and backward can live with that. An update cannot: many small steps in one direction are what
-# training consists of.
+# In bf16 a hundred steps changed nothing. The next bf16 number below 1.0 is 0.99609, 1/256 away, and a step of less than half
+# that distance is rounded back. Forward and backward can tolerate this. An update cannot, because training consists of many
+# small steps in one direction.
 #
 # A weight in full precision beside a copy in low precision is called a *master weight* ([Micikevicius et al.,
-# 2018](https://arxiv.org/abs/1710.03740)). FSDP gets it for nothing: the master is the shard, 1/W of the model, and the copy is
-# what the gather makes anyway. The cast is part of the copy-in.
+# 2018](https://arxiv.org/abs/1710.03740)). FSDP gets it for free: the master is the shard, 1/W of the model, and the gather
+# makes the copy anyway. The cast is part of the copy-in.
 #
-# What comes of it: a layer learns to imitate another one, with Adam, on two ranks.
+# Here is the effect on training: a layer learns to imitate another layer, with Adam, on two ranks.
 
 # %%
 from hwfsdp.plot.loss import plot_losses
@@ -199,15 +201,15 @@ def imitate(kept_in, policy, steps=200):
 plot_losses(launch(under_each, 2, imitate)[0])
 
 # %% [markdown]
-# Computing in bf16 costs next to nothing here: two curves lie on each other. Keeping weights in bf16 costs much of the learning:
-# many of the steps are too small for their weight, and are lost. There is no error and no NaN. A loss that falls too slowly is all
-# one sees of it.
+# Computing in bf16 costs almost nothing here: two curves lie on each other. Keeping weights in bf16 costs much of the learning,
+# because many steps are too small for their weight and are lost. There is no error and no NaN. You only see that the loss falls
+# too slowly.
 #
 # ## A sum has a dtype, too
 #
-# Gradients are added up in two places: over the ranks, and over micro-batches. Every addition in bf16 rounds to 8 significant bits.
-# Here 4 ranks each make a gradient of about 0.8 per micro-batch. These are bf16 numbers themselves, and known. So fp64 can say what
-# their mean is, and all that differs from it is due to sums.
+# Gradients are added up in two places: over the ranks, and over micro-batches. Every addition in bf16 rounds to 8 significant
+# bits. Here 4 ranks each make a gradient of about 0.8 per micro-batch. These gradients are known bf16 numbers, so fp64 gives
+# their exact mean, and every difference from it comes from the sums.
 
 # %%
 import torch.distributed as dist
@@ -239,14 +241,15 @@ for count, (low, full) in table.items():
     print(f"{count:>4} micro-batch{'es' if count > 1 else '':<6}{low:>13.2%}{full:>13.0e}")
 
 # %% [markdown]
-# With one micro-batch the error is that of a few roundings, and many trainings would not notice. With 512 the sum has outgrown its
-# terms: next to 256, bf16 numbers are 2 apart. What is added is less than half of that, and the sum stands still. It makes no
-# difference where the terms come from: a ring of 1000 ranks adds 999 times. Hence `reduce_dtype=torch.float32`. And `fully_shard`
-# adds up in it between micro-batches as well, not only on the wire.
+# With one micro-batch the error is a few roundings, and many trainings would not notice it. With 512 the sum has become much
+# larger than its terms. Beside 256, bf16 numbers are 2 apart; each new term is less than half of that, so the sum no longer
+# changes. The origin of the terms makes no difference: a ring of 1000 ranks adds 999 times. So use
+# `reduce_dtype=torch.float32`. `fully_shard` uses it for the sums between micro-batches as well, not only on the wire.
 #
 # ## What is not cast
 #
-# A bf16 weight wants bf16 activations. So floating-point inputs of a forward are cast to the param dtype. Other inputs are not:
+# A bf16 weight needs bf16 activations. So FSDP casts the floating-point inputs of a forward to the param dtype. It does not
+# cast other inputs:
 
 
 # %%
@@ -268,9 +271,10 @@ for place, (taken, given) in launch(dtypes_in_and_out, 2, MixedPrecisionPolicy(B
 print("257 in bf16:", torch.tensor(257).to(BF16).item())
 
 # %% [markdown]
-# Token 257 would be token 256. Outputs stay as they are unless a policy has an `output_dtype`. The GPT above has one, fp32, for the
-# whole model: its loss is computed in full precision.
+# In bf16, token 257 would become token 256. Outputs keep their dtype unless the policy has an `output_dtype`. The GPT above has
+# one, fp32, for the whole model, so its loss is computed in full precision.
 #
-# **Try:** cast the model to bf16 and train with a learning rate ten times as high. Does it learn now? Why is that no way out?
+# **Try:** cast the model to bf16 and train with a learning rate ten times as high. Does it learn now? Why does this not solve
+# the problem?
 #
 # **Next:** [08, switches](08_switches.ipynb). **Write it yourself:** station 06 (`exercises/06_mixed_precision`).

@@ -3,10 +3,10 @@
 #
 # ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, DDP, gradient accumulation: are these seven programs, or one?
 #
-# **Write down two numbers before you go on:** a step has four micro-batches. FSDP as it comes (ZeRO-3) gathers every layer for
-# forward and for backward, and reduces its gradients after that. How many times the size of the model does it communicate in the
-# step, with everything in fp32? And how few times would do, for the same update, if parameters and optimizer state
-# stay in shards between steps?
+# **Write down two numbers before you go on.** A step has four micro-batches. By default FSDP (ZeRO-3) gathers every layer for
+# forward and for backward, and then reduces its gradients. With everything in fp32, how many times the size of the model does
+# it communicate in the step? And what is the smallest number for the same update, if parameters and optimizer state stay
+# sharded between steps?
 
 # %%
 try:
@@ -21,8 +21,8 @@ lesson.begin()
 # %% [markdown]
 # ## One program
 #
-# Two functions. The first builds a model of six layers, each a group of its own, and has two switches. The second takes a step of
-# some micro-batches, and has three.
+# The program has two functions. The first builds a model of six layers, each of them a group, and has two switches. The second
+# takes a step of several micro-batches, and has three switches.
 
 # %%
 import torch
@@ -56,12 +56,12 @@ def take_step(model, optimizer, batches, *, reduce_each=True, all_reduce_each=Tr
 
 
 # %% [markdown]
-# The first two switches give strategies their names:
+# The first two switches choose the strategy:
 #
-# - `reshard_after_forward=False` keeps parameters whole from forward to backward, which saves the second gather. What is sharded
-#   then while it matters are gradients and optimizer state: stage 2 of [ZeRO](https://arxiv.org/abs/1910.02054).
-# - `mesh` arranges the ranks in a grid. Ranks of one row shard, ranks of one column replicate. For four ranks, 1 × 4 is FSDP, 2 × 2
-#   is hybrid sharding (HSDP), and 4 × 1, in which nothing is sharded, is plain data parallelism (DDP).
+# - `reshard_after_forward=False` keeps parameters whole from forward to backward, which saves the second gather. During that
+#   time only gradients and optimizer state are sharded: stage 2 of [ZeRO](https://arxiv.org/abs/1910.02054).
+# - `mesh` arranges the ranks in a grid. The ranks of a row shard, the ranks of a column replicate. For four ranks, 1 × 4 is
+#   FSDP, 2 × 2 is hybrid sharding (HSDP), and 4 × 1, where nothing is sharded, is plain data parallelism (DDP).
 
 # %%
 from hwfsdp.plot.meshmap import plot_mesh
@@ -71,8 +71,8 @@ plot_mesh({"replicate": 2, "shard": 2}, node=2)
 # %% [markdown]
 # ## What one micro-batch moves
 #
-# Four real ranks run the program with one micro-batch under four settings. Filled bars are measured, hollow ones are the closed
-# forms of `hwfsdp.observe.accounting`, which know shapes and nothing of what happened.
+# Four real ranks run the program with one micro-batch under four settings. Filled bars are measured. Hollow bars are the closed
+# forms of `hwfsdp.observe.accounting`, which use shapes and nothing of what happened.
 
 # %%
 import torch.distributed as dist
@@ -121,16 +121,16 @@ def draw(setting):
 lesson.explore(draw, setting=tuple(KINDS))
 
 # %% [markdown]
-# The model has 1.5 MiB. ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3 does,
-# and all-reduces what the reduce-scatter has left, half of it, across the replicas. DDP all-reduces the gradients and gathers
-# nothing.
+# The model has 1.5 MiB. ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3
+# moves, and in addition all-reduces the result of the reduce-scatter, half of the model, across the replicas. DDP all-reduces
+# the gradients and gathers nothing.
 #
-# Bytes are those of whole tensors. What a rank sends for them depends on the W ranks that take part: (W − 1) / W of the bytes of a
-# gather or a reduction, twice that for an all-reduce (notebook 02).
+# Bytes are counted for whole tensors. The bytes that a rank sends depend on the W ranks that take part: (W − 1) / W of the
+# bytes for a gather or a reduction, and twice that for an all-reduce (notebook 02).
 #
 # ## What stays
 #
-# Between steps, and while the optimizer runs, nothing is whole but what the mesh replicates:
+# Between steps, and while the optimizer runs, only what the mesh replicates is whole:
 
 # %%
 from hwfsdp.plot.states import MeasuredState, plot_model_states
@@ -147,20 +147,20 @@ measured = [MeasuredState(KINDS[name], 4, state_bytes(logs[name])) for name in (
 plot_model_states([(WIDTH, WIDTH)] * LAYERS, (1, 2, 4, 8), shards=2, measured=measured)
 
 # %% [markdown]
-# ZeRO-2 has no point of its own. Of what stays, this program always keeps a shard only, so its ZeRO-2 lies where ZeRO-3 does: whole
-# parameters are there from forward to backward, and gone when the optimizer runs. The lines of ZeRO-1 and ZeRO-2 are those of the
-# paper, which keeps parameters whole all the time.
+# ZeRO-2 has no separate point. This program always keeps only a shard between steps, so its ZeRO-2 lies where ZeRO-3 does:
+# whole parameters exist from forward to backward, and are gone when the optimizer runs. The lines of ZeRO-1 and ZeRO-2 follow
+# the paper, which keeps parameters whole all the time.
 #
 # ## Four micro-batches
 #
-# Now accumulation. A batch that does not fit is cut into micro-batches, whose gradients are added up before the optimizer sees
-# them. Three more switches:
+# Now we accumulate gradients. A batch that does not fit is cut into micro-batches, and their gradients are added up before the
+# optimizer uses them. There are three more switches:
 #
-# - `set_requires_gradient_sync(False)` reduces nothing: whole gradients add up on each rank, and the last micro-batch reduces their
-#   sum.
-# - `set_requires_all_reduce(False)` goes half of the way under HSDP: gradients are reduced in a row, and wait there, sharded, for
-#   the last micro-batch to take them across.
-# - `set_reshard_after_backward(False)` keeps parameters whole for the next micro-batch, which has nothing to gather then.
+# - `set_requires_gradient_sync(False)` reduces nothing. Whole gradients add up on each rank, and the last micro-batch reduces
+#   their sum.
+# - `set_requires_all_reduce(False)` goes half of the way under HSDP. Gradients are reduced within a row and stay there,
+#   sharded, until the last micro-batch all-reduces them across rows.
+# - `set_reshard_after_backward(False)` keeps parameters whole for the next micro-batch, which then has nothing to gather.
 
 # %%
 ZERO2 = {"reshard_after_forward": False}
@@ -208,9 +208,10 @@ print(
 )
 
 # %% [markdown]
-# Twelve is your first number, two your second: one gather, one reduction. All eight make the same update, up to the order in which
-# sums are rounded. They differ in what they move and in what they keep, and that is one picture. (Memory is what the ledger counts:
-# states, whole parameters and gradients, buffers. Activations are the same for all, and are left out.)
+# Your first number is twelve, your second is two: one gather, one reduction. All eight settings make the same update, up to the
+# order in which sums are rounded. They differ in the bytes they move and the memory they need, which is the next picture.
+# (Memory is what the ledger counts: states, whole parameters and gradients, buffers. Activations are the same for all settings,
+# and are left out.)
 
 # %%
 from matplotlib.figure import Figure
@@ -240,24 +241,24 @@ def draw_costs():
 draw_costs()
 
 # %% [markdown]
-# Downwards is a larger model, to the left is a slower network. No setting is best in both.
+# Lower in the picture, a larger model fits. Further left, a slower network is enough. No setting is best in both.
 #
-# - **ZeRO-3** sends the most of all and keeps the least. From there, every switch that saves bytes costs memory.
-# - **Gather once, reduce once** sends as little as DDP that reduces once, and keeps less, for it still shards the optimizer's
-#   state. Whole parameters and whole gradients are there through the step. What it moves is what ZeRO-1 moves.
-# - **Accumulating without reducing** is not free. Whole gradients of all layers are there from the first micro-batch to the last. A
+# - **ZeRO-3** sends the most and keeps the least. Starting from it, every switch that saves bytes costs memory.
+# - **Gather once, reduce once** sends as little as DDP that reduces once, and keeps less, because it still shards the optimizer
+#   state. Whole parameters and whole gradients exist throughout the step. It moves what ZeRO-1 moves.
+# - **Accumulating without reducing** is not free. Whole gradients of all layers exist from the first micro-batch to the last. A
 #   model that only just fits with ZeRO-3 does not fit with it.
 #
-# With six layers, buffers are a good part of that memory: a layer or two on their way, one being reduced. With eighty layers they
-# would be a few percent.
+# With six layers, buffers are a large part of this memory: a layer or two on their way, and one being reduced. With eighty
+# layers they would be a few percent.
 #
 # ## What HSDP is for
 #
-# In the picture HSDP does not look good: nearly as much to send as ZeRO-3, and twice the states. Four ranks on one machine are the
-# wrong place to see its point. It is about *where* bytes go. In the mesh above, gathers stay within a node, and only a part of the
-# gradients crosses.
+# In the picture HSDP does not look good: it sends nearly as much as ZeRO-3, and keeps twice the states. But HSDP is about
+# *where* bytes go, and four ranks on one machine cannot show that. In the mesh above, gathers stay within a node, and only a
+# part of the gradients crosses nodes.
 #
-# So, the same two functions again, on virtual H100, eight to a node. The layers are 8192 wide now.
+# So we run the same two functions again, on virtual H100, eight to a node. The layers are now 8192 wide.
 
 # %%
 from hwfsdp.virtual import simulate
@@ -280,12 +281,12 @@ for gpus in (16, 512, 4096):
     print(f"{gpus:>6}{'   '.join(texts)}")
 
 # %% [markdown]
-# On two nodes there is nothing to win. With thousands of GPUs every gather of ZeRO-3 visits all of them, and takes a little for
-# each; a layer's forward is as short as before, and cannot hide that any more. A gather within a node does not know how many nodes
-# there are. What it costs is memory: one copy of the states in every node, however many nodes one buys.
+# On two nodes there is nothing to gain. With thousands of GPUs, every gather of ZeRO-3 visits all of them, and each visit takes
+# a little time. A layer's forward is as short as before and can no longer hide that. A gather within a node does not depend on
+# the number of nodes. The price is memory: every node holds a copy of the states, however many nodes you have.
 #
-# `reshard_after_forward=8` is the way between: states are sharded over all, as with ZeRO-3, and the second gather, that of
-# backward, stays within groups of eight, which keep a copy between them from forward to backward.
+# `reshard_after_forward=8` lies between the two. States are sharded over all ranks, as with ZeRO-3. From forward to backward
+# each group of eight ranks keeps one copy, and the second gather stays within that group.
 #
 # **Try:** change `build` so that only the last two layers have `reshard_after_forward=False`. Where in the picture will that lie?
 # Why is the last layer the best one to begin with?

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 09 · Strided shards
 #
-# Large models are cut twice: by tensor parallelism (TP), over GPUs that compute one product together, and then by FSDP. Which rows
-# of a weight does a rank hold in the end?
+# Large models are cut twice: first by tensor parallelism (TP), over GPUs that compute one product together, and then by FSDP.
+# Which rows of a weight does a rank hold in the end?
 #
-# **Write down two answers before you go on.** Ranks 0 to 3 form a grid of 2 × 2: rank 1 is dp 0, tp 1. A weight of 8 rows is cut
-# over tp, and what is left on each rank is cut over dp by FSDP. Which rows has rank 1? And a weight of 7 rows on a grid of dp 3 ×
-# tp 2, in the same order: how many rows has the rank at dp 2, tp 0?
+# **Write down two answers before you go on.** Ranks 0 to 3 form a grid of 2 × 2: rank 1 is dp 0, tp 1. A weight of 8 rows is
+# cut over tp. Then FSDP cuts the part on each rank over dp. Which rows does rank 1 hold? Now take a weight of 7 rows on a grid
+# of dp 3 × tp 2, cut in the same order: how many rows does the rank at dp 2, tp 0 hold?
 
 # %%
 try:
@@ -27,15 +27,16 @@ from hwfsdp.plot.meshmap import plot_mesh
 plot_mesh({"dp": 2, "tp": 2}, node=2)
 
 # %% [markdown]
-# TP talks in the middle of every layer, and compute waits for it. So its groups lie within a node, next to each other, on the inner
-# axis. FSDP talks once per layer, ahead of time, and can afford to cross nodes: the outer axis. That is why FSDP, which cuts
-# *last*, stands *first* in the mesh. All that follows comes from this.
+# TP communicates in the middle of every layer, and compute waits for it. So the ranks of a TP group lie within a node, next to
+# each other: on the inner axis. FSDP communicates once per layer, ahead of time, and can cross nodes: it uses the outer axis.
+# So FSDP cuts *last*, but stands *first* in the mesh. Everything below follows from this.
 #
 # ## On four ranks
 #
-# A perceptron: TP cuts the rows of its first layer, so that each rank computes some of the hidden values, and the columns of its
-# second layer, so that each rank uses those that it has ([Megatron-LM](https://arxiv.org/abs/1909.08053)). That is torch's own
-# `parallelize_module`. Then FSDP cuts what it finds. 14 hidden values, of which each tp rank has 7, which two do not divide.
+# We use a perceptron. TP cuts the rows of its first layer, so each rank computes some of the hidden values. It cuts the columns
+# of the second layer, so each rank uses the values that it has ([Megatron-LM](https://arxiv.org/abs/1909.08053)). torch's own
+# `parallelize_module` does this. Then FSDP cuts what it finds. There are 14 hidden values; each tp rank has 7, which two does
+# not divide.
 
 # %%
 from collections import OrderedDict
@@ -81,28 +82,28 @@ ran = launch(trained_on_four, 4)
 print(ran[1][0])
 
 # %% [markdown]
-# This is rank 1, and of `up.weight` it holds rows 7 to 10, not 4 to 7 as the second of four. Each axis has a placement, in the
-# order of the axes, dp first:
+# This is rank 1. It holds rows 7 to 10 of `up.weight`, not rows 4 to 7 as the second of four ranks would. Each axis has a
+# placement. They are listed in the order of the axes, dp first:
 #
-# - `_S(0, 2), S(0)` of `up.weight` reads: dp has cut dim 0 *when that was in 2 pieces already*, tp has cut dim 0. This is a
+# - `_S(0, 2), S(0)` of `up.weight`: tp has cut dim 0, and dp has cut dim 0 *when it was already in 2 pieces*. This is a
 #   `StridedShard`, and the 2 is its split factor.
-# - `S(0), S(1)` of `down.weight`: tp has cut another dim, so there is nothing to say about the order.
+# - `S(0), S(1)` of `down.weight`: tp has cut another dim, so the order does not matter.
 # - `S(0), R` of `down.bias`: tp has not cut it, so both ranks of a tp group hold the same.
 
 # %%
 plot_sharding(ran[0][1], {"dp": 2, "tp": 2})
 
 # %% [markdown]
-# Left are the whole tensors, with the ranks that own their parts; right is what each rank holds, and its padding. Read the first
-# line from left to right: ranks 0, 2, 1, 3. **The order of ranks is not the order of rows.** Ranks 0 and 2 are the FSDP group that
-# shares the first half, and ranks 1 and 3 share the second. FSDP gathers a half, never the whole, and need not know what it is a
-# part of.
+# On the left are the whole tensors, with the ranks that own their parts. On the right is what each rank holds, with its
+# padding. Read the first line from left to right: ranks 0, 2, 1, 3. **The order of ranks is not the order of rows.** Ranks 0
+# and 2 are the FSDP group of the first half, ranks 1 and 3 of the second. FSDP gathers a half, never the whole, and need not
+# know which half it is.
 #
 # ## What goes wrong otherwise
 #
-# Nothing, until somebody asks which rows these are: a checkpoint that is to be loaded on other GPUs, or you, who want to look at a
-# weight. Here are the four shards, put together in the order of ranks, and as their placements say. The oracle is the same step
-# without any cut.
+# Nothing goes wrong until a program needs to know which rows these are, for example to load a checkpoint on other GPUs, or to
+# show you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their placements say. The
+# oracle is the same training step without any cut.
 
 # %%
 from hwfsdp.layout import unshard_strided
@@ -122,12 +123,12 @@ for how, whole in {
     print(f"{how:<24}shape {tuple(whole.shape)}, {rows.sum()} of {HIDDEN} rows are where they should be")
 
 # %% [markdown]
-# The shape is right, the numbers are all there, and no library complains. The model is a different one.
+# In the order of ranks, the shape is right, all numbers are there, and no library complains. But it is a different model.
 #
 # ## Cut by cut
 #
-# How does one find the rows of a rank? By making the cuts in the order in which they were made: each takes what is left, and keeps
-# a chunk. 7 rows, dp 3, tp 2:
+# How do you find the rows of a rank? Make the cuts in their original order: each cut takes what is left, and keeps a chunk.
+# Here are 7 rows with dp 3, tp 2:
 
 # %%
 from hwfsdp.course.pictures import strided_shards
@@ -135,17 +136,17 @@ from hwfsdp.course.pictures import strided_shards
 strided_shards.draw()
 
 # %% [markdown]
-# (The picture says fsdp for dp.) Left is what happens, tp first. Right is what happens if FSDP cuts first, which plain
-# `[Shard(0), Shard(0)]` would mean. Same mesh, same rows, other owners. Your second answer is in the last line on the left: rank (2, 0) goes empty. tp 0 has four rows for
-# three ranks, which makes chunks of 2, 2 and nothing. It is the *third* rank of its group that gets nothing, while (2, 1) has a
-# row.
+# (The picture says fsdp for dp.) The left side shows the true order, tp first. The right side shows FSDP first, which plain
+# `[Shard(0), Shard(0)]` would mean. Mesh and rows are the same, but the owners differ. Your second answer is in the last line
+# on the left: rank (2, 0) gets nothing. tp 0 has four rows for three ranks, which makes chunks of 2, 2 and nothing. The *third*
+# rank of that group gets nothing, while (2, 1) has a row.
 #
 # ## The name is a trap
 #
-# "Strided" comes from looking at it from outside: the ranks of one dp index hold stripes of the tensor together, here 0 1 and 4. So
-# one might step through the tensor, give each dp index its stripes, and have tp divide them. It looks right. The oracle is nested
-# chunking with `torch.chunk`: what tp keeps, cut again. The three ways are a few lines each, side by side in
-# `hwfsdp/course/cuts.py`; guess in which sizes the second is wrong before you run the cell.
+# "Strided" describes the result from outside: together, the ranks of one dp index hold stripes of the tensor, here 0 1 and 4.
+# So you might step through the tensor, give each dp index its stripes, and let tp divide them. That looks right. The oracle is
+# nested chunking with `torch.chunk`: cut what tp keeps again. Each way takes a few lines; they stand side by side in
+# `hwfsdp/course/cuts.py`. Before you run the cell, guess for which sizes the second is wrong.
 
 # %%
 from itertools import product
@@ -166,10 +167,11 @@ for question in (8, 2, 2, (0, 1)), (7, 3, 2, (2, 0)):
     print(f"{rows} rows, dp {dp}, tp {tp}: rank {at} has rows {found}; by stripes it would be {striped}")
 
 # %% [markdown]
-# Stripes pass every test with sizes that divide, which is what most tests have. `local_extent_of` works on integers only and makes
-# the cuts in their order; for that it has to find the order from the placements, which is what the split factor is for.
+# Stripes pass every test with sizes that divide evenly, and most tests use only such sizes. `local_extent_of` works with
+# integers only, and makes the cuts in their order. It reads the order from the placements; the split factor exists for this
+# purpose.
 #
-# Slide through some sizes, and watch rank 4, which is (2, 0). The last cut is FSDP's in the first line and TP's in the second.
+# Move through some sizes, and watch rank 4, which is (2, 0). FSDP makes the last cut in the first line, and TP in the second.
 
 # %%
 from torch.distributed.tensor import Shard
@@ -191,13 +193,14 @@ def draw(rows):
 lesson.explore(draw, rows=(12, 11, 10, 9, 8, 7))
 
 # %% [markdown]
-# Where everything divides, the two orders differ only in who has what. Where it does not, they differ in how much, too.
+# If everything divides evenly, the two orders differ only in who owns which rows. Otherwise they also differ in how many rows a
+# rank owns.
 #
-# Two more things go with an empty shard. Its offset must not be that of a real one, or two shards of a checkpoint claim the same
-# place; here it is the number of rows, where no row is. And padding, which collectives want at the end of a shard, is in the
-# *middle* of the whole tensor. To put a tensor together, cut it off first.
+# An empty shard needs care in two places. First, its offset must differ from the offset of every real shard, or two shards of a
+# checkpoint claim the same place. Here it is the number of rows, where no row is. Second, collectives want padding at the end
+# of a shard, but in the whole tensor this padding would be in the *middle*. So cut it off before you put a tensor together.
 #
-# **Try:** each rank computes the sum of squares of what it holds, and all ranks add these up. Of which parameter above does that
-# count something twice, and what in its placements tells you?
+# **Try:** each rank computes the sum of squares of what it holds, and all ranks add these up. For which parameter above does
+# this count something twice, and how do its placements show it?
 #
 # **Next:** [10, checkpoints](10_checkpoints.ipynb). **Write it yourself:** elective 12 (`exercises/12_strided_shards`).

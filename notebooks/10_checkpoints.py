@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 10 · Checkpoints
 #
-# A rank dies in the midst of a save. What is the checkpoint now: the old one, the new one, or a mixture?
+# A rank dies during a save. What is the checkpoint now: the old one, the new one, or a mixture?
 #
-# **Write down two numbers before you go on:** a GPT has P parameters in fp32 and is trained with Adam. How many bytes does its
-# checkpoint need for each of them? And: the run saves after every 6 steps, and a rank is killed during the save that follows
+# **Write down two numbers before you go on.** A GPT has P parameters in fp32 and is trained with Adam. How many bytes does its
+# checkpoint need for each parameter? The second: a run saves after every 6 steps, and a rank is killed during the save after
 # step 18. With which step does the resumed run begin?
 
 # %%
@@ -19,7 +19,7 @@ lesson.begin()
 # %% [markdown]
 # ## A run that nothing happens to
 #
-# Two ranks train a small GPT for 24 steps. This is the curve that all others are held against.
+# Two ranks train a small GPT for 24 steps. We compare all other curves with this one.
 
 # %%
 import json
@@ -50,9 +50,9 @@ print(
 # %% [markdown]
 # ## The accident
 #
-# The same run again, now with a save after every 6 steps. Rank 0 is rigged: in its third save it writes half of the first piece
-# of data, and then sends itself SIGKILL. That signal cannot be caught. No handler runs, no file is closed, nothing is tidied
-# up. Rank 0 is also the one that has to declare a save complete, so it is the worst one to lose.
+# Now the same run saves after every 6 steps. We have changed rank 0: in its third save it writes half of the first piece of
+# data, and then sends itself SIGKILL. No program can catch this signal: no handler runs, no file is closed, nothing is cleaned
+# up. Rank 0 also has to declare a save complete, so it is the worst rank to lose.
 
 
 # %%
@@ -92,12 +92,12 @@ def show(path):
 show(folder)
 
 # %% [markdown]
-# Three folders, one for each save that began. The third has no `manifest.json`: the manifest is written when every rank has
-# reported that its file is on the disk, and rank 0 never got so far. `CURRENT` is replaced after that, so it still names the
-# second. What exists of the third is garbage, and nothing ever reads it.
+# There are three folders, one for each save that began. The third has no `manifest.json`: the manifest is written after every
+# rank has reported that its file is on the disk, and rank 0 did not get so far. `CURRENT` is replaced after that, so it still
+# names the second save. The remains of the third are garbage, and nothing ever reads them.
 #
-# The usual way to lose a run is to write the new checkpoint over the old one. Then the dead rank would have left a file that
-# has rows of two steps in it, and a loader that compares no checksums would take them.
+# The usual way to lose a run is to write the new checkpoint over the old one. Then the dead rank would have left a file with
+# rows of two different steps, and a loader that compares no checksums would accept it.
 
 # %%
 from hwfsdp.checkpoint import inspect
@@ -110,15 +110,14 @@ print(f"  {found.tensors[LOSSES].shape[0]} losses, one for each step that is don
 print(f"  {found.nbytes:,} bytes, {found.nbytes / parameters:.2f} for each parameter")
 
 # %% [markdown]
-# There are your two numbers. Of each parameter the weight and Adam's two moments are kept, 4 + 4 + 4 bytes; headers, the state
-# of the random generators and Adam's counts of steps make the rest. Gradients are not kept: the next step makes new ones. And
-# six steps are lost, no more: the last whole save is that of step 12, and the run begins with step 13.
+# Here are your two numbers. For each parameter the checkpoint keeps the weight and Adam's two moments, 4 + 4 + 4 bytes.
+# Headers, the state of the random generators and Adam's step counts are the rest. Gradients are not kept, because the next step
+# makes new ones. And only six steps are lost: the last complete save is from step 12, so the run begins with step 13.
 #
 # ## It goes on
 #
-# Two copies of the folder as the accident left it. One is resumed with two ranks, as before; the other with four. Nobody
-# converts anything: each rank reads the blocks that overlap with what it is to hold, and the batch of 8 rows is shared out
-# anew.
+# We make two copies of the folder as the accident left it. One resumes with two ranks, as before; the other with four. No
+# conversion is needed: each rank reads the blocks that overlap with its new part, and the batch of 8 rows is divided again.
 
 
 # %%
@@ -146,10 +145,9 @@ plot_losses(
 )
 
 # %% [markdown]
-# The curves lie on each other. On two ranks they are equal to the last bit: weights, both moments, the counts of steps that
-# Adam corrects them by, and the position in the data all came back. Leave one of them out, and the curves part after step 12. On
-# four ranks sums are added up in another order, so the last digits may differ; the legend says by how much. (The axis counts steps
-# from 0.)
+# The curves lie on each other. On two ranks they are equal to the last bit: weights, both moments, Adam's step counts, and the
+# position in the data all came back. Without any one of them, the curves would part after step 12. On four ranks sums are added
+# in another order, so the last digits may differ; the legend says by how much. (The axis counts steps from 0.)
 #
 # ## Who holds what
 #
@@ -177,12 +175,12 @@ for path in (folder, copy):
 show(copy)
 
 # %% [markdown]
-# The resumed run has cleared away what the dead one had left, and has written saves of its own, with four files each.
+# The resumed run has removed what the dead run left, and has written its own saves, with four files each.
 #
 # ## One bit
 #
-# Disks and networks flip bits. A weight with a wrong exponent bit is a spike in the loss, or, worse, no spike. So one bit of
-# one file is flipped now:
+# Disks and networks flip bits. A weight with a wrong exponent bit makes a spike in the loss, or, worse, no spike. We now flip
+# one bit of one file:
 
 # %%
 from hwfsdp.checkpoint import verify
@@ -204,8 +202,8 @@ except CheckpointError as error:
     tell(error)
 
 # %% [markdown]
-# The message names the file, the tensor, and where in it. `load` makes the same comparison before it gives anything out, so a
-# run cannot resume from it by accident. But the save before is whole, and can be had by its name:
+# The message names the file, the tensor, and the position. `load` makes the same comparison before it returns any value, so a
+# run cannot resume from a damaged save by accident. But the save before it is intact, and you can load it by its name:
 
 # %%
 try:
@@ -220,8 +218,7 @@ print(f"{before[:6]}: {str(verify(copy / before)).partition(': ')[2]}, intact")
 temporary.cleanup()
 
 # %% [markdown]
-# Two things to try: let rank 1 be the one that dies (what does rank 0 do about the third folder?), and look at what
-# `resume` does with three ranks.
+# **Try:** let rank 1 die instead (what does rank 0 do about the third folder?). And see what `resume` does with three ranks.
 #
 # **Next:** [11, virtual GPUs](11_virtual_gpus.ipynb). **Write it yourself:** electives 13 to 15 (`exercises/13_meta_start`,
 # `exercises/14_checkpoints`, `exercises/15_async_staging`).

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 11 · Virtual GPUs
 #
-# The model trains on 8 GPUs. You are offered 4096. What will become of it?
+# A model trains on 8 GPUs. You are offered 4096. What happens to its speed and memory?
 #
-# **Write down two numbers before you go on:** from 8 GPUs to 4096, by which factor does the number of bytes grow that one GPU
-# receives in an all-gather of the same block? And the speed of one GPU, in tokens per second: which share of it is left?
+# **Write down two numbers before you go on.** Go from 8 GPUs to 4096. By which factor does the number of bytes grow that one
+# GPU receives in an all-gather of the same block? And which share of one GPU's speed, in tokens per second, is left?
 
 # %%
 try:
@@ -19,11 +19,11 @@ lesson.begin()
 # ## One step on 512 GPUs
 #
 # `simulate` runs a training step of this package as rank 0 of a world that does not exist. `fully_shard`, its hooks and its
-# prefetching are the real ones; tensors have shapes and no values; what passes is arithmetic, not time. Order, bytes and counts
-# are exact. Times are a model, of equal ranks without stragglers or congestion. `docs/virtual.md` says how far it is to be
-# trusted.
+# prefetching are real. The tensors have shapes and no values, and times are calculated, not measured. Order, bytes and counts
+# are exact. The times come from a model with equal ranks, without stragglers or congestion. `docs/virtual.md` says how far you
+# can trust it.
 #
-# The model has 6 blocks of the width of an 8B Llama: thick enough to be real, and few enough to wait for.
+# The model has 6 blocks, as wide as in an 8B Llama: wide enough to be realistic, and few enough to simulate quickly.
 
 # %%
 from hwfsdp.train.models.llama import LlamaConfig
@@ -61,13 +61,13 @@ plot_scaling(
 )
 
 # %% [markdown]
-# Up to 512 GPUs it is nearly flat: twice the GPUs, twice the tokens. At 4096 it breaks. Memory does not break: it falls from 8
-# GPUs to 64 and then no more, for what is left are activations and a few whole blocks, which nobody shards.
+# Up to 512 GPUs the speed per GPU is nearly constant: twice the GPUs, twice the tokens. At 4096 it breaks down. Memory falls
+# from 8 GPUs to 64 and then stays, because activations and a few whole blocks are left, and sharding does not divide these.
 #
 # ## Where it breaks
 #
-# The bytes are not to blame. In a gather over W ranks each receives (W − 1) / W of the block, which is nearly all of it from
-# the start. Here is the time of one block's gather, split into what its bytes take and what W takes:
+# The bytes are not the reason. In a gather over W ranks, each rank receives (W − 1) / W of the block, which is nearly all of it
+# even at 8 ranks. Here is the time of one block's gather, split into the time for its bytes and the time to start:
 
 # %%
 from hwfsdp.virtual.devices import device_named
@@ -86,13 +86,12 @@ for gpus in (8, 64, 512, 4096):
     )
 
 # %% [markdown]
-# Bytes grow by the factor 8/7 · 4095/4096 = 1.14, and your second number is in the table above: the last rate by the first.
-# What grows is the start. A ring has W hops, and each costs a little: 1.5 µs inside a node and 6 µs between nodes in this
-# model. Of 4096 ranks each owns a 4096th of the block, a hundred kilobytes, so the pieces are small and the ring is long.
-# Compute has not changed. Once a gather takes longer than the block that it should hide behind, all that it takes longer is
-# exposed.
+# Bytes grow by the factor 8/7 · 4095/4096 = 1.14. Your second number is in the table above: divide the last rate by the first.
+# The start grows: a ring has W hops, and each costs a little, in this model 1.5 µs inside a node and 6 µs between nodes. Each
+# of 4096 ranks owns a 4096th of the block, a hundred kilobytes, so the pieces are small and the ring is long. Compute has not
+# changed. When a gather takes longer than the block that should hide it, the difference is exposed.
 #
-# The streams of one step show it, deterministic to the microsecond:
+# The streams of one step show it. The times are deterministic to the microsecond:
 
 # %%
 from hwfsdp.plot.timeline import plot_timeline
@@ -101,12 +100,13 @@ lesson.explore(lambda gpus: plot_timeline(scaled[gpus].log), gpus=tuple(scaled))
 
 # %% [markdown]
 # On 8 GPUs the green bars are short and lie under blue ones. In the forward on 4096 they follow each other without a gap, and
-# compute waits. The last bar on 4096 is the norm of the gradients, which clipping needs: one number, and an all-reduce around
-# the ring twice. It is all start. (So this model has it. Libraries take trees for messages as small as this, and lose less.)
+# compute waits. The last bar on 4096 is the norm of the gradients, which clipping needs: an all-reduce of one number, which
+# goes around the ring twice. Almost all of its time is start. (This is a property of the model. For such small messages
+# libraries use trees, and lose less time.)
 #
-# Two ways out. Hybrid sharding gathers within a node of 8, where hops are few, and only sums gradients across nodes; it pays
-# with memory, since every node has all of the state. Or give each GPU more to do: four times the tokens per step take four
-# times the compute, and the same gathers.
+# There are two remedies. Hybrid sharding gathers within a node of 8, where hops are few, and only sums gradients across nodes.
+# It costs memory, because every node holds all of the state. Or give each GPU more work: four times the tokens per step take
+# four times the compute, and the same gathers.
 
 # %%
 TOKENS["4096 GPUs, 4 sequences"] = 4 * 4096
@@ -118,12 +118,13 @@ remedies = {
 show(remedies)
 
 # %% [markdown]
-# The second is not free either: a step over 4096 GPUs then has 67 million tokens, and a batch that large may train worse.
+# The second remedy is not free either: a step over 4096 GPUs then has 67 million tokens, and a batch that large may train
+# worse.
 #
 # ## What is a group?
 #
-# You choose which modules are groups of their own. Between two extremes, everything in one group and every linear layer by
-# itself, lies the usual choice, a group for each block. Which of the three needs the least memory on 512 GPUs, and which is the
+# You choose which modules are groups. The usual choice is a group for each block. It lies between two extremes: everything in
+# one group, and a group for every linear layer. Which of the three needs the least memory on 512 GPUs, and which is the
 # fastest?
 
 # %%
@@ -176,20 +177,20 @@ for name, run in wrapped.items():
 lesson.explore(lambda groups: plot_timeline(wrapped[groups].log), groups=tuple(wrapped))
 
 # %% [markdown]
-# - **One group.** One gather, of everything, before the first layer: there is no compute yet to hide it behind. One reduction,
-#   of everything, after the last: no compute is left. And the whole model is in memory for the whole step; only between steps
-#   is anything sharded.
-# - **A group per linear.** The least memory, but seven gathers where one would do, each with its start. The narrow layers of
-#   attention (keys and values) compute for less than a tenth of a millisecond, and their gathers take 1.1.
-# - **A group per block** is large enough that bytes outweigh the start, and small enough that two of them fit.
+# - **One group.** There is one gather, of everything, before the first layer, when no compute can hide it. There is one
+#   reduction, of everything, after the last layer, when no compute is left. And the whole model is in memory during the whole
+#   step; it is sharded only between steps.
+# - **A group per linear.** This needs the least memory, but makes seven gathers instead of one, and each has its start. The
+#   narrow layers of attention (keys and values) compute for less than a tenth of a millisecond, but their gathers take 1.1.
+# - **A group per block** is large enough that bytes take longer than the start, and small enough that two of them fit.
 #
-# A group is right when its compute is longer than the gather of the next one. With more ranks the start grows, and with it the
-# smallest group that is right.
+# A group is large enough if its compute takes longer than the gather of the next group. With more ranks the start takes longer,
+# so the smallest good group gets larger.
 #
-# ## What no number of GPUs mends
+# ## What more GPUs cannot divide
 #
-# Sharding divides parameters, gradients and optimizer state. Activations are of this GPU's own tokens, and stay. Longer
-# sequences on 512 GPUs:
+# Sharding divides parameters, gradients and optimizer state. Activations belong to the tokens of each GPU, so sharding does not
+# divide them. Here are longer sequences on 512 GPUs:
 
 # %%
 long = {
@@ -204,10 +205,10 @@ for name, run in long.items():
     print(f"{name:<20} activations {activations:6.1f} GiB, everything else {alive - activations:.1f} GiB")
 
 # %% [markdown]
-# Everything that more GPUs could divide is in the last column, and it is next to nothing. To compute activations a second time
-# in the backward, instead of keeping them, costs time and does help. Before you ask for more GPUs, look at what fills the ones
-# that you have.
+# More GPUs could divide only what is in the last column, and that is almost nothing. It helps to compute activations again in
+# the backward instead of keeping them, although it costs time. Before you ask for more GPUs, find out what fills the ones that
+# you have.
 #
-# The same from a terminal, for a model of yours: `hwfsdp simulate --model module:function --gpus 512`.
+# The same from a terminal, for your own model: `hwfsdp simulate --model module:function --gpus 512`.
 #
 # **Next:** [12, traces](12_traces.ipynb). **Write it yourself:** elective 11 (`exercises/11_hybrid_sharding`).

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 12 · Traces
 #
-# The loss falls, the step is slow or the memory is full, and no error says why. What do you look at first?
+# The loss falls, but the step is slow or the memory is full, and no error says why. What do you look at first?
 #
-# **Write down two numbers before you go on:** a GPT of four blocks is sharded by block, on two ranks. How many all-gathers does
-# one step make? (The blocks are four groups. The rest of the model is a fifth, which stays whole from forward to backward.) And
-# if rank 1 waits 0.2 s for its data in each step: which rank, 0 or 1, then has the long all-gather?
+# **Write down two numbers before you go on.** A GPT of four blocks is sharded by block, on two ranks. How many all-gathers does
+# one step make? (The blocks are four groups. The rest of the model is a fifth, which stays whole from forward to backward.) The
+# second: rank 1 waits 0.2 s for its data in each step. Which rank, 0 or 1, then has the long all-gather?
 
 # %%
 try:
@@ -19,7 +19,7 @@ lesson.begin()
 # %% [markdown]
 # ## A healthy run
 #
-# Learn what healthy looks like first. Two ranks, three steps to warm up, one recorded.
+# First learn how a healthy run looks. Here are two ranks, with three steps to warm up, and one recorded.
 
 # %%
 import re
@@ -52,8 +52,7 @@ def train_and_record(prepare=lambda model: None, before=lambda model, tokens: No
 healthy = EventLog.merge(launch(train_and_record, 2))
 
 # %% [markdown]
-# A trace is one file. `hwfsdp trace show FILE` prints the following, and `hwfsdp trace run SCRIPT` records it from a script as
-# it is.
+# A trace is one file. `hwfsdp trace run SCRIPT` records it from an unchanged script, and `hwfsdp trace show FILE` prints this:
 
 # %%
 from hwfsdp.observe.findings import examine
@@ -62,20 +61,21 @@ from hwfsdp.observe.findings_text import describe
 print(describe(examine(healthy), "healthy"))
 
 # %% [markdown]
-# There is your first number. Read it from above, in this order:
+# Here is your first number. Read the output from the top, in this order:
 #
-# 1. **What moved.** `equal` means: as many calls and bytes as the shapes of the parameters demand, no more, no less. The closed
-#    form has not looked at the run.
+# 1. **What moved.** `equal` means that there are exactly as many calls and bytes as the shapes of the parameters require. The
+#    closed form does not use the run.
 # 2. **Which strategy.** Is it the one that you think you run?
-# 3. **Time.** Who waits, for how long, and who is late.
+# 3. **Time.** Which rank waits, for how long, and which rank is late.
 # 4. **Memory**, by kind.
-# 5. **Races**: accesses whose order nothing proves. They may turn out well a thousand times, so no output will tell you.
+# 5. **Races**: accesses whose order nothing guarantees. They may go well a thousand times, so no output will tell you about
+#    them.
 #
-# Counts and bytes are the same in every run of a program. Times are not. So begin with what is exact.
+# Counts and bytes are the same in every run of a program. Times are not. So begin with the exact numbers.
 #
 # ## Broken: more bytes than there should be
 #
-# Somebody wanted to see how the model does on a batch before it trains on it. The line is harmless on one GPU.
+# Somebody wanted to see the loss of the model on a batch before training on it. On one GPU the added line is harmless.
 
 
 # %%
@@ -94,8 +94,9 @@ expected = {op: moved.bytes for op, moved in examine(healthy).expected.items()}
 plot_traffic(looking, {"closed form": expected})
 
 # %% [markdown]
-# Gradients move as they should, parameters do not: *it moves what no strategy does*. The extra gathers are those of one more
-# forward. The trace says where they are: the first event that healthy and broken do not have in common.
+# The traffic of gradients is right, the traffic of parameters is not: *it moves what no strategy does*. The extra gathers
+# belong to one more forward. The trace also says where they are: it shows the first event that differs between the healthy and
+# the broken run.
 
 # %%
 from hwfsdp.observe.comparison import compare
@@ -104,12 +105,13 @@ from hwfsdp.observe.comparison import describe as describe_difference
 print("\n".join(describe_difference(compare(healthy, looking), ("healthy", "looking")).splitlines()[:14]))
 
 # %% [markdown]
-# This is the upper part of `hwfsdp trace diff`. Evaluate every hundred steps, not in every one; on a cluster each of these
+# This is the upper part of `hwfsdp trace diff`. Evaluate every hundred steps, not in every step. On a cluster, each of these
 # forwards gathers the whole model again.
 #
 # ## Broken: right bytes at the wrong time
 #
-# Somebody read that prefetching hides communication, and asked for all of it: when the first block begins, gather all others.
+# Somebody read that prefetching hides communication, and asked for as much as possible: when the first block begins, gather all
+# others.
 
 
 # %%
@@ -124,7 +126,7 @@ for name, log in (("healthy", healthy), ("eager", eager)):
     print(f"{name:<8} most in buffers of gathers: {log.peak_bytes_by_kind()['all_gather_buffer']:>9,} bytes")
 
 # %% [markdown]
-# Counts and bytes do not show it, the peak does. A picture shows why:
+# Counts and bytes do not show the problem, but the peak does. A picture shows why:
 
 # %%
 from hwfsdp.plot.lifetimes import plot_lifetimes
@@ -133,14 +135,14 @@ runs = {"healthy": healthy, "eager": eager}
 lesson.explore(lambda run: plot_lifetimes(runs[run]), run=tuple(runs))
 
 # %% [markdown]
-# A row is a group, green is the time in which its gather is under way or lies in a buffer. In the healthy run a block is
-# gathered while the one before it computes, so there are two blocks in buffers at most. In the eager one all gathers are issued
-# at the start, and all four blocks lie in memory until their turn comes. That is how a job with room for two blocks runs out of
-# memory. And where the compute of one block covers the gather of the next, nothing is won by it.
+# A row is a group. Green is the time in which its gather is in flight or lies in a buffer. In the healthy run a block is
+# gathered while the previous one computes, so at most two blocks are in buffers. In the eager run all gathers are issued at the
+# start, and all four blocks lie in memory until their turn comes. A job with room for two blocks runs out of memory this way.
+# And if the compute of one block already covers the gather of the next, the eager run gains nothing.
 #
 # ## Broken: slow, and the wrong one looks guilty
 #
-# The step has become slow. Rank 1 gets its data from a slow disk, 0.2 s for each batch.
+# The step has become slow. Rank 1 reads its data from a slow disk, 0.2 s for each batch.
 
 
 # %%
@@ -163,10 +165,10 @@ from hwfsdp.plot.timeline import plot_timeline
 plot_timeline(slow)
 
 # %% [markdown]
-# There is your second answer. The long all-gather is on rank 0, and rank 0 is healthy: a collective ends when the last rank has
-# come, so whoever is on time waits *inside* of it. In a profile of rank 0 alone the network looks slow. Two ranks on one axis
-# of time show that rank 1 begins the same collective later. A long collective is a symptom; look for the rank on which it is
-# short.
+# Here is your second answer: the long all-gather is on rank 0, and rank 0 is healthy. A collective ends when the last rank has
+# arrived, so a rank that is on time waits *inside* it. In a profile of rank 0 alone, the network looks slow. Two ranks on one
+# axis of time show that rank 1 begins the same collective later. A long collective is a symptom. Look for the rank on which it
+# is short.
 #
 # ## Broken: no trace at all
 #
@@ -191,14 +193,14 @@ except RankError as error:
 
 # %% [markdown]
 # On a cluster this hangs until a timeout, and then every rank complains. A run that hangs leaves no trace file. But every rank
-# remembers what it called last, and the table holds them side by side. Read the first line in which they differ: rank 0 begins
-# another forward and gathers, rank 1 is done and adds up losses. Neither call is wrong by itself. Ranks have to make the same
-# calls in the same order, so whatever decides about a step must be the same on all of them: here, the number of batches.
+# remembers its last calls, and the table shows them side by side. Read the first line in which they differ: rank 0 begins
+# another forward and gathers, while rank 1 is done and adds up losses. Each call is right by itself. But ranks must make the
+# same calls in the same order, so every decision about a step must be the same on all of them: here, the number of batches.
 #
 # ## And a race
 #
-# Last, a bug that no number shows. Take the waits out of the healthy trace, so that compute no longer waits for communication.
-# All events happened at the same times as before, and all results would be what they were.
+# The last bug is one that no number shows. We remove the waits from the healthy trace, so compute no longer waits for
+# communication. All events happen at the same times as before, and all results would be the same.
 
 # %%
 from dataclasses import replace
@@ -215,7 +217,7 @@ print(f"healthy: {len(find_races(healthy))} races; without waits: {len(races)}, 
 print(races[0].sentence)
 
 # %% [markdown]
-# Here the gather was over in time. On another machine the copy reads half a buffer, and the loss is a little wrong. The check
-# does not ask what happened first, but what had to.
+# Here the gather ended in time. On another machine the copy would read half a buffer, and the loss would be a little wrong. The
+# check does not ask what happened first. It asks what was guaranteed to happen first.
 #
 # **Next:** [13, yours](13_yours.ipynb). **Write it yourself:** the broken lab (`exercises/lab`).

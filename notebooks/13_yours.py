@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 13 · Yours
 #
-# This notebook is about your code. It takes one station or elective, has it graded, and puts what your code did beside what the
-# reference does. Set the number, and run all cells.
+# This notebook is about your code. It takes one station or elective, lets the grader check it, and shows what your code did
+# beside what the reference does. Set the number, and run all cells.
 #
-# **Write down two numbers before you do:** how many points will your file get? And in how many of the answers that it gives to
-# the checks will it differ from the reference?
+# **Write down two numbers before you do.** How many points will your file get? And how many of its answers to the checks will
+# differ from the reference?
 
 # %%
 try:
@@ -33,9 +33,9 @@ print(yours.introduction)
 # %% [markdown]
 # ## The verdict
 #
-# It is the verdict of `hwfsdp check`, with a fixed seed and without the checks of earlier stations. Your code did not run in this
-# notebook. It ran where the grader runs it: on ranks of its own, with a limit of time, and without access to your files. If it
-# hangs, that is a finding, and the notebook goes on.
+# This is the verdict of `hwfsdp check`, with a fixed seed and without the checks of earlier stations. Your code did not run in
+# this notebook. It ran where the grader runs it: on separate ranks, with a time limit, and without access to your files. If it
+# hangs, the notebook reports that and goes on.
 
 # %%
 print(yours.verdict_text)
@@ -43,10 +43,10 @@ print(yours.verdict_text)
 # %% [markdown]
 # ## What it was made of
 #
-# A check asks ranks for a report: it runs your code there, and writes down what came of it. The same questions were put to the
-# reference: for a station the solution's `my_fsdp.py`, for an elective the package as it is. A difference is not yet a mistake.
-# There may be several right answers, and a few answers, such as the numbers of files in elective 14, are never the same twice. But
-# if a check has failed, look here.
+# A check asks ranks for a report: it runs your code there, and writes down the results. The reference got the same questions.
+# For a station the reference is the solution's `my_fsdp.py`, for an elective the package as it is. A difference is not always a
+# mistake. There may be several right answers, and a few answers, such as the numbers of files in elective 14, differ in every
+# run. But if a check has failed, look here.
 
 # %%
 for run in yours.runs:
@@ -55,11 +55,11 @@ if not yours.runs:
     print("No code of this file was run.")
 
 # %% [markdown]
-# There is your second number, if you add up what differs. Now a picture.
+# Add up the differences: that is your second number. Now a picture.
 #
-# Stations 08 to 10 and some electives record what happens. For them it is the timeline of rank 0, yours above the reference's. A
-# station's timeline shows gathers, reductions and waits. Look at their order and at what is missing; widths are times of tiny models
-# and mean nothing. For the others, it is the picture of the exercise, if it has one.
+# Stations 08 to 10 and some electives record what happens. For them the picture is the timeline of rank 0, yours above the
+# reference's. A station's timeline shows gathers, reductions and waits. Look at their order and at what is missing. Widths are
+# times of tiny models and mean nothing. For other exercises you see the picture of the exercise, if it has one.
 
 # %%
 from IPython.display import Image
@@ -77,7 +77,7 @@ else:
 picture
 
 # %% [markdown]
-# The log of an elective also says what became of each parameter group: when it was gathered, and when it was freed.
+# The log of an elective also shows each parameter group: when it was gathered, and when it was freed.
 
 # %%
 from hwfsdp.observe.lifetimes import find_lifetimes
@@ -92,7 +92,7 @@ else:
 lifetimes
 
 # %% [markdown]
-# When all is right and you want to know more: change one line of your file so that it is wrong in a way that you can predict,
-# and run all cells again. Which check will notice, and in what will the picture change?
+# If everything is right and you want to learn more: change one line of your file so that it is wrong in a way that you can
+# predict, and run all cells again. Which check will notice it, and what will change in the picture?
 #
 # **Next:** nothing more to read. **Write it yourself:** the homework (`exercises/capstone`) and the broken lab (`exercises/lab`).

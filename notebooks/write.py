@@ -4,8 +4,8 @@
     python notebooks/write.py --text [NN ...]    takes over changes of text, where no code has changed; runs nothing
     python notebooks/write.py --check       says which .ipynb is not what its source gives; runs nothing
 
-The source of a notebook is NN_topic.py, a script with `# %%` between cells (jupytext's percent format): that is what one edits,
-reviews and compares. The .ipynb beside it is made from it, and committed with its pictures, so that they show where it is read.
+The source of a notebook is NN_topic.py, a script with `# %%` between cells (jupytext's percent format). Edit, review and compare this
+file. The .ipynb beside it is made from it, and committed with its pictures, so that a reader sees them without running anything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(notebook: Any, seconds: float = SECONDS, allow_errors: bool = False) -> 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised, and errors are not allowed. CellTimeoutError: the time was over.
     """
-    os.environ["HWFSDP_STATIC"] = "1"  # the one who reads has no kernel
+    os.environ["HWFSDP_STATIC"] = "1"  # a reader of the page has no kernel
     bin_folder = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
     ends = time.monotonic() + seconds
