@@ -54,7 +54,7 @@ def greeted(capsys: pytest.CaptureFixture[str]) -> str:
     assert main([]) == 0
     text = capsys.readouterr().out
     assert text.startswith("hwfsdp 0.") and "hwfsdp --help" in text
-    assert text.count("\n") <= 12 and max(map(len, text.splitlines())) <= 110
+    assert text.count("\n") <= 12 and max(map(len, text.splitlines())) <= 80
     return text
 
 

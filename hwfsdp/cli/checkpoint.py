@@ -1,4 +1,4 @@
-"""`hwfsdp checkpoint`: look at checkpoints, verify them, write them in another format."""
+"""`hwfsdp checkpoint`: inspect, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def add_checkpoint(verbs: Any) -> None:
-    """Adds the verb `checkpoint` and its actions."""
-    checkpoint = verbs.add_parser("checkpoint", help="look at, verify and convert checkpoints")
+    """Add the verb `checkpoint` and its actions."""
+    checkpoint = verbs.add_parser("checkpoint", help="inspect, verify and convert checkpoints")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def add(action: str, text: str) -> argparse.ArgumentParser:
@@ -21,12 +21,14 @@ def add_checkpoint(verbs: Any) -> None:
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
         return parser
 
-    add("inspect", "list what is in a checkpoint, and the saves beside it")
-    add("verify", "read every byte of a checkpoint and compare it with its checksum")
+    add("inspect", "list the contents of a checkpoint, and its other saves")
+    add("verify", "read all bytes of a checkpoint, and compare them with their checksums")
     convert = add("convert", "write a checkpoint in another format")
     convert.add_argument("target", type=Path, metavar="TARGET", help="where to write it")
-    convert.add_argument("--to", required=True, choices=("dcp", "part", "safetensors", "store"))
-    convert.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
+    convert.add_argument(
+        "--to", required=True, choices=("dcp", "part", "safetensors", "store"), help="format of TARGET"
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace TARGET if it exists")
 
 
 def _run(args: argparse.Namespace) -> int:

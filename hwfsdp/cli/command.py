@@ -1,18 +1,23 @@
 """All verbs of the command `hwfsdp`, and its exit status.
 
-Exit status: 0 when what was asked for held, 1 when it did not, 2 for unusable arguments. Errors are one line on
-stderr. torch is imported only by the verbs that need it, so that `--help` answers at once. Without a verb, `greeting`.
+Exit status: 0 when the requested result holds, 1 when it does not, 2 for unusable arguments. An error is one line on stderr;
+a terminal gets that line wrapped to its width. A verb imports torch only if it needs it, so that `--help` answers at once.
+Without a verb, `greeting` answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hwfsdp import __version__
 from hwfsdp.cli.greeting import greet
@@ -38,9 +43,9 @@ _HEADINGS = {"demo": "begin", "course": "learn", "explain": "see", "train": "tra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status."""
-    args = _parsed(argv)
+    """Run one verb; return the exit status."""
     try:
+        args = _parsed(sys.argv[1:] if argv is None else argv)
         if args.verb is None:
             return greet()
         return int(args.run(args))
@@ -48,53 +53,79 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except FSDPError as error:
         return _fail(error, 1)
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"hwfsdp: cannot write {error.filename!r}: {error.strerror}", file=sys.stderr)
+        _complain(f"hwfsdp: cannot write {error.filename!r}: {error.strerror}")
         return 2
     except KeyboardInterrupt:
-        print("hwfsdp: interrupted", file=sys.stderr)
+        _complain("hwfsdp: interrupted")
         return 130
 
 
 def _fail(error: FSDPError, status: int) -> int:
     cause = error.__cause__
-    if isinstance(cause, UsageError):  # a rank found an argument unusable: say that, not where
+    if isinstance(cause, UsageError):  # a rank found an argument unusable: name the argument, not the rank
         error, status = cause, 2
     text = str(error)
     if isinstance(error, RankError) and error.traceback and not os.environ.get("HWFSDP_TRACEBACK"):
         said = f"{error.headline.removesuffix(TRACEBACK_BELOW)}(HWFSDP_TRACEBACK=1 shows its traceback.)"
         text = f"{error.table}\n\n{said}" if error.table else said
-    print(f"hwfsdp: {text}", file=sys.stderr)
+    _complain(f"hwfsdp: {text}")
     return status
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments. What a verb does not know is complained about with the usage of that verb."""
+def _complain(text: str) -> None:
+    """Print to standard error: as it is for programs, wrapped for a terminal."""
+    lines = text.splitlines()
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        for number, line in enumerate(lines):
+            if len(line) > width and line[:1] != " ":  # a table keeps its lines
+                lines[number] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. An argument that a verb does not know is refused with the usage of that verb.
+
+    Raises:
+        UsageError: there is no such verb.
+    """
     parser = build_parser()
+    verbs = parser.verbs.choices
+    verb = next((word for word in argv if not word.startswith("-")), None)
+    if verb is not None and verb not in verbs:
+        close = difflib.get_close_matches(verb, verbs, 1)
+        raise UsageError(
+            "verb",
+            expected="one that hwfsdp --help lists",
+            got=repr(verb[:40]),
+            remedy=f"Did you mean: hwfsdp {close[0]}" if close else "See: hwfsdp --help",
+        )
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         (args.parser if args.verb else parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The verbs and their options."""
+def build_parser() -> _Grouped:
+    """Build the parser of all verbs and their options."""
     parser = _Grouped(
         prog="hwfsdp",
         usage="hwfsdp [VERB [options]] [--help | --version]",
-        description="Fully sharded data parallel training, written by hand to be read. Without a verb: what to do next.",
-        epilog="hwfsdp VERB --help says more about each.",
+        description="A small, readable implementation of FSDP, and a drop-in for PyTorch's fully_shard. Without a verb, hwfsdp "
+        "says what to do next.",
+        epilog="hwfsdp VERB --help shows the options of a verb.",
     )
     parser.add_argument("--version", action="version", version=f"hwfsdp {__version__}")
-    verbs = parser.add_subparsers(
+    parser.verbs = verbs = parser.add_subparsers(
         dest="verb",
         title="verbs",
         metavar=_Grouped.METAVAR,
         prog="hwfsdp",
-        parser_class=argparse.ArgumentParser,
+        parser_class=_Parser,
     )
     for module, add in VERBS:
         if importlib.util.find_spec(f"hwfsdp.cli.{module}") is not None:
@@ -104,9 +135,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Grouped(argparse.ArgumentParser):
-    """A parser whose help has headings between verbs."""
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are wrapped for a terminal."""
 
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        _complain(f"{self.prog}: error: {message}")
+        self.exit(2)
+
+
+class _Grouped(_Parser):
+    """A parser whose help has headings between verbs.
+
+    Attributes:
+        verbs: the action whose `choices` are the parsers of the verbs.
+    """
+
+    verbs: argparse._SubParsersAction[_Parser]
     METAVAR = "VERB [options]"  # as long as the longest verb, for the columns of the help; not shown there
 
     def format_help(self) -> str:

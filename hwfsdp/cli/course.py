@@ -1,7 +1,7 @@
-"""`hwfsdp course`: a folder with the course to work in, for whoever has installed the package without its repository.
+"""`hwfsdp course`: write the course to a folder, for users who installed the package without its repository.
 
-An installed package carries the exercises as they are given (`setup.py`). They lie where Python does, which is no place to
-work in, so this copies them. In a checkout there is nothing to copy.
+An installed package carries the exercises (`setup.py`). They lie among Python's own files, where nobody should work, so this
+verb copies them. In a checkout there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from hwfsdp.errors import UsageError
 
 
 def add_course(verbs: Any) -> None:
-    """Adds the verb `course`."""
+    """Add the verb `course`."""
     course: argparse.ArgumentParser = verbs.add_parser(
         "course",
-        help="write the course that an installed package carries to a folder to work in",
-        description="Writes the exercises, the homework and the lab to a new folder. In a checkout they are there already.",
+        help="write the course to a folder to work in",
+        description="Writes the exercises, the homework and the lab to a new folder. Only an installed package needs this: in a "
+        "checkout they are in exercises/.",
     )
     course.set_defaults(run=_course)
     course.add_argument("out", type=Path, metavar="DIR", help="a new folder")
@@ -38,8 +39,8 @@ def _course(args: argparse.Namespace) -> int:
         raise UsageError(
             f"course {args.out}",
             expected="an installed package",
-            got=f"a checkout, whose course is {root / 'exercises'}",
-            remedy="Work there; hwfsdp reset N puts a file back as it was given.",
+            got=f"a checkout, with its course in {root / 'exercises'}",
+            remedy="Work there. hwfsdp reset N writes a starter again.",
         )
     check_new_folder("course", args.out)
     target = args.out / "exercises"
@@ -51,6 +52,6 @@ def _course(args: argparse.Namespace) -> int:
         )
         return 0
     print(f"{len(course.exercises)} exercises, the homework and the lab are in {target}.")
-    print(f"Begin with {target / first.directory / 'README.md'}; then:")
+    print(f"First read {target / first.directory / 'README.md'}. Then:")
     print(f"  cd {shlex.quote(str(args.out))} && hwfsdp check {first.short_number}")
     return 0

@@ -1,4 +1,4 @@
-"""`hwfsdp demo`: the same run three times, compared, and drawn."""
+"""`hwfsdp demo`: train three times, compare, draw."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from hwfsdp.observe.tables import lay_out
 if TYPE_CHECKING:
     from hwfsdp.train.demo import Result
 
-_STEPS_TO_LEARN = 20  # a demo of fewer steps is not expected to
+_STEPS_TO_LEARN = 20  # with fewer steps, the loss need not fall
 
 
 def add_demo(verbs: Any) -> None:
-    """Adds the verb `demo`."""
+    """Add the verb `demo`."""
     demo = verbs.add_parser(
         "demo",
         help="train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw",
-        description="Trains the same byte-level GPT three times on the CPU and compares the runs.",
+        description="Trains the same byte-level GPT three times on the CPU: with hwfsdp, with torch's FSDP2, and unsharded. Compares "
+        "losses, bytes and memory, and draws pictures.",
     )
     demo.set_defaults(run=_demo)
     add = demo.add_argument
     add("--ranks", type=options.positive, default=2, help="processes to shard over (default 2)")
-    add("--out", type=Path, default=Path("runs/demo"), help="where results go (default runs/demo)")
-    options.add_implementation(demo, "what is compared: hwfsdp, or a file of yours (default hwfsdp)")
+    add("--out", type=Path, default=Path("runs/demo"), help="folder for results (default runs/demo)")
+    options.add_implementation(demo, "compare hwfsdp, or your own Python file (default hwfsdp)")
     options.add_run_options(demo, steps=80, layers=4, dim=128, seq_len=128)
 
 
 def _demo(args: argparse.Namespace) -> int:
     from hwfsdp.train.demo import run_demo
 
-    args.out.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
+    args.out.mkdir(parents=True, exist_ok=True)  # raises here, before the work begins
     config = options.config_of(args)
     on_step = options.quiet if args.json else options.progress(args.steps, "demo")
     with options.prints_of_ranks(args.json):
@@ -52,7 +53,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _write(result: Result, out: Path) -> None:
-    """`summary.json`, `trace.json` and the figures."""
+    """Write `summary.json`, `trace.json` and the figures."""
     from hwfsdp.plot.loss import plot_losses
     from hwfsdp.plot.memory import plot_memory
     from hwfsdp.plot.timeline import plot_timeline
@@ -97,7 +98,7 @@ def _report(summary: dict[str, Any], out: Path) -> str:
 
 
 def _side_by_side(summary: dict[str, Any], every: int = 10) -> list[str]:
-    """Losses and gradient norms of the runs: of the first three steps, then of every tenth, and of the last."""
+    """Table of losses and gradient norms: the first three steps, every tenth, and the last."""
     runs, steps = list(summary["losses"]), summary["steps"]
     names = [run if len(run) <= 10 else f"{run[:9]}…" for run in runs]
     columns = [*names, "", *names]

@@ -1,4 +1,4 @@
-"""`hwfsdp doctor`: whether this machine can do what the package needs, what to do if not, and how fast it is."""
+"""`hwfsdp doctor`: check whether this machine can train, say what to do if not, and measure its speed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,26 +16,26 @@ from hwfsdp.cli.health import Look, examine
 if TYPE_CHECKING:
     from hwfsdp.course.confinement import Limit
 
-_WIDTH = 25  # columns before what is said
+_WIDTH = 25  # columns before the text of a line
 
 
 def add_doctor(verbs: Any) -> None:
-    """Adds the verb `doctor`."""
+    """Add the verb `doctor`."""
     doctor: argparse.ArgumentParser = verbs.add_parser(
         "doctor",
-        help="check this machine; measure it for `simulate --device this-machine`",
-        description="Checks what the package needs, and says what to do where something is missing.",
-        epilog="Each line is ok, a note (something optional is missing), or broken. Exit status: 1 if something that "
-        "training needs is broken, else 0.",
+        help="check whether this machine can train",
+        description="Checks Python, torch, the network, ranks and GPUs, and says what to do if something is missing.",
+        epilog="Each line is ok, note (something optional is missing), or broken. Exit status: 1 if training does not work, "
+        "else 0.",
     )
     doctor.set_defaults(run=_doctor)
     add = doctor.add_argument
     add(
         "--calibrate",
         action="store_true",
-        help="measure this machine for `simulate --device this-machine`, and hold a prediction against a run",
+        help="measure this machine for `hwfsdp simulate --device this-machine`, and compare a prediction with a run",
     )
-    add("--ranks", type=int, choices=range(1, 9), default=2, help="processes (default 2)")
+    add("--ranks", type=int, choices=range(1, 9), default=2, help="processes to start (default 2)")
     add("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -58,8 +60,15 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _line(look: Look) -> str:
-    does = f"\n{'':{_WIDTH}}→ {look.remedy}" if look.remedy else ""
-    return f"{look.status:<8}{look.name:<{_WIDTH - 8}}{look.says}{does}"
+    lines = [_row(look.status, look.name, look.says)]
+    return "\n".join([*lines, _row("", "", f"→ {look.remedy}")] if look.remedy else lines)
+
+
+def _row(status: str, name: str, text: str) -> str:
+    """A row of the table. Its text is wrapped to the terminal."""
+    width = max(40, shutil.get_terminal_size((100, 24)).columns - _WIDTH)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return f"\n{'':{_WIDTH}}".join([f"{status:<8}{name:<{_WIDTH - 8}}{lines[0]}", *lines[1:]])
 
 
 def _found(
@@ -109,12 +118,12 @@ def _calibrate(ranks: int) -> dict[str, Any]:
 def _rest(
     broken: Sequence[str], limits: Sequence[Limit], calibration: dict[str, Any] | None, asked: bool
 ) -> str:
-    """What comes after the looks: measurements, limits of submissions, and the verdict."""
+    """The lines after the looks: measurements, limits of submissions, and the verdict."""
     rows = [*_measured(calibration)] if calibration else []
     for number, limit in enumerate(limits):
         why = f": NOT in force, {limit.why_not}" if limit.why_not else ""
         rows.append(("" if number else "submissions", limit.name + why))
-    lines = [f"{'':8}{label:<{_WIDTH - 8}}{value}" for label, value in rows]
+    lines = [_row("", label, value) for label, value in rows]
     if broken:
         not_measured = " It was not measured." if asked else ""
         verdict = f"Training does not work on this machine: {', '.join(broken)}.{not_measured}"

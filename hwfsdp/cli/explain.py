@@ -1,4 +1,4 @@
-"""`hwfsdp explain`: how the parameters of a model would lie over ranks, without ranks and without memory."""
+"""`hwfsdp explain`: show how ranks would share a model's parameters, without ranks and without memory."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ if TYPE_CHECKING:
 
 
 def add_explain(verbs: Any) -> None:
-    """Adds the verb `explain`."""
+    """Add the verb `explain`."""
     explain: argparse.ArgumentParser = verbs.add_parser(
         "explain",
         help="show how the parameters of a model would be sharded",
-        description="Shards a model on paper and shows its parameters, groups, rows and padding as a table.",
+        description="Prints a table of the model's parameters, their groups, rows and padding. It starts no ranks and allocates no "
+        "weights.",
     )
     explain.set_defaults(run=_explain)
     add = explain.add_argument
     add(
         "model",
         metavar="MODEL",
-        help="a model known by name, such as llama3-8b; or module:function, a function of yours that returns one",
+        help="name of a model, such as llama3-8b; or module:function, your own function that returns a model",
     )
     count, number = whole(1, 1 << 20), whole(0, 1 << 20)
-    add("--ranks", type=count, default=8, metavar="N", help="to shard over (default 8)")
-    add("--rank", type=number, default=0, metavar="R", help="whose rows are shown (default 0)")
+    add("--ranks", type=count, default=8, metavar="N", help="number of ranks (default 8)")
+    add("--rank", type=number, default=0, metavar="R", help="show this rank's rows (default 0)")
     add(
         "--wrap",
         nargs="+",
         metavar="CLASS",
-        help="classes whose modules are sharded one by one (default: the members of lists of equal modules)",
+        help="shard each module of these classes by itself (default: the members of lists of equal modules)",
     )
-    add("--all", action="store_true", help="list every group, equal ones too")
+    add("--all", action="store_true", help="list every group, also equal ones")
     add("--json", action="store_true", help="print JSON instead of text")
-    add("--png", type=Path, metavar="FILE", help="draw the table, too")
+    add("--png", type=Path, metavar="FILE", help="also draw the table")
 
 
 def _explain(args: argparse.Namespace) -> int:

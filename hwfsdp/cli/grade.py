@@ -1,4 +1,4 @@
-"""`hwfsdp grade`: one submission, or a class of them."""
+"""`hwfsdp grade`: grade one submission or a class."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ FORMATS = ("json", "gradescope", "github", "nbgrader", "classroom50", "csv", "ht
 
 
 def add_grade(verbs: Any) -> None:
-    """Adds the verb `grade`."""
+    """Add the verb `grade`."""
     grade: argparse.ArgumentParser = verbs.add_parser(
         "grade",
-        help="grade a submission, or a class of them, and write a gradebook",
-        description="Grades submissions: folders, zip and tar archives, git checkouts. A DIR that holds exercises is one "
-        "submission, else each entry of it is one.",
-        epilog="Exit status: for one submission 0 for full marks, 1 for less. With --out, --format or a class: 0 if "
+        help="grade a submission or a class, and write a gradebook",
+        description="Grades submissions: folders, zip and tar archives, git checkouts. If DIR contains exercises, it is one "
+        "submission. Otherwise each entry of DIR is one.",
+        epilog="Exit status: for one submission, 0 for full marks and 1 for less. For a class, or with --out or --format: 0 if "
         "everything could be read and graded, 1 if not.",
     )
     grade.set_defaults(run=_grade)
     add = grade.add_argument
-    add("submission", type=Path, metavar="DIR", nargs="*", help="submission, or folder of submissions")
-    add("--single", action="store_true", help="each DIR is one submission, whatever is in it")
+    add("submission", type=Path, metavar="DIR", nargs="*", help="a submission, or a folder of submissions")
+    add("--single", action="store_true", help="each DIR is one submission, whatever it contains")
     add("--json", action="store_true", help="print JSON instead of text")
     add(
         "--require-isolation",
         action="store_true",
-        help="refuse to grade unless all limits of submissions are in force (hwfsdp doctor shows them)",
+        help="grade only if all limits on submissions are in force (hwfsdp doctor lists them)",
     )
     _add_how(grade)
     _add_output(grade)
@@ -40,55 +40,64 @@ def add_grade(verbs: Any) -> None:
 
 def _add_how(grade: argparse.ArgumentParser) -> None:
     add = grade.add_argument_group("grading").add_argument
-    add("--jobs", type=positive, default=1, metavar="N", help="exercises to grade at once (default 1)")
+    add(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of exercises to grade at once (default 1)",
+    )
     add(
         "--mine",
         action="store_true",
-        help="earlier exercises come from the same folder, not from the package",
+        help="use the submission's own earlier exercises, not the package's",
     )
-    add("--seed", type=natural, help="of the inputs (default: another one each time)")
+    add("--seed", type=natural, help="seed of the inputs (default: a new one each time)")
     add(
         "--secret",
         type=Path,
         metavar="FILE",
-        help="draw inputs and numbers of ranks from a secret; reports for students tell no inputs (or: HWFSDP_SECRET)",
+        help="draw inputs and numbers of ranks from a secret file, or from HWFSDP_SECRET; reports for students then show no inputs",
     )
-    add("--timeout", type=seconds, metavar="S", help="seconds for everything; the rest is not graded")
+    add("--timeout", type=seconds, metavar="S", help="time limit in seconds; what is left then is not graded")
 
 
 def _add_output(grade: argparse.ArgumentParser) -> None:
     add = grade.add_argument_group("gradebook").add_argument
-    add("--format", choices=FORMATS, help="default: by the name of FILE, or text")
-    add("--out", metavar="FILE", help="where it goes; a folder (FOLDER/) for one file per submission")
+    told = f"{', '.join(FORMATS)} (default: by the name of FILE, else text)"
+    add("--format", choices=FORMATS, metavar="FORMAT", help=told)
+    add("--out", metavar="FILE", help="file of the gradebook, or FOLDER/ for one file per submission")
     add(
         "--resume",
         action="store_true",
-        help="go on with a run that was stopped; what has not changed is kept",
+        help="continue a stopped run; grade again only what has changed",
     )
-    add("--reports", type=Path, metavar="FOLDER", help="write a page for each student")
+    add("--reports", type=Path, metavar="FOLDER", help="also write a page for each student")
 
 
 def _add_lateness(grade: argparse.ArgumentParser) -> None:
     add = grade.add_argument_group("deadline").add_argument
     add("--deadline", metavar="TIME", help="for example 2026-12-01T23:59+01:00")
-    add("--late", metavar="RULE", help="10%%/day, 0.5/h, '10%%/day max 50%%' (default: costs nothing)")
+    add("--late", metavar="RULE", help="10%%/day, 0.5/h, or '10%%/day max 50%%' (default: no points off)")
     add(
         "--submitted",
         type=Path,
         metavar="FILE",
-        help="CSV of name,time (default: what students can write: newest entry of an archive, commit of a checkout, or newest "
-        "file; a time that cannot be counts as that of grading)",
+        help="CSV of name,time (default: the newest entry of an archive, the commit of a checkout, or the newest file, although "
+        "students can change these times; an impossible time counts as the time of grading)",
     )
 
 
 def _add_elsewhere(grade: argparse.ArgumentParser) -> None:
-    add = grade.add_argument_group("elsewhere", "each writes a file and grades nothing").add_argument
+    add = grade.add_argument_group(
+        "other graders", "Each of these writes a file and grades nothing."
+    ).add_argument
     add("--make-autograder", type=Path, metavar="ZIP", help="an autograder for Gradescope")
     add(
         "--make-workflow",
         type=Path,
         metavar="FILE",
-        help="a workflow for GitHub, for the staff's own repository",
+        help="a workflow for GitHub, for the staff's repository",
     )
 
 
@@ -97,11 +106,11 @@ def _grade(args: argparse.Namespace) -> int:
         return _make(args)
     if not args.submission:
         raise UsageError(
-            "grade", expected="a submission", got="none", remedy="Give its folder: hwfsdp grade DIR."
+            "grade", expected="a submission", got="none", remedy="Give its folder: hwfsdp grade DIR"
         )
     if args.resume and not args.out:
         raise UsageError(
-            "--resume", expected="--out of the run to go on with", got="none", remedy="Give the same --out."
+            "--resume", expected="the --out of the stopped run", got="none", remedy="Give the same --out."
         )
     from hwfsdp.course.gradebook import command, conditions
     from hwfsdp.course.gradebook.grading import Settings
@@ -112,7 +121,7 @@ def _grade(args: argparse.Namespace) -> int:
     deadline = parse_time(args.deadline, "--deadline") if args.deadline else None
     policy = LatePolicy(deadline, parse_rule(args.late) if args.late else None)
     if policy.rule and deadline is None:
-        raise UsageError("--late", expected="--deadline with it", got="none", remedy="Give both.")
+        raise UsageError("--late", expected="a --deadline", got="none", remedy="Give both.")
     settings = Settings(
         jobs=args.jobs,
         mine=args.mine,
@@ -142,7 +151,7 @@ def _make(args: argparse.Namespace) -> int:
     if args.make_workflow:
         autograder.make_workflow(args.make_workflow, args.timeout or autograder.CLASS_SECONDS)
         print(
-            f"Written: {args.make_workflow}. Put it into .github/workflows/ of the course's own repository, the staff's; "
-            "never into a student's, who could read its secrets."
+            f"Written: {args.make_workflow}. Put it into .github/workflows/ of the staff's repository. "
+            "Never put it into a student's repository: the student could read its secrets."
         )
     return 0

@@ -1,12 +1,12 @@
-"""`hwfsdp` without a verb: what this is, and the one thing to do next, for whoever stands here.
+"""`hwfsdp` without a verb: what this is, and the one thing to do next.
 
-    no course here, none carried along   the demo
+    no course here or in the package     the demo
     the course, nothing checked yet      the demo, then the first exercise
-    some exercises passed                the first one that is not
-    all passed                           the homework, and the lab beside it
+    some exercises passed                the first exercise that is not
+    all passed                           the homework, then the lab
 
 It answers at once: nothing here imports torch. So it reads the verdicts in the file of `course.progress` without the rest of
-that module, and takes a file of which a hole is blank again for one that was put back.
+that module. An exercise whose file has a TODO again counts as not passed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DEMO = Path("runs", "demo", "summary.json")
 
 
 def greet() -> int:
-    """Prints the greeting; returns the exit status."""
-    print(f"hwfsdp {__version__}: fully sharded data parallel training (FSDP), written by hand to be read.\n")
+    """Print the greeting; return the exit status."""
+    print(f"hwfsdp {__version__}: a small, readable FSDP, and a drop-in for PyTorch's fully_shard.\n")
     print("\n".join(_proposal()))
-    print("\nhwfsdp --help lists all verbs, hwfsdp doctor checks this machine.")
+    print("\nhwfsdp --help lists all verbs. hwfsdp doctor checks this machine.")
     return 0
 
 
@@ -41,7 +41,7 @@ def _proposal() -> Iterator[str]:
         return
     grades = _grades(course)
     if not grades and not any((place / _DEMO).exists() for place in (Path.cwd(), course.root)):
-        yield from _demo(f"Then the course, exercises 1 to {len(course.exercises)}: hwfsdp list")
+        yield from _demo(f"Then the course, exercises 1 to {len(course.exercises)}:\n  hwfsdp list")
         return
     done = [exercise for exercise in course.exercises if _is_passed(exercise, grades)]
     following = next((each for each in course.exercises if each not in done and not _is_forgone(each)), None)
@@ -56,18 +56,20 @@ def _proposal() -> Iterator[str]:
 
 
 def _without_course() -> Iterator[str]:
-    """Installed, and nothing else: the demo, then a copy of the course, if the package carries it."""
+    """Propose the demo, then a copy of the course if the package carries one."""
     course = carried_course()
     if course is None or not _DEMO.exists():
-        exercises = f"Then the course, {len(course.exercises)} exercises: " if course else ""
-        yield from _demo(f"{exercises}hwfsdp course fsdp-course writes it to a folder." if exercises else "")
+        exercises = (
+            f"Then write the course, {len(course.exercises)} exercises, to a folder:" if course else ""
+        )
+        yield from _demo(f"{exercises}\n  hwfsdp course fsdp-course" if exercises else "")
         return
-    yield "Next, a folder with the course to work in:"
+    yield "Next, write the course to a folder to work in:"
     yield "  hwfsdp course fsdp-course"
 
 
 def _demo(then: str) -> Iterator[str]:
-    yield "Next, see it work: a small GPT, sharded over two processes, beside torch's FSDP2."
+    yield "Next, see it train a small GPT on two processes, beside torch's FSDP2:"
     yield "  hwfsdp demo"
     if then:
         yield then
@@ -76,15 +78,15 @@ def _demo(then: str) -> Iterator[str]:
 def _after_the_exercises(course: Course) -> Iterator[str]:
     homework = course.root / "exercises" / "capstone"
     if homework.is_dir():
-        yield "Next, the homework, all of it in one file of yours:"
+        yield "Next, the homework, FSDP in one file:"
         yield f"  read   {_shown(homework / 'README.md')}"
         yield "  check  hwfsdp check capstone"
     if (course.root / "exercises" / "lab").is_dir():
-        yield "After it, the lab, scripts that train wrongly: hwfsdp lab"
+        yield "Then the lab, scripts that train wrongly: hwfsdp lab"
 
 
 def _grades(course: Course) -> dict[str, Any]:
-    """The verdicts so far, by number; none if there is no file, or nothing that can be read as one."""
+    """The verdicts so far, by number. None if there is no readable file."""
     try:
         found = json.loads((course.root / ".hwfsdp" / "progress.json").read_text())["grades"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,13 +1,13 @@
-"""What `hwfsdp doctor` looks at, one function for each thing, and what to do where it is not as it should be.
+"""The looks of `hwfsdp doctor`: one function for each thing that training needs, with a remedy if it is missing.
 
-    ok        as it should be
+    ok        it works
     note      something optional is missing: training works without it
     broken    training does not work, or not on the device that it would choose
 
-Each look is taken by itself: one that raises is a line of its own, not a traceback, and those after it are taken all the
-same. What asks other processes has a limit of time. Modules that may be missing or broken are imported inside.
+Looks do not depend on each other. A look that raises becomes a line, not a traceback, and the looks after it still run. A look
+at other processes has a time limit. Modules that may be missing or broken are imported inside the functions.
 
-It leaves out how fast the machine is (`virtual.calibration`), and machines other than this one.
+Left out: the speed of the machine (`virtual.calibration`), and other machines.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _DEV = 'make setup, or: pip install "hwfsdp[dev]"'
 
 
 class Look(NamedTuple):
-    """What one look found.
+    """The result of one look.
 
     Attributes:
-        says: what is there, or what is wrong with it. remedy: what to do; "" if there is nothing to do.
+        says: what exists, or what is wrong with it. remedy: what to do; "" if there is nothing to do.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Look(NamedTuple):
 
 
 def examine(ranks: int, seconds: float = SECONDS) -> Iterator[Look]:
-    """All looks, in order, each as soon as it has been taken."""
+    """Take all looks in order; yield each as soon as it is taken."""
     yield look_at_python()
     yield (torch := _taken("torch", "broken", look_at_torch))
     yield _taken("loopback", "broken", look_at_loopback)
     yield _taken("temporary files", "broken", look_at_temporary_files)
     if torch.status != "broken":
-        start_server()  # not before: it imports torch, too, and would say on its own what it thinks of a broken one
+        start_server()  # not before: it imports torch, and a broken torch would print its own errors
         yield _taken("backend", "broken", look_at_backend)
         yield _taken("ranks", "broken", lambda: look_at_ranks(ranks, seconds=seconds))
         yield from _gpus(seconds)
@@ -72,41 +72,41 @@ def examine(ranks: int, seconds: float = SECONDS) -> Iterator[Look]:
 
 
 def _taken(name: str, otherwise: Literal["note", "broken"], look: Callable[[], Look]) -> Look:
-    """What the look finds; if it raises, that."""
+    """Take a look. If it raises, return the error as its result."""
     try:
         return look()
     except Exception as error:
         says = f"cannot be checked: {type(error).__name__}: {in_one_line(str(error))}"
-        return Look(name, otherwise, says, "Mend what this says first, then: hwfsdp doctor")
+        return Look(name, otherwise, says, "Fix this error first. Then run: hwfsdp doctor")
 
 
 # --- What training needs -----------------------------------------------------------------------------------
 
 
 def look_at_python() -> Look:
-    """Its version; on an older one than 3.11 this module could not be imported."""
+    """Look at the version. Python below 3.11 could not import this module."""
     return Look("Python", "ok", f"{platform.python_version()}, {os.cpu_count()} cores")
 
 
 def look_at_torch() -> Look:
-    """Whether it can be imported, its release, and what it was built for."""
+    """Look whether torch can be imported, at its release, and at its build."""
     try:
         import torch.version
 
         release = tuple(map(int, torch.version.__version__.split(".")[:2]))
         build = torch_build()
-    except Exception as error:  # what a broken build raises is anyone's guess
+    except Exception as error:  # a broken build can raise anything
         says = f"cannot be imported: {type(error).__name__}: {in_one_line(str(error))}"
-        return Look("torch", "broken", says, "Install it anew: make setup, or: pip install torch")
+        return Look("torch", "broken", says, "Install it again: make setup, or: pip install torch")
     range_ = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     if OLDEST <= release <= NEWEST:
         return Look("torch", "ok", f"{build}; {range_} are supported")
-    remedy = f"If something fails that should not, take one of {range_}: make setup TORCH_SPEC=torch==2.13.0"
+    remedy = f"If something fails, install a release from {range_}: make setup TORCH_SPEC=torch==2.13.0"
     return Look("torch", "broken" if release < OLDEST else "note", f"{build}; supported are {range_}", remedy)
 
 
 def torch_build() -> str:
-    """Release of torch, and what it was built for."""
+    """The release of torch, and the device it was built for."""
     import torch.version
 
     hip = getattr(torch.version, "hip", None)
@@ -115,12 +115,12 @@ def torch_build() -> str:
 
 
 def installed() -> str:
-    """What `make setup` says at its end."""
+    """The last words of `make setup`."""
     return f"Installed: torch {torch_build()}.\nAnother build: {_ANOTHER_BUILD}.\nNext: make demo"
 
 
 def look_at_loopback() -> Look:
-    """Whether a connection from this machine to itself comes through."""
+    """Look whether this machine can connect to itself."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(_PATIENCE)
@@ -131,37 +131,37 @@ def look_at_loopback() -> Look:
                     two.settimeout(_PATIENCE)
                     heard = two.recv(1) == b"?"
     except OSError as error:
-        says = f"127.0.0.1 does not answer ({error.strerror or error}); ranks of one machine meet there"
-        remedy = "As root: ip link set lo up. In a container: give it a network; a firewall: let lo through."
+        says = f"127.0.0.1 does not answer ({error.strerror or error}); ranks on one machine connect there"
+        remedy = "As root: ip link set lo up. In a container: give it a network. With a firewall: allow lo."
         return Look("loopback", "broken", says, remedy)
     return Look("loopback", "ok" if heard else "broken", "127.0.0.1 answers" if heard else "loses bytes")
 
 
 def look_at_temporary_files() -> Look:
-    """Whether ranks can meet in a file."""
+    """Look whether ranks can meet in a file."""
     try:
         folder = os.environ.get("TMPDIR") or tempfile.gettempdir()  # as `ranks` does
         with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=folder) as meeting:
             Path(meeting, "store").write_bytes(bytes(1 << 16))
     except OSError as error:
-        says = f"cannot be written ({error.strerror or error}); ranks meet in one"
-        remedy = "Set TMPDIR to a folder that may be written and has room: export TMPDIR=~/tmp"
+        says = f"cannot be written ({error.strerror or error}); ranks find each other through one"
+        remedy = "Set TMPDIR to a writable folder with free space: export TMPDIR=~/tmp"
         return Look("temporary files", "broken", says, remedy)
     return Look("temporary files", "ok", f"can be written in {folder}")
 
 
 def look_at_backend() -> Look:
-    """Whether torch has the backend for the CPU."""
+    """Look whether torch has the backend for the CPU."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        says = "this build of torch has no gloo, which ranks on the CPU talk through"
+        says = "this build of torch has no gloo, and ranks on the CPU communicate through gloo"
         return Look("backend", "broken", says, f"Take another build: {_ANOTHER_BUILD}")
     return Look("backend", "ok", "gloo, NCCL" if dist.is_nccl_available() else "gloo")
 
 
 def look_at_ranks(ranks: int, device: str = "cpu", seconds: float = SECONDS) -> Look:
-    """Whether ranks start, and an all-reduce adds up."""
+    """Look whether ranks start, and an all-reduce gives the sum."""
     from hwfsdp.launcher.ranks import launch
 
     name = f"{ranks} rank{'s' if ranks > 1 else ''}" + (" on GPUs" if device != "cpu" else "")
@@ -169,19 +169,19 @@ def look_at_ranks(ranks: int, device: str = "cpu", seconds: float = SECONDS) -> 
         sums = launch(_greet, ranks, device, timeout=seconds, device=device)
     except RankError as error:
         why = _PLACE_IN_C.sub("", error.headline).removesuffix(TRACEBACK_BELOW).strip()
-        says = f"do not hear each other: {why}"
+        says = f"cannot reach each other: {why}"
         if device != "cpu":
-            remedy = "NCCL_DEBUG=INFO hwfsdp doctor says more; --device cpu trains without."
+            remedy = "NCCL_DEBUG=INFO hwfsdp doctor shows more. --device cpu trains without GPUs."
             return Look(name, "broken", says, remedy)
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             return Look(name, "broken", says, "Unset GLOO_SOCKET_IFNAME, or name an interface of: ip address")
-        remedy = "See loopback above. If it is ok, name it: export GLOO_SOCKET_IFNAME=lo"
+        remedy = "See loopback above. If it is ok, tell gloo to use it: export GLOO_SOCKET_IFNAME=lo"
         if error.reason == "late":
-            remedy = f"Longer than {seconds:g} s: end what keeps the machine busy, then again. {remedy}"
+            remedy = f"It took longer than {seconds:g} s: end other busy programs, then try again. {remedy}"
         return Look(name, "broken", says, remedy)
     if sums != [ranks] * ranks:
         return Look(name, "broken", f"an all-reduce of ones gives {sums}", "Take another build of torch.")
-    return Look(name, "ok", "start and hear each other")
+    return Look(name, "ok", "start and reach each other")
 
 
 def _greet(device: str) -> int:
@@ -197,7 +197,7 @@ def _greet(device: str) -> int:
 
 
 def _gpus(seconds: float) -> Iterator[Look]:
-    """The GPUs, and where there are any, ranks on them."""
+    """Look at the GPUs. If there are any, look at ranks on them."""
     yield (look := _taken("GPU", "note", look_at_gpus))
     if look.status == "ok":
         import torch
@@ -208,14 +208,14 @@ def _gpus(seconds: float) -> Iterator[Look]:
 
 
 def look_at_gpus() -> Look:
-    """What the driver lists, and whether this build of torch can use it."""
+    """Look at the GPUs that the driver lists, and whether this build of torch can use them."""
     import torch
     import torch.version
 
     listed = _driver_lists()
     if not torch.cuda.is_available():
         if not listed:
-            return Look("GPU", "ok", "none; the CPU does")
+            return Look("GPU", "ok", "none; training works on the CPU")
         there = f"{len(listed)} × {listed[0]}"
         if not (torch.version.cuda or getattr(torch.version, "hip", None)):
             says = f"{there}, but torch is built for the CPU"
@@ -237,7 +237,7 @@ def look_at_gpus() -> Look:
 
 
 def _driver_lists() -> list[str]:
-    """Names of NVIDIA's GPUs, whatever torch was built for; none if nobody can say."""
+    """Names of the NVIDIA GPUs, even if torch was built for the CPU; none without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE)
@@ -250,23 +250,23 @@ def _driver_lists() -> list[str]:
 
 
 def look_at_shared_memory(folder: str = "/dev/shm") -> Look:
-    """Room for what NCCL and loaders of data keep there; ranks on the CPU share memory without it (`shared_memory`)."""
+    """Look whether NCCL and data loaders have room. Ranks on the CPU share memory in another way (`shared_memory`)."""
     if not os.path.isdir(folder):
-        return Look("/dev/shm", "ok", "none; ranks on the CPU do without")
+        return Look("/dev/shm", "ok", "none; ranks on the CPU do not need it")
     free = shutil.disk_usage(folder).free
     if free >= _ROOM:
         return Look("/dev/shm", "ok", f"{free / (1 << 30):.1f} GiB free")
-    says = f"{free / (1 << 20):.1f} MiB free; NCCL and loaders of data want more, ranks on the CPU do without"
-    remedy = "In a container: docker run --shm-size=1g. Else remove what lies there."
+    says = f"{free / (1 << 20):.1f} MiB free; NCCL and data loaders need more, ranks on the CPU do not"
+    remedy = "In a container: docker run --shm-size=1g. Otherwise remove files there."
     return Look("/dev/shm", "note", says, remedy)
 
 
 def look_at_matplotlib() -> Look:
-    """Whether pictures can be drawn, and matplotlib remembers the fonts that it found."""
+    """Look whether matplotlib can draw, and can remember the fonts that it found."""
     asked = os.environ.get("MPLCONFIGDIR")
     logger = logging.getLogger("matplotlib")
     before = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of what is looked for here
+    logger.setLevel(logging.ERROR)  # its warnings are the looks below
     try:
         import matplotlib
         import matplotlib.figure
@@ -277,19 +277,19 @@ def look_at_matplotlib() -> Look:
     except Exception as error:
         failed = f"{type(error).__name__}: {in_one_line(str(error))}"
         says, remedy = f"matplotlib fails: {failed}; demo and pictures need it", "pip install matplotlib"
-        return Look("pictures", "note", says, f"Install it anew: make setup, or: {remedy}")
+        return Look("pictures", "note", says, f"Install it again: make setup, or: {remedy}")
     finally:
         logger.setLevel(before)
     says = f"matplotlib {matplotlib.__version__}"
-    if os.environ.get("MPLCONFIGDIR") != asked:  # it has made a folder of its own, for this process alone
+    if os.environ.get("MPLCONFIGDIR") != asked:  # it has made a folder for this process alone
         says += f"; {asked or 'its folder for settings'} cannot be written, so it looks for fonts in every process"
-        remedy = "Set MPLCONFIGDIR to a folder that may be written: export MPLCONFIGDIR=~/mpl"
+        remedy = "Set MPLCONFIGDIR to a writable folder: export MPLCONFIGDIR=~/mpl"
         return Look("pictures", "note", says, remedy)
     return Look("pictures", "ok", says)
 
 
 def look_at_notebooks() -> Look:
-    """Whether there is something that runs notebooks: the kernel that they name, and its program."""
+    """Look whether notebooks can run: whether their kernel exists, and its program starts."""
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ImportError as error:
@@ -304,7 +304,7 @@ def look_at_notebooks() -> Look:
     try:
         tried = subprocess.run(trial, capture_output=True, text=True, timeout=_PATIENCE)
     except OSError:
-        says = f"the kernel python3 starts {program}, which is not there"
+        says = f"the kernel python3 starts {program}, which does not exist"
         return Look("notebooks", "note", says, f"Remove {kernel.resource_dir}; then {_DEV}")
     if tried.returncode:
         says = f"the kernel python3 cannot start: {(tried.stderr.splitlines() or ['no ipykernel'])[-1]}"
@@ -313,7 +313,7 @@ def look_at_notebooks() -> Look:
 
 
 def look_at_calibration() -> Look:
-    """Whether this machine has been measured."""
+    """Look whether this machine has been measured."""
     from hwfsdp.errors import UsageError
     from hwfsdp.virtual.devices import THIS_MACHINE, calibration_file, device_named
 

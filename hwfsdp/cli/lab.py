@@ -1,4 +1,4 @@
-"""`hwfsdp lab`: the broken lab. Lists bugs, shows one, runs its script, checks answers."""
+"""`hwfsdp lab`: the broken lab. It lists bugs, shows one, runs its script, checks answers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from hwfsdp.launcher.fork_server import start_server
 
 
 def add_lab(verbs: Any) -> None:
-    """Adds the verb `lab`."""
+    """Add the verb `lab`."""
     lab: argparse.ArgumentParser = verbs.add_parser(
         "lab",
-        help="the broken lab: name the cause and the fix of real bugs, with evidence",
-        description="Scripts that train wrongly. Without arguments, lists them; with a number, shows one.",
+        help="find the cause and the fix of real bugs, with evidence",
+        description="The lab has scripts that train wrongly. hwfsdp lab lists them, hwfsdp lab N shows one, hwfsdp lab N --run runs it "
+        "under the recorder, and hwfsdp lab check N judges your answers in exercises/lab/answers.toml.",
         usage="hwfsdp lab [N [--run] | check [N] [--submission DIR]] [options]",
         epilog="Exit status of a check: 0 if every answer is right, 1 if not, 2 if the file cannot be used.",
     )
     lab.set_defaults(run=_lab)
-    lab.add_argument("what", metavar="N|check", nargs="?", help="number of a bug; or check, to judge answers")
-    lab.add_argument("number", metavar="N", nargs="?", help="after check: number of the bug (default: all)")
+    lab.add_argument(
+        "what", metavar="N|check", nargs="?", help="number or folder of a bug; or check, to judge answers"
+    )
+    lab.add_argument(
+        "number", metavar="N", nargs="?", help="after check: number or folder of the bug (default: all)"
+    )
     lab.add_argument(
         "--run",
         action="store_true",
         dest="run_script",
-        help="run the script under the recorder; write its trace and pictures",
+        help="run the script under the recorder, and write its trace and pictures",
     )
-    lab.add_argument("--out", type=Path, metavar="DIR", help="where these go (default runs/lab/NN_name)")
+    lab.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for trace and pictures (default runs/lab/NN_name)"
+    )
     lab.add_argument(
         "--submission",
         type=Path,
@@ -39,11 +46,16 @@ def add_lab(verbs: Any) -> None:
 
 
 def _lab(args: argparse.Namespace) -> int:
-    _refuse_what_does_not_fit(args)
-    if args.what == "check" or args.run_script:
-        start_server()  # it imports torch, and so does the next line
+    _refuse_misplaced(args)
     from hwfsdp.course.lab import commands
+    from hwfsdp.course.lab.bugs import find_bug, read_bugs
+    from hwfsdp.course.manifest import find_course
 
+    number = args.number if args.what == "check" else args.what
+    if number is not None:
+        find_bug(read_bugs(find_course()), number)  # refused here, before torch is imported
+    if args.what == "check" or args.run_script:
+        start_server()  # it imports torch, as the verbs below do
     if args.what == "check":
         return commands.check(args.number, args.submission, args.json)
     if args.what is None:
@@ -53,8 +65,8 @@ def _lab(args: argparse.Namespace) -> int:
     return commands.show(args.what, args.json)
 
 
-def _refuse_what_does_not_fit(args: argparse.Namespace) -> None:
-    """Raises UsageError for options that this use of the verb does not have."""
+def _refuse_misplaced(args: argparse.Namespace) -> None:
+    """Raise UsageError for an option that this use of the verb does not have."""
     checks = args.what == "check"
     misplaced = [
         ("a second number", args.number is not None and not checks, "hwfsdp lab check N"),
@@ -65,8 +77,8 @@ def _refuse_what_does_not_fit(args: argparse.Namespace) -> None:
     for name, is_there, instead in misplaced:
         if is_there:
             raise UsageError(
-                "hwfsdp lab",
-                expected=f"{name} only as in {instead}",
-                got="it elsewhere",
+                "lab",
+                expected=f"{name} only in {instead}",
+                got=f"{name} without that",
                 remedy="See: hwfsdp lab --help",
             )

@@ -1,4 +1,4 @@
-"""Options that verbs share, and the progress that runs show."""
+"""Options that verbs share, and the progress line of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_implementation(parser: argparse.ArgumentParser, text: str) -> None:
         "--timeout",
         type=seconds,
         metavar="SECONDS",
-        help="for a step (default 60 with a file of yours; else 300 for a collective)",
+        help="time limit of a step with your own file (default 60), else of a collective (default 300)",
     )
 
 
@@ -30,13 +30,13 @@ def add_run_options(parser: argparse.ArgumentParser, steps: int, layers: int, di
     add("--layers", type=positive, default=layers, help=f"blocks (default {layers})")
     add("--dim", type=positive, default=dim, help=f"width (default {dim})")
     add("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 0.001)")
-    add("--seed", type=int, default=0, help="of weights and batches (default 0)")
-    add("--text", metavar="FILE", help="train on this file instead of Python's help topics")
-    add("--json", action="store_true", help="print the results as JSON")
+    add("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
+    add("--text", metavar="FILE", help="train on this text file (default: Python's help topics)")
+    add("--json", action="store_true", help="print JSON instead of text")
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of an option that is a whole number, at least and at most this."""
+    """Make the type of an option that is a whole number within bounds."""
     bounds = f"{least} or more" if most is None else f"{least} to {most}"
 
     def read(text: str) -> int:
@@ -65,13 +65,13 @@ def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:
 
     heads = getattr(args, "heads", None) or max(1, args.dim // 32)
     model = GPTConfig(args.dim, args.layers, heads, args.seq_len)
-    draw_batch(load_text(args.text), args.seq_len, 1, 0, 0)  # complains here, before ranks are started
+    draw_batch(load_text(args.text), args.seq_len, 1, 0, 0)  # raises here, before ranks start
     options |= {"implementation": args.implementation, "timeout": args.timeout}
     return TrainConfig(model, args.batch, args.steps, args.lr, args.seed, text=args.text, **options)
 
 
 def progress(steps: int, label: str, every: int = 10) -> Callable[[int, float, float], None]:
-    """A line that is rewritten on a terminal, and a line now and then where there is none."""
+    """Make a function that shows progress: one line rewritten on a terminal, a line now and then elsewhere."""
 
     def show(step: int, loss: float, grad_norm: float) -> None:
         line = f"{label}  step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.4f}"
@@ -84,9 +84,9 @@ def progress(steps: int, label: str, every: int = 10) -> Callable[[int, float, f
 
 
 def quiet(step: int, loss: float, grad_norm: float) -> None:
-    """No progress where the output is JSON."""
+    """Show no progress: the output is JSON."""
 
 
 def prints_of_ranks(as_json: bool) -> AbstractContextManager[object]:
-    """What a file of the user's prints goes to standard error where the output is JSON."""
+    """Send prints of the user's file to standard error if the output is JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()

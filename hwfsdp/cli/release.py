@@ -1,4 +1,4 @@
-"""`hwfsdp release`: the student's edition of the course, without the answers."""
+"""`hwfsdp release`: write the student's edition of the course, without the answers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def add_release(verbs: Any) -> None:
-    """Adds the verb `release`."""
+    """Add the verb `release`."""
     release: argparse.ArgumentParser = verbs.add_parser(
         "release",
         help="write the student's edition, without the answers",
-        description="Writes the student's edition of the course that the current folder is in: the same tree with the holes "
-        "blank in the package, too, and without solutions; then looks for answers that are left in it.",
+        description="Writes the student's edition of the course in the current folder: the same tree without solutions, and with the "
+        "TODOs empty in the package, too. Then searches it for answers.",
     )
     release.set_defaults(run=_release)
     release.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    release.add_argument("--upto", type=int, metavar="N", help="leave out the exercises after this one")
+    release.add_argument("--upto", type=int, metavar="N", help="leave out the exercises after N")
     release.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -37,6 +37,6 @@ def _release(args: argparse.Namespace) -> int:
         )
         return 0
     print(f"{len(files):,} files in {args.out}: exercises {exercises[0][:2]} to {exercises[-1][:2]}.")
-    print("Their holes are blank in the package; no answer's text is left in any file.")
-    print("It is compiled for this version of Python. Official marks come from your own edition.")
+    print("Their TODOs are empty in the package. No file contains the text of an answer.")
+    print("The edition needs this version of Python. Grade with your own edition, not with this one.")
     return 0

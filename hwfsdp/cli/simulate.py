@@ -1,4 +1,4 @@
-"""`hwfsdp simulate`: a step of training on GPUs that are not there."""
+"""`hwfsdp simulate`: predict a training step on GPUs that you do not have."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _count, _length = whole(1, 1 << 16), whole(1, 1 << 24)
 
 
 def add_simulate(verbs: Any) -> None:
-    """Adds the verb `simulate`."""
+    """Add the verb `simulate`."""
     simulate: argparse.ArgumentParser = verbs.add_parser(
         "simulate",
         help="predict a training step on virtual GPUs: speed, memory, communication",
-        description="Runs one sharded training step on virtual GPUs, in virtual time, without computing anything.",
-        epilog="Exit status 1 if the step does not fit into the GPUs' memory; of a sweep, if none fits.",
+        description="Runs one sharded training step on virtual GPUs, in virtual time. It computes no values.",
+        epilog="Exit status: 1 if the step does not fit into the GPUs' memory, for a sweep if no step fits; else 0.",
     )
     simulate.set_defaults(run=_simulate)
     _add_what(simulate)
@@ -35,7 +35,7 @@ def add_simulate(verbs: Any) -> None:
     add = simulate.add_argument
     add("--sweep", type=_range, metavar="gpus=A..B", help="simulate A, 2A, 4A … B GPUs")
     add("--trace", type=Path, metavar="FILE", help="write the event log (.json or .json.gz)")
-    add("--png", type=Path, metavar="FILE", help="draw the streams, or the curve of a sweep")
+    add("--png", type=Path, metavar="FILE", help="draw the streams, or a sweep's curve")
     add("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -45,23 +45,23 @@ def _add_what(simulate: argparse.ArgumentParser) -> None:
         "--model",
         default="llama3-8b",
         metavar="NAME",
-        help="a known model (default llama3-8b), or module:function, a function of yours that returns a model or a step",
+        help="name of a model (default llama3-8b), or module:function, your own function that returns a model or a step",
     )
-    add("--gpus", type=_count, default=8, metavar="N", help="ranks in all (default 8)")
-    add("--nodes", type=_count, metavar="M", help="machines (default: as few as hold them)")
-    add("--device", default="h100", metavar="NAME", help="which GPU (default h100)")
+    add("--gpus", type=_count, default=8, metavar="N", help="number of GPUs (default 8)")
+    add("--nodes", type=_count, metavar="M", help="number of machines (default: as few as possible)")
+    add("--device", default="h100", metavar="NAME", help="name of the GPU (default h100)")
     add("--batch", type=_count, default=1, metavar="B", help="sequences per GPU (default 1)")
     add("--seq", type=_length, metavar="S", help="tokens per sequence (default: the model's)")
 
 
 def _add_how(simulate: argparse.ArgumentParser) -> None:
     add = simulate.add_argument
-    add("--checkpoint", choices=_CHECKPOINTS, default="none", help="what is recomputed (default none)")
+    add("--checkpoint", choices=_CHECKPOINTS, default="none", help="activation checkpointing (default none)")
     add(
         "--reshard-after-forward",
         type=_reshard,
         metavar="yes|no|N",
-        help="default: yes, but for the last block and the root",
+        help="default: yes, except for the last block and the root",
     )
     add("--hsdp", action="store_true", help="shard within a node, replicate across nodes")
     add(
@@ -69,9 +69,13 @@ def _add_how(simulate: argparse.ArgumentParser) -> None:
         type=_names,
         default=(),
         metavar="CLASS[,CLASS]",
-        help="classes to shard one by one (default: the blocks)",
+        help="shard each module of these classes by itself (default: the blocks)",
     )
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="to compute in (default bfloat16)")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="dtype of the computation (default bfloat16)",
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -129,13 +133,11 @@ def _once(args: argparse.Namespace, choice: Choice) -> Simulation:
         settings["param_dtype"] = getattr(torch, args.dtype)
     target = find_function(args.model) if ":" in args.model else args.model
     nodes = args.nodes if choice.gpus == args.gpus else None
-    # Of an operator that raises, torch prints all arguments.
+    # If an operator raises, torch prints all its arguments.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
-    remedy = (
-        "Virtual tensors have shapes, no values, and no device: leave out .cuda() and what reads numbers."
-    )
+    remedy = "Virtual tensors have shapes, but no values and no device. Remove .cuda() and code that reads numbers."
     of_the_user = in_one_line(f"a virtual step of {args.model}", "it to run", remedy)
-    # What a step of the user's prints, or raises.
+    # The user's step may print, or raise.
     with redirect_stdout(sys.stderr), of_the_user if ":" in args.model else nullcontext():
         found = simulate(target, choice.gpus, args.device, nodes=nodes, hsdp=choice.hsdp, **settings)
     return replace(found, target=args.model)
@@ -174,7 +176,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _check_sweep(args: argparse.Namespace) -> None:
-    """Complains before anything is simulated."""
+    """Raise what is wrong before anything is simulated."""
     from hwfsdp.errors import UsageError
     from hwfsdp.virtual.devices import device_named
     from hwfsdp.virtual.run import placed
@@ -182,9 +184,9 @@ def _check_sweep(args: argparse.Namespace) -> None:
     if args.nodes is not None:
         raise UsageError(
             "simulate --sweep",
-            expected="numbers of GPUs alone, on as few nodes as hold them",
+            expected="no --nodes: a sweep takes as few nodes as possible",
             got=f"--nodes {args.nodes}",
-            remedy="Leave out --nodes, or simulate them one by one.",
+            remedy="Leave out --nodes, or simulate each number of GPUs by itself.",
         )
     for gpus in args.sweep:
         placed(device_named(args.device), gpus, None)

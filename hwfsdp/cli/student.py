@@ -1,4 +1,4 @@
-"""`hwfsdp list`, `check`, `hint`, `status`, `watch`, `reset`, `catchup`: what students use."""
+"""`hwfsdp list`, `check`, `hint`, `status`, `watch`, `reset`, `catchup`: the verbs for students."""
 
 from __future__ import annotations
 
@@ -13,47 +13,62 @@ from hwfsdp.launcher.fork_server import start_server
 
 _BEGAN = time.monotonic()
 _VERBS = {  # verb → module and function of hwfsdp.course, help
-    "list": ("commands.list_exercises", "list the exercises"),
-    "check": ("checking.check", "grade one exercise and say what is wrong"),
-    "hint": ("commands.hint", "show the hints to an exercise, one more each call"),
-    "status": ("commands.status", "show how far you are"),
-    "watch": ("checking.watch", "check again whenever a file is saved"),
-    "reset": (
-        "commands.reset_exercise",
-        "put the starter of an exercise back, for a station all of my_fsdp.py; your file is kept",
-    ),
-    "catchup": ("commands.catch_up", "write my_fsdp.py as it is before a station; yours is kept beside it"),
+    "list": ("commands.list_exercises", "list the exercises, the homework and the lab"),
+    "check": ("checking.check", "check one exercise, and say what is wrong"),
+    "hint": ("commands.hint", "show one more hint to an exercise"),
+    "status": ("commands.status", "show your points, and what to do next"),
+    "watch": ("checking.watch", "check again whenever you save a file"),
+    "reset": ("commands.reset_exercise", "write a starter again, and keep a copy of your file"),
+    "catchup": ("commands.catch_up", "write the earlier stations for you, and keep a copy of your file"),
 }
-_NO_ARGUMENTS = {"verb", "parser", "run", "function"}  # of a function; all else that is parsed is
+_MORE = {  # what a verb's own help says besides
+    "check": "Runs your file on real ranks, and prints a verdict for each check: what holds, the evidence against what does not, and "
+    "one question.",
+    "hint": "There are three: a question, a direction, and numbered steps.",
+    "watch": "Press Ctrl-C to end it.",
+    "reset": "For a station this is my_fsdp.py, with all other stations in it.",
+    "catchup": "It writes my_fsdp.py as it should be before station N. You give up the points of the stations that it writes.",
+}
+_NO_ARGUMENTS = {"verb", "parser", "run", "function"}  # not passed to the verb's function; all others are
 
 
 def add_student_verbs(verbs: Any) -> None:
-    """Adds what students use."""
+    """Add the verbs for students."""
     add = {}
     for verb, (function, text) in _VERBS.items():
-        parser: argparse.ArgumentParser = verbs.add_parser(
-            verb, help=text, description=f"{text.capitalize()}."
-        )
+        told = f"{text[0].upper()}{text[1:]}. {_MORE.get(verb, '')}"
+        parser: argparse.ArgumentParser = verbs.add_parser(verb, help=text, description=told)
         parser.set_defaults(run=_run, function=function)
         add[verb] = parser.add_argument
         if verb != "watch":
             add[verb]("--json", action="store_true", dest="as_json", help="print JSON instead of text")
-    for verb in ("check", "hint", "reset", "catchup"):
-        add[verb]("number", metavar="N", help="number of the exercise, or capstone")
-    add["watch"]("number", metavar="N", nargs="?", help="number of the exercise (default: all)")
+    for verb, more in {"check": ", or capstone", "hint": ", or capstone", "reset": "", "catchup": ""}.items():
+        add[verb]("number", metavar="N", help=f"number or folder of the exercise{more}")
+    add["watch"]("number", metavar="N", nargs="?", help="number or folder of the exercise (default: all)")
     add["check"](
         "--submission", type=Path, metavar="DIR", help="folder to grade (default: exercises/ of the course)"
     )
-    mine = "earlier electives come from the same folder, not from the package"
+    mine = "use your own earlier electives, not the package's"
     for verb in ("check", "watch"):
         add[verb]("--mine", action="store_true", help=mine)
-    add["check"]("--seed", type=natural, help="of the inputs (default: another one each time)")
+    add["check"]("--seed", type=natural, help="seed of the inputs (default: a new one each time)")
     verbs.choices["check"].set_defaults(began=_BEGAN)
 
 
 def _run(args: argparse.Namespace) -> int:
     module, _, function = args.function.partition(".")
     if module == "checking":
+        _refuse_unknown(args)
         start_server()  # it imports torch, and so does the next line
     run = getattr(import_module(f"hwfsdp.course.{module}"), function)
     return int(run(**{name: value for name, value in vars(args).items() if name not in _NO_ARGUMENTS}))
+
+
+def _refuse_unknown(args: argparse.Namespace) -> None:
+    """Raise UsageError if there is no such exercise: now, because importing torch takes seconds."""
+    from hwfsdp.course.commands import wanted_exercise
+    from hwfsdp.course.manifest import Course, find_course
+
+    if args.number is not None:
+        find = wanted_exercise if args.verb == "check" else Course.exercise
+        find(find_course(), args.number)

@@ -1,4 +1,4 @@
-"""`hwfsdp swap`: a program that imports FSDP2 from torch runs on hwfsdp, unchanged."""
+"""`hwfsdp swap`: run a program that imports FSDP2 from torch on hwfsdp, unchanged."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hwfsdp import __file__ as package
 
 
 def add_swap(verbs: Any) -> None:
-    """Adds the verb `swap`."""
+    """Add the verb `swap`."""
     swap: argparse.ArgumentParser = verbs.add_parser(
         "swap",
         help="run a program that uses torch's FSDP2 on hwfsdp, unchanged",
-        description="Runs a script. Every name that it imports from torch's FSDP2 is hwfsdp's, in this process and in the processes "
-        "that it starts. It also works under torchrun: torchrun --nproc-per-node 2 -m hwfsdp swap train.py --lr 1e-4",
-        epilog=f"For a program that something else starts: PYTHONPATH={startup()} exchanges the names in every process.",
+        description="Runs a script. When the script imports names of torch's FSDP2, it gets hwfsdp's. So do the processes that it "
+        "starts. Under torchrun: torchrun --nproc-per-node 2 -m hwfsdp swap train.py --lr 1e-4",
+        epilog=f"If another program starts your script, set PYTHONPATH={startup()}: it exchanges the names in every process.",
     )
     swap.set_defaults(run=_swap)
-    swap.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
+    swap.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")
     swap.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
-    swap.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the program's own")
+    swap.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
 
 
 def startup() -> Path:
-    """The folder whose `sitecustomize` exchanges the names when Python starts."""
+    """The folder with the `sitecustomize` that exchanges the names when Python starts."""
     return Path(package).parent / "startup"
 
 

@@ -1,4 +1,4 @@
-"""`hwfsdp train`: the training loop on ranks of its own, or under torchrun."""
+"""`hwfsdp train`: run the training loop, on its own ranks or under torchrun."""
 
 from __future__ import annotations
 
@@ -19,38 +19,47 @@ if TYPE_CHECKING:
 
 
 def add_train(verbs: Any) -> None:
-    """Adds the verb `train`."""
+    """Add the verb `train`."""
     train = verbs.add_parser(
         "train",
-        help="train a byte-level GPT, sharded by hwfsdp, by FSDP2 or by a file of yours",
-        description="Trains a byte-level GPT, on ranks of its own or under torchrun. Shows the loss, the mean over all "
-        "ranks, and the L2 norm of the gradient of all parameters together.",
+        help="train a byte-level GPT with hwfsdp, with FSDP2 or with your own file",
+        description="Trains a byte-level GPT. Starts its own ranks, or runs under torchrun. Shows the loss, averaged over all ranks, and "
+        "the L2 norm of the gradient of all parameters.",
     )
     train.set_defaults(run=_train)
     add = train.add_argument
-    add("--ranks", type=options.positive, help="processes to shard over (default 2; torchrun decides)")
+    add(
+        "--ranks",
+        type=options.positive,
+        help="processes to shard over (default 2; under torchrun, its number)",
+    )
     options.add_implementation(
         train,
-        "what shards: hwfsdp, fsdp2, none (every rank has the whole model), or the fully_shard of a Python file "
-        "(default hwfsdp)",
+        "hwfsdp (default), fsdp2, none (every rank has the whole model), or a Python file with its own fully_shard",
     )
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
     add("--heads", type=options.positive, help="attention heads (default: width / 32)")
-    add("--param-dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    add("--reshard-after-forward", choices=("yes", "no"), help="default: yes, but for the root")
-    add("--trace", type=Path, metavar="FILE", help="record the last two steps into FILE (JSON)")
-    saving = train.add_argument_group("saving", "with any of these options, SIGTERM saves and ends the run")
+    dtypes = ("float32", "bfloat16", "float16")
+    add(
+        "--param-dtype",
+        default="float32",
+        choices=dtypes,
+        help="dtype of gathers and compute (default float32)",
+    )
+    add("--reshard-after-forward", choices=("yes", "no"), help="default: yes, except for the root")
+    add("--trace", type=Path, metavar="FILE", help="write a trace of the last two steps (JSON)")
+    saving = train.add_argument_group("saving", "With any of these options, SIGTERM saves and ends the run.")
     saving.add_argument(
         "--save-every", type=options.positive, metavar="N", help="save every N steps, and at the end"
     )
-    saving.add_argument("--resume", action="store_true", help="go on from the last save, if there is one")
+    saving.add_argument("--resume", action="store_true", help="continue from the last save, if there is one")
     saving.add_argument(
         "--keep", type=options.positive, metavar="N", help="how many saves to keep (default 2)"
     )
     saving.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="where saves go (default runs/train/checkpoint)"
+        "--checkpoint", type=Path, metavar="DIR", help="folder for saves (default runs/train/checkpoint)"
     )
-    saving.add_argument("--wait-for-saves", action="store_true", help="do not train while a save is written")
+    saving.add_argument("--wait-for-saves", action="store_true", help="stop training while a save is written")
     options.add_run_options(train, steps=100, layers=4, dim=128, seq_len=128)
 
 
@@ -68,7 +77,7 @@ def _train(args: argparse.Namespace) -> int:
         snapshots=_snapshots(args),
     )
     if args.trace:
-        args.trace.touch()  # complains here, before the work is done
+        args.trace.touch()  # raises here, before the work begins
     if config.snapshots:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
@@ -85,7 +94,7 @@ def _train(args: argparse.Namespace) -> int:
     if config.snapshots:
         summary |= {"resumed_at": results[0].resumed_at, "stopped": results[0].stopped}
     if args.trace and results[0].log is None:
-        print(f"hwfsdp: no step was left to record; {args.trace} is as it was", file=sys.stderr)
+        print(f"hwfsdp: no step was left to record; {args.trace} has not changed", file=sys.stderr)
     elif args.trace:
         log = EventLog.merge(result.log for result in results)
         log.save(args.trace)
@@ -107,7 +116,7 @@ def _snapshots(args: argparse.Namespace) -> SnapshotConfig | None:
 
 
 def _make_writable(folder: Path) -> None:
-    """A folder to write to. It is checked before the work begins."""
+    """Make a folder, and check before the work begins that it can be written."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, "it may only be read", str(folder))
@@ -122,7 +131,7 @@ def _report(summary: dict[str, Any], path: str) -> str:
     text += f", median step {summary['step_ms']:.0f} ms" if summary["step_ms"] is not None else ""
     if path:
         text += f"\nSaved in {path}"
-        text += "; asked to stop, --resume goes on from here" if summary["stopped"] else ""
+        text += "; stopped on request. --resume continues from here" if summary["stopped"] else ""
     return text
 
 
@@ -135,6 +144,6 @@ def _device(args: argparse.Namespace) -> str:
             "--device cuda",
             expected="a GPU that this build of torch can use",
             got="none",
-            remedy="Leave it out to train on the CPU, or install a CUDA build: make setup TORCH_SPEC=torch.",
+            remedy="Leave out --device to train on the CPU, or install a CUDA build: make setup TORCH_SPEC=torch.",
         )
     return args.device or ("cuda" if available else "cpu")

@@ -1,7 +1,7 @@
-"""What the commands do that grade: check, watch.
+"""The student commands that grade: check, watch.
 
-Each returns the exit status: 0 when what was asked for holds, 1 when it does not. They load torch and start ranks, which takes
-seconds; what needs neither is in `commands`.
+Each returns the exit status: 0 when the requested result holds, 1 when it does not. They load torch and start ranks, which takes
+seconds. Commands that need neither are in `commands`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from hwfsdp.course.capstone.grading import grade_capstone
 from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.certificate import STATION, write_certificate
-from hwfsdp.course.commands import shown_path, wanted_exercise
+from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.manifest import Course, Exercise, find_course
 from hwfsdp.course.progress import Progress
-from hwfsdp.course.report import Style, shown
+from hwfsdp.course.report import Style, shown, shown_path
 from hwfsdp.course.run import warm_up
 from hwfsdp.course.submission import check_folder, find_source
 from hwfsdp.course.verdict import Grade
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.1  # between two looks at the files in `watch`
 def check(
     number: str, submission: Path | None, mine: bool, seed: int | None, as_json: bool, began: float
 ) -> int:
-    """Grades one exercise and prints the verdict; `began`, by the monotonic clock, is when the command did."""
+    """Grade one exercise and print the verdict. `began` is when the command began, by the monotonic clock."""
     course = find_course()
     exercise = wanted_exercise(course, number)
     folder = _folder(course, submission, exercise)
@@ -55,7 +55,7 @@ def check(
             and exercise.number == STATION
             and (path := write_certificate(course, Progress.load(course)))
         ):
-            print(f"  You wrote FSDP. To keep, or to show: {shown_path(path)}")
+            print(f"  You wrote FSDP. Your certificate: {shown_path(path)}")
     return 0 if result.status == "passed" else 1
 
 
@@ -73,7 +73,7 @@ def _remember(course: Course, result: Grade) -> None:
 
 
 def watch(number: str | None, mine: bool) -> int:
-    """Checks an exercise, then again whenever its file is saved, until interrupted. Without a number: whichever is saved."""
+    """Check an exercise now, and again whenever its file is saved, until interrupted. Without a number, watch all files."""
     course = find_course()
     progress = Progress.load(course)
     unfinished = (e for e in course.exercises if progress.standing(e).status != "passed")
@@ -89,8 +89,9 @@ def watch(number: str | None, mine: bool) -> int:
 
 
 def current(course: Course, exercise: Exercise) -> Exercise:
-    """The exercise to check when this one's file is saved: of `my_fsdp.py` the station after the last one that has passed, or was
-    written by `hwfsdp catchup`.
+    """The exercise to check when this one's file is saved.
+
+    For `my_fsdp.py` this is the station after the last one that has passed or that `hwfsdp catchup` wrote.
     """
     progress = Progress.load(course)
     same = [each for each in course.exercises if each.path == exercise.path]
@@ -100,7 +101,7 @@ def current(course: Course, exercise: Exercise) -> Exercise:
 
 
 def saved(exercises: Sequence[Exercise], sleep: Callable[[float], None]) -> Iterator[Exercise]:
-    """Each exercise as soon as its file has changed since this was called; between two looks at the files it calls `sleep`."""
+    """Yield each exercise as soon as its file changes after this call. Call `sleep` between two looks at the files."""
     return _changed({exercise: _stamp(exercise) for exercise in exercises}, sleep)
 
 

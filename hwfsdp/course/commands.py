@@ -1,26 +1,27 @@
-"""What the student commands do that need no ranks, and answer at once: list, hint, status, reset, catchup. Others: `checking`.
+"""The student commands that need no ranks and answer at once: list, hint, status, reset, catchup. For others, see `checking`.
 
-Each returns the exit status: 0 when what was asked for holds, 1 when it does not.
+Each returns the exit status: 0 when the requested result holds, 1 when it does not.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hwfsdp.course.capstone.homework import FOLDER, read_homework
 from hwfsdp.course.filemap import file_map
 from hwfsdp.course.manifest import OWN_FILE, Course, Exercise, carried_course, find_course
 from hwfsdp.course.progress import Progress, replace_file
-from hwfsdp.course.report import Style, listed
+from hwfsdp.course.report import Style, listed, shown_path
 from hwfsdp.course.stations.stages import SOURCE, caught_up, earlier_than, is_given
 from hwfsdp.course.submission import starter
 from hwfsdp.errors import UsageError
 
 
 def list_exercises(as_json: bool) -> int:
-    """Prints the table of contents: of the course here, or else of the one that the package carries."""
+    """Print the table of contents of the course here, or else of the course in the package."""
     try:
         course, is_here = find_course(), True
     except UsageError:
@@ -42,23 +43,30 @@ def list_exercises(as_json: bool) -> int:
         print(json.dumps(rows, indent=2))
     else:
         print(listed(exercises))
+        print("\n".join(_besides(course)))
         if not is_here:
             print("\nTo work on them, write the course to a folder: hwfsdp course fsdp-course")
     return 0
 
 
+def _besides(course: Course) -> Iterator[str]:
+    """The homework and the lab, if the course has them."""
+    with suppress(UsageError):
+        homework = read_homework(course)
+        points = f"{homework.points} points, {homework.bonus} bonus points"
+        yield f"\nHomework, FSDP in one file with given names ({points}):\n  hwfsdp check {FOLDER}"
+    bugs = sum(1 for _ in (course.root / "exercises" / "lab").glob("[0-9][0-9]_*/bug.toml"))
+    if bugs:
+        yield f"\nLab, {bugs} scripts that train wrongly:\n  hwfsdp lab"
+
+
 def wanted_exercise(course: Course, number: str) -> Exercise:
-    """The exercise of this number, or the homework."""
-    return read_homework(course) if number == FOLDER else course.exercise(number)
-
-
-def shown_path(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    """Find the exercise of this number or folder, or the homework."""
+    return read_homework(course) if Path(number).name == FOLDER else course.exercise(number)
 
 
 def hint(number: str, as_json: bool) -> int:
-    """Prints the hints seen so far and one more."""
+    """Print the hints seen so far, and one more."""
     course = find_course()
     exercise = wanted_exercise(course, number)
     hints = Progress.load(course).next_hint(exercise)
@@ -71,12 +79,12 @@ def hint(number: str, as_json: bool) -> int:
         print(style.paint(f"Hint {index} of {len(exercise.hints)}", "bold"))
         print("\n".join(style.wrapped(text, "  ")))
     if not left:
-        print(f"That was the last one. The check says more: hwfsdp check {exercise.short_number}")
+        print(f"This is the last hint. The check shows evidence: hwfsdp check {exercise.short_number}")
     return 0
 
 
 def status(as_json: bool) -> int:
-    """Prints how far the learner is."""
+    """Print the learner's points, and what to do next."""
     course = find_course()
     progress = Progress.load(course)
     standings = [progress.standing(exercise) for exercise in course.exercises]
@@ -95,7 +103,7 @@ def status(as_json: bool) -> int:
     own = next((exercise.path for exercise in course.exercises if exercise.is_station), None)
     contents = file_map(own.read_text(errors="replace")) if own and own.is_file() else {}
     if contents and own:
-        print(f"{shown_path(own)}: what it defines, and in how many lines, is below each station.\n")
+        print(f"Below each station: what {shown_path(own)} defines, and in how many lines.\n")
     for s in standings:
         stale = " (the file has changed since)" if s.stale else ""
         word = words.get(s.status, s.status)
@@ -114,21 +122,21 @@ def status(as_json: bool) -> int:
 
 
 def catch_up(number: str, as_json: bool) -> int:
-    """Writes `my_fsdp.py` as it is before a station."""
+    """Write `my_fsdp.py` as it is before a station."""
     course = find_course()
     station = course.exercise(number)
     if not station.is_station or station.number == "01":
         raise UsageError(
             f"catchup {number}",
-            expected=f"a station of {OWN_FILE} from 2 on",
-            got=station.title.lower(),
-            remedy="It needs no earlier ones: begin right away.",
+            expected="a station from 2 on",
+            got=station.title,
+            remedy="It needs no earlier station. Begin right away.",
         )
     if not SOURCE.exists():
         raise UsageError(
             f"catchup {number}",
-            expected="the instructor's edition",
-            got="a student's",
+            expected="the instructor's edition, which has solutions",
+            got="a student's edition",
             remedy=f"Ask your instructor for {OWN_FILE} as it is before station {station.number}.",
         )
     old = station.path.read_text(errors="replace") if station.path.is_file() else ""
@@ -145,12 +153,12 @@ def catch_up(number: str, as_json: bool) -> int:
     if kept:
         print(f"Your file is kept as {shown_path(kept)}.")
     if forgone:
-        print(f"You forgo the points of {', '.join(forgone)}. The first lines of the file say so.")
+        print(f"You give up the points of {', '.join(forgone)}. The first lines of the file say so.")
     return 0
 
 
 def filled(items: Sequence[object], width: int) -> Iterator[str]:
-    """Lines with items, separated by commas; an item is in one line."""
+    """Fill lines with items, separated by commas. No item is split."""
     line = ""
     for item in map(str, items):
         if line and len(line) + 2 + len(item) > width:
@@ -162,13 +170,13 @@ def filled(items: Sequence[object], width: int) -> Iterator[str]:
 
 
 def reset_exercise(number: str, as_json: bool) -> int:
-    """Puts a starter back."""
+    """Write a starter again, and keep the learner's file beside it."""
     exercise = find_course().exercise(number)
     kept = replace_file(exercise, starter(exercise))
     if as_json:
         print(json.dumps({"exercise": exercise.number, "kept": str(kept) if kept else None}))
     else:
         where = f" Your file is kept as {shown_path(kept)}." if kept else ""
-        all_of_it = " All stations begin anew." if exercise.is_station else ""
-        print(f"{shown_path(exercise.path)} is as it was given.{all_of_it}{where}")
+        all_of_it = " All stations start again." if exercise.is_station else ""
+        print(f"{shown_path(exercise.path)} is the starter again.{all_of_it}{where}")
     return 0

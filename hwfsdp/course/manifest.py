@@ -21,6 +21,7 @@ An elective is cut out of the package:
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,21 +126,27 @@ class Course(NamedTuple):
     exercises: tuple[Exercise, ...]
 
     def exercise(self, number: int | str) -> Exercise:
-        """The exercise of this number.
+        """Find an exercise by its number or its folder: 1, 01, 01_rows or exercises/01_rows.
 
         Raises:
             UsageError: there is none.
         """
         for exercise in self.exercises:
-            if str(number).isascii() and str(number).isdecimal() and int(exercise.number) == int(number):
+            if is_named(str(number), exercise.number, exercise.directory):
                 return exercise
         known = f"{int(self.exercises[0].number)} to {int(self.exercises[-1].number)}"
         raise UsageError(
             f"exercise {number}",
             expected=f"one of {known}",
             got=repr(str(number)),
-            remedy="See: hwfsdp list. The homework is called capstone.",
+            remedy="See: hwfsdp list. For the homework: hwfsdp check capstone.",
         )
+
+
+def is_named(wanted: str, number: str, directory: str) -> bool:
+    """Whether a word of the command line names the exercise of this number, or its folder."""
+    is_number = wanted.isascii() and wanted.isdecimal()
+    return int(wanted) == int(number) if is_number else Path(wanted).name == directory
 
 
 def module_source(module: str, package: Path = PACKAGE) -> str:
@@ -200,16 +207,21 @@ def read_manifest(path: Path) -> Exercise:
         places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))
         title, points = str(found["title"]), int(found["points"])
         texts = _texts(tomllib.loads((path.parent / HINTS).read_text())["hints"])
-        hints = tuple(" ".join(hint.split()) for hint in texts)
+        hints = tuple(map(flowed, texts))
         calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"manifest {path.parent.name}/{path.name}",
             expected="title, points and hints; file of a station, or holes, perhaps calls (module:name)",
             got=f"{type(error).__name__}: {error}",
-            remedy="Compare with that of another exercise.",
+            remedy="Compare with the file of another exercise.",
         ) from None
     return Exercise(number, topic, title, points, places, hints, path.parent, calls)
+
+
+def flowed(hint: str) -> str:
+    """Join the lines of a hint. A numbered step keeps a line of its own."""
+    return re.sub(r"\s*\n\s*(\d+\. )?", lambda step: f"\n{step[1]}" if step[1] else " ", hint.strip())
 
 
 def _texts(value: Any) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Grades as text: what a learner reads on a terminal."""
+"""Grades as text, for a learner at a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Style:
         return f"\033[{_CODES[color]}m{text}\033[0m" if self.colored else text
 
     def wrapped(self, text: str, indent: str = _INDENT) -> Iterator[str]:
-        """The text, wrapped; a table in it keeps its lines."""
+        """Wrap the text. A table in it keeps its lines."""
         for line in map(printable, text.splitlines()):
             if len(line) + len(indent) <= self.width or line[:1] == " ":
                 yield indent + line
@@ -48,15 +48,15 @@ class Style:
 
 
 def printable(line: str) -> str:
-    """A line as any terminal can show it: what a learner's code says must not move its cursor, or stop the report."""
+    """Escape what a terminal cannot print: output of a learner's code must not move the cursor, or stop the report."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line.expandtabs())
 
 
 def shown(grade: Grade, path: Path, style: Style, before: Mapping[str, str] = {}) -> str:
-    """One exercise's verdict, with a line for each check and the evidence for those that fail.
+    """The verdict on one exercise: a line for each check, and the evidence for each failed one.
 
     Args:
-        before: what an earlier verdict measured.
+        before: the figures of an earlier verdict.
     """
     return "\n".join(_lines(grade, path, style, before))
 
@@ -66,27 +66,22 @@ def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) ->
     yield style.paint(f"{exercise.number} {exercise.title}", "bold") + style.paint(f"  {path}", "grey")
     yield ""
     if grade.status == "not_started":
-        missing = "" if path.exists() else " There is no such file: hwfsdp reset brings it back."
-        yield f"  Not started, 0 of {grade.max_score} points.{missing}"
-        names = exercise.hole_names
-        if names:
-            yield from style.wrapped(f"{len(names)} TODOs: {', '.join(names)}.", "  ")
+        yield from _not_started(grade, path, style)
         return
     if grade.status == "error" and grade.finding:
         yield from _finding_lines(grade.finding, style, asks="")
         yield ""
         yield from _printed(grade, style)
         is_forgone = grade.finding.misconception == "caught-up"
-        why = "you forgo them." if is_forgone else "nothing counts before this is gone."
+        why = "you gave them up." if is_forgone else "nothing counts until you fix this."
         yield f"  0 of {grade.max_score} points in {grade.seconds:.1f} s: {why}"
         return
     asked = False
     results = grade.shown_results
     widths = [max(len(text) for text in texts) for texts in zip(*map(_texts, results), strict=True)]
     for result in results:
-        yield _check_line(
-            result, widths, style, with_points=result in grade.results and bool(result.check.points)
-        )
+        with_points = result in grade.results and bool(result.check.points)
+        yield from _check_lines(result, widths, style, with_points)
         if result.finding:
             yield from _finding_lines(result.finding, style, None if asked else result.check.id)
             asked = True
@@ -110,7 +105,17 @@ def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) ->
     if grade.status == "passed":
         yield "  " + style.paint(score, "green")
         return
-    yield f"  {score} Again with the same inputs: --seed {grade.seed}. A hint: hwfsdp hint {exercise.short_number}"
+    yield from style.wrapped(score, "  ")
+    yield f"  A hint: hwfsdp hint {exercise.short_number}. The same inputs again: --seed {grade.seed}"
+
+
+def _not_started(grade: Grade, path: Path, style: Style) -> Iterator[str]:
+    exercise = grade.exercise
+    yield f"  Not started, 0 of {grade.max_score} points. Read {shown_path(exercise.folder / 'README.md')}"
+    if not path.exists():
+        yield f"  {path.name} is missing. To write it again: hwfsdp reset {exercise.short_number}"
+    if names := exercise.hole_names:
+        yield from style.wrapped(f"{len(names)} TODOs: {', '.join(names)}.", "  ")
 
 
 def _printed(grade: Grade, style: Style) -> Iterator[str]:
@@ -124,20 +129,26 @@ def _texts(result: CheckResult) -> tuple[str, str]:
     return result.check.id, result.check.sentence
 
 
-def _check_line(result: CheckResult, widths: Sequence[int], style: Style, with_points: bool) -> str:
+def _check_lines(
+    result: CheckResult, widths: Sequence[int], style: Style, with_points: bool
+) -> Iterator[str]:
+    """A check's mark, id, sentence and points. A sentence too long for the terminal goes on below itself."""
     mark, color = MARKS[result.passed]
-    cells = [text.ljust(width) for text, width in zip(_texts(result), widths, strict=True)]
+    place = 6 + widths[0]  # of the sentence
+    width = max(20, min(widths[1], style.width - place - 5))
+    first, *others = textwrap.wrap(result.check.sentence, width)
     points = f"  {result.check.points if result.passed else 0}/{result.check.points}" if with_points else ""
-    line = f"  {style.paint(mark, color)} {'  '.join(cells)}{points}"
+    yield f"  {style.paint(mark, color)} {result.check.id:<{widths[0]}}  {first:<{width}}{points}".rstrip()
+    yield from (f"{'':{place}}{line}" for line in others)
     if result.dependency:
-        return line + style.paint(f"  skipped: needs {result.dependency}", "grey")
-    return line
+        yield f"{'':{place}}" + style.paint(f"skipped: needs {result.dependency}", "grey")
 
 
 def _finding_lines(finding: Finding, style: Style, asks: str | None) -> Iterator[str]:
     """`asks`: id of the check whose question is asked, or None."""
     misconception = MISCONCEPTIONS[finding.misconception]
-    yield _INDENT + style.paint(f"{finding.misconception}: {misconception.sentence}", "red")
+    for line in style.wrapped(f"{finding.misconception}: {misconception.sentence}"):
+        yield style.paint(line, "red")
     yield from style.wrapped(finding.message)
     if finding.expected is not None:
         yield from style.wrapped(f"expected  {finding.expected}")
@@ -148,11 +159,26 @@ def _finding_lines(finding: Finding, style: Style, asks: str | None) -> Iterator
 
 
 def listed(exercises: Sequence[Exercise]) -> str:
-    """The course as a table of contents."""
+    """The exercises as a table of contents: stations, then electives."""
     width = max(len(exercise.title) for exercise in exercises)
-    lines = [
-        f"{exercise.number}  {exercise.title:<{width}} {exercise.points:>2} points   {exercise.target}"
-        for exercise in exercises
-    ]
-    lines.append(f"{'':<{width + 4}}{sum(exercise.points for exercise in exercises):>3} points in all")
+    kinds = {
+        "Stations, all in exercises/my_fsdp.py:": True,
+        "Electives, each in a folder exercises/NN_name:": False,
+    }
+    lines = []
+    for heading, is_station in kinds.items():
+        lines += [heading] if any(exercise.is_station == is_station for exercise in exercises) else []
+        for exercise in exercises:
+            if exercise.is_station == is_station:
+                file = "" if is_station else f"   {exercise.file_name}"
+                lines.append(
+                    f"  {exercise.number}  {exercise.title:<{width}} {exercise.points:>2} points{file}"
+                )
+    lines.append(f"{'':<{width + 6}}{sum(exercise.points for exercise in exercises):>3} points in all")
     return "\n".join(lines)
+
+
+def shown_path(path: Path) -> Path:
+    """A path as seen from the current folder."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

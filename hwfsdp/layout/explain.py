@@ -128,8 +128,9 @@ def _within_group(row: ParamRow) -> str:
 
 
 def _laid_out(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of aligned columns, the heads underlined."""
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    """Align the columns, and underline the heads. A row with one cell, a group's name, may be longer than its column."""
+    full = [line for line in cells if any(line[1:])]
+    widths = [max(len(line[i]) for line in full) for i in range(len(cells[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from hwfsdp.observe.tables import lay_out
 from hwfsdp.virtual.devices import GIB
@@ -9,12 +10,12 @@ from hwfsdp.virtual.run import LIMITS, Simulation
 
 
 def report(found: Simulation) -> str:
-    """Lines of what was found, with what the model leaves out."""
+    """The result of a simulation as text, with the limits of the model."""
     plan, summary = found.plan, found.log.summary()
     where = f"{found.gpus} × {found.device.name}" + (f" on {found.nodes} nodes" if found.nodes > 1 else "")
     rate, mfu = found.tokens_per_second_per_gpu, found.mfu
     memory = f"{found.peak_memory_gib:.1f} of {found.memory_gib:.1f} GiB reserved, {found.peak_allocated_gib:.1f} GiB alive"
-    speed = f"{rate:,.0f}" if rate else "unknown: the step does not say how many it has"
+    speed = f"{rate:,.0f}" if rate else "unknown: the step does not say how many tokens it has"
     rows = [
         ("step", f"{found.step_seconds:.4g} s"),
         ("tokens per second and GPU", speed),
@@ -36,7 +37,8 @@ def _fitted(found: Simulation) -> str:
 
 
 def _footer(fitted: str) -> list[str]:
-    return [f"Predicted, not measured: {LIMITS}.", f"Matrix products: {fitted}."]
+    texts = f"Predicted, not measured: {LIMITS}.", f"Matrix products: {fitted}."
+    return [textwrap.fill(text, 80, break_on_hyphens=False) for text in texts]
 
 
 def _largest_first(by_kind: dict[str, int]) -> list[tuple[str, int]]:
@@ -44,7 +46,7 @@ def _largest_first(by_kind: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def sweep_report(found: Sequence[Simulation]) -> str:
-    """A line for each number of GPUs."""
+    """A sweep as text: a line for each number of GPUs."""
     head = ("GPUs", "nodes", "tokens/s/GPU", "step, s", "MFU", "exposed", "GiB", "fits")
     lines = lay_out([head, *map(_row, found)], left=0, indent="")
     first = found[0]

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from hwfsdp import cli
-from hwfsdp.course.lab import evidence, grade_lab, kept, report, workshop
+from hwfsdp.course.lab import evidence, kept, report, workshop
 from hwfsdp.course.lab.answers import Unreadable, agrees
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, read_bugs
-from hwfsdp.course.lab.grading import LabCheck, LabGrade, refute
+from hwfsdp.course.lab.grading import LabCheck, LabGrade, grade_lab, refute
 from hwfsdp.course.lab.running import Run
 from hwfsdp.course.lab.seals import FILE, read_key, read_seals, seal, written
 from hwfsdp.course.manifest import Course, find_course

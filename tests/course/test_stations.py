@@ -196,7 +196,7 @@ def test_who_catches_up_gets_the_file_and_keeps_their_own(
         assert file.read_text() == f"{given('01')}\n{given('02')}\n{stage(2)}"
     assert caught(capsys, "3")["kept"] is None
     assert main(["catchup", "4"]) == 0
-    assert "You forgo the points of 01, 02, 03." in capsys.readouterr().out
+    assert "You give up the points of 01, 02, 03." in capsys.readouterr().out
 
 
 def test_who_passed_earlier_stations_keeps_their_points(

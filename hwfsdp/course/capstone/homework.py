@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hwfsdp.course import holes
-from hwfsdp.course.manifest import Course, Exercise
+from hwfsdp.course.manifest import Course, Exercise, flowed
 from hwfsdp.course.submission import NOT_PYTHON, Source, find_source
 from hwfsdp.errors import UsageError
 
@@ -68,14 +68,14 @@ def read_homework(course: Course) -> Homework:
     try:
         found = tomllib.loads(path.read_text())
         tasks = tuple(Task(str(task["label"]), tuple(map(str, task["holes"]))) for task in found["task"])
-        hints = tuple(" ".join(str(hint).split()) for hint in found["hints"])
+        hints = tuple(flowed(str(hint)) for hint in found["hints"])
         title, points, bonus = str(found["title"]), int(found["points"]), int(found["bonus"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"manifest {FOLDER}/{path.name}",
             expected="title, points, bonus, hints, and tasks with label and holes",
             got=f"{type(error).__name__}: {error}",
-            remedy="Take exercises/capstone/ as it was given.",
+            remedy="Take the original exercises/capstone/ again.",
         ) from None
     return Homework(FOLDER, "hw_fsdp", title, points, (), hints, path.parent, bonus=bonus, tasks=tasks)
 

@@ -1,9 +1,6 @@
 """The broken lab: scripts that train wrongly. Learners name the cause and the fix, and prove it with evidence.
 
-`bugs` says what a bug is, `answers` reads what was handed in, `running` runs a script, `evidence` measures what it did,
-`seals` keep the key, `grading` judges, `report` and `commands` say it, `workshop` writes the files.
+`bugs` says what a bug is, `answers` reads a learner's answers, `running` runs a script, `evidence` measures the run, `seals`
+keep the key, `grading` judges, `report` and `commands` print, `workshop` writes the files. `bugs`, `answers`, `report` and
+`commands` import no torch, so that `hwfsdp lab N` answers at once.
 """
-
-from hwfsdp.course.lab.grading import grade_lab
-
-__all__ = ["grade_lab"]

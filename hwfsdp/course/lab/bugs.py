@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hwfsdp.course.manifest import Course
+from hwfsdp.course.manifest import Course, is_named
 from hwfsdp.errors import UsageError
 
 LETTERS = "ABCDEFGH"
@@ -138,9 +138,9 @@ def read_bugs(course: Course) -> tuple[Bug, ...]:
 
 
 def find_bug(bugs: tuple[Bug, ...], number: str) -> Bug:
-    """The bug of this number. Raises UsageError if there is none."""
+    """Find a bug by its number or its folder. Raises UsageError if there is none."""
     for bug in bugs:
-        if number.isascii() and number.isdecimal() and int(number) == int(bug.number):
+        if is_named(number, bug.number, bug.directory):
             return bug
     raise UsageError(
         f"bug {number[:40]!r}",

@@ -1,7 +1,7 @@
 """What the command `hwfsdp lab` does; each function returns the exit status.
 
-The verdict of the last check of each bug is kept in `.hwfsdp/lab_standing.json` of the course. It belongs to the answers that
-it was made for: when they change, it is forgotten.
+`.hwfsdp/lab_standing.json` in the course keeps the last verdict on each bug. A verdict belongs to the answers that it judged.
+When they change, it no longer counts.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hwfsdp.course.lab import kept, report
 from hwfsdp.course.lab.answers import Answers, find_answers, read_answers
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, find_bug, read_bugs
-from hwfsdp.course.lab.grading import LabGrade, grade_lab
 from hwfsdp.course.lab.report import OF_BUG, Standing
-from hwfsdp.course.lab.running import SECONDS, run_script
 from hwfsdp.course.manifest import Course, find_course
 from hwfsdp.course.report import Style
 from hwfsdp.errors import UsageError
-from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot.export import View, export
+
+if TYPE_CHECKING:
+    from hwfsdp.course.lab.grading import LabGrade
+    from hwfsdp.observe.eventlog import EventLog
 
 KEPT = "lab_standing.json"
 _SHOWN = 4.0  # seconds after which a script that hangs is ended
 
 
 def list_bugs(as_json: bool) -> int:
-    """Prints all bugs and how far the learner is."""
+    """Print all bugs, and the learner's points."""
     course = find_course()
     standings = list(_standings(course, read_bugs(course)))
     if as_json:
@@ -40,7 +40,7 @@ def list_bugs(as_json: bool) -> int:
 
 
 def show(number: str, as_json: bool) -> int:
-    """Prints symptom and questions of one bug."""
+    """Print symptom and questions of one bug."""
     bug = find_bug(read_bugs(find_course()), number)
     print(json.dumps(_questions(bug), indent=2) if as_json else report.shown(bug, Style()))
     return 0
@@ -61,7 +61,9 @@ def _questions(bug: Bug) -> dict[str, Any]:
 
 
 def run(number: str, out: Path | None, as_json: bool) -> int:
-    """Runs the script of a bug as it is now, under the recorder; writes its trace and pictures of it."""
+    """Run the script of a bug under the recorder; write its trace and pictures."""
+    from hwfsdp.course.lab.running import SECONDS, run_script
+
     bug = find_bug(read_bugs(find_course()), number)
     target = out or Path("runs") / "lab" / bug.directory
     target.mkdir(parents=True, exist_ok=True)  # complains here, before the work is done
@@ -81,7 +83,9 @@ def run(number: str, out: Path | None, as_json: bool) -> int:
 
 
 def _write(log: EventLog, target: Path) -> list[Path]:
-    """The trace, and those pictures for which there is something to draw."""
+    """Write the trace, and each picture for which the run has something to draw."""
+    from hwfsdp.plot.export import View, export
+
     files = [target / "trace.json"]
     log.save(files[0])
     for picture in ("timeline", "memory", "lifetimes"):
@@ -94,7 +98,9 @@ def _write(log: EventLog, target: Path) -> list[Path]:
 
 
 def check(number: str | None, submission: Path | None, as_json: bool) -> int:
-    """Judges the answers to one bug or to all, and says why those that are wrong are."""
+    """Judge the answers to one bug or to all bugs; print what is wrong, and why."""
+    from hwfsdp.course.lab.grading import grade_lab
+
     course = find_course()
     bugs = read_bugs(course)
     chosen = bugs if number is None else (find_bug(bugs, number),)

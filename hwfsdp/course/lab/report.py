@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug
-from hwfsdp.course.lab.grading import LabCheck, LabGrade
-from hwfsdp.course.lab.running import Run
 from hwfsdp.course.report import Style, printable
-from hwfsdp.observe.eventlog import EventLog
+
+if TYPE_CHECKING:
+    from hwfsdp.course.lab.grading import LabCheck, LabGrade
+    from hwfsdp.course.lab.running import Run
+    from hwfsdp.observe.eventlog import EventLog
 
 _MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}
 _INDENT = " " * 4
