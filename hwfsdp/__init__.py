@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hwfsdp.features.offload import CPUOffloadPolicy as CPUOffloadPolicy
     from hwfsdp.features.offload import OffloadPolicy as OffloadPolicy
     from hwfsdp.features.param_dtypes import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from hwfsdp.features.param_meshes import ShardPlacementResult as ShardPlacementResult
     from hwfsdp.features.switch import install as install
     from hwfsdp.features.steering import FSDPModule as FSDPModule
     from hwfsdp.features.steering import UnshardHandle as UnshardHandle
@@ -83,6 +84,7 @@ _HOME = {  # public name → the module it is defined in; imported when first as
     "MixedPrecisionPolicy": "features.param_dtypes",
     "OffloadPolicy": "features.offload",
     "RankError": "errors",
+    "ShardPlacementResult": "features.param_meshes",
     "StateError": "errors",
     "UnshardHandle": "features.steering",
     "UnsupportedError": "errors",

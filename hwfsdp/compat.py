@@ -135,16 +135,17 @@ def profiler_is_running() -> bool:
     return bool(profiler._is_profiler_enabled)
 
 
-def profiler_range(moment: str, fqn: str = "") -> AbstractContextManager[Any]:
+def profiler_range(moment: str, fqn: str = "", shards: int = 0) -> AbstractContextManager[Any]:
     """A range that torch's profiler shows around the block, named as FSDP2 names it; nothing when none runs.
 
     Args:
         moment: for example "all_gather"; "backward_prefetch for" goes on with the name alone.
-        fqn: of the module; the root's is "".
+        fqn: of the module; the root's is "". shards: ranks that share a group, if the module has several; else 0.
     """
     if not profiler._is_profiler_enabled:
         return _NOTHING
     named = f" {fqn}" if moment.endswith(" for") else f" ({fqn})" if fqn else ""
+    named += f" [pg={shards}]" if shards else ""
     shown: AbstractContextManager[Any] = profiler.record_function(f"FSDP::{moment}{named}")
     return shown
 

@@ -30,7 +30,7 @@ class Call:
     Attributes:
         modules: the given ones, as a list. `door.fully_shard` describes the other arguments.
         ranks: over which parameters are sharded. found: the parameters to shard.
-        layouts, policies: of the parameters found. reshard: whether they are freed after forward.
+        meshes, layouts, policies: of the parameters found. reshard: whether they are freed after forward.
         home, make_form, make_group: for each parameter, and for the group.
         states: classes whose methods go before those of the heart's `FSDPState`, the outermost first.
     """
@@ -47,6 +47,7 @@ class Call:
 
     ranks: ShardMesh | None = None
     found: list[Unclaimed] = field(default_factory=list)
+    meshes: list[ShardMesh] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     policies: list[MixedPrecisionPolicy] = field(default_factory=list)
     reshard: bool = True

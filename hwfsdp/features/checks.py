@@ -137,9 +137,9 @@ class CheckedState(FSDPState):
     def before_unshard(self) -> None:
         """Before the first forward, which would check, the user gathers by hand."""
         super().before_unshard()  # type: ignore[misc]
-        if self.group and not self.root.states:
-            self.group.adopt_registered()
-            check_ready(self.group)
+        for group in () if self.root.states else self.groups:
+            group.adopt_registered()
+            check_ready(group)
 
     def become_root(self) -> None:
         """The root is one module, the first to run a forward, and every group below it can run.

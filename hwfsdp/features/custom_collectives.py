@@ -23,6 +23,7 @@ from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import FSDPState
 from hwfsdp.errors import RefusedStateError, UnsupportedError
 from hwfsdp.features.call import Call
+from hwfsdp.features.param_meshes import the_only
 
 _DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupAllocReduceScatter)
 
@@ -47,12 +48,12 @@ class CustomCollectives:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """How this module's own group gathers; for example `collectives.RingAllGather()`."""
-        for group in self._groups(recurse=False):
+        for group in the_only(self._groups(recurse=False), "set_custom_all_gather"):
             transport_of(group).gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """How this module's own group reduces; for example `collectives.RingReduceScatter()`."""
-        for group in self._groups(recurse=False):
+        for group in the_only(self._groups(recurse=False), "set_custom_reduce_scatter"):
             transport_of(group).scatter = comm
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

@@ -55,7 +55,8 @@ def fully_shard(
             them. None: False for the root, True for all others. A number, a factor of the number of shards: keeps them
             sharded over so many ranks.
         shard_placement_fn: returns the `Shard` of a parameter, None for `Shard(0)`. Dimensions other than 0 have to be
-            multiples of the number of shards.
+            multiples of the number of shards. Or it returns a `ShardPlacementResult`, which names a mesh for the parameter besides.
+            The parameters on each mesh then become a group: gathered and reduced in collectives over that mesh, by its own mean.
         mp_policy: dtypes; see `MixedPrecisionPolicy`.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and so optimizer states in host memory; None does not.
         ignored_params: stay as they are: neither sharded nor reduced.
@@ -87,8 +88,9 @@ def fully_shard(
     ask("check", call)
     call.ranks = call.ranks or shard_mesh(mesh)
     call.found = unclaimed_params(call.modules, call.ignored_params)
+    call.meshes = [call.ranks for _ in call.found]
     ask("check_params", call)
-    call.layouts = [Layout(param, call.ranks) for param, _, _ in call.found]
+    call.layouts = [Layout(found.param, mesh) for found, mesh in zip(call.found, call.meshes, strict=True)]
     call.policies = [mp_policy for _ in call.found]
     ask("choose", call)
     state = shard(call)

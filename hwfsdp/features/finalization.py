@@ -164,7 +164,9 @@ class FinalizedState(RecoveringState):
                 "some that are reduced within a replica only",
                 "Call set_requires_all_reduce(True) before, and reduce in one backward.",
             )
-        if async_op and not {*self.comm_ctx.post_forward_order} <= {*groups}:
+        if async_op and not {*self.comm_ctx.post_forward_order} <= {
+            state.group for state in self.root.states
+        }:
             raise refused(
                 f"{subject}(async_op=True)",
                 "no work of another model on the shared context",

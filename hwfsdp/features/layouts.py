@@ -44,12 +44,11 @@ from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, fl
 
 def choose(call: Call) -> None:
     """A layout of its own for each parameter that is a DTensor, or that is to be cut along another dimension."""
-    assert call.ranks is not None
-    for index, (param, fqn, _) in enumerate(call.found):
-        dim = chosen_dim(fqn, param, call.shard_placement_fn, call.ranks)
-        named = isinstance(call.ranks, HybridMesh) and call.ranks.dims is not None
+    for index, ((param, fqn, _), mesh) in enumerate(zip(call.found, call.meshes, strict=True)):
+        dim = chosen_dim(fqn, param, call.shard_placement_fn, mesh)
+        named = isinstance(mesh, HybridMesh) and mesh.dims is not None
         if dim or isinstance(param, DTensor) or named:
-            call.layouts[index] = CutLayout(param, dim, call.ranks, fqn)
+            call.layouts[index] = CutLayout(param, dim, mesh, fqn)
 
 
 def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> int:
@@ -59,12 +58,11 @@ def chosen_dim(name: str, param: nn.Parameter, choose: Any, mesh: ShardMesh) -> 
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        error = UnsupportedError if hasattr(placement, "mesh_info") else UsageError
-        raise error(
+        raise UsageError(
             subject,
             expected="a Shard, or None for Shard(0)",
             got=repr(placement),
-            remedy="Parameters on meshes of their own need a fully_shard call of their own.",
+            remedy="Return one of these, or a ShardPlacementResult, which names a mesh besides.",
         )
     local = local_of(param) if isinstance(param, DTensor) else param
     dim = placement.dim + local.ndim if placement.dim < 0 else placement.dim

@@ -32,6 +32,7 @@ _OTHERS = (
     "all_reduce",
     "wait_for_reduction",
     "post_backward",
+    "part",
 )  # it does not show
 _OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # of states that have one
 _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", "root_pre_forward")
@@ -54,7 +55,8 @@ def shown(name: str, of: Any) -> AbstractContextManager[Any]:
     if name == "post_backward_rs_wait" and not of.comm_ctx.is_full:
         return _NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
-    return profiler_range(_NAMES.get(name, name), "" if nameless else of.module_fqn)
+    shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # of one of a module's groups
+    return profiler_range(_NAMES.get(name, name), "" if nameless else of.module_fqn, shards)
 
 
 class ProfilerRanges:

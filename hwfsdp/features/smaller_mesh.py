@@ -60,18 +60,29 @@ def choose(call: Call) -> None:
         )
         call.reshard = False
         return
-    smaller = smaller_mesh(mesh, reshard)
-    if smaller is mesh:
+    if all(smaller_mesh(each, reshard) is each for each in (mesh, *call.meshes)):
         return
-    refuse_special_params(call, smaller)
+    refuse_special_params(call, reshard)
     call.make_form = LargerShard
-    call.make_group = lambda params, ranks, comm_ctx: SmallerMeshGroup(params, ranks, comm_ctx, smaller)
+    call.make_group = lambda params, ranks, comm_ctx: make_group(params, ranks, comm_ctx, reshard)
 
 
-def refuse_special_params(call: Call, smaller: ShardMesh) -> None:
-    """Refuse parameters that cannot be resharded so."""
+def make_group(params: list[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext, size: int) -> ParamGroup:
+    """A group that reshards to `size` ranks; the heart's own where all ranks of the mesh are no more."""
+    smaller = smaller_mesh(mesh, size)
+    if smaller is mesh:
+        return ParamGroup(params, mesh, comm_ctx)
+    return SmallerMeshGroup(params, mesh, comm_ctx, smaller)
+
+
+def refuse_special_params(call: Call, size: int) -> None:
+    """Refuse parameters that cannot be resharded to `size` ranks."""
+    every = zip(call.found, call.layouts, strict=True)
+    found = [(u, layout) for u, layout in every if layout.mesh.size != size]
     special = [
-        fqn for p, fqn, _ in call.found if isinstance(p, DTensor) or any(hasattr(p.data, m) for m in METHODS)
+        u.fqn
+        for u, _ in found
+        if isinstance(u.param, DTensor) or any(hasattr(u.param.data, m) for m in METHODS)
     ]
     if special:
         raise UnsupportedError(
@@ -80,12 +91,11 @@ def refuse_special_params(call: Call, smaller: ShardMesh) -> None:
             got=f"DTensors, or tensors with {METHODS[0]}: {', '.join(special)}",
             remedy="Pass True or False.",
         )
-    found = zip(call.found, call.layouts, strict=True)
-    uneven = [u.fqn for u, lay in found if lay.rows != lay.shape and u.param.shape[0] % smaller.size]
+    uneven = [u.fqn for u, layout in found if layout.rows != layout.shape and u.param.shape[0] % size]
     if uneven:
         raise UnsupportedError(
             "fully_shard(reshard_after_forward=<number of ranks>)",
-            expected=f"a multiple of {smaller.size} rows where another dimension than 0 is sharded",
+            expected=f"a multiple of {size} rows where another dimension than 0 is sharded",
             got=", ".join(uneven),
             remedy="Pass True or False, or shard dimension 0.",
         )

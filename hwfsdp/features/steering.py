@@ -25,6 +25,7 @@ from hwfsdp.features.call import Call
 from hwfsdp.features.custom_collectives import CustomCollectives
 from hwfsdp.features.finalization import ManualFinalization
 from hwfsdp.features.hybrid_sharding import HybridReducer, replicas_of
+from hwfsdp.features.param_meshes import the_only
 from hwfsdp.features.reductions import SteeredReducer
 from hwfsdp.features.torch_view import Viewed
 
@@ -74,7 +75,7 @@ class SteeredState(FSDPState):
         expected = super().next_in_backward()
         if not self.backward_prefetch:
             return expected
-        return [group for state in self.backward_prefetch for group in state.groups]
+        return [group for state in self.backward_prefetch for group in reversed(state.groups)]
 
     def wait_for_optimizer(self) -> None:
         root, streams = self.root.states[0], self.comm_ctx.streams
@@ -212,6 +213,7 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed)
                 it is called after the all-reduce.
             stream: a stream of the device to call it on; not under hybrid sharding, which has one.
         """
+        the_only(self._groups(recurse=False), "set_all_reduce_hook")
         for reducer in self._reducers(recurse=False):
             if stream is not None and replicas_of(reducer.group.mesh).group:
                 raise UsageError(

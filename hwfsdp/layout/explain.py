@@ -93,7 +93,7 @@ class Explanation:
         cells: list[tuple[str, ...]] = [_FOLDED_HEAD]
         for block in fold(self.rows):
             cells.append((block.name, *[""] * (len(_FOLDED_HEAD) - 1)))
-            cells += [(f"  {_within_group(row)}", *_cells(row)) for row in block.rows]
+            cells += [(f"  {name_within_group(row)}", *_cells(row)) for row in block.rows]
         lines = _laid_out(cells)
         if self.not_sharded:
             lines += ["", f"not sharded: {', '.join(self.not_sharded)}"]
@@ -120,11 +120,12 @@ def fold(rows: Sequence[ParamRow]) -> list[Block]:
 
 
 def _nameless(rows: Sequence[ParamRow]) -> list[ParamRow]:
-    return [row._replace(fqn=_within_group(row), group="") for row in rows]
+    return [row._replace(fqn=name_within_group(row), group="") for row in rows]
 
 
-def _within_group(row: ParamRow) -> str:
-    return row.fqn.removeprefix(f"{row.group}.")
+def name_within_group(row: ParamRow) -> str:
+    """The parameter's name without the module's. A group's name may say its mesh besides: "blocks.0 [efsdp]"."""
+    return row.fqn.removeprefix(f"{row.group.partition(' [')[0]}.")
 
 
 def _laid_out(cells: Sequence[tuple[str, ...]]) -> list[str]:
@@ -184,9 +185,9 @@ def explain(model: nn.Module) -> Explanation:
         group = ", ".join(
             names[m] or type(m).__name__.removeprefix("FSDP") for m in state.modules if m in names
         )
-        for param in (p for group in state.groups for p in group.params):
+        for part, param in ((part, p) for part in state.groups for p in part.params):
             fqn = fqns.pop(param.places[0].registered(), param.fqn)
-            rows.append(_row(param, fqn, group))
+            rows.append(_row(param, fqn, group + getattr(part, "label", "")))
             params.append(param)
     return Explanation(rows, list(fqns.values()), _totals(params))
 

@@ -26,7 +26,7 @@ from hwfsdp.observe.stream_clocks import clock_of, clock_of_stream, use_newest
 _NOTHING = nullcontext()
 _COPIES = ("copy_in", "copy_out")
 _OF_STATES = ("pre_forward", "post_forward", "pre_backward", "post_backward", "finish_backward", "broken_off")
-_OF_GROUPS = ("all_gather", "reduce_scatter", "all_reduce", "wait_for_reduction")
+_OF_GROUPS = ("all_gather", "reduce_scatter", "all_reduce", "wait_for_reduction", "part")
 
 
 class Instrument:

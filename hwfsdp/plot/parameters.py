@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from hwfsdp.errors import UsageError
-from hwfsdp.layout.explain import Block, Explanation, ParamRow, fold
+from hwfsdp.layout.explain import Block, Explanation, ParamRow, fold, name_within_group
 from hwfsdp.plot import sheet, style
 
 _LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 2.4, 1.3  # inches
@@ -77,11 +77,7 @@ def _widths(cells: Sequence[Sequence[tuple[str, ...]]]) -> list[float]:
 
 def _cells(block: Block, row: ParamRow, place: int) -> tuple[str, ...]:
     shape = " × ".join(map(str, row.shape))
-    return (block.name if place == 0 else "", _within_group(row), shape, row.dtype, row.placement)
-
-
-def _within_group(row: ParamRow) -> str:
-    return row.fqn.removeprefix(f"{row.group}.")
+    return (block.name if place == 0 else "", name_within_group(row), shape, row.dtype, row.placement)
 
 
 def _bytes(row: ParamRow) -> int:

@@ -1,0 +1,338 @@
+"""Meshes per parameter: one call of `fully_shard`, several groups, such as dense parameters and experts. Seams: the group, the state.
+
+`shard_placement_fn` may return a `ShardPlacementResult`, which names a mesh besides the dimension. Expert parallelism needs this: a
+rank holds some of the experts only, so fewer ranks share each of them than share the dense parameters around them:
+
+    dense parameters    sharded over ranks 0 1 2 3
+    experts 0 and 1     sharded over ranks 0   2
+    experts 2 and 3     sharded over ranks   1   3
+
+The parameters of one mesh are a group. The groups of a call stand in the place of the heart's one group (`MeshGroups`), so the
+schedule is the heart's. The order is FSDP2's: gathers go from the first group to the last, reductions and the gathers that a
+backward starts ahead go from the last to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hwfsdp.core.compat import address_of, local_of
+from hwfsdp.core.context import FSDPCommContext
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.observer import moment
+from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.ranks import ShardMesh
+from hwfsdp.core.state import FSDPState
+from hwfsdp.errors import UsageError
+from hwfsdp.features.call import Call
+from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, hybrid_mesh, replicas_of
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What `shard_placement_fn` may return: along which dimension a parameter is cut, and over which mesh.
+
+    Attributes:
+        placement: `Shard(dim)`; None: `Shard(0)`.
+        mesh_info: the mesh, 1D, or 2D with names, as that of `fully_shard(mesh=…)`. What torch's `FSDPMeshInfo` says is taken,
+            too, and so is torch's own result in the place of this one.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+def check_params(call: Call) -> None:
+    """Ask the user's function, once for each parameter; from here on the call knows its mesh and its placement.
+
+    Raises:
+        UsageError: a mesh that does not fit, or memory that parameters on two meshes share.
+    """
+    ask = call.shard_placement_fn
+    if ask is None:
+        return
+    placements: dict[nn.Parameter, Any] = {}
+    known: dict[int, ShardMesh] = {}  # by the id of the mesh's description
+    for index, (param, fqn, _) in enumerate(call.found):
+        result = placements[param] = ask(param)
+        if hasattr(result, "mesh_info"):
+            info, placements[param] = result.mesh_info, result.placement
+            if id(info) not in known:
+                known[id(info)] = resolve(info, call, f"fully_shard(shard_placement_fn=…): parameter {fqn!r}")
+            call.meshes[index] = known[id(info)]
+    call.shard_placement_fn = placements.get
+    check_memory(call)
+
+
+def choose(call: Call) -> None:
+    """A group for each mesh, if there are others than that of the call."""
+    call.states.append(MeshesState)
+    if all(mesh is call.ranks for mesh in call.meshes):
+        return
+    make_group = call.make_group
+
+    def make_groups(params: list[FSDPParam], mesh: ShardMesh, comm_ctx: FSDPCommContext) -> ParamGroup:
+        found: dict[Any, list[FSDPParam]] = {}
+        for param in params:
+            found.setdefault(ranks_of(param.mesh), []).append(param)
+        groups = [make_group(members, members[0].mesh, comm_ctx) for members in found.values()]
+        return groups[0] if len(groups) == 1 else MeshGroups(groups, mesh)
+
+    call.make_group = make_groups
+
+
+# --- The meshes ----------------------------------------------------------------------------------------------
+
+
+def ranks_of(mesh: ShardMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """With whom parameters on this mesh are sharded, and with whom replicated: equal for parameters of one group."""
+    return mesh.shard.group, replicas_of(mesh).group
+
+
+def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
+    """The mesh that a result names, as this process sees it.
+
+    Args:
+        info: a DeviceMesh, or what torch's `FSDPMeshInfo` has: `mesh`, `shard_mesh_dim`, `replicate_mesh_dim`, and, if `mesh` was
+            taken out of a mesh of all parallelisms, `spmd_mesh` and `dp_mesh_dims`.
+
+    Raises:
+        UsageError: it is no mesh to shard over, or does not fit the mesh of the call.
+    """
+    mesh, around = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None), call.ranks
+    assert around is not None
+    if not isinstance(mesh, DeviceMesh) or not has_axes(info, mesh):
+        raise UsageError(
+            subject,
+            expected="a mesh_info of a 1D mesh to shard over, or of a named 2D mesh (first replicated, second sharded)",
+            got=repr(info),
+            remedy="Take the axes out of a larger mesh: mesh['efsdp'].",
+        )
+    if around.shard.group is None:
+        raise UsageError(
+            subject,
+            expected="an axis to shard over in fully_shard(mesh=…), where parameters have meshes of their own",
+            got=f"{around.mesh}, over which parameters are only replicated",
+            remedy="Name an axis to shard over in dp_mesh_dims.",
+        )
+    check_ranks(mesh, around.mesh, subject)
+    dims = getattr(info, "dp_mesh_dims", None)
+    if dims is None:
+        return hybrid_mesh(mesh)
+    return hybrid_mesh(info.spmd_mesh, DataParallelMeshDims(dims.shard, dims.replicate))
+
+
+def has_axes(info: Any, mesh: DeviceMesh) -> bool:
+    """Whether the mesh is one to shard over: (shard), or (replicate, shard) with names."""
+    expected = {1: (None, 0), 2: (0, 1)}.get(mesh.ndim)
+    axes = expected if info is mesh else (info.replicate_mesh_dim, info.shard_mesh_dim)
+    return expected is not None and axes == expected and (mesh.ndim == 1 or mesh.mesh_dim_names is not None)
+
+
+def check_ranks(mesh: DeviceMesh, around: DeviceMesh, subject: str) -> None:
+    """Raise UsageError if `mesh` does not fit `around`, the mesh of the call, on this rank.
+
+    Two meshes that are cut from one grid of ranks share a number of ranks that divides the size of both.
+    """
+    ranks, others = set(mesh.mesh.flatten().tolist()), set(around.mesh.flatten().tolist())
+    shared = len(ranks & others)
+    expected = got = ""
+    if mesh.device_type != around.device_type:
+        expected, got = (
+            f"the device type of fully_shard(mesh=…), {around.device_type!r}",
+            f"{mesh.device_type!r}",
+        )
+    elif mesh.get_coordinate() is None:
+        expected, got = f"a mesh with this rank, {dist.get_rank()}", f"one of ranks {sorted(ranks)}"
+    elif len(ranks) % shared or len(others) % shared:
+        expected = (
+            f"ranks that fit those of fully_shard(mesh=…), {sorted(others)}: all meshes cut from one grid"
+        )
+        got = f"{sorted(ranks)}, which overlap"
+    if expected:
+        remedy = "Take both meshes from init_device_mesh over all ranks, by the names of its axes."
+        raise UsageError(subject, expected=expected, got=got, remedy=remedy)
+
+
+def check_memory(call: Call) -> None:
+    """Raise UsageError if parameters on two meshes are tied by their memory: sharding would part them."""
+    seen: dict[Any, tuple[str, ShardMesh]] = {}
+    for (param, fqn, _), mesh in zip(call.found, call.meshes, strict=True):
+        address = address_of(local_of(param) if isinstance(param, DTensor) else param)
+        other, others_mesh = seen.setdefault(address, (fqn, mesh))
+        if ranks_of(mesh) != ranks_of(others_mesh):
+            raise UsageError(
+                f"fully_shard(shard_placement_fn=…): parameter {fqn!r}",
+                expected=f"the mesh of {other!r}, with which it shares its memory",
+                got="another one",
+                remedy="Tie them as one nn.Parameter, or give one of them memory of its own.",
+            )
+
+
+# --- The groups ----------------------------------------------------------------------------------------------
+
+
+class OfEach:
+    """An attribute that all groups of a call have alike: read from the first, written to each."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, groups: MeshGroups, owner: type) -> Any:
+        return getattr(groups.parts[0], self.name)
+
+    def __set__(self, groups: MeshGroups, value: Any) -> None:
+        for part in groups.parts:
+            setattr(part, self.name, value)
+
+
+class MeshGroups(ParamGroup):
+    """The groups of one call, in the place of one: what the schedule asks of it, it asks of each.
+
+    Attributes:
+        parts: the groups, in the order in which their first parameters were registered. Each has a `label`, which follows the
+            module's name in its own: "" on the mesh of the call, else the axes or the size of its mesh.
+    """
+
+    comm_ctx: Any = OfEach()
+    reshard_after_forward: Any = OfEach()
+    reshard_after_backward: Any = OfEach()
+    reduce_grads: Any = OfEach()
+    unshard_in_backward: Any = OfEach()
+
+    def __init__(self, parts: Sequence[ParamGroup], mesh: ShardMesh) -> None:
+        self.parts: list[Any] = list(parts)
+        self.fqn = self.module_fqn = ""
+        self.params = [param for part in parts for param in part.params]
+        self.mesh = mesh
+        self.post_forward_indices: list[int] = []
+        for part, label in zip(self.parts, labels_of([part.mesh for part in parts], mesh), strict=True):
+            part.label = label
+
+    def rename(self, fqn: str, module_fqn: str) -> None:
+        self.fqn, self.module_fqn = fqn, module_fqn
+        for part in self.parts:
+            part.rename(fqn + part.label, module_fqn)
+            part.transport.shards = part.shards = part.mesh.size  # for torch's profiler
+
+    def each(self) -> Iterator[ParamGroup]:
+        """The groups, first to last; what happens before the next one comes is of this one."""
+        for part in self.parts:
+            with moment("part", part):
+                yield part
+
+    # --- parameters ---
+
+    def unshard(self) -> None:
+        for part in self.each():
+            part.unshard()
+
+    def wait_for_gather(self) -> None:
+        for part in self.each():
+            part.wait_for_gather()
+
+    def copy_out(self) -> None:
+        for part in self.each():
+            part.copy_out()
+
+    def reshard(self) -> None:
+        for part in self.each():
+            part.reshard()
+
+    def drop_gather(self) -> None:
+        for part in self.each():
+            part.drop_gather()
+
+    def post_forward(self) -> None:
+        for part in self.each():
+            part.post_forward()
+
+    def adopt_registered(self) -> None:
+        for part in self.each():
+            part.adopt_registered()
+
+    # --- gradients ---
+
+    def expect_grads(self) -> None:
+        for part in self.each():
+            part.expect_grads()
+
+    @property
+    def has_late_gradients(self) -> bool:
+        return any(part.has_late_gradients for part in self.parts)
+
+    def post_backward(self) -> None:
+        """The last group first. Their reductions wait for those of other modules, not for each other."""
+        comm_ctx, most = self.comm_ctx, self.comm_ctx.max_reductions
+        if self.has_late_gradients:
+            with moment("post_backward_rs_wait", self):
+                comm_ctx.wait_for_reductions(leave=most - 1)
+        comm_ctx.max_reductions = most - 1 + len(self.parts)
+        try:
+            for part in reversed(self.parts):
+                with moment("part", part):
+                    part.post_backward()
+        finally:
+            comm_ctx.max_reductions = most
+
+
+def labels_of(meshes: Sequence[ShardMesh], mesh: ShardMesh) -> list[str]:
+    """What tells the groups of one module apart: " [efsdp]", for example. One of them needs nothing: that on `mesh`, or the first."""
+    names = ["×".join(each.mesh.mesh_dim_names or ()) or f"{each.size} ranks" for each in meshes]
+    names = [name if names.count(name) == 1 else f"{name}, {i}" for i, name in enumerate(names)]
+    keys = [ranks_of(each) for each in meshes]
+    plain = keys.index(ranks_of(mesh)) if ranks_of(mesh) in keys else 0
+    return ["" if i == plain else f" [{name}]" for i, name in enumerate(names)]
+
+
+def parts_of(group: ParamGroup) -> list[ParamGroup]:
+    """The groups that stand for one in the schedule; usually the group itself."""
+    return group.parts if isinstance(group, MeshGroups) else [group]
+
+
+def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]:
+    """A module's groups: one at most.
+
+    Raises:
+        UsageError: its parameters have several meshes, and what is set belongs to one mesh.
+    """
+    if len(groups) > 1:
+        raise UsageError(
+            subject,
+            expected="a module whose parameters have one mesh",
+            got=", ".join(repr(group.fqn) for group in groups),
+            remedy="Shard the modules of each mesh by calls of their own.",
+        )
+    return groups
+
+
+class MeshesState(FSDPState):
+    """A state whose module, or the one before it, may have several groups."""
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return parts_of(self.group) if self.group else []
+
+    def name_states(self) -> list[FSDPState]:
+        states = super().name_states()
+        for state in states:
+            if isinstance(state.group, MeshGroups):
+                state.group.rename(state.fqn, state.module_fqn)
+        return states
+
+    def next_in_backward(self) -> list[ParamGroup]:
+        """All groups of the module before, the last first; but one group gathers one ahead: the last of them."""
+        indices = list(self.group.post_forward_indices) if self.group else []
+        found = super().next_in_backward()
+        if not isinstance(self.group, MeshGroups):
+            return [parts_of(group)[-1] for group in found]
+        before = reversed(self.comm_ctx.post_forward_order[: indices[-1] if indices else 0])
+        other = next((group for group in before if group is not self.group), None)
+        return [*reversed(parts_of(other))] if other else []
