@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -121,8 +121,12 @@ _NOTHING = nullcontext()
 
 
 def applied_to(module: nn.Module) -> Collection[str]:
-    """Names of torch's composable functions that were applied to a module, for example "replicate"."""
-    return _get_registry(module) or ()
+    """Names of torch's composable functions that were applied to a module, for example "replicate".
+
+    A wrapper may forward attributes to the module that it wraps; what was applied to that one is not meant.
+    """
+    applied: Collection[str] = module.__dict__.get(REGISTRY_KEY, ())
+    return applied
 
 
 def note_applied(module: nn.Module, name: str) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -133,6 +134,26 @@ def composed(replicate: Callable[..., Any], replicated_root: bool) -> list[str]:
 for _name, _replicate in REPLICATES.items():
     two.add(f"a module that is replicated {_name}", functools.partial(composed, _replicate, False), [])
     two.add(f"below one that is replicated {_name}", functools.partial(composed, _replicate, True), [])
+
+
+def steps_of_a_wrapped_block(library: ModuleType) -> Trace:
+    """torch's checkpoint wrapper answers with the attributes of the module in it: what was applied there, too."""
+    model, trace = fresh(models.even), Trace()
+    library.fully_shard(model.blocks[0], mesh=cpu_mesh())
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    library.fully_shard(model.blocks[0], mesh=cpu_mesh())
+    library.fully_shard(model, mesh=cpu_mesh())
+    for step in range(2):
+        (rows,) = model.inputs(12, step)
+        objective(model(rank_rows(rows))).backward()
+    for name, param in model.named_parameters():
+        trace.keep(f"grad {name}", param.grad)
+    return trace
+
+
+@two.finds([])
+def a_wrapper_of_a_sharded_module_may_be_sharded_too() -> list[str]:
+    return differences(*map(steps_of_a_wrapped_block, LIBRARIES), *BITS)
 
 
 @two.finds(["RuntimeError", "RuntimeError", "AssertionError"])
