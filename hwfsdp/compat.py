@@ -195,6 +195,13 @@ def calls_in_progress(modules: Sequence[nn.Module]) -> int:
     return calls
 
 
+def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Takes a forward hook away, whoever has the handle that came with its registration."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, value in hooks.items() if value is hook]:
+            del hooks[key]
+
+
 def outside_transforms(method: F) -> F:
     """Runs a method outside the `torch.func` transforms in progress: what it does is not part of the function."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -26,6 +28,19 @@ os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 getattr(dist, "set_debug_level")(
     getattr(dist, "DebugLevel").OFF
 )  # noqa: B009  (the environment is for the ranks only)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fails the session if torch's names are hwfsdp's already: every oracle would be hwfsdp itself."""
+    torchs = sys.modules.get("torch.distributed.fsdp")  # whoever has exchanged its names has imported it
+    startup = Path(__file__).parents[1] / "hwfsdp" / "startup"
+    exported = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    swapped = torchs is not None and torchs.fully_shard.__module__.startswith("hwfsdp")
+    if swapped or any(Path(path).resolve() == startup for path in exported):
+        raise pytest.UsageError(
+            "these tests compare hwfsdp with torch's FSDP2, whose names are hwfsdp's here: expected a PYTHONPATH without "
+            f"hwfsdp's startup folder; got {os.environ.get('PYTHONPATH')!r}. Unset it."
+        )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -22,12 +24,13 @@ from torch.distributed import fsdp
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import hwfsdp
 import models
 from hwfsdp.errors import RefusedError
+from hwfsdp.train.implementations import sharder
 from oracles import BITS, Trace, cpu_mesh, differences, fresh, objective, rank_rows
 from together import Together
 
@@ -279,14 +282,45 @@ def test_processes_that_the_program_starts_are_swapped_too(client: Path) -> None
     assert said.count("hwfsdp.features.steering") == 2
 
 
-def test_an_error_of_the_program_is_shown_as_python_shows_it(tmp_path: Path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("raise OSError('of the script')")
-    done = subprocess.run(
-        [sys.executable, "-m", "hwfsdp", "swap", script], capture_output=True, text=True, timeout=60
+FAILING = "import sys\ndef f():\n    raise OSError(sys.path[0])\nf()\n"
+
+
+@pytest.mark.parametrize("program", [["fails.py"], ["-m", "fails"]])
+def test_an_error_of_the_program_is_shown_as_python_shows_it(program: list[str], tmp_path: Path) -> None:
+    """The same traceback, and the same first folder to import from: a script's own, not the one that the user stands in."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    (folder / "fails.py").write_text(FAILING)
+    here = folder if program[0] == "-m" else tmp_path
+    program = program if program[0] == "-m" else [str(folder / "fails.py")]
+    plain, swapped = (
+        subprocess.run(
+            [sys.executable, *command, *program], capture_output=True, text=True, timeout=60, cwd=here
+        )
+        for command in ([], ["-m", "hwfsdp", "swap"])
     )
-    assert done.returncode == 1 and done.stderr.endswith("OSError: of the script\n")
-    assert "fails.py" in done.stderr
+    assert plain.returncode == swapped.returncode == 1
+    python_s_own = [line for line in plain.stderr.splitlines() if "<frozen runpy>" not in line]
+    assert swapped.stderr.splitlines() == python_s_own and str(folder) in python_s_own[-1]
+
+
+def test_torchs_implementation_is_not_hwfsdps_under_another_name() -> None:
+    names = mock.patch.object(fsdp, "fully_shard", hwfsdp.fully_shard)
+    model, mesh = nn.Linear(4, 4), cast(DeviceMesh, None)  # which is not looked at
+    with names, pytest.raises(hwfsdp.UsageError, match="'fsdp2': expected torch's own fully_shard"):
+        sharder("fsdp2", model, mesh)(model)
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_tests_that_would_compare_hwfsdp_with_itself_do_not_start(exported: bool) -> None:
+    """Neither if the folder of `hwfsdp swap` is exported, nor if the names were exchanged in another way."""
+    configure = runpy.run_path(str(Path(__file__).parent / "conftest.py"))["pytest_configure"]
+    configure(None)
+    startup = str(Path(hwfsdp.__file__).parent / "startup")
+    environ = mock.patch.dict(os.environ, {"PYTHONPATH": f"{os.sep}{os.pathsep}{startup}"})
+    names = mock.patch.object(fsdp, "fully_shard", hwfsdp.fully_shard)
+    with environ if exported else names, pytest.raises(pytest.UsageError, match="without hwfsdp's startup"):
+        configure(None)
 
 
 def test_a_program_that_holds_torchs_names_already_is_told_before_anything_is_changed() -> None:
@@ -302,7 +336,7 @@ del Sharded
 hwfsdp.install()
 hwfsdp.install()
 import torch.distributed.pipelining.stage as stage
-assert stage.FSDPModule is hwfsdp.FSDPModule and fsdp.fully_shard is hwfsdp.fully_shard
+assert hwfsdp.FSDPModule in stage.FSDPModule and fsdp.fully_shard is hwfsdp.fully_shard
 """
     said = said_by("-c", code)
     assert "__main__, which hold them already" in said and "hwfsdp swap" in said and said.endswith(" True\n")

@@ -312,6 +312,40 @@ def another_model_on_the_same_context_is_in_the_way() -> str:
     return found
 
 
+def break_backward(model: Any) -> None:
+    """A forward, and a backward that an exception ends."""
+    hook = model.blocks[0].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        micro_batch(model, Trace(), 5).backward()
+    hook.remove()
+
+
+@two.finds(["one that an exception ended", True])
+def after_a_broken_backward_the_error_names_a_remedy_that_works() -> list[Any]:
+    model: Any = wrap(fresh(models.stem), ours)
+    model.set_manual_backward_finalization(True)
+    break_backward(model)
+    found: list[Any] = [refusal(model.finalize_backward)]
+    model.reset_iter_state()
+    micro_batch(model, Trace(), 1).backward()
+    model.finalize_backward()
+    return [*found, all(p.grad is not None for p in model.parameters())]
+
+
+@two.finds(True)
+def a_backward_that_another_model_has_broken_off_is_no_longer_open() -> bool:
+    broken, other = wrap(fresh(models.stem), ours), wrap(fresh(models.stem), ours)
+    share_comm_ctx([broken, other])
+    broken.set_manual_backward_finalization(True)
+    break_backward(broken)
+    micro_batch(other, Trace(), 1).backward()
+    broken.set_manual_backward_finalization(False)
+    broken.zero_grad()
+    micro_batch(broken, Trace(), 1).backward()  # ends by itself
+    pairs = zip(broken.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in pairs)
+
+
 @two.finds(True)
 def what_a_broken_backward_left_is_dropped_and_the_next_iteration_is_right() -> bool:
     grads = []

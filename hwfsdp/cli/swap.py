@@ -6,8 +6,8 @@ import argparse
 import os
 import runpy
 import sys
-import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from hwfsdp import __file__ as package
@@ -40,14 +40,22 @@ def _swap(args: argparse.Namespace) -> int:
     behind = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(startup()), behind]))
     sys.argv = [args.script, *args.args]
+    if not sys.flags.safe_path:  # the first entry is what Python took this command from
+        sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
     try:
         if args.is_module:
-            sys.path.insert(0, os.getcwd())
             runpy.run_module(args.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(args.script).resolve().parent))
             runpy.run_path(args.script, run_name="__main__")
-    except Exception:  # the program's own error, as Python shows it
-        traceback.print_exc()
+    except Exception as error:  # the program's own, as Python shows it
+        error.with_traceback(within_the_program(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
+
+
+def within_the_program(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of those who have started the program."""
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        frames = frames.tb_next
+    return frames

@@ -35,6 +35,7 @@ the all-reduce of `hybrid_sharding` goes through `custom_collectives`.)
     finalization        the caller says when a backward is over
     advice              mistakes that run, but do not train: said once, as warnings
     torch_view          what torch's pipelines, and some programs, read of a sharded module
+    pipelines           what a stage of torch's pipelines asks of a sharded module
     profiler_ranges     torch's profiler shows the ranges that FSDP2 shows
 """
 
@@ -58,5 +59,6 @@ FEATURES = (
     "finalization",
     "advice",
     "torch_view",
+    "pipelines",
     "profiler_ranges",
 )

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from hwfsdp.core.compat import in_backward
-from hwfsdp.core.context import Phase
+from hwfsdp.core.context import Phase, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
-from hwfsdp.features.recovery import RecoveringState, callbacks_of
+from hwfsdp.features.recovery import RecoveringState, backward_broke, callbacks_of
 
 
 def choose(call: Call) -> None:
@@ -153,6 +153,13 @@ class FinalizedState(RecoveringState):
                 "a model whose backwards end by themselves",
                 "Set it, or leave the call out.",
             )
+        if backward_broke(self.comm_ctx):
+            raise refused(
+                subject,
+                "backwards that came to their end",
+                "one that an exception ended",
+                "Call reset_iter_state(), then run all forwards and backwards of the step again.",
+            )
         if (self.root, None) in callbacks_of(self.comm_ctx):
             raise refused(subject, "a backward that is over", "one that runs", "Call it after backward().")
         if any(getattr(g.reducer, "partial_grads", ()) for g in groups) or any(
@@ -201,7 +208,10 @@ class FinalizedState(RecoveringState):
             raise refused("reset_iter_state", *_PENDING)
         super().break_off()
         vars(self.comm_ctx).pop("reduction", None)
-        self.head.active = None  # type: ignore[attr-defined]
+
+    def end_unfinished(self, root: RootContext) -> None:
+        super().end_unfinished(root)
+        (root.states or [self])[0].active = None  # type: ignore[attr-defined]
 
 
 _AT_ROOT = "the root module", "a module below it", "Call it on the module that is called first in a forward."
@@ -238,8 +248,8 @@ class ManualFinalization:
             async_op: return a handle whose `wait` has to come before gradients are used, and before the next forward.
 
         Raises:
-            StateError: a module below the root; a backward that runs; manual finalization is off; a reduction was not waited
-                for; gradients are reduced within a replica only.
+            StateError: a module below the root; a backward that runs, or that an exception ended; manual finalization is off; a
+                reduction was not waited for; gradients are reduced within a replica only.
         """
         handle: GradientReductionHandle | None = self._state().finalize(async_op)
         return handle

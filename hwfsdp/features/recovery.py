@@ -243,9 +243,9 @@ class RecoveringState(FSDPState):
         self.comm_ctx.release_gather_buffer()
         self.comm_ctx.forget_forwards(keep=0 if broken else self.root.forwards_before)
         for root in {**broken, self.root: None}:
-            self._end_unfinished(root)
+            self.end_unfinished(root)
 
-    def _end_unfinished(self, root: RootContext) -> None:
+    def end_unfinished(self, root: RootContext) -> None:
         """`break_off` for the states of one root, this state's or that of another model."""
         for state in root.states or [self]:
             with moment("broken_off", state):

@@ -2,10 +2,14 @@
 
 In your own program, importing `fully_shard` from hwfsdp is enough. A library may ask `isinstance(module, FSDPModule)` of torch's
 class. Then it does not see our modules, and may do nothing, silently.
+
+torch's `replicate` is built on its own FSDP2, and stays so. A pipeline stage asks by `isinstance` whether its module is sharded or
+replicated in this way. So it gets both classes to ask for.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,6 +21,8 @@ import hwfsdp
 from hwfsdp.compat import INSIDE_FSDP2
 from hwfsdp.errors import StateError
 
+PIPELINES = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
+
 
 def install() -> None:
     """Puts hwfsdp's names in the place of torch's public FSDP2 names, wherever torch itself holds them, for this process.
@@ -26,6 +32,8 @@ def install() -> None:
     Raises:
         StateError: modules outside of torch hold torch's names already. Nothing was changed.
     """
+    for pipelines in PIPELINES:  # they would get one name only, imported later
+        importlib.import_module(pipelines)
     names = {name: vars(torchs)[name] for name in hwfsdp.__all__ if name in vars(torchs)}
     torch_names = {name: value for name, value in names.items() if value is not getattr(hwfsdp, name)}
     held = list(holders(torch_names))
@@ -40,7 +48,10 @@ def install() -> None:
     public = {id(value): name for name, value in torch_names.items()}
     for module, name in held:
         if not module.__name__.startswith(INSIDE_FSDP2):
-            setattr(module, name, getattr(hwfsdp, public[id(vars(module)[name])]))
+            theirs = vars(module)[name]
+            ours = getattr(hwfsdp, public[id(theirs)])
+            asks = module.__name__ in PIPELINES and ours is hwfsdp.FSDPModule
+            setattr(module, name, (ours, theirs) if asks else ours)
 
 
 def holders(values: dict[str, Any]) -> Iterator[tuple[ModuleType, str]]:

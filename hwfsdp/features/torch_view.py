@@ -2,21 +2,31 @@
 
     fully_shard.state(module), module._get_fsdp_state()     the state of a sharded module, of which are read:
         _mp_policy                                          the policy of the call
-        _fsdp_param_groups, _fsdp_param_group               its groups: one or none; `post_backward()` of a group reduces
+        _comm_ctx                                           what the groups of a model share
         _state_ctx.all_states                               the states of all modules below the root
         _root_post_backward_final_callback()                ends a backward, as autograd's last call does
+        _pre_forward, _post_forward                         its forward hooks, and with `_hook_handle` what takes them away
+        _fsdp_param_groups, _fsdp_param_group               its groups: one or none
+            fsdp_params                                     of each: sharded_param, unsharded_param, _unsharded_param
+            pre_backward(), post_backward()                 gather; reduce, or accumulate
 
 It only gives torch's names to things that are here anyway. A stage that takes a module for torch's own switches reductions off for
-all of its micro-batches, and reduces once.
+all of its micro-batches, and reduces once. torch's memory tracker puts functions of its own in the place of the forward hooks and of
+a group's two methods; so the schedule calls these by the names that it exchanges.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from hwfsdp import compat
+from hwfsdp.core.context import FSDPCommContext, Phase
 from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import RefusedError
@@ -28,6 +38,14 @@ def choose(call: Call) -> None:
     call.states.append(ViewedState)
 
 
+def joined(call: Call, state: FSDPState) -> None:
+    """So can groups."""
+    assert isinstance(state, ViewedState)
+    for group in state.groups:
+        vars(group)["fsdp_params"] = [ParamView(param) for param in group.params]
+        vars(group)["pre_backward"] = partial(ViewedState.begin_backward, state)
+
+
 class SharedView(NamedTuple):
     """What the states below one root share."""
 
@@ -35,12 +53,50 @@ class SharedView(NamedTuple):
     is_last_backward: bool
 
 
+class ParamView:
+    """A parameter with torch's names."""
+
+    def __init__(self, param: FSDPParam) -> None:
+        self._param = param
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._param.sharded_param
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        return self._param.unsharded_param
+
+    _unsharded_param = unsharded_param
+
+
+class HookView(NamedTuple):
+    """A forward hook of a state, which can be taken away. Whoever does that registers another one, and may do it again."""
+
+    modules: tuple[nn.Module, ...]
+    hook: Callable[..., Any]
+
+    def remove(self) -> None:
+        for module in self.modules:
+            compat.remove_hook(module, self.hook)
+
+
 class ViewedState(FSDPState):
     """A state with torch's names."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._pre_forward, self._post_forward = self.pre_forward_hook, self.post_forward_hook
+        self._pre_forward_hook_handle: Any = HookView(self.modules, self._pre_forward)
+        self._post_forward_hook_handle: Any = HookView(self.modules, self._post_forward)
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
         return self.policy
+
+    @property
+    def _comm_ctx(self) -> FSDPCommContext:
+        return self.comm_ctx
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:
@@ -56,6 +112,17 @@ class ViewedState(FSDPState):
 
     def _root_post_backward_final_callback(self) -> None:
         self.finish_backward()
+
+    def pre_backward(self) -> None:
+        """Autograd calls this once per output; the group's method is called once, as torch's is."""
+        if self.group and self.phase is not Phase.PRE_BACKWARD:
+            vars(self.group)["pre_backward"]()
+        else:
+            super().pre_backward()
+
+    def begin_backward(self) -> None:
+        """What a group's `pre_backward` does, unless a program has exchanged it."""
+        super().pre_backward()
 
 
 class Viewed:

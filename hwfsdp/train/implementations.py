@@ -148,6 +148,13 @@ def sharder(implementation: str, model: nn.Module, mesh: DeviceMesh) -> Shard:
 def _shard_with_torch(module: nn.Module, *, mp_policy: Any = None, **options: Any) -> Any:
     from torch.distributed.fsdp import fully_shard as torchs
 
+    if torchs is fully_shard:
+        raise UsageError(
+            f"implementation {TORCHS!r}",
+            expected="torch's own fully_shard",
+            got="hwfsdp's, which hwfsdp.install() has put in its place",
+            remedy="Take hwfsdp's startup folder out of PYTHONPATH.",
+        )
     return torchs(module, mp_policy=_policy_of_torch(mp_policy), **options)
 
 

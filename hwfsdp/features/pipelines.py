@@ -1,0 +1,110 @@
+"""What torch's pipeline stages ask of a sharded module, said before its first forward in a stage. Seam: the state.
+
+A zero-bubble schedule splits each backward in two: one for the inputs, and later one for the weights, which it looks up among the
+parameters that the module has when the first begins. If these are shards, torch finds no weights, and leaves their gradients out
+without a word. So the parameters have to stay whole from the forward on; the schedule itself gathers and frees them.
+
+A stage knows the modules of torch's `FSDPModule` only. After `hwfsdp.install()`, ours are known (`switch`).
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hwfsdp.core.state import Args, FSDPState, Kwargs
+from hwfsdp.errors import UsageError
+from hwfsdp.features.call import Call
+
+_STAGES, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
+_INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, or run the program by `hwfsdp swap SCRIPT`."
+
+
+def choose(call: Call) -> None:
+    """Outermost modules look whether they run in a stage."""
+    call.states.append(StagedState)
+
+
+class StagedState(FSDPState):
+    """A state that knows what its stage will do.
+
+    Attributes:
+        checked: of each group below, whether it was freed after forward when this state was found to run in a stage; else None.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.checked: list[bool] | None = None
+        super().__init__(*args)
+
+    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        args, kwargs = super().begin_iteration(args, kwargs)
+        stages = sys.modules.get(_STAGES)  # not imported: there can be none
+        freed = [group.reshard_after_forward for group in self.root.groups]
+        if stages is not None and self.checked != freed and torch.is_grad_enabled():
+            self.check_stage(stages)
+        return args, kwargs
+
+    def check_stage(self, stages: ModuleType) -> None:
+        """
+        Raises:
+            UsageError: this forward is that of a stage whose schedule would lose gradients of this model.
+        """
+        stage = running(_STAGES, "submod")
+        schedule = running(_SCHEDULES, "pipeline_order") if stage is not None else None
+        if schedule is None:
+            return
+        known = isinstance(stage.submod, stages.FSDPModule)
+        if splits_backwards(schedule):
+            self.check_split(stage.submod, known, type(schedule).__name__)
+        elif stage.submod in self.modules and not known:
+            warnings.warn(
+                f"torch's pipeline stage takes {self.fqn!r} for a module that is not sharded, and lets it reduce its gradients once "
+                f"per micro-batch. {_INSTALL}",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.checked = [group.reshard_after_forward for group in self.root.groups]
+
+    def check_split(self, module: nn.Module, known: bool, schedule: str) -> None:
+        """Raise UsageError if the weights of the stage's module would not be there when a backward for the inputs begins."""
+        trained = [g for g in self.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
+        freed = [group.fqn for group in trained if group.reshard_after_forward]
+        if known and not freed:
+            return
+        got, remedy = (
+            f"group {freed[0]!r}, which frees them" if freed else "",
+            "Pass reshard_after_forward=False to fully_shard; the schedule gathers and frees the parameters of a stage itself.",
+        )
+        if not known and module in self.modules:
+            got, remedy = "a stage of torch's that does not know hwfsdp's modules", _INSTALL
+        elif not known:
+            got = f"a stage whose own module, {type(module).__name__}, is not sharded"
+            remedy = "Call fully_shard on the stage's module, too, with reshard_after_forward=False."
+        raise UsageError(
+            f"{schedule}, which splits backwards",
+            expected="parameters that stay whole after forward",
+            got=got,
+            remedy=remedy,
+        )
+
+
+def running(home: str, attribute: str) -> Any:
+    """The object of a class of this module of torch's that has the attribute, in whose method this thread is; None if in none."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_globals.get("__name__") == home:
+            found = frame.f_locals.get("self")
+            if hasattr(found, attribute):
+                return found
+    return None
+
+
+def splits_backwards(schedule: Any) -> bool:
+    """Whether a schedule of torch's has a backward for the inputs alone, which it calls "I"."""
+    actions = [action for of_rank in (schedule.pipeline_order or {}).values() for action in of_rank]
+    return any(action is not None and action.computation_type == "I" for action in actions)

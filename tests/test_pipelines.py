@@ -1,0 +1,224 @@
+"""torch's pipeline stages treat hwfsdp's modules as FSDP2's: one reduction per group and step, whatever the schedule.
+
+The oracle is FSDP2 under the same schedule in the same processes, before `hwfsdp.install()`: the same bits, the same counts of
+collectives; and the whole model without a pipeline, up to rounding. Two ranks share a stage, or two where a rank has two.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp, pipelining
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import hwfsdp
+import models
+from hwfsdp import record
+from oracles import BITS, REGROUPING, Trace, differences, fresh
+from together import Together
+
+four, two = Together(4), Together(2)
+MICRO_BATCHES, ROWS, WIDTH, STEPS = 8, 32, 8, 2
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+SPLIT = (
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)  # each backward is two
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLIT)
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+COUNTED = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@functools.cache
+def grid() -> DeviceMesh:
+    """Two ranks for each stage."""
+    return init_device_mesh("cpu", (torch.distributed.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
+
+
+def parts(count: int) -> nn.Sequential:
+    """So many parts of two groups each."""
+    return nn.Sequential(
+        *(nn.Sequential(*(models.Block(WIDTH, 12, WIDTH) for _ in range(2))) for _ in range(count))
+    )
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2 * step + rank)
+    x, y = torch.randn(2, ROWS, WIDTH)
+    return x, y
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def sharded(part: Any, library: Any = fsdp, root: bool = True, **options: Any) -> nn.Module:
+    """One group for the first block, one for the rest of the part."""
+    mesh = grid()["dp"]
+    for module in (part[0], part) if root else part:
+        library.fully_shard(module, mesh=mesh, **options)
+    return part  # type: ignore[no-any-return]
+
+
+def replicated(part: nn.Module) -> nn.Module:
+    """torch's own, built on its FSDP2."""
+    return replicate(part, mesh=grid()["dp"])
+
+
+def places(schedule: str) -> list[int]:
+    """The stages of this rank: one, two in turn, or both ends of a V."""
+    rank, size = grid()["pp"].get_local_rank(), grid()["pp"].size()
+    if schedule in SINGLE:
+        return [rank]
+    return [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else [rank, rank + size]
+
+
+class Run:
+    """Two steps under a schedule: gradients of this rank's stages, and the collectives of each step.
+
+    The stages find their shapes by a forward and a backward before the first step, or are told them.
+    """
+
+    def __init__(self, schedule: str, wrap: Callable[..., nn.Module] = sharded, **options: Any) -> None:
+        indices = places(schedule)
+        self.last, self.trace = grid()["pp"].size() * len(indices) - 1, Trace()
+        whole = fresh(lambda: parts(self.last + 1))
+        self.parts = {index: wrap(whole[index], **options) for index in indices}
+        made = [self.stage(index) for index in indices]
+        make = getattr(pipelining.schedules, schedule)
+        self.runner = make(made[0] if schedule in SINGLE else made, MICRO_BATCHES, loss_fn=loss_of)
+        self.calls = [self.step(step) for step in range(STEPS)]
+
+    def stage(self, index: int) -> pipelining.PipelineStage:
+        rows = torch.zeros(ROWS // MICRO_BATCHES, WIDTH, requires_grad=True)
+        shapes = {"input_args": rows if index else rows.detach(), "output_args": rows} if index % 2 else {}
+        return pipelining.PipelineStage(
+            self.parts[index],
+            index,
+            self.last + 1,
+            torch.device("cpu"),
+            group=grid().get_group("pp"),
+            **shapes,
+        )
+
+    def step(self, step: int) -> dict[str, int]:
+        x, y = batch(step, grid()["dp"].get_local_rank())
+        with record() as log:
+            self.runner.step(*[x] * (0 in self.parts), **({"target": y} if self.last in self.parts else {}))
+        for index, part in self.parts.items():
+            for name, param in part.named_parameters():
+                self.trace.keep(f"grad {index}.{name}", param.grad)
+            part.zero_grad()
+        return {op: len(log.select(op)) for op in COUNTED}
+
+
+def unsharded(run: Run) -> Trace:
+    """The same gradients, of the whole model on one rank."""
+    trace = Trace()
+    model, ranks = fresh(lambda: parts(run.last + 1)), grid()["dp"].size()
+    for step in range(STEPS):
+        for rank in range(ranks):
+            x, y = batch(step, rank)
+            (loss_of(model(x), y) / ranks).backward()
+        for name, param in model.named_parameters():
+            if int(name.partition(".")[0]) in run.parts:
+                trace.keep(f"grad {name}", param.grad)
+        model.zero_grad()
+    return trace
+
+
+# --- Side by side ------------------------------------------------------------------------------------------------
+
+KEPT = {"reshard_after_forward": False}  # what a schedule that splits backwards needs
+RUNS: dict[str, Callable[[], Run]] = {
+    **{name: functools.partial(Run, name, **KEPT) for name in (*SINGLE, *LOOPED)},
+    **{
+        f"{name}, freed": functools.partial(Run, name)
+        for name in ("ScheduleGPipe", "ScheduleInterleaved1F1B")
+    },
+    "ScheduleZBVZeroBubble, replicated": functools.partial(Run, "ScheduleZBVZeroBubble", replicated),
+    "Schedule1F1B, replicated": functools.partial(Run, "Schedule1F1B", replicated),
+}
+
+
+@functools.cache
+def theirs() -> dict[str, Run]:
+    """What FSDP2 does; afterwards torch's names are ours, in this process."""
+    runs = {name: run() for name, run in RUNS.items()}
+    hwfsdp.install()
+    return runs
+
+
+def compared(name: str) -> list[Any]:
+    """Where bits or counts of collectives differ from FSDP2's, or numbers from those of the model in one piece."""
+    expected, got = theirs()[name], RUNS[name]()
+    ours = all(isinstance(part, hwfsdp.FSDPModule) for part in got.parts.values())
+    found: list[Any] = [] if ours == ("replicated" not in name) else [got.parts]
+    found += differences(got.trace, expected.trace, *BITS)
+    found += differences(got.trace.gathered(), unsharded(got), *REGROUPING)
+    return found + [(got.calls, expected.calls)] * (got.calls != expected.calls)
+
+
+for _name in RUNS:
+    four.add(_name, functools.partial(compared, _name), [])
+
+
+# --- What cannot be ------------------------------------------------------------------------------------------------
+
+
+def refused(schedule: str, **options: Any) -> str:
+    """What a stage is refused with, in full."""
+    with pytest.raises(hwfsdp.UsageError) as caught:
+        Run(schedule, **options)
+    return str(caught.value)
+
+
+@two.finds([1, [[16, 0], [16, 0]]])
+def imported_alone_a_stage_is_warned_of_that_it_reduces_each_micro_batch() -> list[Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run("Schedule1F1B", library=hwfsdp)
+    said = [str(warning.message) for warning in caught]
+    told = [text for text in said if "once per micro-batch. Call hwfsdp.install()" in text]
+    return [len(told), [[calls["reduce_scatter"], calls["all_reduce"]] for calls in run.calls]]
+
+
+_BEFORE = (
+    "ScheduleZBVZeroBubble, which splits backwards: expected parameters that stay whole after forward; got "
+)
+
+
+@two.finds(_BEFORE + "a stage of torch's that does not know hwfsdp's modules. Call hwfsdp.install()")
+def imported_alone_a_stage_that_splits_backwards_is_refused() -> str:
+    return refused("ScheduleZBVZeroBubble", library=hwfsdp, **KEPT).partition(" before anything")[0]
+
+
+@two.finds(_BEFORE + "group '0', which frees them. Pass reshard_after_forward=False to fully_shard")
+def weights_that_are_freed_before_the_second_backward_are_refused() -> str:
+    hwfsdp.install()
+    return refused("ScheduleZBVZeroBubble").partition(";  the schedule")[0].partition("; the schedule")[0]
+
+
+@two.finds(
+    _BEFORE + "a stage whose own module, Sequential, is not sharded. Call fully_shard on the stage's module"
+)
+def a_stage_whose_own_module_is_not_sharded_is_refused() -> str:
+    return refused("ScheduleZBVZeroBubble", root=False, **KEPT).partition(", too")[0]
+
+
+@two.finds([])
+def after_all_these_errors_it_trains() -> list[str]:
+    run = Run("ScheduleZBVZeroBubble", **KEPT)
+    return differences(run.trace.gathered(), unsharded(run), *REGROUPING)
+
+
+test_on_four_ranks = four.test()
+test_on_two_ranks = two.test()

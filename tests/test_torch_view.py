@@ -1,0 +1,211 @@
+"""Programs that read a sharded module by torch's private names run on ours after `hwfsdp.install()`.
+
+Each program is a small one that does what a program of others does. The oracle is FSDP2 in the same processes, before `install`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, Partial
+
+import hwfsdp
+import models
+from oracles import BITS, Trace, cpu_mesh, differences, fresh, rank_rows
+from together import Together
+
+two = Together(2)
+STEPS, TILES = 2, 3
+
+
+def kept(model: nn.Module) -> Trace:
+    trace = Trace()
+    for name, param in model.named_parameters():
+        trace.keep(f"grad {name}", param.grad)
+    return trace
+
+
+# --- A loss that reads the head's policy, as nemo-automodel's chunked cross-entropy does ----------------------
+
+
+def chunked_cross_entropy(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a head, in chunks of rows, without its logits as a whole; the head itself is not called."""
+    dtype = head.weight.dtype
+    if isinstance(head, fsdp.FSDPModule):
+        dtype = head._get_fsdp_state()._mp_policy.param_dtype or dtype
+    weight = head.weight.full_tensor(grad_placements=[Partial()]).to(dtype)
+    losses = [
+        F.cross_entropy(F.linear(rows.to(dtype), weight).float(), wanted, reduction="sum")
+        for rows, wanted in zip(hidden.split(2), labels.split(2), strict=True)
+    ]
+    return torch.stack(losses).sum() / (len(labels) * cpu_mesh().size())
+
+
+def chunked() -> Trace:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    body, head = fresh(lambda: nn.ModuleList([models.Block(8, 12, 8), nn.Linear(8, 6, bias=False)]))
+    for module in (body, head):
+        fsdp.fully_shard(module, mesh=cpu_mesh(), mp_policy=policy)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        rows, labels = rank_rows(torch.randn(12, 8)), rank_rows(torch.arange(12) % 6)
+        chunked_cross_entropy(head, body(rows), labels).backward()
+    trace = kept(nn.ModuleList([body, head]))
+    trace.keep("loss", chunked_cross_entropy(head, body(rows), labels))
+    return trace
+
+
+# --- A part that computes its backward by tiles, as axolotl's MLP does ----------------------------------------
+
+
+class Tiled(torch.autograd.Function):
+    """A module's forward by tiles of rows, each computed again in backward, by a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[Tensor], Tensor], params: list[Tensor], x: Tensor) -> Tensor:
+        ctx.compute, ctx.params = compute, params
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([compute(tile) for tile in x.chunk(TILES)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        (x,) = ctx.saved_tensors
+        sums = {param: torch.zeros_like(param) for param in ctx.params}
+        grads = []
+        for number, (tile, of_tile) in enumerate(zip(x.chunk(TILES), grad.chunk(TILES), strict=True)):
+            tile = tile.detach().requires_grad_()
+            last = number == TILES - 1
+            hooks = [p.register_hook(functools.partial(Tiled.add, sums[p], last)) for p in ctx.params]
+            with torch.enable_grad():
+                torch.autograd.backward(ctx.compute(tile), of_tile)
+            for hook in hooks:
+                hook.remove()
+            grads.append(tile.grad)
+        return None, None, torch.cat(grads)
+
+    @staticmethod
+    def add(total: Tensor, last: bool, grad: Tensor) -> Tensor:
+        """Autograd gets the sum of all tiles with the last one."""
+        total += grad
+        return total if last else torch.zeros_like(grad)
+
+
+class TiledBlock(models.Block):
+    """Keeps the parameters that it saw in its first forward: they have to be the same objects later."""
+
+    params: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.params = self.params or list(self.parameters())
+        result: Tensor = Tiled.apply(super().forward, self.params, x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def tiled() -> Trace:
+    model = fresh(lambda: nn.Sequential(nn.Linear(8, 8), TiledBlock(8, 12, 8), TiledBlock(8, 12, 8)))
+    for module in (model[1], model[2], model):
+        fsdp.fully_shard(module, mesh=cpu_mesh())
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        model(rank_rows(torch.randn(12, 8))).square().mean().backward()
+    return kept(model)
+
+
+# --- torch's memory tracker ------------------------------------------------------------------------------------
+
+SEEN = {  # what a module holds at these moments is the schedule's own, whatever the transport
+    "AFT_PRE_FW": "UNSHARDED_PARAM",
+    "AFT_POST_FW": "UNSHARDED_PARAM",
+    "BEF_POST_BW": "UNSHARDED_GRAD",
+    "AFT_POST_BW": "SHARDED_PARAM",
+}
+
+
+def tracked() -> tuple[Trace, dict[str, Any]]:
+    """Three steps, the second of them tracked: gradients, and what each module held when."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    model = fresh(models.even)
+    for module in (*model.blocks, model):
+        fsdp.fully_shard(module, mesh=cpu_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, Any] = {}
+    for step in range(3):
+        (rows,) = model.inputs(12, step)
+        tracker = FSDPMemTracker(model, optimizer)
+        optimizer.zero_grad()
+        if step == 1:
+            with tracker:
+                model(rank_rows(rows)).square().mean().backward()
+        else:
+            model(rank_rows(rows)).square().mean().backward()
+        optimizer.step()
+        for stats in tracker.memory_tracking.values():
+            found[stats.mod_fqn] = {
+                moment.name: [seen(moment.name, snapshot) for snapshot in snapshots]
+                for moment, snapshots in stats.snapshots.items()
+            }
+    return kept(model), found
+
+
+def seen(moment: str, snapshot: dict[Any, Any]) -> int | None:
+    """Bytes of the kind that matters at this moment."""
+    held = {getattr(kind, "name", kind): size for of in snapshot.values() for kind, size in of.items()}
+    return held.get(SEEN[moment], 0) if moment in SEEN else None
+
+
+# --- Side by side -----------------------------------------------------------------------------------------------
+
+PROGRAMS = {"chunked": chunked, "tiled": tiled}
+
+
+@functools.cache
+def theirs() -> dict[str, Any]:
+    """What the programs do on FSDP2; afterwards torch's names are ours, in this process."""
+    found = {name: program() for name, program in (*PROGRAMS.items(), ("tracked", tracked))}
+    hwfsdp.install()
+    return found
+
+
+def compared(name: str) -> list[str]:
+    expected = theirs()[name]
+    return differences(PROGRAMS[name](), expected, *BITS)
+
+
+for _name in PROGRAMS:
+    two.add(_name, functools.partial(compared, _name), [])
+
+
+@two.finds(([], [], 3))
+def a_memory_tracker_sees_what_it_sees_of_fsdp2_and_disturbs_nothing() -> tuple[list[str], list[Any], int]:
+    expected_trace, expected = theirs()["tracked"]
+    trace, found = tracked()
+    others = [
+        (name, found.get(name), expected[name]) for name in expected if found.get(name) != expected[name]
+    ]
+    return differences(trace, expected_trace, *BITS), others, len(expected)
+
+
+@two.finds([True] * 4)
+def the_view_says_what_the_state_knows() -> list[bool]:
+    theirs()
+    model: Any = fsdp.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
+    model(torch.ones(2, 4)).sum().backward()
+    state: Any = fsdp.fully_shard.state(model)  # type: ignore[attr-defined]
+    params = state._fsdp_param_group.fsdp_params
+    return [
+        [param.sharded_param for param in params] == list(model.parameters()),
+        all(param.unsharded_param is param._unsharded_param is not None for param in params),
+        isinstance(params[0].sharded_param, DTensor),
+        state._comm_ctx is state.comm_ctx,
+    ]
+
+
+test_on_two_ranks = two.test()
