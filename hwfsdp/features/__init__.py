@@ -27,10 +27,10 @@ the all-reduce of `hybrid_sharding` goes through `custom_collectives`.)
     smaller_mesh        parameters that stay sharded over fewer ranks between forward and backward
     extensions          parameters that travel in a form of their own
     param_dtypes        parameters that compute in a dtype of their own
-    param_meshes        parameters that are sharded over a mesh of their own
     custom_collectives  other ways to move bytes
     reductions          sums in place of means, other divisors, hooks on what was reduced
     steering            methods that steer a schedule from outside
+    param_meshes        parameters that are sharded over a mesh of their own
     recovery            what an exception leaves, and how it is put back
     finalization        the caller says when a backward is over
     advice              mistakes that run, but do not train: said once, as warnings
@@ -51,10 +51,10 @@ FEATURES = (
     "smaller_mesh",
     "extensions",
     "param_dtypes",
-    "param_meshes",
     "custom_collectives",
     "reductions",
     "steering",
+    "param_meshes",
     "recovery",
     "finalization",
     "advice",

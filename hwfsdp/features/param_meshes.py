@@ -59,21 +59,24 @@ def check_params(call: Call) -> None:
     if ask is None:
         return
     placements: dict[nn.Parameter, Any] = {}
-    known: dict[int, ShardMesh] = {}  # by the id of the mesh's description
+    known: dict[int, tuple[Any, ShardMesh]] = (
+        {}
+    )  # by id, with the description itself, so that the id stays its own
     for index, (param, fqn, _) in enumerate(call.found):
         result = placements[param] = ask(param)
         if hasattr(result, "mesh_info"):
             info, placements[param] = result.mesh_info, result.placement
             if id(info) not in known:
-                known[id(info)] = resolve(info, call, f"fully_shard(shard_placement_fn=…): parameter {fqn!r}")
-            call.meshes[index] = known[id(info)]
+                subject = f"fully_shard(shard_placement_fn=…): parameter {fqn!r}"
+                known[id(info)] = info, resolve(info, call, subject)
+            call.meshes[index] = known[id(info)][1]
     call.shard_placement_fn = placements.get
     check_memory(call)
 
 
 def choose(call: Call) -> None:
     """A group for each mesh, if there are others than that of the call."""
-    call.states.append(MeshesState)
+    call.states.append(MeshesState)  # after that of `steering`, whose lists come first
     if all(mesh is call.ranks for mesh in call.meshes):
         return
     make_group = call.make_group

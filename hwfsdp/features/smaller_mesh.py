@@ -60,7 +60,8 @@ def choose(call: Call) -> None:
         )
         call.reshard = False
         return
-    if all(smaller_mesh(each, reshard) is each for each in (mesh, *call.meshes)):
+    meshes = (mesh, *call.meshes)
+    if all([smaller_mesh(each, reshard) is each for each in meshes]):  # a list: each of them is checked
         return
     refuse_special_params(call, reshard)
     call.make_form = LargerShard

@@ -6,7 +6,7 @@
         _state_ctx.all_states                               the states of all modules below the root
         _root_post_backward_final_callback()                ends a backward, as autograd's last call does
         _pre_forward, _post_forward                         its forward hooks, and with `_hook_handle` what takes them away
-        _fsdp_param_groups, _fsdp_param_group               its groups: one or none
+        _fsdp_param_groups, _fsdp_param_group               its groups, one for each mesh
             fsdp_params                                     of each: sharded_param, unsharded_param, _unsharded_param
             pre_backward(), post_backward()                 gather; reduce, or accumulate
 

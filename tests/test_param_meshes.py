@@ -1,0 +1,717 @@
+"""Parameters of one module on several meshes: dense ones over all ranks, experts over some of them.
+
+The model is a mixture of experts. Where experts are parallel, a rank holds half of them, and computes them for the rows of two ranks.
+The oracles are FSDP2 in the same processes, and the model that is not sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torchs
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint as recompute
+
+import hwfsdp
+import models
+from hwfsdp import EventLog, checkpoint, features
+from hwfsdp.observe.findings import examine
+from hwfsdp.observe.lifetimes import find_lifetimes
+from oracles import (
+    BITS,
+    REGROUPING,
+    Case,
+    Check,
+    Library,
+    Promises,
+    Trace,
+    Training,
+    accumulate,
+    differences,
+    grid,
+    train,
+    unequal,
+    unsharded,
+)
+
+BF16_FP32 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+PROMISES = Promises()
+
+
+# --- The model ---------------------------------------------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """The rows of all ranks of a group; their gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = rows.new_zeros(group.size(), *rows.shape)
+        whole[group.rank()] = rows
+        dist.all_reduce(whole, group=group)  # so that all other gathers are FSDP's
+        return whole.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class Scatter(torch.autograd.Function):
+    """The sum over the ranks of a group, of which each rank gets its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        rows = rows.clone()
+        dist.all_reduce(rows, group=group)
+        return rows.chunk(group.size())[group.rank()]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Gather.forward(ctx, grad, ctx.group), None
+
+
+class Experts(nn.Module):
+    """Experts, side by side in two tensors; DTensors if they are parallel."""
+
+    def __init__(self, number: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(number, width, hidden) / 4)
+        self.down = nn.Parameter(torch.randn(number, hidden, width) / 4)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        up, down = self.up, self.down
+        if not isinstance(up, DTensor) or not isinstance(down, DTensor):
+            return self.weighted(x, weights, up, down)
+        group = up.device_mesh.get_group("ep")
+        x, weights = Gather.apply(x, group), Gather.apply(weights, group)
+        own = weights.chunk(group.size(), dim=1)[group.rank()]
+        return Scatter.apply(self.weighted(x, own, up.to_local(), down.to_local()), group)
+
+    def weighted(self, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = torch.einsum("nd,edh->enh", x, up).relu()
+        return torch.einsum("enh,ehd,ne->nd", hidden, down, weights)
+
+
+class Mixture(nn.Module):
+    """A router and a dense layer, and experts, which have something to do if `has_tokens`."""
+
+    has_tokens = True
+
+    def __init__(self, number: int, hidden: int, experts_first: bool = False) -> None:
+        super().__init__()
+        children = {
+            "dense": nn.Linear(8, 8),
+            "router": nn.Linear(8, number),
+            "experts": Experts(number, 8, hidden),
+        }
+        for name in reversed(children) if experts_first else children:
+            setattr(self, name, children[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, weights = torch.tanh(self.dense(x)), self.router(x).softmax(-1)
+        return (
+            self.experts(hidden, weights) + hidden
+            if self.has_tokens
+            else hidden * weights.sum(-1, keepdim=True)
+        )
+
+
+class Mixtures(models.Stem):
+    """Mixtures between layers of the root's own; `path`: the order in which they run."""
+
+    path: tuple[int, ...] = (0, 1, 2)
+    recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for number in self.path:
+            block = self.blocks[number]
+            x = x + (recompute(block, x, use_reentrant=False) if self.recomputes else block(x))
+        return self.head(x)
+
+
+def mixtures(sizes: Sequence[int] = (6, 4, 2), experts_first: bool = False, **attributes: Any) -> Mixtures:
+    """Blocks of so many experts each; 0: a dense layer in place of a mixture."""
+    model = Mixtures([Mixture(n, 3 + n % 3, experts_first) if n else nn.Linear(8, 8) for n in sizes])
+    vars(model).update(attributes)
+    return model
+
+
+# --- Meshes ------------------------------------------------------------------------------------------------
+
+
+def expert_grid() -> DeviceMesh:
+    return grid((2, 2), ("efsdp", "ep"))
+
+
+@functools.cache
+def nameless() -> DeviceMesh:
+    """Ranks 0 and 2, or 1 and 3, and no name for them."""
+    return DeviceMesh.from_group(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0], "cpu")
+
+
+MESHES: dict[str, Callable[[], tuple[DeviceMesh, DeviceMesh]]] = {  # of dense parameters, and of experts
+    "two of four": lambda: (grid((4,), ("dp",)), expert_grid()["efsdp"]),
+    "without names": lambda: (grid((4,), ("dp",)), nameless()),
+    "four around two": lambda: (expert_grid()["efsdp"], grid((4,), ("dp",))),
+    "crossed": lambda: (expert_grid()["ep"], expert_grid()["efsdp"]),
+    "hybrid experts": lambda: (grid((4,), ("dp",)), grid((2, 2))),
+    "hybrid around experts": lambda: (grid((2, 2)), grid((2, 2))["shard"]),
+    "both hybrid": lambda: (grid((2, 2)), grid((2, 2), ("copies", "parts"))),
+}
+
+
+@functools.cache
+def info_of(mesh: DeviceMesh) -> Any:
+    """What torch wants to know of a mesh, the same object each time."""
+    if mesh.ndim == 2:
+        return torchs.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return torchs.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+
+@functools.cache
+def info_by_axes() -> Any:
+    """The axis to shard over, by its name in the mesh of all."""
+    return _get_mesh_info(expert_grid(), fsdp.DataParallelMeshDims(shard="efsdp"))
+
+
+def deal_out(experts: Experts, by_axes: bool = False) -> None:
+    """Every rank gets half of the experts: DTensors on the axis `ep`, or on all axes."""
+    mesh = expert_grid() if by_axes else expert_grid()["ep"]
+    placements = [*[Replicate()] * by_axes, Shard(0)]
+    for name, param in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
+
+
+def on_meshes(
+    package: ModuleType,
+    module: Any,
+    *,
+    kind: str = "two of four",
+    parallel: bool = False,
+    by_axes: bool = False,
+    placement: Shard | None = None,
+    torchs_result: bool = False,
+    policy: dict[str, Any] | None = None,
+    offload: bool = False,
+    **options: Any,
+) -> Any:
+    """A package's fully_shard. With `parallel`, experts are dealt out before, and sums are divided by all ranks."""
+    dense, sparse = MESHES[kind]()
+    found = [each for each in nn.ModuleList(module if isinstance(module, list) else [module]).modules()]
+    experts = [each for each in found if isinstance(each, Experts) and not isinstance(each.up, DTensor)]
+    for each in experts if parallel else ():
+        deal_out(each, by_axes)
+    chosen = {param for each in experts for param in each.parameters()}
+    if by_axes:
+        result: Any = torchs.ShardPlacementResult(placement, info_by_axes())
+    elif package is hwfsdp and not torchs_result:
+        result = hwfsdp.ShardPlacementResult(placement, sparse)
+    else:
+        result = torchs.ShardPlacementResult(placement, info_of(sparse))
+    package.fully_shard(
+        module,
+        mesh=dense,
+        mp_policy=package.MixedPrecisionPolicy(**policy or {}),
+        offload_policy=package.CPUOffloadPolicy(pin_memory=False) if offload else package.OffloadPolicy(),
+        shard_placement_fn=lambda param: result if param in chosen else None,
+        **options,
+    )
+    for each in (module if isinstance(module, list) else [module]) if parallel else ():
+        each.set_gradient_divide_factor(4)
+        each.set_force_sum_reduction_for_comms(True)  # FSDP2 cannot divide by a number of its own on gloo
+    return module
+
+
+ours, theirs = (functools.partial(on_meshes, package) for package in (hwfsdp, fsdp))
+
+
+# --- It computes what FSDP2 computes -----------------------------------------------------------------------
+
+
+def parity(case: Case) -> dict[str, list[str]]:
+    return {"FSDP2": differences(case.run(ours), case.run(theirs), *BITS)}
+
+
+def parity_with_unsharded(case: Case) -> dict[str, list[str]]:
+    found = differences(case.run(ours).whole(), case.run(unsharded).whole(), *REGROUPING)
+    return {**parity(case), "unsharded": found}
+
+
+def case(
+    scenario: Any = train, sizes: Sequence[int] = (5, 6, 3), how: str = "blocks", **options: Any
+) -> Case:
+    attributes = {
+        name: options.pop(name) for name in ("experts_first", "path", "recomputes") if name in options
+    }
+    return Case(functools.partial(mixtures, sizes, **attributes), scenario, how, options)
+
+
+def prefetch_by_lists(model: Mixtures) -> None:
+    """Every block gathers the next one, or the two before, by lists."""
+    for here, there in zip(model.blocks, list(model.blocks)[1:]):
+        here.set_modules_to_forward_prefetch([there])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
+
+
+def prefetching(training: Training) -> None:
+    prefetch_by_lists(training.model)
+    training.steps()
+
+
+def frozen(training: Training, part: str) -> None:
+    """One step with all parameters, then two without the gradients of these."""
+    training.steps(1)
+    for name, param in training.model.named_parameters():
+        param.requires_grad_(part not in name)
+    training.steps(2)
+
+
+def idle(training: Training) -> None:
+    """Rank 0 has nothing for the experts to do, and reduces zeros."""
+    training.call("set_reduce_scatter_unused_params", True)
+    for block in training.model.blocks:
+        block.has_tokens = dist.get_rank() != 0
+    training.steps()
+
+
+def evaluate(training: Training) -> None:
+    """A forward without gradients between steps."""
+    training.steps(1)
+    with torch.no_grad():
+        training.loss(5)
+    training.steps(1)
+
+
+CASES: dict[str, Case] = {
+    **{f"meshes: {kind}": case(kind=kind) for kind in MESHES},
+    **{
+        f"meshes: {kind}, bf16": case(kind=kind, policy=BF16_FP32)
+        for kind in ("two of four", "hybrid experts")
+    },
+    "what torch's function returns": case(torchs_result=True),
+    "experts registered first": case(experts_first=True),
+    "columns of experts": case(sizes=(4, 7, 1), placement=Shard(1)),
+    "the root alone": case(how="root"),
+    "a list of blocks": case(how="lists"),
+    "without a root": case(how="rootless"),
+    "mixtures and dense blocks": case(sizes=(0, 5, 0, 3), path=(0, 1, 2, 3)),
+    "kept after forward": case(reshard_after_forward=False),
+    "freed after forward, the root too": case(reshard_after_forward=True),
+    "kept by two ranks after forward": case(reshard_after_forward=2),
+    "kept by two ranks after forward, even": case(sizes=(4, 4, 4), reshard_after_forward=2),
+    "kept whole by 1": case(reshard_after_forward=1),
+    "offloaded": case(offload=True),
+    "a block twice in a row": case(path=(0, 1, 1, 2)),
+    "a block twice, apart": case(path=(0, 1, 2, 0)),
+    "recomputed": case(recomputes=True),
+    "prefetch lists": case(prefetching),
+    "without experts' gradients": case(functools.partial(frozen, part="experts")),
+    "without dense gradients": case(functools.partial(frozen, part="dense")),
+    "experts without tokens": case(idle),
+    "evaluation": case(evaluate),
+    **{f"accumulate {p}": case(functools.partial(accumulate, pattern=p)) for p in ("nb", "nnb")},
+    "accumulate nb, whole between": case(functools.partial(accumulate, pattern="nb", stay_whole=True)),
+    "accumulate nsa, hybrid": case(functools.partial(accumulate, pattern="nsa"), kind="hybrid experts"),
+}
+PARALLEL: dict[str, Case] = {
+    "experts in parallel": case(sizes=(4, 8, 4), parallel=True),
+    "uneven experts in parallel": case(sizes=(6, 4, 2), parallel=True),
+    "experts in parallel, axes by name": case(sizes=(4, 8, 4), parallel=True, by_axes=True),
+    "columns of experts in parallel": case(sizes=(4, 10, 4), parallel=True, placement=Shard(1)),
+}
+PROMISES.add(
+    "groups on several meshes train as FSDP2's do",
+    {name: functools.partial(parity, c) for name, c in CASES.items()},
+    ranks=4,
+)
+PROMISES.add(
+    "experts in parallel train as FSDP2's do, and as the model that is not sharded",
+    {name: functools.partial(parity_with_unsharded, c) for name, c in PARALLEL.items()},
+    ranks=4,
+)
+
+
+# --- What is moved -----------------------------------------------------------------------------------------
+
+
+def moved(case: Case, library: Library) -> list[list[tuple[str, int, str]]]:
+    """Of each of three steps, the collectives in the order in which they were issued, all-reduces at the end.
+
+    Ours are issued when the reduce-scatter before is over.
+    """
+    training, logs = Training(case.build, library, case.how, **case.options), []
+    if case.scenario is prefetching:
+        prefetch_by_lists(training.model)
+    for seed in range(3):
+        with hwfsdp.record() as log:
+            training.loss(seed).backward()
+        found = [(event.op, event.bytes, event.dtype) for event in log.collectives()]
+        logs.append(sorted(found, key=lambda event: event[0] == "all_reduce"))
+        training.model.zero_grad()
+    return logs
+
+
+def same_traffic(case: Case) -> dict[str, list[str]]:
+    mine, reference = moved(case, ours), moved(case, theirs)
+    found = [
+        f"step {i}: {a} instead of {b}" for i, (a, b) in enumerate(zip(mine, reference)) if a != b or not a
+    ]
+    return {"FSDP2": found}
+
+
+MOVES_LESS = ("kept by two ranks after forward",)  # uneven rows: FSDP2 gathers more padding from fewer ranks
+PROMISES.add(
+    "collectives are FSDP2's, in FSDP2's order",
+    {
+        name: functools.partial(same_traffic, c)
+        for name, c in (CASES | PARALLEL).items()
+        if c.scenario in (train, prefetching) and name not in MOVES_LESS
+    },
+    ranks=4,
+)
+
+
+def waits() -> dict[str, list[str]]:
+    """Packing of gradients waits for the reductions of the module before, and not for the other group's."""
+    _, log = recorded("two of four")
+    found = []
+    for block in (2, 1):
+        both = [f"blocks.{block} [efsdp]", f"blocks.{block}"]
+        first, second = (log.select("reduce_scatter", owner=name)[0] for name in both)
+        [packing] = log.select("copy_in", owner=both[1], phase="backward", stream="compute")
+        [next_packing] = log.select(
+            "copy_in", owner=f"blocks.{block - 1} [efsdp]", phase="backward", stream="compute"
+        )
+        if log.happens_before(first, packing):
+            found.append(f"{both[1]} is packed after the reduction of {both[0]}")
+        if not all(log.happens_before(each, next_packing) for each in (first, second)):
+            found.append(f"more reductions in flight than those of blocks.{block}")
+    return {"waits": found}
+
+
+PROMISES.add("the reductions of one module do not wait for each other", {"two groups": waits}, ranks=4)
+
+
+# --- Norms, state dicts, checkpoints -----------------------------------------------------------------------
+
+
+def clip_by_mesh(training: Training) -> None:
+    """The norm of all gradients, from that of each mesh: torch's clip_grad_norm_ takes tensors of one mesh."""
+    training.loss(0).backward()
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for param in training.model.parameters():
+        by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    norms = [nn.utils.get_total_norm([p.grad for p in params]) for params in by_mesh.values()]
+    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    for params in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(params, 0.05, norm)
+    training.trace.keep("norm", norm)
+    training.update()
+    training.keep_params()
+
+
+PROMISES.add(
+    "gradients are clipped by the norm over all meshes",
+    {
+        "parallel": functools.partial(
+            parity_with_unsharded, case(clip_by_mesh, sizes=(6, 4, 2), parallel=True)
+        )
+    },
+    ranks=4,
+)
+
+
+def trained(library: Library, steps: int = 1, sizes: Sequence[int] = (6, 4, 2)) -> Training:
+    training = Training(
+        functools.partial(mixtures, sizes), library, **({} if library is unsharded else {"parallel": True})
+    )
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=0.02, eps=1e-3, foreach=False)
+    training.steps(steps)
+    return training
+
+
+def state_of_all(training: Training) -> dict[str, Any]:
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def shared_folder() -> str:
+    """A folder that all ranks know."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def state_dicts() -> dict[str, list[str]]:
+    return {"FSDP2": unequal(state_of_all(trained(ours)), state_of_all(trained(theirs)))}
+
+
+def through_dcp(saved_by: Library, loaded_by: Library) -> dict[str, list[str]]:
+    """What one library has saved, the other loads, and both go on alike."""
+    folder, first, second = shared_folder(), trained(saved_by), trained(loaded_by, steps=2)
+    dcp.save(state_of_all(first), checkpoint_id=folder)
+    state = state_of_all(second)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        second.model, second.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    for training in (first, second):
+        training.trace = Trace()
+        training.steps(2, first_seed=5)
+    shutil.rmtree(folder, ignore_errors=True)
+    return {"FSDP2": differences(second.trace, first.trace, *BITS)}
+
+
+def through_the_store() -> dict[str, list[str]]:
+    """What was saved from several meshes is loaded into the same meshes, and into a model that is not sharded."""
+    folder, first, second, plain = shared_folder(), trained(ours), trained(ours, steps=2), mixtures((6, 4, 2))
+    checkpoint.save({"model": first.model.state_dict(), "optimizer": first.optimizer.state_dict()}, folder)
+    state = {"model": second.model.state_dict(), "optimizer": second.optimizer.state_dict()}
+    checkpoint.load(state, folder)
+    second.optimizer.load_state_dict(state["optimizer"])
+    checkpoint.load({"model": plain.state_dict()}, folder, strict=False)
+    expected = {name: t.full_tensor() for name, t in first.model.state_dict().items()}
+    for training in (first, second):
+        training.trace = Trace()
+        training.steps(2, first_seed=5)
+    return {
+        "goes on": differences(second.trace, first.trace, *BITS),
+        "unsharded": unequal(dict(plain.state_dict()), expected),
+    }
+
+
+PROMISES.add(
+    "state dicts and checkpoints hold the parameters of all meshes",
+    {
+        "state dicts": state_dicts,
+        "DCP, from FSDP2": functools.partial(through_dcp, theirs, ours),
+        "DCP, to FSDP2": functools.partial(through_dcp, ours, theirs),
+        "hwfsdp's own": through_the_store,
+    },
+    ranks=4,
+)
+
+
+# --- Names -------------------------------------------------------------------------------------------------
+
+
+def recorded(kind: str) -> tuple[Training, EventLog]:
+    training = Training(functools.partial(mixtures, (4, 4, 4)), ours, kind=kind)
+    training.steps(1)
+    with hwfsdp.record() as log:
+        training.steps(1)
+    return training, log
+
+
+def names(kind: str, label: str) -> dict[str, list[str]]:
+    training, log = recorded(kind)
+    expected = [name for i in range(3) for name in (f"blocks.{i}", f"blocks.{i}{label}")] + ["Mixtures"]
+    explained = {row.group: row.fqn for row in hwfsdp.explain(training.model).rows}
+    about = {group["fqn"]: group["shards"] for group in log.about["groups"]}
+    states = {(each.owner, each.state) for each in find_lifetimes(log.events)}
+    found = examine(log)
+    seen = {
+        "explain": sorted(explained) == sorted(expected) and "experts" in explained[f"blocks.0{label}"],
+        "owners": sorted({event.owner for event in log.collectives()}) == sorted(expected),
+        "recording": sorted(about) == sorted(expected)
+        and (about["blocks.0"], about[f"blocks.0{label}"]) == (4, 2),
+        "closed form": found.as_expected is True and found.races == [],
+        "lifetimes": all((name, "freed") in states for name in expected),
+    }
+    return {
+        "names": [
+            f"{what}: {explained} {about} {sorted(states)}" for what, right in seen.items() if not right
+        ]
+    }
+
+
+def ranges(library: Library) -> Counter[str]:
+    """How often FSDP's ranges are in a profile of one step."""
+    training = Training(functools.partial(mixtures, (4, 4, 4)), library)
+    training.steps(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        training.steps(1)
+    kinds = ("all_gather", "all_gather_copy_out", "post_backward_reduce", "post_backward_reshard")
+    names = [event.name for event in profiled.events() or []]
+    return Counter(name for name in names if name.startswith(tuple(f"FSDP::{kind} " for kind in kinds)))
+
+
+def same_ranges() -> dict[str, list[str]]:
+    mine, reference = ranges(ours), ranges(theirs)
+    return {"FSDP2": [] if mine == reference and mine else [f"{mine} instead of {reference}"]}
+
+
+PROMISES.add(
+    "the groups of a module have names of their own",
+    {
+        "by axes": functools.partial(names, "two of four", " [efsdp]"),
+        "by size": functools.partial(names, "without names", " [2 ranks]"),
+        "in a profile": same_ranges,
+    },
+    ranks=4,
+)
+
+
+# --- Mistakes ----------------------------------------------------------------------------------------------
+
+
+def refused(
+    *words: str,
+    mesh: Any = None,
+    result: Any = None,
+    ranks: Sequence[int] = range(4),
+    build: Any = None,
+    reshard: int | None = None,
+) -> dict[str, list[str]]:
+    """On these ranks one error in three parts, which has these words; the model is as before."""
+    model = (build or functools.partial(mixtures, (5,)))()
+    before = dict(model.named_parameters())
+    experts = set(model.blocks[0].experts.parameters())
+    mesh, result = (make() if callable(make) else make for make in (mesh or grid((4,), ("dp",)), result))
+    if not hasattr(result, "mesh_info"):
+        result = hwfsdp.ShardPlacementResult(None, result)
+    if dist.get_rank() not in ranks:
+        return {"refused": []}
+    options = {"mesh": mesh, "reshard_after_forward": reshard}
+    try:
+        hwfsdp.fully_shard(model, **options, shard_placement_fn=lambda p: result if p in experts else None)
+    except hwfsdp.UsageError as error:
+        said = str(error)
+        missing = [
+            word for word in (*words, error.expected, error.got, error.remedy) if not word or word not in said
+        ]
+        same = (
+            all(param is before[name] for name, param in model.named_parameters()) and type(model) is Mixtures
+        )
+        return {"refused": [*(f"{word!r} not in {said}" for word in missing), *([] if same else ["changed"])]}
+    return {"refused": ["nothing was said"]}
+
+
+def tied() -> Mixtures:
+    """The router and the experts use the same numbers, by two parameters."""
+    model = mixtures((8,))
+    model.blocks[0].router.weight = nn.Parameter(model.blocks[0].experts.up.detach()[0])
+    return model
+
+
+def parted() -> Mixtures:
+    """Experts that are dealt out over ranks between which they are to be sharded, too."""
+    model = mixtures((4,))
+    deal_out(model.blocks[0].experts)
+    return model
+
+
+def of_one_mesh_only() -> dict[str, list[str]]:
+    """Setters of what belongs to one mesh are refused, as by FSDP2."""
+    found = []
+    for library in (ours, theirs):
+        block = library(mixtures((5,)).blocks[0])
+        for setter in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
+            try:
+                getattr(block, setter)(lambda *_: None)
+                found.append(f"{setter} said nothing")
+            except ValueError:
+                pass
+    return {"refused": found}
+
+
+def without_the_feature() -> dict[str, list[str]]:
+    every = features.FEATURES
+    features.FEATURES = tuple(name for name in every if name != "param_meshes")  # type: ignore[assignment]
+    try:
+        return refused("a Shard", result=lambda: expert_grid()["efsdp"])
+    finally:
+        features.FEATURES = every
+
+
+MISTAKES: dict[str, Check] = {
+    "ranks without this one": functools.partial(
+        refused, "this rank", "[0, 2]", result=lambda: DeviceMesh("cpu", [0, 2]), ranks=(1, 3)
+    ),
+    "ranks that overlap": functools.partial(
+        refused,
+        "[0, 1, 2]",
+        "[1, 2, 3], which overlap",
+        mesh=lambda: DeviceMesh("cpu", [0, 1, 2]),
+        result=lambda: DeviceMesh("cpu", [1, 2, 3]),
+        ranks=(1, 2),
+    ),
+    "three ranks of four": functools.partial(
+        refused,
+        "[0, 1, 2, 3]",
+        "[0, 1, 2], which overlap",
+        result=lambda: DeviceMesh("cpu", [0, 1, 2]),
+        ranks=(0, 1, 2),
+    ),
+    "another device type": functools.partial(
+        refused,
+        "device type",
+        "'cpu'",
+        "'meta'",
+        result=lambda: DeviceMesh.from_group(dist.group.WORLD, "meta"),
+    ),
+    "no mesh": functools.partial(refused, "1D mesh", "'efsdp'", result="efsdp"),
+    "two axes without names": functools.partial(
+        refused, "named 2D mesh", result=lambda: DeviceMesh("cpu", [[0, 1], [2, 3]])
+    ),
+    "no axis to shard over": functools.partial(
+        refused,
+        "to shard over",
+        result=lambda: torchs.ShardPlacementResult(
+            None, torchs.DDPMeshInfo(grid((4,), ("dp",)), replicate_mesh_dim=0)
+        ),
+    ),
+    "an axis of two": functools.partial(
+        refused,
+        "to shard over",
+        result=lambda: torchs.ShardPlacementResult(None, torchs.FSDPMeshInfo(grid((2, 2)), shard_mesh_dim=1)),
+    ),
+    "a number of ranks that one mesh does not have": functools.partial(
+        refused, "a factor of the 2 ranks", "got 4", result=lambda: expert_grid()["efsdp"], reshard=4
+    ),
+    "no placement": functools.partial(
+        refused,
+        "a Shard, or None",
+        "'rows'",
+        result=lambda: hwfsdp.ShardPlacementResult("rows", expert_grid()["efsdp"]),
+    ),
+    "tied by their memory": functools.partial(
+        refused,
+        "router.weight",
+        "shares its memory",
+        "one nn.Parameter",
+        result=lambda: expert_grid()["efsdp"],
+        build=tied,
+    ),
+    "sharded where experts are parted": functools.partial(
+        refused, "another axis", result=lambda: grid((4,), ("dp",)), build=parted
+    ),
+    "of one mesh only": of_one_mesh_only,
+    "without the feature": without_the_feature,
+}
+PROMISES.add("what does not fit is refused", MISTAKES, ranks=4)
+
+
+@pytest.mark.parametrize(("promise", "ranks", "case"), PROMISES.cases())
+def test_promise(promise: str, ranks: int, case: str) -> None:
+    assert PROMISES.broken(promise, ranks, case) == []
