@@ -4,6 +4,7 @@ TORCH_SPEC ?= torch==2.13.0
 TORCH_ARGS ?=
 TEST_JOBS  ?= 2
 VENV       := .venv
+EXTRAS     := dev
 BIN        := $(VENV)/bin
 FORMAT     := $(BIN)/black --quiet --line-length 110 hwfsdp tests benchmarks
 
@@ -31,7 +32,7 @@ $(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(
 	    "$(PYTHON)" -m venv --clear $(VENV); }
 	@echo "Installing $(TORCH_SPEC), the package and its tools; this takes minutes."
 	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) "$(TORCH_SPEC)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	@$(BIN)/python -c 'from hwfsdp.cli.health import installed; print(installed())'
 	@printf '%s' "$(CHOICE)" > $(STAMP)
 
@@ -48,7 +49,7 @@ test-all: setup  ## run all tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 # instructors
-.PHONY: check exercises mutants worth format bench
+.PHONY: check exercises mutants worth format bench clients
 
 check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
@@ -79,6 +80,13 @@ worth: setup  ## measure which tests notice which mistakes; writes tests/worth.j
 
 bench: setup  ## measure against FSDP2, as ratios within one run
 	$(BIN)/python -m benchmarks
+
+clients:  ## train other people's programs on FSDP2 and on hwfsdp, and compare; installs them; writes docs/comparison.md
+	$(MAKE) setup VENV=.venv-clients EXTRAS=dev,clients
+	$(MAKE) setup VENV=.venv-torchtune EXTRAS=dev,torchtune
+	.venv-clients/bin/python -m pytest tests/clients -k "not torchtune"
+	.venv-torchtune/bin/python -m pytest tests/clients -k torchtune
+	.venv-clients/bin/python tests/clients/compare.py
 # /instructors
 
 notebooks: setup  ## run every notebook from top to bottom, and keep what it shows; NB="03 07" runs these
@@ -88,5 +96,5 @@ docs: setup  ## build the site into docs/_build/html; a broken link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .hypothesis .coverage*
+	rm -rf $(VENV) .venv-clients .venv-torchtune runs build dist *.egg-info .mypy_cache .pytest_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

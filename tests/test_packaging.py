@@ -23,7 +23,7 @@ import hwfsdp
 
 ROOT = Path(__file__).parent.parent
 NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv", "runs", "build", "dist", "*.egg-info", "_build", "__pycache__", ".*_cache", ".hypothesis"
+    ".git", ".venv*", "runs", "build", "dist", "*.egg-info", "_build", "__pycache__", ".*_cache", ".hypothesis"
 )
 LEFT = re.compile(r"(^|/)(runs|__pycache__|\.\w+_cache)/|\.py\.\d+$|\.pyc$")
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"  # set by conftest, for the ranks of other tests
@@ -110,7 +110,7 @@ def test_the_source_distribution_has_what_tests_and_course_are_made_from(built: 
         there = files(folder)
         assert there <= names, sorted(there - names)
     assert {"Makefile", "setup.cfg", "pyproject.toml", "setup.py", "docs/course.md", ".gitignore"} <= names
-    assert not [name for name in names if name.startswith(("docs/_build", "runs", ".venv", ".git/"))]
+    assert not [name for name in names if name.startswith(("docs/_build", "runs", ".venv*", ".git/"))]
     assert not [name for name in names if LEFT.search(name)]
 
 

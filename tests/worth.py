@@ -169,7 +169,7 @@ def mutated(record: Record) -> str:
 
 def copied(folder: Path) -> Path:
     """The project without what it made."""
-    made = shutil.ignore_patterns(".venv", "_build", "__pycache__", "runs", ".*_cache")
+    made = shutil.ignore_patterns(".venv*", "_build", "__pycache__", "runs", ".*_cache")
     return shutil.copytree(ROOT, folder, ignore=made)
 
 

@@ -28,7 +28,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -148,7 +148,7 @@ def sharder(implementation: str, model: nn.Module, mesh: DeviceMesh) -> Shard:
 def _shard_with_torch(module: nn.Module, *, mp_policy: Any = None, **options: Any) -> Any:
     from torch.distributed.fsdp import fully_shard as torchs
 
-    if torchs is fully_shard:
+    if torchs is cast(Any, fully_shard):
         raise UsageError(
             f"implementation {TORCHS!r}",
             expected="torch's own fully_shard",

@@ -66,6 +66,7 @@ _CHANGES = {  # files at the top that speak of what is not there: what goes, and
     "setup.cfg": {  # Note [One version of Python]
         r"^python_requires = [^\n]*": f"python_requires = ==3.{_MINOR}.*",
         rf"^[^\n]*Python :: 3\.(?!{_MINOR}\n)\d+\n": "",
+        r"^# Programs that tests/clients trains[^\n]*\n(?:\w+ =\n(?:    [^\n]*\n)+)+": "",
         "hwfsdp = py.typed": ", ".join(
             ["hwfsdp = py.typed", *(f"{folder}/*{bodies.SUFFIX}" for folder in _WITH_BODIES)]
         ),

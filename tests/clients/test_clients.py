@@ -1,0 +1,49 @@
+"""Programs of others train on hwfsdp as on torch's FSDP2: the same bits of losses, gradients and parameters at every step.
+
+The oracle is the same program in other processes, without the switch. `make clients` installs what it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from compare import LAUNCHES, PROGRAMS, Launch, differences, step_time
+from watch import Step, Watched, fingerprint
+
+CASES = [
+    pytest.param(launch, case, id=f"{launch.module}-{case}") for launch in LAUNCHES for case in launch.cases
+]
+
+
+@functools.cache
+def said(launch: Launch) -> dict[str, str]:
+    """What the launch said with each library."""
+    return {library: launch.run(library) for library in PROGRAMS}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("launch", "case"), CASES)
+def test_a_client_trains_as_with_torchs_fsdp2(launch: Launch, case: str) -> None:
+    if launch.missing:
+        pytest.skip(
+            f"{', '.join(launch.missing)} not installed: `make clients` installs it and runs these tests"
+        )
+    outputs = said(launch)
+    theirs, ours = (launch.watched(library, case) for library in PROGRAMS)
+    assert theirs, outputs["torch"]
+    assert ours, outputs["hwfsdp"]
+    assert all(each.steps and each.sharded_by.startswith("torch.") for each in theirs)
+    assert all(each.steps and each.sharded_by.startswith("hwfsdp.") for each in ours)
+    print(f"step time: {step_time(ours[0]) / step_time(theirs[0]):.2f} of torch's FSDP2's")
+    assert [*differences(theirs, ours)] == []
+
+
+def test_one_bit_of_a_parameter_is_a_difference() -> None:
+    one = torch.ones(3)
+    other = torch.nextafter(one, torch.zeros(3))
+    seen = [Watched("", "", "", [Step([], [], [fingerprint(each)])]) for each in (one, other, one.clone())]
+    assert [*differences(seen[:1], seen[2:])] == []
+    [difference] = differences(seen[:1], seen[1:2])
+    assert difference.startswith("rank 0, step 0, parameters: ")
