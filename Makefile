@@ -49,7 +49,7 @@ test-all: setup  ## run all tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 # instructors
-.PHONY: check exercises mutants worth format bench clients
+.PHONY: check exercises mutants worth format bench clients gpu
 
 check: setup  ## lint, types, format, layering, exercises that fit the package
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
@@ -87,6 +87,9 @@ clients:  ## train other people's programs on FSDP2 and on hwfsdp, and compare; 
 	.venv-clients/bin/python -m pytest tests/clients -k "not torchtune"
 	.venv-torchtune/bin/python -m pytest tests/clients -k torchtune
 	.venv-clients/bin/python tests/clients/compare.py
+
+gpu:  ## all that only a GPU can show; writes docs/gpu.md; PARTS="races speed" for some, DRY=1 on the CPU
+	@$(PYTHON) benchmarks/on_gpu/start.py $(if $(DRY),--dry) $(if $(OUT),--out "$(OUT)") $(PARTS)
 # /instructors
 
 notebooks: setup  ## run every notebook from top to bottom, and keep what it shows; NB="03 07" runs these

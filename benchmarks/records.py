@@ -123,7 +123,7 @@ def save(path: Path, fresh: Sequence[Record]) -> None:
 def load(path: Path) -> list[Record]:
     """The records of a file; none if there is no such file, or if it has another schema."""
     content = _content(path)
-    return [_record(entry) for entry in content["records"]] if content else []
+    return [record_of(entry) for entry in content["records"]] if content else []
 
 
 def machine_of(path: Path) -> dict[str, str | int]:
@@ -147,7 +147,8 @@ def _content(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and content.get("schema") == SCHEMA else None
 
 
-def _record(entry: Mapping[str, Any]) -> Record:
+def record_of(entry: Mapping[str, Any]) -> Record:
+    """A record, from its entry in a file."""
     values = {name: Spread(**spread) for name, spread in entry["values"].items()}
     checks = {name: Check(Spread(**c["spread"]), c["target"]) for name, c in entry["checks"].items()}
     return Record(

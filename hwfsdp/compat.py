@@ -179,8 +179,10 @@ def default_store_by_itself() -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which a collective of the group's CPU backend gives up."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    """Seconds after which a collective of the group gives up: of its CPU backend, or, if it has none (NCCL alone), of the first."""
+    kinds = device_types(group)
+    kind = "cpu" if "cpu" in kinds else kinds[0]
+    options = getattr(group._get_backend(torch.device(kind)), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout.total_seconds()
 

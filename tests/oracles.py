@@ -23,10 +23,12 @@ from torch.distributed.tensor import DTensor
 
 import hwfsdp
 import hwfsdp.optim
+import pretended
 import suites
 import together
 from models import Model
 
+DEVICE = pretended.DEVICE or "cpu"
 ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
 WRAPS = ("root", "blocks", "nested")
 Policy = dict[str, Any]
@@ -36,12 +38,12 @@ Shape = tuple[int, ...]
 @functools.cache
 def grid(shape: Shape, axes: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
     """A mesh on the CPU, with the last of these names; made once per process, because process groups take their time."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=axes[-len(shape) :])
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=axes[-len(shape) :])
 
 
 def cpu_mesh() -> DeviceMesh:
-    """All ranks, on the CPU, whatever accelerators the machine has."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    """All ranks, on the CPU, whatever accelerators the machine has; where worlds are `pretended`, on their device."""
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def shard(
@@ -200,7 +202,7 @@ class Training:
         """This rank's rows of the batch with this seed; all of them without sharding."""
         dtype = next(self.model.parameters()).dtype
         inputs = [t.to(dtype) if t.is_floating_point() else t for t in self.model.inputs(ROWS, seed)]
-        return tuple(rank_rows(t) if self.is_sharded else t for t in inputs)
+        return tuple((rank_rows(t) if self.is_sharded else t).to(DEVICE) for t in inputs)
 
     def loss(self, seed: int) -> Tensor:
         """Forward; keeps the loss."""
@@ -241,7 +243,7 @@ class Training:
 def fresh(build: Callable[[], Model]) -> Model:
     """The model with the same values on every rank and at every call."""
     torch.manual_seed(0)
-    return build()
+    return build() if DEVICE == "cpu" else build().to(DEVICE)
 
 
 Scenario = Callable[[Training], None]
@@ -381,7 +383,7 @@ def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dic
     got = case.run(ours)
     if fsdp2 is not None:
         found["FSDP2"] = differences(got, case.run(theirs), *fsdp2)
-    if plain is not None:
+    if plain is not None and not pretended.DEVICE:
         found["unsharded"] = differences(got.whole(), case.run(unsharded).whole(), *plain)
     return found
 

@@ -50,7 +50,7 @@ def test_every_part_has_its_cases_and_steps_compare_everybody(records):
         (axis, point) for axis, points in POINTS.items() for point in points
     ]
     assert set(cases("recording", "kind")) == {recording.STEP, recording.PROCESSOR, recording.AROUND}
-    assert cases("gpu", "kind") == ["fwd+bwd", "issue", "peak"]
+    assert cases("gpu", "kind") == ["fwd+bwd", "issue", "peak"] * 3
     assert cases("limit", "transport") == list(TRANSPORTS)
 
 

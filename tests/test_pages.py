@@ -174,6 +174,9 @@ GROUPS: dict[str, list[Row]] = {
 NOT_RUN = {  # and why
     "make demo": "make installs into .venv; its recipes are run by continuous integration",
     "make test": "as above",
+    "make gpu": "it needs a GPU; tests/test_benchmarks.py makes the dry run",
+    'make gpu PARTS="races speed"': "as above",
+    "make gpu DRY=1": "as above",
     "source .venv/bin/activate": "it changes the reader's shell",
     "jupyter lab notebooks": "it opens a browser",
     "hwfsdp watch": "it runs until Ctrl-C; tests/course/test_commands.py has its turns",

@@ -18,6 +18,7 @@ import torch
 
 import models
 from hwfsdp import FSDPCommContext
+from hwfsdp.core.streams import DeviceStream, StreamSet, backend
 from models import ZOO
 from oracles import (
     BITS,
@@ -299,6 +300,32 @@ PRECISION: dict[str, Case] = {
 PROMISES.add(
     "mixed precision is that of FSDP2",
     {name: functools.partial(compare, case, BITS, None) for name, case in PRECISION.items()},
+)
+
+
+# --- The streams of a device -------------------------------------------------------------------------------
+
+
+def on_device_streams(case: Case) -> dict[str, list[str]]:
+    """What differs from FSDP2 where hwfsdp takes the CPU for an accelerator, whose streams torch has: they run at once."""
+    with backend("cpu", lambda: StreamSet(functools.partial(DeviceStream, device_type="cpu"))):
+        return compare(case, BITS, None)
+
+
+PROMISES.add(
+    "a device's streams compute what FSDP2 computes",
+    {
+        "nested": functools.partial(on_device_streams, Case(models.Transformer, how="nested")),
+        "uneven, accumulated": functools.partial(
+            on_device_streams, Case(models.uneven, functools.partial(accumulate, pattern="nnb"))
+        ),
+        "bf16": functools.partial(on_device_streams, precise(models.Structured, BF16_FP32)),
+        "replicated": functools.partial(
+            on_device_streams,
+            Case(models.even, functools.partial(accumulate, pattern="sa"), options={"shape": (2, 1)}),
+        ),
+    },
+    fast=("nested", "replicated"),
 )
 
 

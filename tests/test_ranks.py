@@ -129,7 +129,9 @@ def test_ranks_that_wait_for_each_other_are_asked_before_any_gives_up() -> None:
         worker.describe_wait = lambda: f"recv from {other}"
         dist.recv(torch.ones(1), other)
 
-    with pytest.raises(RankError, match="rank 0 waiting in recv from 1; rank 1 waiting in recv from 0") as caught:
+    with pytest.raises(
+        RankError, match="rank 0 waiting in recv from 1; rank 1 waiting in recv from 0"
+    ) as caught:
         launch(wait_for_the_other, 2, timeout=2)
     assert caught.value.deadlock or sys.platform != "linux"
 
@@ -209,6 +211,27 @@ def test_unusable_arguments_are_refused() -> None:
         launch(os.getpid, 1, timeout=0)
     with pytest.raises(RankError, match="'cpu' or 'cuda'"):
         launch(os.getpid, 1, device="abacus", timeout=60)
+
+
+NO_DRIVER = """
+    import torch
+
+    def asked(*_):
+        raise AssertionError("a driver was asked for GPUs")
+
+    torch.cuda.is_available = torch.cuda.device_count = asked
+    if torch.version.cuda:
+        torch._C._cuda_getDeviceCount = asked
+    import hwfsdp.launcher.ranks, hwfsdp.launcher.preload
+"""
+
+
+def test_ranks_can_use_a_gpu_because_the_server_has_asked_for_none() -> None:
+    """CUDA refuses to start in a process whose parent has asked, before the fork, how many GPUs there are."""
+    command = [sys.executable, "-c", textwrap.dedent(NO_DRIVER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert launch(lambda: getattr(torch._C, "_cuda_isInBadFork", bool)(), 1, timeout=60) == [False]
 
 
 SCRIPT = """

@@ -1,6 +1,7 @@
 """What the server that ranks are forked from does before the first of them: it imports, it adopts, and it leaves memory alone.
 
-Imported by that server alone (`ranks`). Nothing here may start threads or ask a driver for GPUs: forks survive neither.
+Imported by that server alone (`ranks`). Nothing here may start threads or ask a driver for GPUs: forks survive neither. One call of
+`torch.cuda.is_available` is enough, and CUDA refuses to start in every rank.
 
 Where the system has it (Linux), processes that a rank leaves behind become children of the server, instead of
 getting lost, so that `course.processes` can find and end them.
@@ -13,8 +14,6 @@ import gc
 import importlib
 import sys
 import warnings
-
-import torch
 
 from hwfsdp import compat
 
@@ -30,9 +29,7 @@ def adopt_orphans() -> None:
 
 def import_for_ranks() -> None:
     """What every rank would import first of all."""
-    # A driver was asked: no more than needed.
-    late = [] if torch.cuda.is_available() else [compat.LATE_IMPORT]
-    for module in ["torch.distributed.tensor", "hwfsdp.features.door", *late]:
+    for module in ("torch.distributed.tensor", "hwfsdp.features.door", compat.LATE_IMPORT):
         importlib.import_module(module)
 
 

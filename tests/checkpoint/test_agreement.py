@@ -273,6 +273,18 @@ def test_groups_and_agreements_do_not_mix():
     assert found == [[[0, 2]] * 3, [[1, 3]] * 3] * 2
 
 
+def agree_on_gpus(base: Path) -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{base}/store", rank=rank, world_size=size)
+    return Agreement(None, "test").step("adding", lambda: rank, lambda reports: [reports] * 2)
+
+
+def test_ranks_agree_where_their_group_moves_tensors_of_gpus_only(tmp_path):
+    """As NCCL's does. The group beside it, for what ranks tell each other, has the same time limit."""
+    assert launch(agree_on_gpus, 2, tmp_path, timeout=60) == [[0, 1]] * 2
+
+
 def do_different_things() -> str:
     with pytest.raises(UsageError) as raised:
         Agreement(None, f"thing {dist.get_rank()}").step("doing", lambda: None)

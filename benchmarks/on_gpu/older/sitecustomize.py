@@ -1,0 +1,15 @@
+"""Python runs this file when it starts, if its folder is in PYTHONPATH: two collectives under the names that torch 2.13 gave them.
+
+hwfsdp supports torch 2.13 and later. A machine with a GPU may have an older one and no registry to get another; what is measured
+there is better than nothing, and the page says which torch it was.
+"""
+
+import torch.distributed as dist
+
+for name, before in {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}.items():
+    for module in (dist, dist.distributed_c10d):
+        if not hasattr(module, name):
+            setattr(module, name, getattr(module, before))

@@ -1,0 +1,81 @@
+"""What is known of hwfsdp on a GPU: gpu.json, and the page docs/gpu.md, which is written from it.
+
+The file has for each kind of run, "gpu" and "dry" (on the CPU), and each part: date, machine, steps (name, status, said,
+seconds), and for `speed` the records of `benchmarks.records`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.on_gpu.parts import PARTS
+from benchmarks.records import record_of
+from benchmarks.report import tables
+
+MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left out": "left out"}
+ABOUT = """# On a GPU
+
+`make gpu` runs all that only a GPU can show, each part within ten minutes, and writes this page. It needs one GPU, and takes the first
+Python whose torch sees it: that of `make setup`, else the one it is started with; else it makes one, which needs a package registry.
+
+```sh
+make gpu                        # all parts
+make gpu PARTS="races speed"    # some of them
+make gpu DRY=1                  # on the CPU: tries out everything but the calls of CUDA
+```
+"""
+NEVER = """**Nothing of hwfsdp has run on a real GPU yet.** What follows is the dry run: the same commands with the device "cpu". It shows
+that they work; it says nothing about CUDA, and its times mean nothing.
+"""
+HOW = """## How one GPU shows what many do
+
+NCCL refuses two ranks on one GPU. So a rank is alone in a process group of torch's that only pretends to have others, and the
+collectives make up what those would send, on the stream that they are called on (`tests/pretended.py`, `benchmarks/gpu.py`). Streams,
+events, buffers and copies are those of many GPUs; the wire is not. Both libraries get the same, so their bits can be compared. In
+the part `worlds` every collective of a GPU is late, and memory begins as NaNs; in `races` each stream is late in turn, by up to 10 ms
+wherever it may be, and freed memory is written to. Real NCCL runs with one rank only; what needs two GPUs is left out with a sentence.
+
+No part shows: NCCL between GPUs, several nodes, CUDA graphs, `torch.compile` on a GPU. With a gradient divide factor FSDP2 has NCCL
+multiply before it sums; hwfsdp divides after the sum, so that the last bits may differ there.
+"""
+
+
+def keep(out: Path, kind: str, part: str, result: dict[str, Any]) -> None:
+    """Puts a part's result in place of the one before, and writes the page again."""
+    file = out / "gpu.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known.setdefault(kind, {})[part] = result
+    file.write_text(json.dumps(known, indent=1) + "\n")
+    (out / "gpu.md").write_text(as_page(known))
+
+
+def as_page(known: dict[str, dict[str, Any]]) -> str:
+    """The page, from all that is known."""
+    blocks = [ABOUT] if known.get("gpu") else [ABOUT, NEVER]
+    missing = [name for name in PARTS if name not in known.get("gpu", {})]
+    if known.get("gpu") and missing:
+        blocks.append(f"Not run on a GPU yet: {', '.join(missing)}.\n")
+    for kind, title in (("gpu", "On a GPU"), ("dry", "Dry run, on the CPU")):
+        for number, (part, result) in enumerate(in_order(known.get(kind, {}))):
+            blocks += ([f"## {title}\n"] if number == 0 else []) + [as_section(part, result, kind == "gpu")]
+    return "\n".join([*blocks, HOW])
+
+
+def in_order(results: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, results[name]) for name in PARTS if name in results]
+
+
+def as_section(part: str, result: dict[str, Any], with_figures: bool) -> str:
+    """One part: what its commands said, and its figures."""
+    where = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    lines = [f"### {part}: {PARTS[part].what}\n", f"{result['date'][:10]}; {where}.\n"]
+    lines += ["| check | | said | seconds |", "| --- | --- | --- | ---: |"]
+    for step in result["steps"]:
+        said = step["said"].replace("|", "/").replace("<", "‹").replace(">", "›")
+        lines.append(f"| {step['name']} | {MARK[step['status']]} | {said} | {step['seconds']:.0f} |")
+    if with_figures:
+        for table in tables([record_of(entry) for entry in result.get("records", ())]):
+            lines += ["", table.as_markdown()]
+    return "\n".join(lines) + "\n"

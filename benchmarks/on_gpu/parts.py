@@ -1,0 +1,149 @@
+"""What is run: each part is a list of commands, which need no more than ten minutes together."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations=0"]
+# by tool, its options; torch asks the driver for functions that may be missing, which is no error
+SANITIZERS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "synccheck": []}
+
+
+class Step(NamedTuple):
+    """A command, or why there is none.
+
+    Attributes:
+        name: of what it checks. command: empty if it is left out, and `why` says so in a sentence.
+        environ: variables that it sees besides.
+    """
+
+    name: str
+    command: list[str]
+    environ: dict[str, str] = {}
+    why: str = ""
+
+
+class Part(NamedTuple):
+    """Attributes:
+    what: a sentence for the page. steps: on this device.
+    """
+
+    what: str
+    steps: Callable[[str, Path], list[Step]]
+
+
+def files_of(files: list[str], *options: str, environ: dict[str, str] | None = None) -> list[Step]:
+    """A step for each file. Without hypothesis, files that use it are left out, and so is what all tests share."""
+    has_hypothesis = importlib.util.find_spec("hypothesis") is not None
+    steps = []
+    for name in files:
+        uses = "hypothesis" in (ROOT / "tests" / name).read_text()
+        if uses and not has_hypothesis:
+            steps.append(Step(name, [], why="hypothesis is not installed."))
+            continue
+        alone = [] if has_hypothesis else ["--noconftest"]
+        steps.append(Step(name, [*PYTEST, *alone, f"tests/{name}", *options], environ or {}))
+    return steps
+
+
+def on_the_device(device: str, out: Path) -> list[Step]:
+    """Tests that need a CUDA device; on the CPU their files are collected, and what can run there is run."""
+    files = ["checkpoint/test_staging.py", "checkpoint/test_copies.py"]
+    chosen = ["-m", "cuda"] if device == "cuda" else ["-k", "pinning or device"]
+    return files_of(files, *chosen, environ=one_gpu(device))
+
+
+def worlds(device: str, out: Path) -> list[Step]:
+    """Tests of order, memory and bits, in pretended worlds of one to three ranks (`tests/pretended.py`)."""
+    environ = {**one_gpu(device), "HWFSDP_TEST_DEVICE": device, "HWFSDP_PATIENCE": "4"}
+    bits = "not changed and not elements" if device == "cuda" else "uneven or bf16"
+    return [
+        *files_of(["test_overlap.py", "test_memory_bounds.py"], "-p", "pretended", environ=environ),
+        *files_of(["test_parity.py"], "-p", "pretended", "-m", "not long", "-k", bits, environ=environ),
+    ]
+
+
+def races(device: str, out: Path) -> list[Step]:
+    """Every stream late in turn."""
+    return files_of(["test_streams_on_a_device.py"], "-k", device, environ=one_gpu(device))
+
+
+def speed(device: str, out: Path) -> list[Step]:
+    """Beside torch's FSDP2, a command for each case, so that one which needs too much memory or time takes no other along."""
+    from benchmarks.gpu import cases
+
+    environ = {**one_gpu(device), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    command = [sys.executable, "-m", "benchmarks.on_gpu.speed", device, str(out / "speed.json")]
+    return [
+        Step(f"{case.params}, {case.ranks} ranks", [*command, str(number)], environ)
+        for number, case in enumerate(cases(device))
+    ]
+
+
+def commands(device: str, out: Path) -> list[Step]:
+    """What a user types, with one rank, over NCCL on a GPU."""
+    hwfsdp = [sys.executable, "-m", "hwfsdp"]
+    train = ["--ranks", "1", "--steps", "3", "--device", device]
+    trace = ["trace", "run", "demo", "--ranks", "1", "--device", device, "--out", str(out / "trace.json")]
+    saved = ["--save-every", "2", "--checkpoint", str(out / "checkpoint")]
+    several = Step(
+        "two ranks", [], why="This machine has fewer than two GPUs, which two ranks over NCCL need."
+    )
+    if device == "cpu" or gpus() > 1:
+        several = Step("two ranks", [*hwfsdp, "train", "--ranks", "2", "--steps", "3", "--device", device])
+    return [
+        Step("doctor", [*hwfsdp, "doctor"]),
+        Step("train", [*hwfsdp, "train", *train]),
+        Step("train, bf16, saved", [*hwfsdp, "train", *train, "--param-dtype", "bfloat16", *saved]),
+        Step("trace", [*hwfsdp, *trace]),
+        several,
+    ]
+
+
+def sanitizer(device: str, out: Path) -> list[Step]:
+    """One small step under compute-sanitizer; on the CPU the step by itself."""
+    step = [sys.executable, "-m", "benchmarks.on_gpu.small", device]
+    environ = {**one_gpu(device), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    why = "compute-sanitizer was not found; it comes with the CUDA toolkit."
+    why = "It watches what runs on a GPU." if device == "cpu" else why
+    plain = Step("the step alone", step, environ)
+    if device == "cpu" or not found:
+        return [plain, *(Step(tool, [], why=why) for tool in SANITIZERS)]
+    watched = [found, "--error-exitcode", "9", "--print-limit", "20", "--tool"]
+    return [
+        plain,
+        *(Step(tool, [*watched, tool, *more, *step], environ) for tool, more in SANITIZERS.items()),
+    ]
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def one_gpu(device: str) -> dict[str, str]:
+    """The first GPU alone is seen: torch refuses a mesh of pretended ranks that is no multiple of the GPUs that it sees."""
+    if device == "cpu":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
+PARTS = {
+    "device": Part("tests that need a GPU", on_the_device),
+    "worlds": Part("order, memory and bits, in pretended worlds of 1 to 3 ranks, collectives late", worlds),
+    "races": Part(
+        "losses and gradients keep their bits whatever stream is late; memory given back is littered", races
+    ),
+    "commands": Part("`hwfsdp doctor`, `train`, `trace` with one rank over NCCL", commands),
+    "sanitizer": Part("memory and synchronization of one small step, by compute-sanitizer", sanitizer),
+    "speed": Part("time, issue time and peak memory beside FSDP2, in turns", speed),
+}
