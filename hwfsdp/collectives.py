@@ -31,7 +31,7 @@ pending_collective = ""  # the collective that the host waits for now; an error 
 
 
 class Buffers:
-    """Where the buffers of a collective come from: ordinary memory."""
+    """The source of a collective's buffers: ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of this size, contents undefined."""
@@ -45,7 +45,7 @@ class AllGather(Buffers, ABC):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
     ) -> Work | None:
-        """Fills `output_tensor` [W * n] from every rank's `input_tensor` [n], its own part of the output."""
+        """Fill `output_tensor` [W * n] from every rank's `input_tensor` [n], its own part of the output."""
 
 
 class ReduceScatter(Buffers, ABC):
@@ -55,7 +55,7 @@ class ReduceScatter(Buffers, ABC):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> Work | None:
-        """Sets `output_tensor` [n] to this rank's part of the reduction of `input_tensor` [W * n] by `op`."""
+        """Set `output_tensor` [n] to this rank's part of the reduction of `input_tensor` [W * n] by `op`."""
 
 
 class BackendAllGather(AllGather):
@@ -241,7 +241,7 @@ class Followed:
 
 
 def run_named(call: Callable[[], Any], name: str, owner: str) -> Any:
-    """Calls, and names the collective and the parameter group if that fails or hangs."""
+    """Call, and name the collective and the parameter group if that fails or hangs."""
     with Named(name, owner):
         return call()
 
@@ -312,7 +312,7 @@ class GroupTransport(Transport):
         return issuing.follow(work, async_op)
 
     def all_reduce(self, tensor: Tensor, operation: Any, ranks: Axis, async_op: bool) -> Work | None:
-        """Reduces a tensor over the ranks of an axis, in place."""
+        """Reduce a tensor over the ranks of an axis, in place."""
         note = history.begin("all_reduce", self.fqn, ranks.group, tensor.dtype, tensor.nbytes)
         issuing = Issuing("all_reduce", self.fqn, note)
         with issuing:
@@ -324,10 +324,10 @@ class GroupTransport(Transport):
 
 
 def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, owner: str) -> StreamEvent:
-    """Starts to gather one flat tensor on `stream`; returns before it is done.
+    """Start to gather one flat tensor on `stream`; return before it is done.
 
     For a schedule that lays its bytes out by itself. What `part` holds has to be there when the stream gets here: let the
-    stream wait for whoever writes it.
+    stream wait for the stream that writes it.
 
     Args:
         whole: [W * n], contiguous; written. part: [n], this rank's; the same dtype. It may be its own place in `whole`.
@@ -347,7 +347,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
 
 
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Stream, owner: str) -> StreamEvent:
-    """Starts to average one flat tensor over the ranks, each of which gets its part; as `all_gather_flat`, the other way.
+    """Start to average one flat tensor over the ranks, each of which gets its part; as `all_gather_flat`, the other way.
 
     Args:
         part: [n]; written: this rank's part of the mean, n elements from `rank * n` on.
@@ -365,7 +365,7 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Strea
 
 
 class _Owner(Transport):
-    """Bytes that are of no parameter group."""
+    """The owner of bytes outside any parameter group."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(Axis(), torch.device("cpu"))

@@ -74,7 +74,7 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
 
 
 def send_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
-    """Sends [n] uint8 to a rank of the group, however long it takes to receive them.
+    """Send [n] uint8 to a rank of the group, however long it takes to receive them.
 
     Unseen by recordings; `dist.send` is for what belongs to a step.
     """
@@ -82,7 +82,7 @@ def send_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> N
 
 
 def receive_bytes(group: dist.ProcessGroup, data: Tensor, rank: int, tag: int) -> None:
-    """Receives what `send_bytes` sent, however long it takes."""
+    """Receive what `send_bytes` sent, however long it takes."""
     group.recv([data], rank, tag).wait(timedelta(days=1))
 
 
@@ -100,7 +100,7 @@ def is_disconnected(group: dist.ProcessGroup, rank: int, tag: int) -> bool:
 
 
 def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: Tensor, options: Any) -> None:
-    """Lets dispatch modes, if there are any, see a collective that no backend of torch runs.
+    """Let dispatch modes, if there are any, see a collective that no backend of torch runs.
 
     Args:
         kind: "all_gather" or "reduce_scatter". output: written, with nothing of use.
@@ -188,7 +188,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def calls_in_progress(modules: Sequence[nn.Module]) -> int:
-    """How many calls of the modules, or of methods that stand for one, this thread is in the middle of."""
+    """Number of calls of the modules, or of their forward methods, that are in progress in this thread."""
     calls, frame = 0, sys._getframe().f_back
     while frame is not None:
         if frame.f_code.co_name in ("_call_impl", "call_as_forward"):  # a compiled one has the same name
@@ -205,7 +205,7 @@ def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def outside_transforms(method: F) -> F:
-    """Runs a method outside the `torch.func` transforms in progress: what it does is not part of the function."""
+    """Run a method outside the `torch.func` transforms in progress: what it does is not part of the function."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ def outside_transforms(method: F) -> F:
 
 
 def read_debug_level() -> None:
-    """Takes `TORCH_DISTRIBUTED_DEBUG` from the environment as it is now, not as it was when torch was imported."""
+    """Take `TORCH_DISTRIBUTED_DEBUG` from the environment as it is now, not as it was when torch was imported."""
     getattr(dist, "set_debug_level_from_env")()  # noqa: B009  (exported, but not declared)
 
 
@@ -228,7 +228,7 @@ def collectives_are_checked() -> bool:
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh whose axes are those of `meshes`, which were all sliced from the same mesh."""
+    """Join `meshes`, all sliced from the same mesh, into one mesh with the axes of all."""
     joined: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     return joined
 
@@ -398,7 +398,7 @@ def is_fake_work(work: dist.Work) -> bool:
 
 @contextmanager
 def around_shape_propagation(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enters `around()` whenever DTensor works out the shape of a result, in the time of the block.
+    """Enter `around()` whenever DTensor works out the shape of a result, in the time of the block.
 
     It calls the operator on fake tensors of the global shapes then, which dispatch modes see as if it were computed.
     """
@@ -431,7 +431,7 @@ def is_composite(op: Any) -> bool:
 
 
 def exchange(a: Tensor, b: Tensor) -> None:
-    """What `torch.utils.swap_tensors` does, which refuses fake tensors: those that made them hold weak references."""
+    """Swap two tensors as `torch.utils.swap_tensors` does, but also fake tensors: their maker holds weak references to them."""
     names: list[str] = getattr(copyreg, "_slotnames")(type(a))  # noqa: B009  (as torch does)
     held = [(name, getattr(a, name), getattr(b, name)) for name in names]
     a.__class__, b.__class__ = b.__class__, a.__class__

@@ -1,4 +1,4 @@
-"""Names that a package gives without importing anything: public names and submodules, each loaded when first asked for.
+"""Lazy names of a package: public names and submodules, each loaded at first use.
 
 `import hwfsdp` takes milliseconds, and `hwfsdp.checkpoint.parts` works after it, without an import of its own.
 """

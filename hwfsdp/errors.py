@@ -1,4 +1,4 @@
-"""What can go wrong, and how it is said.
+"""The errors of this package, and the form of their messages.
 
 Every error of this package is an `FSDPError` whose message answers three questions: what was expected, what
 was got, and what to do. Each also derives from the built-in exception that a caller would think of first, so
@@ -18,7 +18,7 @@ _PLACE_IN_C = re.compile(r"\[\S+:\d+\] ")  # where in its own source a backend r
 
 
 def in_one_line(message: str) -> str:
-    """What a backend or a user's exception says, without line breaks and without places in the backend's source."""
+    """The message of a backend or a user's exception, without line breaks and without places in the backend's source."""
     return _PLACE_IN_C.sub("", " ".join(message.split()))
 
 
@@ -83,7 +83,7 @@ class CheckpointError(FSDPError, RuntimeError):
     offset: int | None = None
 
     def at(self, file: object = None, key: str | None = None, offset: int | None = None) -> Self:
-        """Sets the attributes; returns itself."""
+        """Set the attributes; return itself."""
         self.file, self.key, self.offset = None if file is None else str(file), key, offset
         return self
 

@@ -8,7 +8,7 @@ each time: where the parameter lies. For an update that treats every element by 
 updated without knowing that there are others, and this is all that the classes here do differently: for the time of a
 step, the parameter groups and the state hold the local parts of the DTensors.
 
-Everything else is torch's own. The classes derive from those of `torch.optim`, take the same arguments, compute the same
+Everything else is torch's own. The classes derive from torch.optim's, take the same arguments, compute the same
 bits, and between steps hold the same: `param_groups` the DTensors, `state` DTensors laid out like their parameter.
 Checkpoints of one can be loaded by the other. Any further optimizer becomes such a class with `local`.
 
@@ -66,7 +66,7 @@ Class = TypeVar("Class", bound=type[Optimizer])
 
 
 class LocalStep(Optimizer):
-    """What `local` puts in front of an optimizer: its `step` runs over local parts.
+    """The optimizer that `local` makes: its `step` runs over local parts.
 
     Raises (when a class derives from it):
         UsageError: the class also derives from an optimizer of torch that is not element-wise.
@@ -211,7 +211,7 @@ def _lend(value: DTensor, param: DTensor) -> Tensor:
 
 @contextmanager
 def _local_parts(optimizer: Optimizer, stand_ins: StandIns) -> Iterator[None]:
-    """Puts stand-ins into the optimizer, and takes over what the block left in them (Note [What a step borrows])."""
+    """Put stand-ins into the optimizer, and take over what the block left in them (Note [What a step borrows])."""
     groups, state = list(optimizer.param_groups), optimizer.state
     lists = [group["params"] for group in groups]
     lent: defaultdict[Any, Any] = defaultdict(dict)
@@ -239,7 +239,7 @@ def _local_parts(optimizer: Optimizer, stand_ins: StandIns) -> Iterator[None]:
 
 
 def _take_over(left: dict[Any, Any], state: dict[Any, Any], stand_ins: StandIns) -> None:
-    """Makes `state` what a step left behind, in its order; the dicts of parameters stay the same objects."""
+    """Make `state` what a step left behind, in its order; the dicts of parameters stay the same objects."""
     params = {stand_in: param for param, stand_in in stand_ins.items()}
     whole: dict[Any, Any] = {}
     for key, values in left.items():
@@ -262,7 +262,7 @@ def _take_over(left: dict[Any, Any], state: dict[Any, Any], stand_ins: StandIns)
 
 
 def _as_dtensor(value: Any, like: DTensor) -> Any:
-    """What a state holds: a tensor shaped like the local part of `like` as a DTensor, other values as they are."""
+    """A value of the state: a tensor shaped like the local part of `like` becomes a DTensor, other values stay."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != local_of(like).shape:
         return value
     if value.dtype == like.dtype:

@@ -1,4 +1,4 @@
-"""Streams, for a schedule that is written outside of the package; what they are is in `core.streams`."""
+"""Streams, for schedules outside the package. `core.streams` explains them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def streams_for(device_type: str) -> StreamSet:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Calls `function` once, when the backward in progress has issued all of its work; there one waits for what is in flight.
+    """Call `function` once, when the backward in progress has issued all of its work; there one waits for what is in flight.
 
     Only callable from inside a backward, such as from the hook of a tensor.
     """

@@ -90,7 +90,7 @@ def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
     config = saving(tmp_path, every=4, resume=True, keep=1)
     losses_of(2, replace(config, steps=4))
     (tmp_path / "CURRENT").unlink()
-    with pytest.raises(UsageError, match="begins anew"):
+    with pytest.raises(UsageError, match="starts from the beginning"):
         SnapshotConfig(tmp_path)
     found = launch(train, 2, config, timeout=120)[0]
     assert found.resumed_at == 4 and found.losses == uninterrupted(2)
@@ -174,7 +174,7 @@ def test_random_numbers_go_on_on_every_rank(tmp_path):
 
 def test_a_run_that_begins_anew_does_not_replace_a_checkpoint(tmp_path):
     checkpoint.save({"x": 1}, tmp_path)
-    with pytest.raises(UsageError, match="as this run begins anew; got one. Resume from it"):
+    with pytest.raises(UsageError, match="because this run starts from the beginning; got one. Resume from it"):
         SnapshotConfig(tmp_path)
     with pytest.raises(UsageError, match="keep 0"):
         SnapshotConfig(tmp_path / "other", keep=0)

@@ -151,7 +151,7 @@ def shard_strided(
 
     `extents_of(shape, mesh_shape, placements)` says which box of the tensor each coordinate has: a dict from coordinate to
     `LocalExtent`, in row-major order. `largest_shape(extents)`, of that dict, is as large as the largest of them in each dim.
-    `slices_of(extent)` is the index of the box in the whole, `front_of(extent)` that of as many elements at the front of a
+    `slices_of(extent)` is the index of the box in the whole, `front_of(extent)` the index of as many elements at the front of a
     shard.
 
     Raises:

@@ -54,7 +54,7 @@ from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two parts of one tensor have in common.
+    """The box that two parts of one tensor share.
 
     Both count from the tensor's first element, and have as many dims as it has: one or more, or none, if the tensor is a
     single number, which then is what they have in common. A box may be empty (0 along some dim).
@@ -122,7 +122,7 @@ def box_of(tensor: Tensor) -> Box | None:
 
 
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
-    """Who has which part of one tensor; checks that copies are equal, and that the parts make up the whole.
+    """List which ranks have which part of one tensor. Check that copies are equal, and that the parts make up the whole.
 
     The leader of a save calls it for every tensor. What comes out decides who writes: each box once, by one of its ranks.
 
@@ -146,7 +146,7 @@ def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyP
 
 
 def needs_of(matched: Match) -> Iterator[Need]:
-    """What has to be read, from which chunks, and where it goes.
+    """List what this rank reads, from which chunks, and where it goes.
 
     This is where a save of W ranks meets a load on W': chunks are cut as the saving ranks had the tensor, `box_of` a target
     says what this rank has of it now, and only what is in both is read.
@@ -169,7 +169,7 @@ def needs_of(matched: Match) -> Iterator[Need]:
 
 
 def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
-    """Brings manifest and names to the disk, then lets the save count: the commit.
+    """Bring manifest and name to the disk, then let the save count: the commit.
 
     The leader calls it when the data files of all ranks are in `path / save_id`, their bytes on the disk, but neither the
     names of these files nor that of the folder. The process may be killed between any two operations, and the machine may

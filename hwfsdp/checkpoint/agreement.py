@@ -13,7 +13,7 @@ Messages are JSON. They go point to point over gloo, with a tag that belongs to 
 meet the collectives that training runs at the same time in another thread.
 
 Note [A star, not a ring]
-    When a rank dies, its connections break, and whoever waits for it hears so at once. In a collective most ranks wait
+    When a rank dies, its connections break, and every rank that waits for it hears so at once. In a collective most ranks wait
     for some neighbor, which is alive, and would learn of the death by a timeout, minutes later, and not whose. Here the
     leader listens to each rank on its own connection: the one that breaks tells who died. It answers the others, who
     listen to the leader from the beginning of the step, and can be stopped in the midst of their work (`check`).
@@ -74,7 +74,7 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
-        """Takes the next tag of the group; every rank creates its agreements in the same order.
+        """Take the next tag of the group; every rank creates its agreements in the same order.
 
         Args:
             group: None: all ranks, or this process alone if there is no process group.
@@ -109,7 +109,7 @@ class Agreement:
         work: Callable[[], Any],
         decide: Callable[[list[Any]], Sequence[Any]] | None = None,
     ) -> Any:
-        """Does `work` on every rank, `decide` on the leader; every rank returns the answer that it got, or all raise.
+        """Do `work` on every rank, `decide` on the leader; every rank returns the answer that it got, or all raise.
 
         Args:
             phase: for messages, for example "writing".
@@ -134,7 +134,7 @@ class Agreement:
         return answer["result"]
 
     def check(self) -> None:
-        """Raises `Abandoned` if another rank is known to have failed."""
+        """Raise `Abandoned` if another rank is known to have failed."""
         if self._failed.is_set():
             raise Abandoned
 
@@ -187,7 +187,7 @@ class Agreement:
         return failure or answers[0]
 
     def _collect(self, phase: str, reports: dict[int, Any]) -> dict[str, Any] | None:
-        """Adds every rank's report; returns the first that tells of a failure."""
+        """Add every rank's report; return the first that tells of a failure."""
         until = time.monotonic() + 0.8 * self._patience
         while len(reports) < self.size:
             try:
@@ -212,7 +212,7 @@ class Agreement:
         return None
 
     def _gone_within(self, seconds: float) -> Iterator[int]:
-        """Ranks whose connections break in the next moments: those of one machine die together."""
+        """Ranks whose connections break in the next moments: ranks on one machine die together."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -223,7 +223,7 @@ class Agreement:
                 yield rank
 
     def _answer(self, answers: Sequence[Any], hurry: bool) -> None:
-        """Sends each rank its answer. In a hurry, those that do not listen are left alone."""
+        """Send each rank its answer. In a hurry, skip ranks that do not listen."""
         senders = [self._send(rank, answers[rank]) for rank in range(1, self.size)]
         until = time.monotonic() + (_FAREWELL if hurry else self._patience)
         for rank, sender in enumerate(senders, 1):
@@ -270,12 +270,12 @@ class Agreement:
         )
 
     def _listen(self, rank: int) -> None:
-        """Puts the next message of a rank into the inbox, or the exception that tells of its death."""
+        """Put the next message of a rank into the inbox, or the exception that tells of its death."""
         args = (self._carrier, rank, self._tag, self._inbox, self._failed)
         self._listeners[rank] = go_after(self._listeners.get(rank), hear, *args)
 
     def _send(self, rank: int, message: dict[str, Any]) -> threading.Thread:
-        """Sends a message to a rank; returns the thread that does."""
+        """Send a message to a rank; return the thread that does."""
         message = {key: value for key, value in message.items() if key != "cause"} | {"in": self._place}
         args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
         self._senders[rank] = go_after(self._senders.get(rank), tell, *args)
@@ -283,12 +283,12 @@ class Agreement:
 
 
 def agree(what: str, check: Callable[[], Any], group: dist.ProcessGroup | None) -> None:
-    """Runs `check` on every rank of the group; if it raises on any, all raise that error. See `Agreement.step`."""
+    """Run `check` on every rank of the group; if it raises on any, all raise that error. See `Agreement.step`."""
     gather(what, lambda: check() and None, group)
 
 
 def gather(what: str, work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """What `work` returns on every rank of the group, which JSON can hold; if it raises on any, all raise that error."""
+    """Run `work` on every rank, and gather the results, which JSON can hold. If it raises on any rank, all raise that error."""
     results: list[Any] = Agreement(group, what).step("preparing", work, lambda found: [found] * len(found))
     return results
 
@@ -298,7 +298,7 @@ def _each(decide: Callable[[list[Any]], Sequence[Any]] | None, results: list[Any
 
 
 def _as_sent(result: Any) -> Any:
-    """What a result is after its way: the leader must not see tuples where it sees lists from the others."""
+    """A result as JSON brings it: the leader must get lists from itself too, not tuples."""
     return json.loads(json.dumps(result))
 
 

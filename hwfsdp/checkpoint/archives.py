@@ -31,7 +31,7 @@ _FLAGS = 0x0808  # sizes follow the data; names are UTF-8
 
 
 class Damage(NamedTuple):
-    """What is wrong. record: name within the archive, None for all of it. offset: where it begins, in bytes."""
+    """A fault. record: name within the archive, None for all of it. offset: where it begins, in bytes."""
 
     record: str | None
     offset: int
@@ -40,7 +40,7 @@ class Damage(NamedTuple):
 
 
 def find_damage(file: Path | IO[bytes]) -> Damage | None:
-    """Reads every record and compares it with its checksum; None if all are intact."""
+    """Read every record and compare it with its checksum; None if all are intact."""
     try:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
@@ -74,19 +74,19 @@ def loading_error(tree: Any) -> Exception | None:
 
 
 def name_beside(target: Path, save_id: str) -> Path:
-    """Where a save writes before its directory gets the name `target`; `save_id`: 32 hexadecimal digits."""
+    """The folder into which a save writes before it gets the name `target`; `save_id`: 32 hexadecimal digits."""
     return target.with_name(f".{target.name}.{save_id}.saving")
 
 
 def left_beside(target: Path) -> list[str]:
-    """Names of directories that saves to `target` have left beside it, because they were killed."""
+    """Names of directories that saves to `target` left beside it when they were killed."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.(saving|previous)")
     there = os.listdir(target.parent) if target.parent.is_dir() else []
     return [name for name in there if pattern.fullmatch(name)]
 
 
 def put_in_place(new: Path, target: Path) -> None:
-    """Gives a complete directory the name `target`, and removes what had it before."""
+    """Give a complete directory the name `target`, and remove what had it before."""
     sync_directory(new)
     _rename(new, target, aside=new.with_suffix(".previous"))
     with contextlib.suppress(OSError):  # it is in place either way
@@ -111,7 +111,7 @@ def _rename(new: Path, target: Path, aside: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names in one step; False, and nothing done, where the system has no such call."""
+    """Swap two names in one step; False, and nothing done, where the system has no such call."""
     at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return bool(rename and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), swap) == 0)

@@ -5,9 +5,9 @@ a call waits until the one before has ended, so that memory holds one copy and s
 
 Note [Failures find a listener]
     A save that fails in the background fails on all ranks, and somebody has to hear of it. `wait` raises its error. If
-    nobody waited, the next save does, and if there is none, whoever ends the process: `finish_saves`, which `launch`
+    nothing called `wait`, the next save does. If there is none, the end of the process does: `finish_saves`, which `launch`
     calls on its ranks, and at the exit of any other interpreter a message on standard error and the exit status 1, so that
-    whoever started the job knows.
+    the starter of the job knows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self) -> str:
-        """Waits for the end of the save (of `_thread`); returns its id.
+        """Wait for the end of the save (of `_thread`); return its id.
 
         From then on `_heard` is True: the next save does not raise the error of this one again.
 
@@ -77,12 +77,12 @@ class SaveHandle:
         return self._save_id
 
     def failed(self) -> bool:
-        """Waits for the end; whether it was an error."""
+        """Wait for the end; return whether it was an error."""
         self._thread.join()
         return self._error is not None
 
     def unheard_error(self) -> BaseException | None:
-        """Waits for the end; the error that no `wait` has raised so far, if there is one."""
+        """Wait for the end; return its error if no `wait` has raised it."""
         self._thread.join()
         return None if self._heard else self._error
 
@@ -135,11 +135,11 @@ class SaveQueue:
             return Unstaged(error)
 
     def begin(self, agreement: Agreement, staged: Any, target: Target) -> SaveHandle:
-        """Starts the thread of a save; `staged`: what `stage` returned."""
+        """Start the thread of a save; `staged`: what `stage` returned."""
         return SaveHandle(agreement, staged, target)
 
     def end_before(self, agreement: Agreement) -> None:
-        """Waits for the save that is under way, and raises its error, on all ranks, if any of them has not heard of it.
+        """Wait for the save that is under way. If a rank has not seen its error, raise it on all ranks.
 
         A save has failed on all ranks or on none, so that only after a failure they need to ask each other.
         """
@@ -147,7 +147,7 @@ class SaveQueue:
             agreement.step("ending the save before", self.finish)
 
     def finish(self) -> None:
-        """Waits for the save that is under way; raises its error, if nobody waited for it."""
+        """Wait for the save that is under way; raise its error if no `wait` has."""
         if self.last is not None and self.last.unheard_error() is not None:
             self.last.wait()
 
@@ -161,12 +161,12 @@ def start_save(state_dict: Any, group: dist.ProcessGroup | None, target: Target)
 
 
 def end_save_before(agreement: Agreement) -> None:
-    """Waits for the save that is under way, and raises its error, on all ranks, if any of them has not heard of it."""
+    """Wait for the save that is under way. If a rank has not seen its error, raise it on all ranks."""
     _queue.end_before(agreement)
 
 
 def finish_saves() -> None:
-    """Waits for the save that is under way.
+    """Wait for the save that is under way.
 
     Raises:
         Its error, if nobody waited for it.
@@ -183,7 +183,7 @@ def _report_at_exit() -> None:
 
 
 def _exit_with(status: int) -> None:
-    """Ends the process with this status, which a handler of `atexit` cannot set, after all other handlers have run."""
+    """End the process with this status, which a handler of `atexit` cannot set, after all other handlers have run."""
     atexit.unregister(_report_at_exit)
     atexit._run_exitfuncs()
     sys.stdout.flush()

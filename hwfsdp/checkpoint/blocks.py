@@ -1,7 +1,7 @@
 """Files of a save, written and read block by block, each block with its checksum.
 
 CRC-32 finds every error of a single bit and every burst of up to 32, and misses one of four billion others; it runs at a
-good part of the speed of memory, and it is in every Python. It is no protection against malice: whoever can write the
+good part of the speed of memory, and it is in every Python. It is no protection against malice: anyone who can write the
 files can write the checksums, too. What protects from that is that nothing in the files is ever run.
 """
 
@@ -34,7 +34,7 @@ def checksums_of(data: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
 def write_file(
     path: Path, header: bytes, extents: Iterable[Extent], check: Callable[[], None]
 ) -> list[list[int]]:
-    """Writes a new file and brings it to the disk; returns the checksums of each extent.
+    """Write a new file and bring it to the disk; return the checksums of each extent.
 
     Args:
         extents: in the order of the file, with gaps of zeros between them.
@@ -74,12 +74,12 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 
 def write_small_file(path: Path, data: bytes) -> None:
-    """Writes a new file and brings it to the disk."""
+    """Write a new file and bring it to the disk."""
     write_file(path, data, (), lambda: None)
 
 
 def sync_directory(path: Path) -> None:
-    """Brings the names in a directory to the disk."""
+    """Bring the names in a directory to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -128,7 +128,7 @@ def read_small_file(path: Path, limit: int) -> bytes:
 
 
 def read_exactly(fd: int, into: memoryview, at: int, path: Path, key: str | None = None) -> None:
-    """Fills the memory from the file, beginning at byte `at`.
+    """Fill the memory from the file, beginning at byte `at`.
 
     Raises:
         CheckpointError: the file ends before, or the disk fails.
@@ -165,7 +165,7 @@ class BlockReader(NamedTuple):
         return blocks[0] * self.block_bytes, min(blocks[1] * self.block_bytes, self.nbytes)
 
     def read(self, into: memoryview, start: int) -> None:
-        """Fills the memory with whole blocks, the first of which begins at byte `start` of the chunk.
+        """Fill the memory with whole blocks, the first of which begins at byte `start` of the chunk.
 
         Raises:
             CheckpointError: a block is not what was written; the message names file, key and offset.
@@ -185,7 +185,7 @@ class BlockReader(NamedTuple):
 
 
 def check_header(fd: int, path: Path, header: bytes) -> None:
-    """Raises `CheckpointError` unless the file begins with this header."""
+    """Raise `CheckpointError` unless the file begins with this header."""
     found = bytearray(len(header))
     read_exactly(fd, memoryview(found), 0, path)
     if found != header:
@@ -196,7 +196,7 @@ def check_header(fd: int, path: Path, header: bytes) -> None:
 
 
 def check_zeros(fd: int, path: Path, start: int, stop: int) -> None:
-    """Raises `CheckpointError` unless these bytes of the file are zero."""
+    """Raise `CheckpointError` unless these bytes of the file are zero."""
     found = bytearray(stop - start)
     read_exactly(fd, memoryview(found), start, path)
     for i, byte in enumerate(found):

@@ -23,7 +23,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts the box out of the whole."""
+        """Slices that cut the box out of the whole."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.shape))
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two parts of one tensor have in common.
+    """The box that two parts of one tensor share.
 
     Both count from the tensor's first element, and have as many dims as it has: one or more, or none, if the tensor is a
     single number, which then is what they have in common. A box may be empty (0 along some dim).
@@ -95,7 +95,7 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes of one tensor that have an element in common; None if there are none.
 
-    Boxes are compared along the dim in which most of them begin at different places, so that those of a sharded tensor,
+    Boxes are compared along the dim in which most of them begin at different places, so that boxes of a sharded tensor,
     however many, are compared with their neighbors only.
     """
     dims = range(len(boxes[0].shape) if boxes else 0)

@@ -1,4 +1,4 @@
-"""What `hwfsdp checkpoint` prints: inspect, verify, convert. Each returns the exit status."""
+"""The commands of `hwfsdp checkpoint`: inspect, verify, convert. Each returns the exit status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hwfsdp.checkpoint.verification import Inspection, inspect, verify
 
 
 def show_inspection(path: Path, as_json: bool) -> int:
-    """Lists what is in a checkpoint, and the saves beside it."""
+    """List what is in a checkpoint, and the saves beside it."""
     found = inspect(path)
     if as_json:
         print(json.dumps(_as_json(found), indent=2))
@@ -52,7 +52,7 @@ def _short(key: str) -> str:
 
 
 def verify_all(path: Path, as_json: bool) -> int:
-    """Reads every byte; what is wrong is raised."""
+    """Read every byte; raise what is wrong."""
     found = verify(path)
     if as_json:
         print(json.dumps({"intact": True, "save": found.save_id, "bytes": found.nbytes}))
@@ -62,7 +62,7 @@ def verify_all(path: Path, as_json: bool) -> int:
 
 
 def convert_to(source: Path, target: Path, to: str, overwrite: bool, as_json: bool) -> int:
-    """Writes a checkpoint in another format."""
+    """Write a checkpoint in another format."""
     found = convert(source, target, to=to, overwrite=overwrite)
     if as_json:
         print(json.dumps({"from": found.source_format, "tensors": found.tensors, "bytes": found.nbytes}))

@@ -52,7 +52,7 @@ _HEADER = "hwfsdp"  # the key in a safetensors file's header
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted: the format it was in, how many tensors, and their bytes."""
+    """A finished conversion: the old format, the number of tensors, and their bytes."""
 
     source_format: str
     tensors: int
@@ -87,7 +87,7 @@ def format_of(path: Path) -> str:
 def convert(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, to: str, overwrite: bool = False
 ) -> Conversion:
-    """Writes what is in one checkpoint as another, of another format (or the same).
+    """Write what is in one checkpoint as another, of another format (or the same).
 
     Args:
         source: of any format; which one, is seen from its files.
@@ -130,7 +130,7 @@ class _Rooms:
 
 
 def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, Any]:
-    """The containers around leaves; those of no known kind are dicts."""
+    """The containers around leaves. A container of unknown kind becomes a dict."""
     children: dict[KeyPath, dict[Any, None]] = {(): {}}
     for path in [*leaves, *kinds]:
         for n in range(len(path)):

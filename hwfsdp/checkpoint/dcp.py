@@ -69,7 +69,7 @@ def save(
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a DCP checkpoint. A collective over the group, or for one process alone if there is none.
+    """Write a DCP checkpoint. A collective over the group, or for one process alone if there is none.
 
     The directory is written beside `path`, on disk (fsync) before it gets that name; until then, whatever happens, `path`
     is what it was. With `overwrite` the old checkpoint and the new one exchange their names. A process that is killed
@@ -127,7 +127,7 @@ def load(
     model: nn.Module | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Reads a DCP checkpoint into the tensors of `state_dict`, in place. A collective over the group, if there is one.
+    """Read a DCP checkpoint into the tensors of `state_dict`, in place. A collective over the group, if there is one.
 
     It may have been written by any number of ranks, with any layout. Each rank reads the chunks it has elements of,
     twice: to check them, which takes the memory of one chunk, then to copy them.
@@ -135,7 +135,7 @@ def load(
     Args:
         state_dict: tensors are written where they are; other values are replaced. Or a module, for its state dict.
         path: the directory.
-        strict: the keys of the checkpoint and those of all ranks together have to be the same. Otherwise what one side
+        strict: the keys of the checkpoint and of all ranks together must be the same. Otherwise what one side
             alone has is left out.
         device, model: for what is on the meta device; see `store.load`.
 
@@ -203,7 +203,7 @@ def _check_entry(path: Keys, value: Any, state_dict: dict[Any, Any]) -> None:
 
 
 def _check_storable(path: Keys, value: Any) -> None:
-    """Raises unless it is a value that can be loaded again."""
+    """Raise unless it is a value that can be loaded again."""
     error = loading_error(value)
     if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
         error = TypeError("a tensor in a container that DCP does not look into")
@@ -214,7 +214,7 @@ def _check_storable(path: Keys, value: Any) -> None:
 
 
 def _check_same(kinds: list[dict[str, str]]) -> None:
-    """Raises if a key is not the same tensor, or a value, on all ranks that have it."""
+    """Raise if a key is not the same tensor, or a value, on all ranks that have it."""
     first: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(kinds):
         for key, kind in theirs.items():
@@ -244,7 +244,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _write(state_dict: dict[Any, Any], draft: Path, what: str, group: dist.ProcessGroup | None) -> None:
-    """Has DCP write the files; its errors, which all ranks get, as ours."""
+    """Let DCP write the files. Turn its errors, which all ranks get, into ours."""
     writer = FileSystemWriter(draft, sync_files=True, thread_count=1, overwrite=False)
     try:
         with warnings.catch_warnings():
@@ -311,7 +311,7 @@ def _shared(target: Tensor, stored: Stored) -> Iterator[tuple[Blob, Slices, Slic
 
 
 class _Loading:
-    """What this rank wants, what there is, and how the one comes from the other.
+    """The entries that this rank wants, the entries that exist, and the way from one to the other.
 
     Attributes:
         entries: of the state dict, by key. manifest: of the checkpoint. values: what is no tensor, by path, read already.
@@ -325,7 +325,7 @@ class _Loading:
         self.values: dict[Keys, Any] = {}
 
     def prepare(self) -> tuple[list[str], str]:
-        """Returns the keys and the digest of the metadata."""
+        """Return the keys and the digest of the metadata."""
         self.memory.give()
         self.entries = entries_of(self.state_dict)
         for path, value in self.entries.values():
@@ -360,7 +360,7 @@ class _Loading:
             )
 
     def check_parts(self) -> None:
-        """Compares every entry with what is stored, then reads all that is no tensor, and checks all that is."""
+        """Compare every entry with what is stored, then read all that is no tensor, and check all that is."""
         stored = self.manifest.entries
         self.entries = {key: entry for key, entry in self.entries.items() if key in stored}
         self.memory.check_loaded({entry.path for entry in self.entries.values()})

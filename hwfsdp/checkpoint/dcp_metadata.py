@@ -54,7 +54,7 @@ _ALLOWED = {
 
 
 class Blob(NamedTuple):
-    """Where a chunk or a value is: `length` bytes from `offset` on, in a file; and which part of its tensor a chunk is."""
+    """The place of a chunk or a value: `length` bytes from `offset` on, in a file; and which part of its tensor a chunk is."""
 
     file: Path
     offset: int
@@ -63,7 +63,7 @@ class Blob(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What is under a key: a tensor and its chunks, or a value (`dtype` is None), which is one blob."""
+    """The entry under a key: a tensor and its chunks, or a value (`dtype` is None), which is one blob."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Stored(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint says about itself, after it was checked.
+    """The checked metadata of a checkpoint.
 
     Attributes:
         paths: DCP's note of how keys came from paths in the state dict, if it has one.
@@ -118,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _put_back(thing: Any, was: dict[str, Any]) -> bool:
-    """Makes attributes of a class, or of a member of an enum, what they were; returns whether they were others."""
+    """Make attributes of a class, or of a member of an enum, what they were; return whether they were others."""
     now = dict(vars(thing))
     added = now.keys() - was.keys()
     changed = {name: value for name, value in was.items() if now.get(name) is not value}
@@ -130,7 +130,7 @@ def _put_back(thing: Any, was: dict[str, Any]) -> bool:
 
 
 class _Refused(Exception):
-    """What the metadata wanted to be given."""
+    """A class or function that the metadata may not load."""
 
 
 def read_metadata(directory: Path) -> Manifest:
@@ -172,7 +172,7 @@ def read_metadata(directory: Path) -> Manifest:
 
 
 def write_digest(directory: Path) -> None:
-    """Vouches for the metadata, which itself has no checksum, in a file that torch does not look at."""
+    """Write a checksum of the metadata, which has none itself, to a file that torch ignores."""
     (directory / DIGEST).write_text(hashlib.sha256((directory / METADATA).read_bytes()).hexdigest() + "\n")
 
 
@@ -194,7 +194,7 @@ def _check_digest(path: Path, data: bytes) -> None:
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuses what makes an unpickler reserve memory out of proportion: memo indexes that no pickle would use."""
+    """Refuse what makes an unpickler reserve memory out of proportion: memo indexes that no pickle would use."""
     for opcode, argument, position in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > (position or 0):
             raise ValueError(f"the memo index {argument} at byte {position}")
@@ -323,7 +323,7 @@ def read_chunk(key: str, stored: Stored, blob: Blob, *, check: bool) -> Tensor:
 
 
 def _read(blob: Blob, key: str, check: bool = True, location: str = "cpu") -> Any:
-    """What `torch.load` makes of a blob, an archive that is as it was written."""
+    """Load a blob, an archive that has not changed, with `torch.load`."""
     try:
         with blob.file.open("rb") as file:
             file.seek(blob.offset)

@@ -75,7 +75,7 @@ def broadcast_state_dict(
     *,
     cast: bool = False,
 ) -> None:
-    """Fills every rank's `local_state_dict` from the `full_state_dict` of rank 0 of the group, in place.
+    """Fill every rank's `local_state_dict` from the `full_state_dict` of rank 0 of the group, in place.
 
     A collective over `pg`. Tensors with memory of their own are written where they are. Those on the meta device are
     replaced, as are plain ones that are on another kind of device than `device`; plain 0-d ones then go to the CPU,
@@ -125,7 +125,7 @@ def distribute_state_dict(
     *,
     cast: bool = False,
 ) -> None:
-    """Fills `local_state_dict` from the `full_state_dict` that this rank has, in place, as `broadcast_state_dict` does.
+    """Fill `local_state_dict` from the `full_state_dict` that this rank has, in place, as `broadcast_state_dict` does.
 
     No communication, and no tensor shares memory with the full one. What dicts and lists of the full one alone have is
     added where no tensor in it could be cut: values that are no tensors, and 0-d tensors, on the CPU.
@@ -190,7 +190,7 @@ def _check_pickles(plan: Plan) -> None:
 
 
 def check_plan(plan: Plan, local_state_dict: dict[Any, Any], cast: bool | None = None) -> None:
-    """Raises unless everything in the plan that this rank has a place for fits there.
+    """Raise unless everything in the plan that this rank has a place for fits there.
 
     Args:
         cast: whether in any dtype. None: it must fit, and the caller has no such option to recommend.
@@ -247,14 +247,14 @@ def _check_kind(path: Path, coming: TensorInfo, place: Tensor, cast: bool | None
 
 
 def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where tensors are while they travel: on `device`, if the group moves tensors of its kind."""
+    """The device of tensors while they travel: `device`, if the group can move tensors there."""
     group = pg if pg is not None else dist.group.WORLD
     kinds = device_types(group) if group is not None else []
     return device if device.type in kinds or not kinds else torch.device(kinds[0])
 
 
 def _buffer_for(plan: Plan, source: dict[Path, Any], way: torch.device) -> Tensor:
-    """Memory for the largest tensor of the plan, as bytes; on the source, of those that cannot be sent as they lie."""
+    """Memory, as bytes, for the largest tensor of the plan; on the source, for the largest that cannot be sent in place."""
     infos = {path: info for path, info in plan.items() if isinstance(info, TensorInfo)}
     sizes = [
         info.nbytes
@@ -290,7 +290,7 @@ def _fill(
     device: torch.device,
     cpu_offload: bool,
 ) -> None:
-    """Receives every tensor of the plan in its order, and puts what this rank has a place for there."""
+    """Receive every tensor of the plan in its order, and put what this rank has a place for there."""
     places = dict(leaves_of(local_state_dict))
     written: dict[int, Tensor] = {}  # by the id of its place: tied tensors stay tied
     filled: dict[Path, Any] = {}
@@ -315,7 +315,7 @@ def _fill(
 
 
 def _write(whole: Tensor, place: Tensor, device: torch.device) -> Tensor:
-    """What `place` becomes: itself, holding this rank's values; or another tensor that does."""
+    """Write this rank's values into `place`, and return it; or return another tensor with these values."""
     part = whole
     if isinstance(place, DTensor):
         if place.device_mesh.get_coordinate() is None:
@@ -338,7 +338,7 @@ def _copy_to(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _add_missing(full: Any, local: Any) -> None:
-    """Adds to dicts and lists what only the full ones have, unless a tensor in it would have to be cut."""
+    """Add to dicts and list what only the full ones have, unless a tensor in it would have to be cut."""
     theirs, mine = items_of(full) or {}, items_of(local)
     if mine is None:
         return
@@ -358,7 +358,7 @@ def _alone(_: Path, leaf: Any, __: Any) -> Any:
 
 
 def _prune(tree: Any, plan: Plan, at: Path = ()) -> None:
-    """Removes the keys of dicts under which the plan has nothing."""
+    """Remove the keys of dicts under which the plan has nothing."""
     known = {path[: len(at) + 1] for path in plan if path[: len(at)] == at}
     items = items_of(tree) or {}
     for key, child in items.items():

@@ -1,4 +1,4 @@
-"""What carries the messages of an agreement between two ranks (see `agreement`): threads that send and listen over gloo.
+"""The connection that carries messages of an agreement between two ranks (see `agreement`): threads that send and listen over gloo.
 
 Note [One message after another]
     A message is two: its size, then its bytes. Where a step has failed, ranks go on to the next one while messages of
@@ -64,7 +64,7 @@ def hear(
 
 
 class Link(NamedTuple):
-    """What carries the messages of a group (None: the group itself), and numbers for the tags of its agreements."""
+    """The group that carries a group's messages (None: the group itself), and numbers for the tags of its agreements."""
 
     carrier: dist.ProcessGroup | None
     numbers: count[int]

@@ -25,7 +25,7 @@ from hwfsdp.errors import UsageError
 
 @dataclass
 class Match:
-    """What has to be read, and what has to be put where.
+    """The entries to read, and their places.
 
     Attributes:
         tensors: path to the target of every tensor of which this rank has a part.
@@ -115,7 +115,7 @@ def _check_keys(leaves: dict[KeyPath, Any], manifest: Manifest) -> None:
 
 
 def check_can_change(path: KeyPath, state_dict: Any) -> None:
-    """Raises if the value at `path` can be given to no container: a tuple is made again, and given to the one above."""
+    """Raise if the value at `path` can be given to no container: a tuple is made again, and given to the one above."""
     above, holder, at = state_dict, state_dict, ()
     for n, key in enumerate(path):
         if not isinstance(above, tuple):
@@ -157,7 +157,7 @@ def _kind_of(dtype: torch.dtype) -> int:
 
 
 def _check_ties(found: Match) -> None:
-    """Raises if one tensor of the target would get two different contents."""
+    """Raise if one tensor of the target would get two different contents."""
     first: dict[Any, KeyPath] = {}
     for path, target in found.tensors.items():
         other = first.setdefault(identity_of(target), path)
@@ -181,7 +181,7 @@ def _contents(manifest: Manifest, path: KeyPath) -> Any:
 
 
 class Need(NamedTuple):
-    """What this rank needs of one chunk of a save. All boxes count from the first element of the whole tensor.
+    """The part of one saved chunk that this rank needs. All boxes count from the first element of the whole tensor.
 
     Attributes:
         entry: the tensor, as the manifest lists it at the path of the target. chunk: one of its chunks.
@@ -195,7 +195,7 @@ class Need(NamedTuple):
 
 
 def needs_of(matched: Match) -> Iterator[Need]:
-    """What has to be read, from which chunks, and where it goes.
+    """List what this rank reads, from which chunks, and where it goes.
 
     This is where a save of W ranks meets a load on W': chunks are cut as the saving ranks had the tensor, `box_of` a target
     says what this rank has of it now, and only what is in both is read.
@@ -227,7 +227,7 @@ def needs_of(matched: Match) -> Iterator[Need]:
 
 @torch.no_grad()
 def fill(state_dict: Any, match: Match, parts: dict[KeyPath, Tensor]) -> None:
-    """Puts the parts into the tensors of the target, and the values where they belong."""
+    """Put the parts into the tensors of the target, and the values where they belong."""
     for path, part in parts.items():
         if identity_of(part_of(match.tensors[path])) != identity_of(part):  # was it not read in place?
             part_of(match.tensors[path]).copy_(part)

@@ -65,7 +65,7 @@ def init_state_dict(
     *,
     model: nn.Module | None = None,
 ) -> StateDict:
-    """Gives every tensor on the meta device memory, in place; what the memory holds is undefined until it is loaded.
+    """Give every tensor on the meta device memory, in place; what the memory holds is undefined until it is loaded.
 
     No communication. Tensors stay the same objects, in the state dict and in whatever else holds them (Note [The same
     objects]). Shapes, dtypes, strides, placements and `requires_grad` stay, gradients on the meta device do not.
@@ -92,7 +92,7 @@ def init_state_dict(
 
 
 class NewMemory:
-    """What `init_state_dict` does for a load: memory for what is on the meta device, until something fails.
+    """Memory that `init_state_dict` gives to tensors on the meta device for a load, until something fails.
 
     Attributes:
         paths: of the entries that got memory. They hold nothing before they are loaded.
@@ -105,21 +105,21 @@ class NewMemory:
 
     @torch.no_grad()
     def give(self) -> None:
-        """Gives it, once; raises what `init_state_dict` does."""
+        """Give it, once; raise what `init_state_dict` raises."""
         on_meta = [path for path, v in leaves_of(self._target) if isinstance(v, Tensor) and v.is_meta]
         if on_meta:
             self._rooms, self.paths = _init(self._target, self._device, self._model), on_meta
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Puts everything back on the meta device, as it was."""
+        """Put everything back on the meta device, as it was."""
         if self._rooms is not None:
             self._rooms.take_back()
             for group in _groups_of(self._model) if self._model is not None else ():
                 group.adopt_registered()
 
     def check_loaded(self, found: Container[Any]) -> None:
-        """Raises if something on the meta device is not among the paths that a checkpoint has."""
+        """Raise if something on the meta device is not among the paths that a checkpoint has."""
         missing = [show(path) for path in self.paths if path not in found]
         if missing:
             raise UsageError(
@@ -153,7 +153,7 @@ def _init(state_dict: Any, device: torch.device | str | None, model: nn.Module |
 
 
 def init_meta_model(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Any]:
-    """Gives the model's parameters and persistent buffers on the meta device memory, for a checkpoint to be loaded into.
+    """Give the model's parameters and persistent buffers on the meta device memory, for a checkpoint to be loaded into.
 
     Args:
         model: sharded or not. Buffers that are not persistent are left where they are, since no checkpoint has them.
@@ -192,7 +192,7 @@ def _groups_of(model: nn.Module) -> Iterator[ParamGroup]:
 
 
 def _is_subclass(tensor: Tensor) -> bool:
-    """Whether the memory is not the tensor's own, but that of tensors inside it."""
+    """Whether the memory belongs to tensors inside the tensor, not to the tensor."""
     memory = memory_of(tensor)
     return not (type(memory) is Tensor or isinstance(memory, nn.Parameter))
 
@@ -250,7 +250,7 @@ class _Rooms:
         self.exchanged: list[tuple[Tensor, Tensor]] = []
 
     def exchange(self, tensor: Tensor, is_offloaded: bool = False) -> None:
-        """Gives the tensor memory, if it has none."""
+        """Give the tensor memory, if it has none."""
         if not tensor.is_meta:
             return
         device = self.device or (torch.device("cpu") if is_offloaded else self._home(tensor))
@@ -266,7 +266,7 @@ class _Rooms:
         self.exchanged.append((tensor, new))
 
     def take_back(self) -> None:
-        """Makes every tensor what it was before."""
+        """Make every tensor what it was before."""
         while self.exchanged:
             torch.utils.swap_tensors(*self.exchanged.pop())
 
@@ -319,7 +319,7 @@ def _exchange_groups(model: nn.Module, wanted: set[int], rooms: _Rooms) -> None:
 
 
 def check_materialized(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Raises if something of the model is on the meta device, or if the optimizer would update something else.
+    """Raise if something of the model is on the meta device, or if the optimizer would update something else.
 
     Looks at parameters, buffers (persistent or not) and tensors that are plain attributes of modules; of the optimizer at
     the parameters in its groups, and at its state.
@@ -350,7 +350,7 @@ _FROM_CHECKPOINT, _NOT_IN_CHECKPOINTS = "from a checkpoint", "not in checkpoints
 
 
 def _left_on_meta(model: nn.Module) -> list[tuple[str, str]]:
-    """What it is, with its fqn; and where its values come from."""
+    """A tensor on the meta device, with its fqn, and the source of its values."""
     found = [(f"parameter {n!r}", _FROM_CHECKPOINT) for n, p in model.named_parameters() if p.is_meta]
     on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     persistent = {id(value) for value in model.state_dict(keep_vars=True).values()} if on_meta else set()

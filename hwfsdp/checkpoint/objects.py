@@ -1,4 +1,4 @@
-"""What `copy.deepcopy` would copy of a state dict: objects of any class, and the way that leads to each."""
+"""The objects that `copy.deepcopy` would copy from a state dict, of any class, and the path to each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Parts = list[tuple[Path, Any]]
 
 
 def _parts_of(value: Any) -> Parts:
-    """What `copy.deepcopy` copies when it copies the value, with the steps that lead there."""
+    """The parts that `copy.deepcopy` copies with a value, and the steps to each."""
     if isinstance(value, type):
         return []
     if isinstance(value, Tensor):
@@ -88,7 +88,7 @@ def _items_of(value: Any) -> Parts:
 
 
 def attributes_of(value: Any) -> Parts:
-    """What is in the object's `__dict__`, and in the slots that are no part of what torch made of it."""
+    """The entries of the object's `__dict__`, and of its slots that are not torch's."""
     classes = [kind for kind in type(value).__mro__ if kind is not DTensor]
     members = [(name, member) for kind in classes for name, member in vars(kind).items()]
     slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]

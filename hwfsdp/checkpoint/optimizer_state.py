@@ -25,7 +25,7 @@ from hwfsdp.errors import FSDPError, UnsupportedError
 
 @torch.no_grad()
 def init_optimizer_state(optimizer: Optimizer) -> None:
-    """Gives a fresh optimizer the state that it will have, so that a checkpoint can be loaded into it.
+    """Give a fresh optimizer the state that it will have, so that a checkpoint can be loaded into it.
 
     Every parameter that requires grad and has no state yet gets it (Note [One parameter at a time]): moments are zero,
     counts of steps are zero. Parameters keep every bit, gradients and groups stay what they were, hooks are not called.

@@ -131,12 +131,12 @@ def refuse_file(
     cause: Exception,
     remedy: str = "Load another checkpoint, or copy this file again.",
 ) -> None:
-    """Raises a CheckpointError about a file as a whole."""
+    """Raise a CheckpointError about a file as a whole."""
     raise CheckpointError(str(path), expected=expected, got=got, remedy=remedy).at(path) from cause
 
 
 def _check_records(path: Path) -> None:
-    """Raises if the archive, or a record in it, is not as it was written."""
+    """Raise if the archive, or a record in it, is not as it was written."""
     damage = find_damage(path)
     if damage is not None:
         raise CheckpointError(
@@ -148,7 +148,7 @@ def _check_records(path: Path) -> None:
 
 
 def _calls_in(path: Path) -> list[str]:
-    """Names of classes and functions that loading the file would call, beyond those that torch knows to be safe."""
+    """Names of classes and functions that loading the file would call, except the ones that torch calls safe."""
     with contextlib.suppress(Exception):  # it reads the same file, which may be anything
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     return []
@@ -158,7 +158,7 @@ def _calls_in(path: Path) -> list[str]:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raises if the directory holds something that a new save would remove."""
+    """Raise if the directory holds something that a new save would remove."""
     foreign = None
     if target.is_dir():
         foreign = next((name for name in sorted(os.listdir(target)) if not _PART.fullmatch(name)), None)

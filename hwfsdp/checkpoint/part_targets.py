@@ -1,4 +1,4 @@
-"""What a PART checkpoint is saved from and loaded into: modules, optimizers, and their state dicts.
+"""The sources and targets of a PART checkpoint: modules, optimizers, and their state dicts.
 
 Loading has two phases. Making a `Loading` holds what was saved against what is there, and touches nothing. Its `fill`
 then puts one tensor after the other in its place: a whole one is made, cut, and let go. What was read may lie in a file
@@ -55,7 +55,7 @@ def refuse_kind(what: str, value: Any, expected: str = "a module, an optimizer o
 
 
 class Loading:
-    """What is loaded, and where it goes on this rank.
+    """The entries to load, and their places on this rank.
 
     Making it checks everything, and changes nothing, except that models on the meta device get memory.
     """
@@ -84,7 +84,7 @@ class Loading:
             raise
 
     def _prepare(self, contents: Contents) -> None:
-        """Gives models memory that have none, so that it is known how their optimizers' states are cut."""
+        """Give models memory that have none, so that it is known how their optimizers' states are cut."""
         for memory in self.memories:
             memory.give()
         self.states = [
@@ -93,12 +93,12 @@ class Loading:
         ]
 
     def take_back(self) -> None:
-        """Puts what was on the meta device back there."""
+        """Put what was on the meta device back there."""
         for memory in self.memories:
             memory.take_back()
 
     def fill(self) -> None:
-        """Puts everything in its place."""
+        """Put everything in its place."""
         for module, places, entries, memory in zip(
             self.modules, self.places, self.contents.models, self.memories
         ):
@@ -133,7 +133,7 @@ def _check_count(what: str, given: int, saved: int) -> None:
 
 
 def _check_places(path: Path, entries: Mapping[str, Any], places: Mapping[str, Any]) -> None:
-    """Raises unless the model has a place for every entry, and an entry for every place, of the same kind."""
+    """Raise unless the model has a place for every entry, and an entry for every place, of the same kind."""
     missing = [name for name in places if name not in entries]
     unknown = [name for name in entries if name not in places]
     if missing or unknown:
@@ -200,12 +200,12 @@ class _OptimizerPlaces:
             )
 
     def _place(self, index: Any, key: Any) -> Any:
-        """What the optimizer has there already."""
+        """The optimizer's present value at this place."""
         held = getattr(self.target, "state", {}).get(self.params.get(index), {})
         return held.get(key) if isinstance(held, Mapping) else None
 
     def _like(self, index: Any, key: Any, value: Any) -> DTensor | None:
-        """The DTensor whose cut is that of the value; None: it stays whole."""
+        """The DTensor that is cut like the value; None if the value stays whole."""
         place, param = self._place(index, key), self.params.get(index)
         if isinstance(place, Tensor):
             return place if isinstance(place, DTensor) else None
@@ -265,7 +265,7 @@ def check_tensor(path: Path, tensor: Tensor, ranks: list[int]) -> None:
 
 
 def describe_entry(value: Any) -> str:
-    """What an entry is, as far as ranks must not differ in it."""
+    """A description of an entry: everything in which ranks must agree."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}" if items_of(value) is None else "nothing in it"
     text = f"{value.dtype} {list(value.shape)} {value.layout}"
@@ -273,7 +273,7 @@ def describe_entry(value: Any) -> str:
 
 
 def check_loadable(path: Path, tree: Any) -> None:
-    """Raises if torch.load with weights_only=True would not take it; tensors are taken out first."""
+    """Raise if torch.load with weights_only=True would not take it; tensors are taken out first."""
     error = loading_error(map_leaves(lambda _, leaf, __: None if isinstance(leaf, Tensor) else leaf, tree))
     if error is None:
         return

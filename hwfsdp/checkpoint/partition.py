@@ -1,4 +1,4 @@
-"""What each part of a PART checkpoint holds, and how the parts become whole again. No files here; see `parts`.
+"""The contents of each part of a PART checkpoint, and the way from parts to the whole. No files here; see `parts`.
 
 A part is a dict. That of rank r of n, in a save of one model and one optimizer:
 
@@ -48,7 +48,7 @@ RESERVED = ("model", "optimizer", COUNT_KEY, VERSION_KEY, ID_KEY)
 
 
 class Deal(NamedTuple):
-    """Who holds what: `holders` of whole entries, by name or param index, and `cut`, the keys of those in chunks."""
+    """The division of entries among ranks: `holders` of whole entries, by name or param index, and `cut`, the keys of those in chunks."""
 
     holders: dict[Any, int]
     cut: set[Any]
@@ -58,7 +58,7 @@ def deal(sizes: Mapping[Any, int], loads: list[int]) -> dict[Any, int]:
     """The rank for each entry: the largest first, each to the rank with the least load, the lowest of several.
 
     Args:
-        sizes: bytes by key. loads: bytes that each rank has already; those of the entries are added.
+        sizes: bytes by key. loads: bytes that each rank has already; the bytes of the entries are added.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -175,7 +175,7 @@ _REMEDY = "Load another checkpoint; this one was damaged, or written by somethin
 
 
 def refuse_part(file: str, key: str | None, expected: str, got: str, remedy: str = _REMEDY) -> NoReturn:
-    """Raises a CheckpointError about an entry of a file."""
+    """Raise a CheckpointError about an entry of a file."""
     subject = file if key is None else f"{key} in {file}"
     raise CheckpointError(subject, expected=expected, got=got, remedy=remedy).at(file, key)
 
@@ -207,7 +207,7 @@ def whole_entry(entry: Any) -> Any:
 
 
 class Contents(NamedTuple):
-    """What all parts hold together. A `Cut` stands for each tensor that is in chunks."""
+    """The contents of all parts together. A `Cut` stands for each tensor that is in chunks."""
 
     models: list[dict[str, Any]]
     optimizers: list[dict[str, Any]]
@@ -314,7 +314,7 @@ def _optimizer_of(entries: _Entries, first: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_same_save(first_file: str, first: dict[str, Any], file: str, part: dict[str, Any]) -> None:
-    """Raises if what is the same in all parts of a save differs between these two."""
+    """Raise if what is the same in all parts of a save differs between these two."""
     what: dict[str, tuple[Hashable, Hashable]] = {
         show((COUNT_KEY,)): (first[COUNT_KEY], part[COUNT_KEY]),
         show((ID_KEY,)): (first.get(ID_KEY), part.get(ID_KEY)),

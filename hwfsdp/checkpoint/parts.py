@@ -63,7 +63,7 @@ def save(
     others: Mapping[Any, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a checkpoint of one part per rank of the group; of one part without a process group.
+    """Write a checkpoint of one part per rank of the group; of one part without a process group.
 
     A collective over `group`. Every rank has the same models and optimizers, sharded or not. Tensors are written as
     plain ones, on the CPU.
@@ -72,7 +72,7 @@ def save(
         fname: the directory. One that is there is replaced, and must hold nothing but parts.
         model: a module or its state dict, or a list or tuple of them. A list of one is loaded as that one.
         optimizer: an optimizer or its state dict, or a list or tuple of them.
-        others: more entries, of which those of rank 0 are saved. Values are such that torch.load takes with
+        others: more entries; rank 0's are saved. Values must be such that torch.load accepts with
             weights_only=True, without DTensors.
 
     Raises:
@@ -95,7 +95,7 @@ def save(
 
 
 def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dict[Any, Any]:
-    """Reads a checkpoint of any number of parts, in any process.
+    """Read a checkpoint of any number of parts, in any process.
 
     Args:
         nthreads: how many parts are read at a time. 0: one after the other, without a thread.
@@ -134,7 +134,7 @@ def load_into(
     nthreads: int = 8,
     device: torch.device | None = None,
 ) -> dict[Any, Any]:
-    """Loads models and optimizers, sharded or not, each rank its shards; the checkpoint is of any number of ranks.
+    """Load models and optimizers, sharded or not, each rank its shards; the checkpoint is of any number of ranks.
 
     A collective over `group`; alone without a process group. Every rank reads every part.
 
@@ -197,12 +197,12 @@ def _rank_in(group: Any) -> int:
 
 
 def _together(step: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """What the step returns on each rank. If it raises on any, that error is raised on all."""
+    """Run a step on each rank, and gather the results. If it raises on any rank, raise that error on all."""
     return gather("PART checkpoint", step, group)
 
 
 def _refuse_difference(listings: list[dict[str, str]]) -> None:
-    """Raises for the first entry that is not the same on all ranks."""
+    """Raise for the first entry that is not the same on all ranks."""
     for rank, other in enumerate(listings):
         for key in (*listings[0], *other):
             mine, theirs = listings[0].get(key, "no such entry"), other.get(key, "no such entry")
@@ -211,7 +211,7 @@ def _refuse_difference(listings: list[dict[str, str]]) -> None:
                     f"{key}, rank {rank}",
                     expected=f"{mine}, as rank 0 has",
                     got=theirs,
-                    remedy="Save the same models and optimizers on all ranks, or give the group of those that do.",
+                    remedy="Save the same models and optimizers on all ranks, or pass the group of the ranks that do.",
                 )
     raise UsageError(
         "save",
@@ -237,7 +237,7 @@ class _Save:
         self.deals: tuple[list[partition.Deal], list[partition.Deal]] = ([], [])
 
     def plan(self, model: Any, optimizer: Any, others: Mapping[Any, Any] | None) -> str:
-        """Checks what is to be saved, and deals it out. What it returns is the same where the entries are."""
+        """Check the entries to save, and divide them among the ranks. Equal entries give an equal result."""
         if model is None:
             refuse_kind("model", model)
         modules = several(model)
@@ -289,12 +289,12 @@ class _Save:
         check_loadable((), {**tree, **self.others})
 
     def listing(self) -> dict[str, str]:
-        """What has to be the same on all ranks: entries by their paths, in order."""
+        """The entries on which all ranks must agree, by their paths, in order."""
         tree = {"model": self.models, "optimizer": self.optimizers}
         return {show(path): describe_entry(value) for path, value in leaves_of(tree)}
 
     def open(self) -> str:
-        """Makes the new directory, on rank 0; returns the id of the save, which is that of rank 0."""
+        """Make the new directory, on rank 0; return the id of the save, which rank 0 chose."""
         save_id = secrets.token_hex(16)
         if self.rank == 0:
             check_replaceable(self.target)
@@ -333,7 +333,7 @@ class _Save:
             torch.serialization.set_crc32_options(with_crcs)
 
     def commit(self, save_id: str) -> None:
-        """Puts the new directory in place of the old one, on rank 0."""
+        """Put the new directory in place of the old one, on rank 0."""
         if self.rank != 0:
             return
         new = name_beside(self.target, save_id)
@@ -345,6 +345,6 @@ class _Save:
         put_in_place(new, self.target)
 
     def sweep(self, save_id: str) -> None:
-        """Removes the directory beside, if the save has failed."""
+        """Remove the directory beside, if the save has failed."""
         if self.rank == 0:
             shutil.rmtree(name_beside(self.target, save_id), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Who writes what: each rank's part of a state dict, and the whole that they make up.
+"""The plan of a save: each rank's part of a state dict, and the whole that the parts make up.
 
 Every rank describes what it has (`describe`), as JSON. The leader compares the descriptions, since a checkpoint holds one
 state dict and not one for each rank, and gives every box to one of the ranks that have it (`divide`): the largest first,
@@ -44,11 +44,11 @@ from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 
 @dataclass
 class LocalParts:
-    """What this rank has of a state dict.
+    """This rank's parts of a state dict.
 
     Attributes:
         description: of everything, as JSON, for the leader.
-        tensors: by path, those of which this rank has a part: the part, and which it is.
+        tensors: by path, the tensors of which this rank has a part: the part, and its box.
     """
 
     description: dict[str, Any]
@@ -233,7 +233,7 @@ def _alias_of(by_rank: list[dict[str, Any]]) -> KeyPath | None:
 
 
 def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
-    """Raises unless both ranks have the same entries, but for which boxes."""
+    """Raise unless both ranks have the same entries, but for which boxes."""
     mine = {tuple(entry["path"]): entry for entry in first["entries"]}
     theirs = {tuple(entry["path"]): entry for entry in other["entries"]}
     for path in [p for p in mine if p not in theirs] + [p for p in theirs if p not in mine]:
@@ -272,7 +272,7 @@ def _refuse(path: KeyPath, expected: str, got: str) -> None:
 
 
 def _holders_of(path: KeyPath, by_rank: list[dict[str, Any]]) -> dict[tuple[KeyPath, Box], list[int]]:
-    """Who has which part of one tensor; checks that copies are equal, and that the parts make up the whole.
+    """List which ranks have which part of one tensor. Check that copies are equal, and that the parts make up the whole.
 
     The leader of a save calls it for every tensor. What comes out decides who writes: each box once, by one of its ranks.
 
@@ -343,7 +343,7 @@ def _lay_out(manifest: Manifest, holders: dict[tuple[KeyPath, Box], list[int]], 
 
 
 def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:
-    """What each file holds, in its order."""
+    """The contents of each file, in order."""
     shares: list[list[tuple[TensorEntry, Chunk]]] = [[] for _ in manifest.files]
     for entry in manifest.tensors():
         for chunk in entry.chunks:

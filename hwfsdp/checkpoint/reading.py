@@ -139,7 +139,7 @@ class _Readers:
 def _jobs(
     reader: BlockReader, chunk: Box, part: Tensor, box: Box, shared: Box
 ) -> Iterator[Callable[[], None]]:
-    """Reads what a chunk and this rank's box share into the rank's part (Note [From boxes to bytes])."""
+    """Read what a chunk and this rank's box share into the rank's part (Note [From boxes to bytes])."""
     itemsize = part.dtype.itemsize
     first, last = span_of(within(shared, box), box.shape)
     if shared == chunk and last - first == shared.numel:
@@ -153,7 +153,7 @@ def _jobs(
 
 
 def _read_piece(reader: BlockReader, chunk: Box, piece: Box, part: Tensor, box: Box) -> None:
-    """Reads one piece, a box within the chunk, into its place."""
+    """Read one piece, a box within the chunk, into its place."""
     itemsize = part.dtype.itemsize
     first, last = span_of(piece, chunk.shape)
     start, stop = reader.covering(first * itemsize, last * itemsize)
@@ -204,7 +204,7 @@ def _outside(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
-    """Raises if targets share memory and will not all hold their values. That is tried out, on a copy of that memory."""
+    """Raise if targets share memory and will not all hold their values. That is tried out, on a copy of that memory."""
     by_storage: dict[int, dict[Any, KeyPath]] = {}
     for path in parts:
         local = part_of(found.tensors[path])

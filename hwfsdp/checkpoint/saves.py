@@ -71,7 +71,7 @@ def find_saves(path: Path) -> list[str]:
 
 
 def newest(path: Path) -> Path | None:
-    """What to load from: `path`, if one of its saves counts; else its newest finished save; None if there is none.
+    """The path to load from: `path`, if one of its saves counts; else its newest finished save; None if there is none.
 
     A save that is finished and does not count was killed in its last moment, or somebody has lost `CURRENT`.
     """
@@ -135,7 +135,7 @@ def read_manifest(current: Current) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raises `CheckpointError` unless the save has exactly the files of its manifest."""
+    """Raise `CheckpointError` unless the save has exactly the files of its manifest."""
     expected = {MANIFEST, *(file.name for file in manifest.files)}
     found = {entry.name for entry in folder.iterdir()}
     for name in sorted(expected - found):
@@ -152,7 +152,7 @@ def _kind_of(path: Path) -> str:
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raises `UsageError` if a save may not go there."""
+    """Raise `UsageError` if a save may not go there."""
     within = next((p for p in (path, *path.parents) if SAVE_ID.fullmatch(p.name)), None)
     if within is not None:
         remedy = "Give the directory above it."
@@ -177,7 +177,7 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a checkpoint's directory (Note [Who is still writing]).
+    """Hold the lock of a checkpoint's directory (Note [Who is still writing]).
 
     Raises:
         StateError: another save holds it.
@@ -204,7 +204,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def begin(path: Path) -> str:
-    """Makes the directory of a new save, after all that are there; returns its id."""
+    """Make the directory of a new save, after all that are there; return its id."""
     numbers = [int(e.name.split("-")[0]) for e in path.iterdir() if SAVE_ID.fullmatch(e.name)]
     save_id = f"{max(numbers, default=0) + 1:06d}-{secrets.token_hex(4)}"
     (path / save_id).mkdir()
@@ -212,7 +212,7 @@ def begin(path: Path) -> str:
 
 
 def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
-    """Brings manifest and names to the disk, then lets the save count: the commit.
+    """Bring manifest and name to the disk, then let the save count: the commit.
 
     The leader calls it when the data files of all ranks are in `path / save_id`, their bytes on the disk, but neither the
     names of these files nor that of the folder. The process may be killed between any two operations, and the machine may
@@ -255,7 +255,7 @@ def finish(path: Path, save_id: str, manifest: bytes, digest: str) -> None:
 
 
 def _put_back(path: Path, before: bytes | None) -> None:
-    """Undoes the last step of a save, as far as a disk allows that has just failed."""
+    """Undo the last step of a save, as far as a disk allows that has just failed."""
     with suppress(OSError):
         if before is None:
             (path / CURRENT).unlink()
@@ -265,7 +265,7 @@ def _put_back(path: Path, before: bytes | None) -> None:
 
 
 def sweep(path: Path, current: str | None, keep: int) -> None:
-    """Removes what dead saves left, and all finished ones but the newest `keep`, `current` among them.
+    """Remove what dead saves left, and all finished ones but the newest `keep`, `current` among them.
 
     Args:
         current: None: a save is about to begin. What is newer than the one that counts never did, and goes, too.
@@ -283,7 +283,7 @@ def sweep(path: Path, current: str | None, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a save (Note [Removing a save])."""
+    """Remove a save (Note [Removing a save])."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -33,7 +33,7 @@ from hwfsdp.errors import UsageError
 
 @dataclass(frozen=True)
 class Target:
-    """Where a save goes; see `store.save`."""
+    """The target of a save; see `store.save`."""
 
     path: Path
     overwrite: bool = False
@@ -95,7 +95,7 @@ class _Saving:
     # The leader's parts.
 
     def begin(self, descriptions: list[Any]) -> list[Any]:
-        """Makes the directory, and tells each rank what to write."""
+        """Make the directory, and tell each rank what to write."""
         path = self.target.path
         self.target.check()
         manifest = divide(descriptions, "")  # complains before anything is made
@@ -111,7 +111,7 @@ class _Saving:
         return [{"save": self.manifest.save_id, "share": share} for share in shares]
 
     def finish(self, checksums: list[Any]) -> list[Any]:
-        """Completes the manifest; from here on the save counts."""
+        """Complete the manifest. From here on the save counts."""
         by_chunk: dict[tuple[int, int], tuple[int, ...]] = {}
         for share, crc32 in zip(shares_of(self.manifest), checksums, strict=True):
             for (_, chunk), of_blocks in zip(share, crc32, strict=True):
@@ -147,7 +147,7 @@ class _Saving:
     # Every rank's part.
 
     def write(self, folder: Path, share: list[Any]) -> list[list[int]]:
-        """Writes this rank's file; returns the checksums of its chunks."""
+        """Write this rank's file; return the checksums of its chunks."""
         rank = self.agreement.rank
         extents = [
             blocks.Extent(at, partial(self.parts.bytes_of, tuple(path), Box(*map(tuple, box))))

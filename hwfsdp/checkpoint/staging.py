@@ -10,7 +10,7 @@ used twice, and copies few large pieces instead of many small ones:
 
 Note [Lent memory]
     Buffers belong to the source storage that they were made for: to the object, while it lives. An address would be
-    that of another storage later, of another size. A weak dict forgets the buffers together with the source.
+    the number of another storage later, of another size. A weak dict forgets the buffers together with the source.
 
     A buffer is lent again when nothing but the pool refers to its storage. The staged dict itself says nothing about
     that, because a view, or an array made of one tensor, survives it. Of the free buffers that a call finds, it
@@ -92,11 +92,11 @@ class StateDictStager:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that is kept, lent or not, for sources that live."""
+        """Bytes of all memory kept, lent or not, for sources that are alive."""
         return sum(buffer.nbytes() for pool in list(self._pools.values()) for buffer in pool)
 
     def close(self) -> None:
-        """Lets go of all memory; what is lent lives on with those who use it. The next `stage` starts afresh."""
+        """Let go of all memory. Lent memory lives as long as it is used. The next `stage` allocates again."""
         with self._lock:
             self._pools.clear()
 
@@ -124,7 +124,7 @@ class StateDictStager:
         return result
 
     def _move_others(self, result: Any, tensors: list[Tensor], staged: dict[int, Tensor]) -> None:
-        """Moves tensors of the result that objects copied by themselves (Note [A memo that answers tensors])."""
+        """Move tensors of the result that objects copied by themselves (Note [A memo that answers tensors])."""
         known = {storage_key(tensor) for tensor in staged.values()}
         found = []
         for path, value, _ in objects_in(result):
@@ -188,7 +188,7 @@ class StateDictStager:
         return staged, copies
 
     def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
-        """A buffer of each of these sizes that nobody refers to: one that is free, or a new one (Note [Lent memory]).
+        """Lend an unused buffer of each of these sizes: a free one, or a new one (Note [Lent memory]).
 
         Args:
             source: the storage that is staged. `self._pools[source]` is the list of all buffers ever made for it and not
@@ -246,7 +246,7 @@ def _checked_tensors_of(state_dict: Any) -> list[Tensor]:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """What has to be copied for it: of a DTensor the local part, of a quantized tensor its integers."""
+    """The tensor to copy for this one: for a DTensor its local part, for a quantized tensor its integers."""
     if tensor.is_quantized and not isinstance(tensor, DTensor):
         offset, stride = int(tensor.storage_offset()), tensor.stride()
         return _over(tensor.untyped_storage(), _INTEGERS[tensor.dtype], offset, tensor.shape, stride)
@@ -322,7 +322,7 @@ class _Copy(NamedTuple):
 
 
 def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> _Copy:
-    """Copies the block into the buffer. `tensor` has the block's first view of the source."""
+    """Copy the block into the buffer. `tensor` has the block's first view of the source."""
     if not block.closed_up:
         shape, step = [block.nbytes], [1]
         target = _over(buffer, torch.uint8, 0, shape, step)
@@ -337,7 +337,7 @@ def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> 
 
 
 def _run(copies: list[_Copy], pinned: bool) -> None:
-    """Makes the copies, those from CUDA to pinned memory asynchronously, and waits for them."""
+    """Make the copies, those from CUDA to pinned memory asynchronously, and wait for them."""
     devices = set()
     try:
         for target, source, waits in copies:

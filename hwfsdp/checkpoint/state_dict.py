@@ -201,7 +201,7 @@ def _gathered(tensor: DTensor, *_: Any) -> Tensor:
 
 
 def whole_of(tensor: DTensor) -> Tensor:
-    """All of a DTensor, on every rank of its mesh (Note [Gathering by extents]); outside the mesh, what is there."""
+    """The whole of a DTensor, on every rank of its mesh (Note [Gathering by extents]); outside the mesh, its local part."""
     mesh = tensor.device_mesh
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         summed = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
@@ -225,7 +225,7 @@ def whole_of(tensor: DTensor) -> Tensor:
 
 
 def _gather_along(mesh: DeviceMesh, dim: int, mine: Tensor) -> Tensor:
-    """What the ranks along this mesh dim have, [n] each, in the order of the mesh: [size of the mesh dim * n]."""
+    """The parts of the ranks along this mesh dim, [n] each, in the order of the mesh: [size of the mesh dim * n]."""
     group, coordinate = mesh.get_group(dim), list(mesh.get_coordinate() or ())
     received = mine.new_empty(mesh.size(dim) * mine.numel())
     if not received.numel():
@@ -325,7 +325,7 @@ def copy_state_dict(
     *,
     cast: bool = False,
 ) -> Any:
-    """Copies the values of every tensor into the tensor at the same place in `copy_state_dict`.
+    """Copy the values of every tensor into the tensor at the same place in `copy_state_dict`.
 
     Args:
         cast: the target's dtype may be another one; the values become what it can hold.
@@ -376,7 +376,7 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
 
 
 def _check_pair(path: Path, value: Any, other: Any, cast: bool = False) -> None:
-    """Raises if one of two leaves is a tensor and the other is not one just like it; with `cast`, but for the dtype."""
+    """Raise if one of two leaves is a tensor and the other is not one just like it; with `cast`, but for the dtype."""
     if other is ABSENT:
         return
     mine, theirs = describe(value, with_dtype=not cast), describe(other, with_dtype=not cast)
@@ -388,7 +388,7 @@ def _check_pair(path: Path, value: Any, other: Any, cast: bool = False) -> None:
 
 
 def describe(leaf: Any, with_dtype: bool = True) -> str:
-    """What has to be the same for values to be copied as they are, or, without the dtype, to be copied at all."""
+    """A description that must match before values are copied unchanged; without the dtype, before they are copied at all."""
     if not isinstance(leaf, Tensor):
         return "no tensor" if items_of(leaf) is None else f"a {type(leaf).__name__}"
     if is_sharded_tensor(leaf):

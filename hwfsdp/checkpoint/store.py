@@ -60,7 +60,7 @@ def save(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> str:
-    """Writes a state dict; a collective, which every rank of the group calls with the same keys.
+    """Write a state dict; a collective, which every rank of the group calls with the same keys.
 
     Returns when everything is on the disk. Subclasses of int, float and str are saved as what they are a subclass of.
 
@@ -123,10 +123,10 @@ def load(
     model: nn.Module | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Puts what was saved into a state dict of the same keys, in place; a collective over the group.
+    """Put what was saved into a state dict of the same keys, in place; a collective over the group.
 
     Each rank reads what it needs: of a DTensor the part that it has, at any world size and in any sharding, whatever they
-    were at the save. Other values replace those of the state dict.
+    were at the save. Other values replace the state dict's values.
 
     Tensors on the meta device get memory, as `meta.init_state_dict` gives it: of a DTensor for this rank's part only, once
     for what shares memory, and in place, so that they are loaded wherever they are referred to. A load that fails puts
@@ -137,7 +137,7 @@ def load(
             `optimizer.load_state_dict` then takes over what is not a tensor, the learning rate for example. Or a module,
             for its state dict.
         path: what `save` got, or one save in it.
-        strict: the keys have to be the same. Otherwise those that only one side has are left alone.
+        strict: the keys must be the same. Otherwise keys on only one side are left alone.
         allow_cast: tensors may have another dtype, of the same or a wider kind: precision may be lost, but no value
             becomes infinite, no fraction and no imaginary part is dropped.
 
@@ -168,7 +168,7 @@ def load(
 
 
 class _Request(NamedTuple):
-    """What is asked of a load; `memory` is for what of the state dict is on the meta device."""
+    """A request to load. `memory` is for entries of the state dict on the meta device."""
 
     state_dict: Any
     memory: NewMemory

@@ -1,4 +1,4 @@
-"""What every room asks of a tensor in a state dict: has it data, which memory and which bytes are this rank's.
+"""Questions about a tensor in a state dict: does it have data, which memory and which bytes are this rank's?
 
 A `ShardedTensor`, which torch had before DTensor, says itself which box of the whole each shard is, and which rank has it;
 ranks may have several shards or none. So a gather needs no arithmetic: the ranks of its group send each other all they have
@@ -30,7 +30,7 @@ from hwfsdp.layout.extents import LocalExtent, compute_local_shape_and_global_of
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """What holds this rank's values: of a DTensor the local part, of another tensor itself."""
+    """The tensor with this rank's values: the local part of a DTensor, any other tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -51,7 +51,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def check_data(path: Path, tensor: Tensor) -> None:
-    """Raises if the values of the tensor cannot be had, or it is a ShardedTensor."""
+    """Raise if the values of the tensor cannot be had, or it is a ShardedTensor."""
     if is_sharded_tensor(tensor):
         refuse_sharded_tensor(path)
     if is_lazy(tensor):
@@ -93,7 +93,7 @@ def refuse_sharded_tensor(path: Path) -> NoReturn:
 
 
 def check_no_sum(path: Path, tensor: Tensor) -> None:
-    """Raises if it is a DTensor whose parts are still to be summed."""
+    """Raise if it is a DTensor whose parts are still to be summed."""
     if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
         raise UnsupportedError(
             show(path),
@@ -190,7 +190,7 @@ def shards_in(tensor: Any) -> list[Tensor]:
 
 
 def describe_shards(tensor: Any, with_dtype: bool) -> str:
-    """What has to be the same for shards to be copied as they are, or, without the dtype, to be copied at all."""
+    """A description that must match before shards are copied unchanged; without the dtype, before they are copied at all."""
     metadata = tensor.metadata()
     kind = metadata.tensor_properties.dtype if with_dtype else "a tensor"
     boxes = [(*box.extent, box.rank) for box in boxes_of(tensor)]
@@ -198,7 +198,7 @@ def describe_shards(tensor: Any, with_dtype: bool) -> str:
 
 
 def check_owners(path: Path, tensor: Any, pg: dist.ProcessGroup | None) -> None:
-    """Raises UsageError if a rank that the group does not have has a shard."""
+    """Raise UsageError if a rank that the group does not have has a shard."""
     ranks = dist.get_process_group_ranks(pg or group_of_sharded_tensor(tensor))
     owners = sorted({box.rank for box in boxes_of(tensor)})
     if not set(owners) <= set(ranks):

@@ -1,4 +1,4 @@
-"""What a state dict is: leaves at paths.
+"""State dicts as leaves at paths.
 
 Containers are mappings, lists, tuples (named ones too) and dataclasses; whatever else is met, a tensor above all, is a
 leaf. A path is the tuple of keys that lead to a leaf: the keys themselves (an int stays an int), positions, names of
@@ -61,7 +61,7 @@ def refuse(
     remedy: str = "Compare the model with the one saved.",
     kind: type[FSDPError] = UsageError,
 ) -> NoReturn:
-    """Raises an error about what is at a path of the state dict."""
+    """Raise an error about what is at a path of the state dict."""
     raise kind(show(path), expected=expected, got=got, remedy=remedy)
 
 
@@ -72,7 +72,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def brief(value: Any) -> str:
-    """What a leaf or container is, in a few words: type, and of a tensor the shape and dtype."""
+    """A leaf or container in a few words: its type, and for a tensor its shape and dtype."""
     if isinstance(value, Tensor):
         return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
     items = items_of(value)
@@ -146,7 +146,7 @@ def map_leaves(
     Args:
         companion: has the same keys; a mapping may have them in another order and be of another type, and a list
             may stand for a tuple. Leaves of `tree` face whatever the companion has there.
-        by_path: what `fn` returns depends on the path. It is called for every path then, for those of empty
+        by_path: the result of `fn` depends on the path. It is then called for every path, also for paths of empty
             containers, too, and what was one object is so no longer.
 
     Raises:
@@ -171,7 +171,7 @@ def traverse_state_dict(
     visitor: Callable[[Path, Any], None],
     keep_traversing: Callable[[Any], bool] | None = None,
 ) -> None:
-    """Calls `visitor(path, leaf)` for every leaf, from left to right; an empty container is visited as a leaf.
+    """Call `visitor(path, leaf)` for every leaf, from left to right; an empty container is visited as a leaf.
 
     Args:
         keep_traversing: says of an entry of a list that it makes the list worth going through. If given, lists without such
@@ -248,7 +248,7 @@ _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
 
 
 def _companions(path: Path, tree: Any, items: dict[Any, Any], companion: Any) -> dict[Any, Any]:
-    """What each child faces."""
+    """The companions of each child."""
     if companion is ABSENT:
         return dict.fromkeys(items, ABSENT)
     others = items_of(companion)
@@ -369,7 +369,7 @@ def _grown(child: Any, like: Any) -> Any:
 
 
 def _hang(root: _Branch, path: Path, value: Any) -> None:
-    """Puts a leaf at its path."""
+    """Put a leaf at its path."""
     branch: Any = root
     for key in path[:-1]:
         branch = branch.items.setdefault(key, _Branch()) if isinstance(branch, _Branch) else branch

@@ -1,4 +1,4 @@
-"""What is not a tensor, as JSON, and back again to what it was.
+"""Values that are not tensors, as JSON and back.
 
 A state dict is full of small things: learning rates, counters, names, flags. Those that JSON has stand for themselves;
 the others become an object that names their type. Whatever is not in the list of types below is refused, because what
@@ -29,7 +29,7 @@ _WRITERS: dict[type, Callable[[Any], Any]] = {
 
 
 def _constant(kind: type) -> Callable[[Any], Any]:
-    """Reads a constant of torch, such as torch.float32, of this type."""
+    """Read a constant of torch, such as torch.float32, of this type."""
 
     def read(name: Any) -> Any:
         found = getattr(torch, name, None) if isinstance(name, str) else None

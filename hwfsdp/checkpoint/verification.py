@@ -19,7 +19,7 @@ from hwfsdp.checkpoint.values import decode
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a save holds.
+    """The contents of a save.
 
     Attributes:
         path: directory of the save. save_id: its name. saves: the ids of all finished saves beside it, oldest first.
@@ -44,7 +44,7 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """What the save that counts holds (or the save whose own directory `path` is); reads the manifest only.
+    """Inspect the save that counts, or the save whose directory `path` is. Read only its manifest.
 
     Raises:
         UsageError: there is no checkpoint. CheckpointError: the manifest is missing or damaged.
@@ -68,7 +68,7 @@ def _inspection(current: saves.Current, manifest: Manifest) -> Inspection:
 
 
 def verify(path: str | os.PathLike[str]) -> Inspection:
-    """Reads every byte of the save that counts, and compares it with its checksum.
+    """Read every byte of the save that counts, and compare it with its checksum.
 
     Returns:
         What `inspect` returns, if all is as it was written.
@@ -103,7 +103,7 @@ def _verify_file(
 
 
 def _verify_chunk(fd: int, path: Path, entry: TensorEntry, chunk: Chunk, block_bytes: int) -> int:
-    """Checks every block of a chunk; returns the byte after it."""
+    """Check every block of a chunk; return the byte after it."""
     nbytes = chunk.box.numel * entry.dtype.itemsize
     reader = blocks.BlockReader(fd, path, chunk.at, nbytes, chunk.crc32, block_bytes, show(entry.path))
     for start in range(0, nbytes, block_bytes):

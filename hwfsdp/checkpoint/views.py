@@ -26,7 +26,7 @@ from hwfsdp.layout.extents import compute_local_stride
 
 
 class View(NamedTuple):
-    """Where a tensor's elements lie in its storage; tensors with equal views are the same in the copy."""
+    """The place of a tensor's elements in its storage. Tensors with equal views are one tensor in the copy."""
 
     begin: int  # byte of the first element
     end: int  # byte after the last one
@@ -44,12 +44,12 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements, without repetition."""
+        """Bytes of its elements, without repetition."""
         return prod(self.stored) * self.dtype.itemsize
 
 
 class Block(NamedTuple):
-    """What goes into one staged storage: `nbytes` from byte `begin` on, or the elements of one view closed up."""
+    """The contents of one staged storage: `nbytes` from byte `begin` on, or the elements of one view closed up."""
 
     views: list[View]
     begin: int

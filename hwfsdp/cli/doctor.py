@@ -74,7 +74,7 @@ def _row(status: str, name: str, text: str) -> str:
 def _found(
     ranks: int, looks: Sequence[Look], limits: Sequence[Limit], calibration: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The result as `--json` prints it."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "cores": os.cpu_count(),

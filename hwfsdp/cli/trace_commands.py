@@ -83,7 +83,7 @@ def export(args: Namespace) -> int:
     if out.exists() and out.samefile(args.file):
         raise UsageError(
             "--out",
-            expected="another file than the one that is read",
+            expected="a file other than the one that is read",
             got=str(out),
             remedy="Name another one.",
         )

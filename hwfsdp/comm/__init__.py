@@ -1,4 +1,4 @@
-"""How bytes really move between ranks, and who is late.
+"""Real collectives between ranks, and which rank is late.
 
     ring           all-gather and reduce-scatter from send and receive
     shared_memory  collectives between ranks of one machine

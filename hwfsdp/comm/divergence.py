@@ -1,4 +1,4 @@
-"""Where ranks part: what all of them called last, side by side.
+"""The point where ranks diverge: the last calls of all ranks, side by side.
 
 Ranks have to call the same collectives in the same order, in each process group they share. When they do not, no rank can
 say so alone. Given what every rank noted (`history`), this module finds the first collective that some rank called
@@ -50,7 +50,7 @@ _LEGEND = {
 
 
 class Report(NamedTuple):
-    """What is known of one rank.
+    """The known facts about one rank.
 
     Attributes:
         calls: its last collectives, oldest first (`history.read`); None if it says nothing.
@@ -77,7 +77,7 @@ class _Parting(NamedTuple):
 
     @property
     def kinds(self) -> dict[tuple[object, ...], list[int]]:
-        """Ranks by what they called; what most called comes first, of as many what is FSDP's."""
+        """Ranks by what they called: the most common call first; among equally common ones, FSDP's first."""
         found: dict[tuple[object, ...], list[int]] = {}
         for rank, call in self.calls.items():
             if call is not None:
@@ -99,7 +99,7 @@ class _Parting(NamedTuple):
 
 
 def describe_divergence(reports: Sequence[Report]) -> str:
-    """A sentence that says where ranks part, and the table that shows it; "" if they do not and nobody has left.
+    """A sentence that says where ranks diverge, and a table that shows it; "" if they agree and none has left.
 
     Args:
         reports: of all ranks.
@@ -214,7 +214,7 @@ def _matters(parting: _Parting, reports: Sequence[Report]) -> bool:
 
 
 def _last_waited_for(reports: Sequence[Report]) -> _Parting | None:
-    """What ranks wait in although all of them called it, if they do."""
+    """The collective in which ranks wait although all of them called it, if there is one."""
     waiting = [call for report in reports if (call := _waits_in(report)) is not None]
     if not waiting:
         return None
@@ -242,7 +242,7 @@ def _sentence(parting: _Parting, by_rank: dict[int, Report]) -> str:
 
 
 def _called(parting: _Parting, rank: int, apart: bool) -> str:
-    """What a rank called there; with its size where others called the same one in other sizes."""
+    """The call of a rank there, with its size if other ranks called it with another size."""
     call = parting.calls[rank]
     assert call is not None
     text = _what(call)
@@ -402,7 +402,7 @@ def _equal_columns(members: Sequence[int], rows: Sequence[_Row]) -> list[list[in
 
 
 def _footnotes(tables: Sequence[str], reports: Sequence[Report]) -> list[str]:
-    """What the words mean, and where the ranks are."""
+    """The meaning of the words, and the lines where ranks are."""
     cells = {word for table in tables for line in table.splitlines()[1:] for word in line.split()}
     legend = "; ".join(f"{word}: {text}" for word, text in _LEGEND.items() if word in cells)
     places: dict[str, list[int]] = {}
@@ -421,7 +421,7 @@ _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 
 
 def place_in(stack: str, users_only: bool = False) -> str:
-    """Where a stack or a traceback, as Python prints it, is in the user's code: "train.py:12, in step"; or "".
+    """The line of the user's code in a printed stack or traceback: "train.py:12, in step"; or "".
 
     The innermost frame that is not this package's, torch's or the standard library's; if there is none, the innermost,
     or "" if `users_only`.

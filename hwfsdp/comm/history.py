@@ -1,10 +1,10 @@
-"""What each rank called last: a ring of notes about its collectives, always on.
+"""The last calls of each rank: a ring of notes about its collectives, always on.
 
 Ranks that do not call the same collectives in the same order wait for each other until time runs out, or fail with an
 error that knows one side only. So each rank notes what it calls, and `divergence` lays the notes of all ranks side by
 side. A note says what was called, by which parameter group, in which process group, and how far it got (`State`).
 
-Collectives of FSDP are noted where they are called (`collectives`), those of the user while a recording is active.
+FSDP's collectives are noted where they are called (`collectives`), the user's while a recording is active.
 Messages from one rank to another are not, nor what ranks agree upon by themselves.
 
 Note [A ring that outlives its rank]
@@ -51,7 +51,7 @@ _LONGEST_RANKS = 40  # characters
 
 
 class State(IntEnum):
-    """How far a collective got, as far as the host knows; the value is its byte in a note.
+    """The progress of a collective, as far as the host knows. The value is its byte in a note.
 
     Attributes:
         WAIT: called, and the host has not come back: it prepares, issues or waits for it.
@@ -69,7 +69,7 @@ class Call(NamedTuple):
     """A note, read.
 
     Attributes:
-        serial: place among all collectives of the rank, from 1. number: among those of the process group, from 1.
+        serial: place among all collectives of the rank, from 1. number: place within the process group, from 1.
         own_number: among FSDP's own of the process group; 0 for the user's.
         group: the process group, as all its ranks call it (`members_of`).
         op, dtype: such as "all_gather", "float32". nbytes: of the whole tensor, as in `events`.
@@ -110,7 +110,7 @@ class Note:
         self._ring, self._serial = ring, serial
 
     def mark(self, state: State) -> None:
-        """Sets the state, unless the slot is another note's by now."""
+        """Set the state, unless the slot is another note's by now."""
         if self._ring.serial - self._serial < SLOTS:
             self._ring.memory[self._serial % SLOTS * SLOT] = state
 
@@ -142,7 +142,7 @@ class _Ring:
     def add(
         self, op: str, owner: str | None, group: dist.ProcessGroup | None, dtype: str, nbytes: int
     ) -> Note:
-        """Notes a call; without an owner it is the user's."""
+        """Note a call; without an owner it is the user's."""
         group = group or dist.group.WORLD
         assert group is not None, "no process group"
         track = self._tracks.get(id(group))
@@ -179,10 +179,10 @@ def is_issuing() -> bool:
 
 
 def begin(op: str, owner: str, group: dist.ProcessGroup | None, dtype: torch.dtype, nbytes: int) -> Note:
-    """Notes that this rank calls a collective now, even if it cannot issue it yet.
+    """Note that this rank calls a collective now, even if it cannot issue it yet.
 
     Args:
-        op: such as "all_gather". owner: fqn of the parameter group. group: None for that of all ranks.
+        op: such as "all_gather". owner: fqn of the parameter group. group: None for the group of all ranks.
         nbytes: of the whole tensor: the output of an all-gather, the input of a reduce-scatter.
     """
     return (_ring or _start()).add(op, owner, group, _dtype_name(dtype), nbytes)
@@ -206,7 +206,7 @@ def _start() -> _Ring:
 
 
 def read(memory: bytes) -> list[Call]:
-    """The notes of a ring, oldest first. What is no note is left out: whoever wrote it may be at fault."""
+    """The notes of a ring, oldest first. Bytes that are no note are left out: a faulty rank may have written them."""
     found = []
     for at in range(0, min(len(memory), SIZE), SLOT):
         with suppress(ValueError):
@@ -254,7 +254,7 @@ def members_of(group: str) -> list[int]:
 
 
 class Told(NamedTuple):
-    """What a rank says of itself: its last calls, and the stack of its main thread as text."""
+    """A rank's own report: its last calls, and the stack of its main thread as text."""
 
     calls: list[Call]
     stack: str
@@ -266,7 +266,7 @@ _exchanges = 0
 
 
 def exchange(patience: float = 3.0) -> dict[int, Told | None]:
-    """What every rank tells, through the store that they met in; for ranks whose collective has failed.
+    """Exchange the reports of all ranks through their store, after a collective has failed.
 
     Args:
         patience: seconds to wait for the others. A rank that says nothing until then is None.
@@ -314,7 +314,7 @@ def _unpacked(said: bytes) -> Told:
 
 
 def _answer(ring: _Ring, store: Any, rank: int, main_thread: int) -> None:
-    """Says where this rank is whenever another one asks: it may hang, or wait longer than the one that asks."""
+    """Say where this rank is whenever another rank asks: it may hang, or wait longer than the other."""
     with suppress(RuntimeError):  # the store is gone, and so is everything
         for number in itertools.count(1):
             store.wait([_key(number, _ASKED)], timedelta(days=365))
@@ -322,7 +322,7 @@ def _answer(ring: _Ring, store: Any, rank: int, main_thread: int) -> None:
 
 
 def _listen(ring: _Ring) -> None:
-    """Starts to answer others, under torchrun: its store outlives the ranks, so waiting for a question disturbs no end."""
+    """Start to answer others, under torchrun: its store outlives the ranks, so waiting for a question disturbs no end."""
     if not ring.is_collected and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = compat.default_store_by_itself()
         if store is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sends one block to the next rank of the ring and receives one of the same size from the previous."""
+    """Send one block to the next rank of the ring and receive one of the same size from the previous."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     works = dist.batch_isend_irecv(
         [
@@ -37,7 +37,7 @@ def exchange(send: Tensor, receive: Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fills `output` with every rank's `input`, in rank order: block r is what rank r of the group gives.
+    """Fill `output` with every rank's `input`, in rank order: block r is what rank r of the group gives.
 
     Args:
         output: [W * n], contiguous, n >= 1; written. input: [n], same dtype, only read; may be this rank's block of
@@ -57,7 +57,7 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | No
 
 
 def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None, mean: bool) -> None:
-    """Sets `output` to this rank's block of the sum, or mean, of all ranks' `input`.
+    """Set `output` to this rank's block of the sum, or mean, of all ranks' `input`.
 
     Args:
         output: [n], n >= 1; written, and not part of `input`. input: [W * n], contiguous, same dtype; block r is this

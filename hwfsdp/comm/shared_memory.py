@@ -26,7 +26,7 @@ Note [When a block is free]
 Note [The order of a sum]
     Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
     order of its ring: it cuts the input into chunks, one per rank, and the sum of a chunk starts at the rank before its
-    own and goes round, down, to its own. Gloo's chunks have an even number of elements; if those of the ranks do not, a
+    own and goes round, down, to its own. Gloo's chunks have an even number of elements; if the ranks' chunks do not, a
     rank has the last elements of the chunk before, too.
 """
 
@@ -77,7 +77,7 @@ class Transfer(dist.Work):
 
     @compat.outside_transforms
     def wait(self, timeout: Any = None) -> bool:
-        """Blocks until the output is there. The timeout is that of the process group.
+        """Block until the output is ready, at most for the timeout of the process group.
 
         Raises:
             RuntimeError: a rank is gone, is too late, or called another collective.
@@ -193,7 +193,7 @@ class _Pool:
         return index
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Where a tensor lies: index of its block, and offset in bytes; None if it lies elsewhere."""
+        """The place of a tensor: index of its block, and offset in bytes; None if it lies in no block."""
         index = self._index_at.get(tensor.untyped_storage().data_ptr())
         return None if index is None else (index, int(tensor.storage_offset()) * tensor.element_size())
 
@@ -216,9 +216,9 @@ _pool = _Pool()
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group whose gathers and reductions are those of `Neighbors`.
+    """A process group that gathers and reduces with `Neighbors`.
 
-    It is called by the functions of `torch.distributed`, so that whoever watches those sees its collectives, too; and
+    The functions of `torch.distributed` call it, so that code that watches them sees its collectives, too; and
     they are shown to dispatch modes, such as the one that counts communication (`compat.show_collective`).
 
     Torch keeps tables of its groups: their backends, ranks, names. This group is in none of them, and is found in all: it
@@ -241,7 +241,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """That of the group whose ranks it has."""
+        """The name of the group with the same ranks."""
         return self._name
 
     def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Transfer:
@@ -266,7 +266,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 class _Record(NamedTuple):
-    """What one rank tells another about a collective; all integers.
+    """A message about a collective from one rank to another; all integers.
 
     Attributes:
         number: of the collective, from 1; the same on every rank. 0: there is none, only `read` is new.
@@ -377,7 +377,7 @@ class Neighbors:
         ]
 
     def _part(self, peer: int, number: int, call: int, nbytes: int, start: int, like: Tensor) -> Tensor:
-        """What `peer` gives to a collective, once it has told: from byte `start` on, as much as `like` has.
+        """The input of `peer` to a collective, once it has told: from byte `start` on, as much as `like` has.
 
         Raises:
             RuntimeError: it called something else.
@@ -400,7 +400,7 @@ class Neighbors:
     # --- telling ---
 
     def _tell(self, call: int, input: Tensor) -> int:
-        """Tells the others where the input is, in a copy if it is in no block; returns the collective's number."""
+        """Tell the others where the input is, in a copy if it is in no block; return the collective's number."""
         place = _pool.find(input)
         if place is None:
             input = allocate(input.shape, input.dtype).copy_(input)
@@ -463,12 +463,12 @@ class Neighbors:
     # --- listening ---
 
     def catch_up(self) -> None:
-        """Takes in what the others have told by now. Who has left reads no more."""
+        """Take in what the others have told by now. Who has left reads no more."""
         while self._hear(0):
             pass
 
     def _hear(self, timeout: float, room_for: int | None = None) -> bool:
-        """Takes in a record of every rank that has told something; waits for that, or for room to tell a rank.
+        """Take in a record of every rank that has told something; wait for that, or for room to tell a rank.
 
         Returns:
             Whether anything happened in time.
@@ -487,7 +487,7 @@ class Neighbors:
         return bool(found)
 
     def _listen(self, peer: int) -> None:
-        """Takes in the next record of `peer`."""
+        """Take in the next record of `peer`."""
         connection = self._sockets[peer]
         record = _Record._make(_LAYOUT.unpack(self._receive(peer, connection)))
         if record.capacity:
@@ -557,7 +557,7 @@ def _find(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
 
 
 def _meet(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
-    """Connects the ranks of `group`, if they all run on one machine and find one directory there."""
+    """Connect the ranks of `group`, if they all run on one machine and find one directory there."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     place = _agree(group, _new_directory() if rank == 0 else "")[0]
     wanted = os.environ.get("HWFSDP_SHARED_MEMORY", "1") != "0" and hasattr(socket, "AF_UNIX")
@@ -592,7 +592,7 @@ def _new_directory() -> str:
 
 
 def _machine() -> str:
-    """What tells this machine from others that may see the same directories."""
+    """An id of this machine, different from other machines that may see the same directories."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -618,7 +618,7 @@ def _listen_at(listener: socket.socket, address: Path) -> bool:
 def _connect(
     listener: socket.socket, place: Path, rank: int, size: int, timeout: float
 ) -> dict[int, socket.socket] | None:
-    """Sockets to all others: this rank calls those below it, and is called by those above. None if one fails."""
+    """Sockets to all other ranks: this rank calls lower ranks, and higher ranks call it. None if one fails."""
     found: dict[int, socket.socket] = {}
     listener.settimeout(timeout)
     try:

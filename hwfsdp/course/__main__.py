@@ -19,7 +19,7 @@ from hwfsdp.errors import UsageError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what the first argument says; returns the exit status."""
+    """Do what the first argument says; return the exit status."""
     verb, *numbers = arguments or ("",)
     course = find_course()
     chosen = [course.exercise(number) for number in numbers] or list(course.exercises)

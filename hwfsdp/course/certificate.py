@@ -1,4 +1,4 @@
-"""What a learner takes home after station 10: one HTML file, with the figures of their own `my_fsdp.py`."""
+"""The certificate after station 10: one HTML file, with the figures of their own `my_fsdp.py`."""
 
 from __future__ import annotations
 

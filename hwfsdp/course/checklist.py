@@ -1,7 +1,7 @@
 """The checks as data: `checks.toml` lists them by id, in the order in which they run.
 
 A misconception has a question of its own, which is asked unless it is vague: "the result is not the right one". Then the question is
-that of the check.
+the check's.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def _check(check: str, entry: dict[str, Any]) -> Check:
 
 
 def question_of(check: str, misconception: str) -> str:
-    """What is asked of who has this misconception."""
+    """The question for a learner with this misconception."""
     found = MISCONCEPTIONS[misconception]
     return str(ENTRIES.get(check, {}).get("question", found.question)) if found.vague else found.question

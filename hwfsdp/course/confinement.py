@@ -1,4 +1,4 @@
-"""What a rank may do that runs a learner's code: as little as the system can see to.
+"""The rights of a rank that runs a learner's code: as few as the system can enforce.
 
     time, memory, processes, files    limits of the system and a watcher (`processes`)
     a session of its own              so that whatever it starts can be found and ended
@@ -51,7 +51,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a rank gives up; it travels to the rank by value.
+    """The rights that a rank gives up. It travels to the rank by value.
 
     Attributes:
         read, write: paths that it may use, if the system has Landlock; it starts in the first that it may write to. look: folders
@@ -71,7 +71,7 @@ class Confinement:
     loads: str = ""
 
     def enter(self, folder: str) -> None:
-        """Gives it all up, in the process of a rank.
+        """Give it all up, in the process of a rank.
 
         Args:
             folder: where the ranks of the run meet; its files become the new user's.
@@ -101,7 +101,7 @@ class Confinement:
 
     @property
     def hidden(self) -> tuple[Path, ...]:
-        """What the guard keeps closed from then on: the checks, and torch's own FSDP."""
+        """The modules that the guard keeps closed from then on: the checks, and torch's own FSDP."""
         return (*_CHECKS, _TORCHS_OWN)
 
 
@@ -156,7 +156,7 @@ def _readable(hidden: set[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 
 def _split(path: Path, hidden: set[Path], read: list[Path], look: list[Path]) -> None:
-    """Adds a path, or, if something hidden is below it, its entries one by one."""
+    """Add a path, or, if something hidden is below it, its entries one by one."""
     if not any(each.is_relative_to(path) for each in hidden):
         read.append(path)
     elif path not in hidden and path.is_dir():

@@ -30,13 +30,13 @@ def cut_by_cut(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
 
 
 def by_stripes(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
-    """What the name "strided" suggests: one stripe out of each of tp pieces for a dp index, which tp then divides."""
+    """The reading that the name "strided" suggests: one stripe of each of tp pieces for a dp index, which tp then divides."""
     stripes = [_part(piece, dp, at[0]) for piece in torch.arange(rows).chunk(tp)]
     return _part(torch.cat(stripes), tp, at[1])
 
 
 def from_placements(rows: int, dp: int, tp: int, at: tuple[int, int]) -> Tensor:
-    """What `hwfsdp.layout` finds, by integers alone, from the placements that such a tensor has."""
+    """The extents that `hwfsdp.layout` computes from the placements of such a tensor, with integers only."""
     extent = local_extent_of((rows,), (dp, tp), [strided_shard(0, tp), Shard(0)], at)
     return torch.arange(extent.offset[0], extent.offset[0] + extent.shape[0])
 

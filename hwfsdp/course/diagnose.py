@@ -34,7 +34,7 @@ def ratio(actual: Tensor, oracle: Tensor) -> float | None:
 
 
 def first_difference(actual: Tensor, oracle: Tensor) -> str:
-    """Where two tensors of one shape first differ, and how."""
+    """The first place where two tensors of one shape differ, and their values there."""
     different = ~((actual == oracle) | (actual.isnan() & oracle.isnan()))
     index = tuple(different.nonzero()[0].tolist())
     return f"at {list(index)}: {actual[index].item():g} instead of {oracle[index].item():g}"
@@ -49,7 +49,7 @@ def describe(event: Event) -> str:
 
 
 def compare_order(by_rank: Mapping[int, Sequence[Event]]) -> None:
-    """Raises a Finding with an aligned table if ranks did not issue the same collectives in the same order."""
+    """Raise a Finding with an aligned table if ranks did not issue the same collectives in the same order."""
     orders = {rank: [(e.op, e.owner, e.bytes) for e in found] for rank, found in by_rank.items()}
     first = orders[0]
     for rank, order in orders.items():
@@ -133,7 +133,7 @@ def _one_line(message: str) -> str:
 
 
 def explain_broken(broken: Broken, paths: Sequence[str]) -> Finding:
-    """Why a run was ended; `paths` are those of the learner's files."""
+    """The reason why a run ended. `paths` are the learner's files."""
     got, line = _one_line(broken.got), _line_of_learner(broken, paths)
     waiting = "waiting in" in got
     name, message = {
@@ -166,6 +166,6 @@ def _line_of_learner(broken: Broken, paths: Sequence[str]) -> str:
 
 
 def _last_words(broken: Broken) -> str:
-    """What native code said of why it ended the process."""
+    """The last words of native code that ended the process."""
     found = re.findall(r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", broken.stacks)
     return f" It said: {_one_line(found[0])}" if found else ""

@@ -1,4 +1,4 @@
-"""What a learner's code gets when it reaches for something, looked at in the moment when it does.
+"""Access by a learner's code, checked at the moment of the access.
 
 A rule over text knows words, and words can be put together: `vars(m)["pau" + "sed"]`. So a submission is compiled so that each
 attribute it reads, sets or deletes passes `Doors`, with the object itself in hand; and its built-in functions are `Doors`'s,
@@ -66,7 +66,7 @@ class Doors:
         self._closed: dict[int, str] = {}
         # modules and names that were asked for, with the answer
         self._passed: dict[tuple[int, str], tuple[Any, Any]] = {}
-        self._plain: set[type] = set()  # whose instances are nobody's instruments
+        self._plain: set[type] = set()  # types whose instances are no instruments
         self._copies: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a module's names, with them
         self._builtins = {**vars(builtins), **self._by_name(), **self._by_text()}
 
@@ -79,7 +79,7 @@ class Doors:
         return id(code) in self._came_in
 
     def run(self, text: str, path: str, names: dict[str, Any]) -> None:
-        """Runs a file whose names are these."""
+        """Run a file whose names are these."""
         self._execute(self._compile(text, path), names)
 
     # --- Attributes ----------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Doors:
         return self._alone and is_below(home, ("hwfsdp",)) and home not in HOMEWORK_MAY
 
     def _not_own(self, value: Any) -> str:
-        """What something is, if it is not a learner's to change."""
+        """The name of an object that a learner may not change."""
         kind = type(value)
         if kind is types.FunctionType and self.came_in(value.__code__):
             return ""  # whatever it wraps
@@ -195,19 +195,19 @@ class Doors:
         return code
 
     def _execute(self, code: types.CodeType, names: dict[str, Any]) -> Any:
-        """Runs code that was compiled here, as that of the module with these names."""
+        """Run code that was compiled here, as the module with these names."""
         names["__builtins__"] = self._builtins
         return eval(code, names)
 
     def _execute_beside(self, code: types.CodeType, names: dict[str, Any]) -> Any:
-        """Runs code with names that the learner holds, in a copy: Note [Out of reach]."""
+        """Run code with names that the learner holds, in a copy: Note [Out of reach]."""
         inner = dict(names)
         found = self._execute(code, inner)
         names.update({key: value for key, value in inner.items() if key != "__builtins__"})
         return found
 
     def _shown(self, names: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-        """What `globals` or `locals` gives. Where it is the names of a module, a copy, which `exec` knows to be one."""
+        """The result of `globals` or `locals`. The names of a module come as a copy, which `exec` recognizes."""
         if names is not whole:
             return names
         shown = {key: value for key, value in whole.items() if key != "__builtins__"}
@@ -249,7 +249,7 @@ class Doors:
             **{"getattr": look_up, "setattr": set_to, "delattr": delete, "vars": names_of},
             **{"globals": all_names, "locals": local_names, "__import__": self._import},
             **{self._look: self.look, self._touch: self.touch, self._hold: _Held},
-            # looked up at each call: a probe exchanges it for that of another process
+            # looked up at each call: a probe replaces it by another process's
             "hash": lambda value, /: builtins.hash(value),
         }
 
@@ -313,7 +313,7 @@ class Doors:
         return module
 
     def _open_part(self, module: types.ModuleType) -> types.ModuleType:
-        """What `from module import *` brings: all of its names but those that are closed, which nobody has asked for."""
+        """The names that `from module import *` brings: all except closed ones."""
         self._refuse_if(self._closed_module(module))
         found = types.ModuleType(module.__name__)
         for name in _public(module):
@@ -405,7 +405,7 @@ def _text(name: Any) -> str:
 
 
 def _meant(value: Any) -> Any:
-    """What attributes are looked up in: behind `super()`, and behind a weak proxy."""
+    """The object in which an attribute is looked up: behind `super()`, and behind a weak proxy."""
     if type(value) is super:
         return super.__getattribute__(value, "__self__")
     return value.__repr__.__self__ if type(value) in _STANDS_FOR else value

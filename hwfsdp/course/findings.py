@@ -1,4 +1,4 @@
-"""What judges say: `findings.toml` has misconceptions and sentences, by exercise ("laws" are for all stations) and name.
+"""The findings of judges: `findings.toml` has misconceptions and sentences, by exercise and name ("laws": all stations).
 
     [13]
     global = ["global-generator", "torch's default generator has another state than before."]

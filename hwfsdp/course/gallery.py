@@ -37,7 +37,7 @@ from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
 
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
-BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, those of them that are recorded
+BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps
 WORLD_SIZES = (1, 2, 4)
 SHARDS = 2  # ranks of one copy under hybrid sharding, of 4
 _PARAMETERS, _TOKENS, _FLOPS, _WIRE = 8 * 10**9, 2**22, 3e14, 5e10  # a model, a batch, 1/s, bytes/s
@@ -47,7 +47,7 @@ _STATES = ("sharded_param", "sharded_grad", "optimizer_state")
 
 @dataclass
 class Sight:
-    """What one rank of four has seen.
+    """The observations of one rank of four.
 
     Attributes:
         hybrid: the log of a step under hybrid sharding.
@@ -63,7 +63,7 @@ class Sight:
 
 @dataclass
 class Runs:
-    """What the pictures are of: logs by number of ranks, losses by name, what four ranks have seen."""
+    """The data of the pictures: logs by number of ranks, losses by name, the observations of four ranks."""
 
     logs: dict[int, EventLog]
     losses: dict[str, list[float]]
@@ -71,7 +71,7 @@ class Runs:
 
 
 def draw_all(folder: Path) -> Iterator[Path]:
-    """Makes the runs, then draws every picture into `folder`; yields the path of each when it is written."""
+    """Make the runs, then draw every picture into `folder`; yield the path of each when it is written."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = make_runs()
     for name, draw in PICTURES.items():
@@ -81,7 +81,7 @@ def draw_all(folder: Path) -> Iterator[Path]:
 
 
 def make_runs() -> Runs:
-    """Trains on ranks of this machine."""
+    """Train on ranks of this machine."""
     logs, losses = {}, {}
     for ranks in WORLD_SIZES:
         config = TrainConfig(MODEL, batch=BATCH // ranks, steps=STEPS, record_last=RECORDED)
@@ -137,7 +137,7 @@ def _exchange(op: str) -> tuple[Tensor, Tensor]:
 
 
 def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
-    """The root's group and those of the blocks."""
+    """The root's group and the blocks' groups."""
     return group_sizes(build_model(MODEL, seed=0))
 
 
@@ -179,7 +179,7 @@ def _scaling(runs: Runs) -> Figure:
         points.append(scaling.ScalingPoint(gpus, tokens / step, step, held, (step - compute) / step))
     caption = (
         "Computed by hand: 6 operations per parameter and token at 300 TFLOP/s, every byte over a wire of 50 GB/s, compute"
-        " hides all that it can. Memory is that of the model states. Left out: attention, activations, latencies, stragglers,"
+        " hides all that it can. Memory counts the model states. Left out: attention, activations, latencies, stragglers,"
         " and links within a node."
     )
     return scaling.plot_scaling(points, title="8 billion parameters, a batch of 4 Mi tokens", caption=caption)

@@ -34,7 +34,7 @@ STATION_ALL_SECONDS = 60.0  # of all runs of a station
 
 @dataclass(frozen=True)
 class Options:
-    """How to grade.
+    """Options of grading.
 
     Attributes:
         mine: of an elective: earlier ones come from the same submission, not from the package. Of a station: the checks of
@@ -45,7 +45,7 @@ class Options:
             or stuck]).
         world_size: of runs whose number of ranks does not matter, 1 to 4.
         thorough: off, nothing is judged any more once a check has failed; for who asks only whether one does.
-        only: id of a check; none but it, and those that it needs, are judged. None: all of them.
+        only: id of a check. Only this check and the checks that it needs are judged. None: all checks.
     """
 
     mine: bool = False
@@ -86,7 +86,7 @@ def grade(
     new_ranks: type[Ranks] = Ranks,
     runs: Runs | None = None,
 ) -> Grade:
-    """Grades one exercise of a submission.
+    """Grade one exercise of a submission.
 
     Args:
         folder: of the submission: it holds `NN_topic/` folders, or the files themselves.
@@ -123,7 +123,7 @@ def grade(
 
 
 def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Overlay, Times]:
-    """What ranks load of a station, and how long they may take: a file that stands by itself.
+    """The file that ranks load for a station, and their time limits. The file stands by itself.
 
     Raises:
         Finding: it is not Python, uses what it may not, or says that the station is not the learner's work.
@@ -147,7 +147,7 @@ def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
 def _cut_out(
     exercise: Exercise, source: Source, folder: Path, course: Course, options: Options
 ) -> tuple[Overlay, Times]:
-    """What ranks load of an elective, and how long they may take: the package, with the learner's functions in its holes."""
+    """The modules that ranks load for an elective, and their time limits: the package, with the learner's functions."""
     submitted = [inspect(exercise, source)]
     if options.mine:
         submitted = [*_earlier(exercise, folder, course), *submitted]
@@ -160,13 +160,13 @@ def _cut_out(
 
 
 def off_limits(course: Course, folder: Path) -> list[Path]:
-    """What a submission's code has no business with: the course's answers, and what was handed in, by whomever."""
+    """The folders that a submission's code may not read: the course's answers, and all submissions."""
     names = ("solutions", "tests", "exercises", ".git", ".hwfsdp")
     return [*(course.root / name for name in names), folder, SOURCE]
 
 
 def reject(result: Grade, finding: Finding) -> None:
-    """Nothing of it counts; the check that found out says why, or else the first."""
+    """Fail the whole exercise. The check that found the reason names it, or else the first check."""
     result.status, result.finding = "error", finding
     if all(checked.finding is not finding for checked in result.shown_results):
         first = result.results[0]
@@ -192,7 +192,7 @@ def run_checks(
     on_check: OnCheck,
     options: Options = Options(),
 ) -> None:
-    """Runs the checks in order, those that the options say. One that is undecided is skipped.
+    """Run the checks that the options select, in order. An undecided check is skipped.
 
     Raises:
         Finding: nothing counts.
@@ -221,7 +221,7 @@ def run_checks(
 
 
 def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:
-    """Ids of the checks to run, if one is asked for: those that it needs, too, which come before it.
+    """Ids of the checks to run if one is selected: first the checks that it needs, then itself.
 
     Raises:
         UsageError: there is none of that id.

@@ -1,4 +1,4 @@
-"""How good the grader is, measured and written down: docs/grading.md.
+"""The quality of the grader, measured and written down: docs/grading.md.
 
 kill rate         mistakes made by a machine in every hole, and how many of them get less than full marks
 false failures    right answers that do not get full marks, over numbers of ranks and seeds
@@ -33,7 +33,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "grading.md"
 
 
 class Answers(NamedTuple):
-    """How many wrong answers are written for an exercise, and the texts of the right ones."""
+    """The number of written wrong answers for an exercise, and the texts of its right ones."""
 
     wrong: int
     right: list[str]
@@ -41,7 +41,7 @@ class Answers(NamedTuple):
 
 @dataclass
 class ExerciseReport:
-    """What was found of one exercise; `false_failures` says which of `runs` gradings of right answers failed."""
+    """The report on one exercise. `false_failures` names the failed ones among `runs` gradings of right answers."""
 
     exercise: Exercise
     answers: Answers
@@ -51,7 +51,7 @@ class ExerciseReport:
 
 
 def examine(course: Course, exercises: Sequence[Exercise]) -> Iterator[ExerciseReport]:
-    """Grades all mutants of each exercise, and its right answers over numbers of ranks and seeds; takes long."""
+    """Grade all mutants of each exercise, and its right answers over numbers of ranks and seeds. This takes long."""
     for exercise in exercises:
         rate = kill(course, exercise, hole_mutants(course, exercise))
         report = ExerciseReport(exercise, answers_to(course, exercise), rate)
@@ -94,7 +94,7 @@ def answers_to(course: Course, exercise: Exercise) -> Answers:
 
 
 def everything(course: Course) -> list[Exercise]:
-    """All that is graded by running it: the exercises and the homework."""
+    """Everything that is graded by running it: the exercises and the homework."""
     return [*course.exercises, read_homework(course)]
 
 

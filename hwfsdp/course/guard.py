@@ -1,4 +1,4 @@
-"""What a learner's code reaches for that it may not, seen from inside the rank: so that it is named, and counts nothing.
+"""Detect forbidden access by learner code from inside the rank: name it, award no points.
 
 Four looks, none of which a right answer comes near:
 
@@ -59,7 +59,7 @@ BLOCKED = "hwfsdp.course.guard.Blocked: "  # how its text begins in a traceback
 
 
 class Guard:
-    """Watches one rank from `arm` on.
+    """A guard that watches one rank from `arm` on.
 
     Attributes:
         seen: what was tried, as sentences, the first one first.
@@ -105,7 +105,7 @@ class Guard:
         raise Blocked(tried)
 
     def finish(self) -> list[str]:
-        """What was tried up to now, and what was exchanged for something that is neither Python's, nor torch's, nor ours."""
+        """The attempts so far, and the functions that now hold a learner's code."""
         now = dict(_bindings())
         changed = [
             f"exchanges {module}.{name}"
@@ -127,7 +127,7 @@ def _is_known(value: Any) -> bool:
 
 
 def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, ...]) -> str | None:
-    """What an audit event means, if it is something that a learner's code may not do."""
+    """The meaning of an audit event, if a learner's code may not cause it."""
     if event == "open":
         path = _path(args[0])
         if path and path.startswith(off_limits) and not _is_for_traceback():
@@ -144,7 +144,7 @@ def _tried(event: str, args: tuple[Any, ...], pid: int, off_limits: tuple[str, .
 
 
 def _is_filler(frame: types.FrameType) -> bool:
-    """Whether a student's edition is filling its holes; it cannot read what fills those that are checked."""
+    """Whether a student's edition is filling its holes. It cannot read what fills the checked ones."""
     return frame.f_code.co_filename == FILLER
 
 
@@ -204,7 +204,7 @@ def _guard_groups(seen: list[str]) -> None:
 
 
 def _guard_instruments(seen: list[str]) -> None:
-    """What begins, pauses and ends a recording, and says by which clock it is timed, can be called by the package only.
+    """Let only the package begin, pause or end a recording, or choose its clock.
 
     These are not the modules that this one has imported: the package was loaded again.
     """
@@ -243,7 +243,7 @@ def collectives_of(kind: type) -> list[str]:
 
 @contextmanager
 def watch_wire() -> Iterator[tuple[list[list[Any]], list[str]]]:
-    """What this rank sends and receives, by whatever function: ["send" or "recv", peer in the group, bytes] of each.
+    """Watch everything that this rank sends and receives: ["send" or "recv", peer in the group, bytes] of each.
 
     Also names of what it does with process groups besides, whether or not a recording sees that.
     """
@@ -300,7 +300,7 @@ def forget(places: Iterable[Place]) -> None:
 
 
 def forget_modules(names: Iterable[str], whose: str) -> None:
-    """The same for all functions of these modules, which are loaded now: later, nobody can read them."""
+    """The same for all functions of these modules. They are loaded now, because later nothing can read them."""
     for name in names:
         _blank_module(importlib.import_module(name), whose)
 
@@ -315,7 +315,7 @@ def _blank_module(module: types.ModuleType, whose: str) -> None:
 
 
 def _blank_at(names: Mapping[str, Any], name: str, whose: str) -> None:
-    """The function of this dotted name, and those that its decorators have wrapped."""
+    """Blank the function of this dotted name, and the functions that its decorators have wrapped."""
     *classes, attribute = name.split(".")
     for inner in classes:
         names = vars(names[inner])

@@ -25,7 +25,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Span:
-    """Where a function is in its module, as indices of lines.
+    """The place of a function in its module, as indices of lines.
 
     Attributes:
         start: its first decorator, or its `def`.
@@ -63,7 +63,7 @@ def functions(source: str) -> dict[str, Span]:
 
 @functools.lru_cache(maxsize=128)
 def parsed(source: str) -> ast.Module:
-    """The tree of a text, which nobody may change: modules of the package are read again and again.
+    """Parse a text. Callers must not change the tree: modules of the package are read again and again.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it is no Python.
@@ -124,7 +124,7 @@ def _after_signature(node: Function, lines: Sequence[str]) -> int:
 
 
 def find(source: str, name: str) -> Span:
-    """Where the function of this name is.
+    """Find the function of this name.
 
     Raises:
         UsageError: there is none, or several.

@@ -1,4 +1,4 @@
-"""How many machine-made mistakes the checks of an exercise notice.
+"""The share of machine-made mistakes that the checks of an exercise notice.
 
     python -m hwfsdp.course mutants [NN …]
 
@@ -51,7 +51,7 @@ class HoleMutant(NamedTuple):
 
 @dataclass
 class KillRate:
-    """What became of an exercise's mutants."""
+    """The outcome of an exercise's mutants."""
 
     exercise: Exercise
     killed: list[HoleMutant] = field(default_factory=list)
@@ -77,7 +77,7 @@ RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^
 
 
 def function_names(exercise: Exercise) -> list[str]:
-    """Where mistakes are made: in the holes; of a station in the functions of the last file that begin there."""
+    """The functions in which mistakes are made: an elective's holes, or the functions that a station adds to the file."""
     if not exercise.is_station:
         return exercise.hole_names
     if int(exercise.number) > LAST:
@@ -125,7 +125,7 @@ def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str,
 
 
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
-    """Grades mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
+    """Grade mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
     rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solved(course, exercise)
     judge = exercise  # whose checks are run
     if exercise.is_station and exercise.number != "02":  # nothing needs 02

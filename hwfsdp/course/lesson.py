@@ -1,4 +1,4 @@
-"""What notebooks need beyond the package: a first cell that says what is missing, figures, short errors, sliders.
+"""Help for notebooks: a first cell that names missing packages, figures, short errors, sliders.
 
     lesson.begin()                                             # in the first cell
     lesson.explore(lambda rank: plot_memory(log, rank=rank), rank=range(2))      # as the value of a cell
@@ -29,7 +29,7 @@ _DPI = 100  # of figures in a notebook
 
 
 def begin() -> None:
-    """Readies a notebook: figures are shown as PNG, errors of this package in one line, threads leave room for ranks.
+    """Prepare a notebook: figures as PNG, errors of this package in one line, few threads so that ranks have room.
 
     Raises:
         UsageError: the kernel's Python is too old, or this is no notebook.
@@ -55,7 +55,7 @@ def begin() -> None:
 
 
 def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> Any:
-    """Lets the reader choose what `draw` draws. See Note [A slider that is read on paper].
+    """Let the reader choose what `draw` draws. See Note [A slider that is read on paper].
 
     Args:
         draw: called with one value for each name; returns a figure, or anything else that a cell shows.
@@ -109,5 +109,5 @@ def _shell() -> Any:
 
 
 def _show_error(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, **_: Any) -> None:
-    """Shows an error of this package by its message: what was expected, what was got, what to do."""
+    """Show an error of this package by its message: what was expected, what was got, what to do."""
     shell._showtraceback(kind, error, [f"{kind.__name__}: {error}"])

@@ -1,4 +1,4 @@
-"""What an exercise is: its manifest, and where its files are. There are two kinds.
+"""Exercises: their manifests, and the places of their files. There are two kinds.
 
 A station is a chapter of one file, which grows, and which is the learner's own:
 
@@ -42,7 +42,7 @@ HINTS = ".hints.toml"
 
 
 class Place(NamedTuple):
-    """Where a hole is: a module of the package, and a function or method in it."""
+    """The place of a hole: a module of the package, and a function or method in it."""
 
     module: str
     name: str
@@ -59,7 +59,7 @@ class Exercise:
     """One exercise of the course.
 
     Attributes:
-        number: two digits. topic: the folder's name without the number; of an elective also that of the learner's file
+        number: two digits. topic: the folder's name without the number; for an elective also the name of the learner's file
             and of the module with the checks.
         places: of the holes, in the order in which they are to be filled; a station has none.
         hints: from a nudge to nearly the answer.
@@ -77,7 +77,7 @@ class Exercise:
 
     @property
     def directory(self) -> str:
-        """Of the folder, below `exercises/`, `solutions/` or a submission."""
+        """Name of the folder, below `exercises/`, `solutions/` or a submission."""
         return f"{self.number}_{self.topic}"
 
     @property
@@ -91,17 +91,17 @@ class Exercise:
 
     @property
     def target(self) -> str:
-        """Where the learner's file is, below `exercises/`, `solutions/` or a submission."""
+        """Place of the learner's file, below `exercises/`, `solutions/` or a submission."""
         return OWN_FILE if self.is_station else f"{self.directory}/{self.file_name}"
 
     @property
     def path(self) -> Path:
-        """Of the learner's file in the course."""
+        """Path of the learner's file in the course."""
         return self.folder.parent / self.target
 
     @property
     def short_number(self) -> str:
-        """As on a command line."""
+        """The number as typed on a command line."""
         return self.number.lstrip("0")
 
     @property
@@ -115,7 +115,7 @@ class Exercise:
 
     @cached_property
     def provided(self) -> list[Provided]:
-        """What `calls` names, with the package's source, as it is on disk now."""
+        """The definitions that `calls` names, with the package's source as it is on disk now."""
         return [Provided(place.module, module_source(place.module), place.name) for place in self.calls]
 
 
@@ -162,7 +162,7 @@ def module_source(module: str, package: Path = PACKAGE) -> str:
 
 
 def compiled_body(place: Place, package: Path = PACKAGE) -> Path:
-    """Where a student's edition has the compiled body of a hole; see `course.release`."""
+    """The file with the compiled body of a hole in a student's edition; see `course.release`."""
     return package / "compiled" / f"{place.module}-{place.name}.body"
 
 

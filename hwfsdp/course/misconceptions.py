@@ -1,4 +1,4 @@
-"""What learners get wrong: each misconception with its sentence, and a question that leads on.
+"""The mistakes of learners: each misconception with its sentence, and a question that leads on.
 
 They are listed in `misconceptions.toml`, by their ids, by which checks name them; `diagnose` recognizes the common ones.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Misconception(NamedTuple):
-    """What a learner seems to believe, or what seems to have happened, and a question that leads on.
+    """A learner's probable belief or mistake, and a question that leads on.
 
     Attributes:
         fatal: nothing of the exercise counts. vague: it says what is wrong, not why.

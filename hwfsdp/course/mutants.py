@@ -1,10 +1,10 @@
-"""Mutants: a function with one small mistake in it, to grade whoever grades the function.
+"""Mutants: functions with one small mistake each, to grade the grader.
 
 A check that passes a wrong solution teaches something wrong, and nobody notices. So wrong solutions are made by machine:
 each is the reference with one change of the kind people make by accident (`<` for `<=`, a statement forgotten, two
 arguments swapped), and a check that passes one of them is too weak, unless the mutant does the same as the reference.
 Which of them do, no machine can say. Changes that mostly would are left out (the arguments of `min` are not swapped), and
-so are those that raise TypeError whatever is checked (`-` between strings).
+so are mutants that always raise TypeError (`-` between strings).
 
 A change puts an expression, or a statement, in the place of another: of the one that is changed the text is written anew, all
 around it stays byte for byte. Left alone are docstrings, signatures, decorators, annotations and imports; what an error says
@@ -156,7 +156,7 @@ class _Code:
 
     Attributes:
         opening: a line put above a method, so that its indentation is right.
-        nodes: those that may be changed, outer ones first.
+        nodes: the nodes that may change, outer ones first.
     """
 
     def __init__(self, text: str) -> None:
@@ -230,7 +230,7 @@ def _with(node: Node, **fields: Any) -> Node:
 
 
 def _changes(node: ast.AST) -> Iterator[_Change]:
-    """All that may be changed about a node itself."""
+    """All changes to a node itself."""
     for kinds, changes in KINDS:
         if isinstance(node, kinds):
             yield from changes(node)
@@ -365,7 +365,7 @@ def _drop_keyword(node: ast.Call) -> Iterator[_Change]:
 
 
 def _unwrap_call(node: ast.Call) -> Iterator[_Change]:
-    """`x.clone()` and `sorted(x)` become `x`, where somebody takes the result."""
+    """`x.clone()` and `sorted(x)` become `x`, if their result is used."""
     if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
         yield _Change("unwrap call", node, node.func.value)
     elif _name(node.func) in CONVERSIONS and node.args and not isinstance(node.args[0], ast.Starred):

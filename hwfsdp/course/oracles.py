@@ -1,4 +1,4 @@
-"""What a rank has of the checks: the probe, and what the probe calls.
+"""The part of the checks that a rank sees: the probe, and the functions that the probe calls.
 
 Checks and probes of an exercise live side by side, and a module that defines a probe may hold, or import, the very functions that the
 judges compare with. So when a rank has loaded the probe's modules, and before it loads the learner's file, `keep_only` forgets all
@@ -17,7 +17,7 @@ _DEEPEST = 5  # of tables in tables that name functions
 
 
 def keep_only(probe: Callable[..., Any]) -> None:
-    """Forgets functions, classes and tables of the checks' modules that the probe does not come to."""
+    """Forget functions, classes and tables of the checks' modules that the probe does not come to."""
     rooms = {name: module for name, module in sys.modules.items() if name.startswith(ROOMS)}
     kept = _reached(probe, rooms)
     for module_name, module in rooms.items():

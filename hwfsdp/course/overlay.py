@@ -45,7 +45,7 @@ class Submitted:
 
 @dataclass(frozen=True)
 class Overlay:
-    """What a rank needs to load the package with a learner's functions; it travels to the rank by value.
+    """The data with which a rank loads the package with a learner's functions. It travels to the rank by value.
 
     Attributes:
         modules: by name, the text of each module that has holes, with the holes blank.
@@ -71,7 +71,7 @@ class MissingHole(Exception):
 
 
 class Socket:
-    """Stands in a hole and calls what is plugged in; until then, the blank function, which raises."""
+    """A stand-in for a hole. It calls the plugged-in function; until then the blank one, which raises."""
 
     def __init__(self, blank: Function) -> None:
         self.plugged = blank
@@ -116,14 +116,14 @@ Runner = Callable[[str, str, dict[str, Any]], None]  # of a text, its path, the 
 
 
 def run_plainly(text: str, path: str, names: dict[str, Any]) -> None:
-    """Runs a text as Python does."""
+    """Run a text as Python does."""
     exec(compile(text, path, "exec"), names)
 
 
 def install(
     overlay: Overlay, when_loaded: Callable[[], None] = lambda: None, run: Runner = run_plainly
 ) -> None:
-    """Loads the package again, in this process, with a learner's functions in its holes.
+    """Load the package again, in this process, with a learner's functions in its holes.
 
     Args:
         when_loaded: called when the package is there, before the first of the learner's files is run.
@@ -176,7 +176,7 @@ def _run_file(submitted: Submitted, run: Runner) -> dict[str, Any]:
 
 
 def _insert_socket(module: types.ModuleType, name: str) -> Socket:
-    """Puts a socket where the blank function is; a property or static method stays one."""
+    """Put a socket where the blank function is; a property or static method stays one."""
     owner, attribute = _owner(module, name)
     blank = vars(owner)[attribute]
     socket = Socket(_function_of(blank))
@@ -239,7 +239,7 @@ def _belongs_to(function: Function, owner: type) -> None:
 
 
 def _add_helpers(names: dict[str, Any], places: Sequence[Place]) -> None:
-    """Methods that a learner added to a class of the package; those that the package has already stay its own."""
+    """Add a learner's new methods to a class of the package. Methods that the package has stay its own."""
     for place in places:
         owner_name = place.name.rpartition(".")[0]
         if not owner_name:

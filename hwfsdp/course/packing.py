@@ -39,10 +39,10 @@ def pack(tree: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What was packed.
+    """Unpack the packed value.
 
     Raises:
-        UsageError: the bytes are not those of `pack`; nothing of them was run.
+        UsageError: the bytes do not come from `pack`. None of them was run.
     """
     try:
         end = _HEADER + int.from_bytes(data[:_HEADER], "little")

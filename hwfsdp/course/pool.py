@@ -35,7 +35,7 @@ class GradingPool:
         return self._executor.submit(_grade, self._root, exercise.number, text, options)
 
     def find_problems(self, exercise: Exercise) -> Future[list[str]]:
-        """What grading of an exercise's own files should give and does not, some time (`workbook.grading_problems`)."""
+        """Find later what grading of an exercise's own files should give and does not (`workbook.grading_problems`)."""
         return self._executor.submit(_find_problems, self._root, exercise.number)
 
 

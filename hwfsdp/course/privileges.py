@@ -1,4 +1,4 @@
-"""Giving up rights: another user, no capabilities, no network. Linux; the system calls are those of its manual pages.
+"""Giving up rights: another user, no capabilities, no network. Linux only; its manual pages describe the system calls.
 
 A process of root can do all of it, in an ordinary container most of it. Who is not root keeps its user, and has none of these
 rights anyway.
@@ -65,7 +65,7 @@ def leave_shared_memory() -> None:
 
 
 def hide_environment() -> None:
-    """What /proc shows of this process's environment is what it was started with, the grader's; shows nothing afterwards."""
+    """Hide this process's environment in /proc. Until then /proc shows the grader's, with which the process started."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin = int(fields[47])  # env_start; see proc_pid_stat(5), whose field 3 is the first here
     # forbidden in some containers: Landlock does not help, but the grader starts ranks with little

@@ -22,12 +22,12 @@ FILE = 1 << 30  # bytes of the largest file
 FILES = 2 << 30, 4_000  # bytes of all files of a run, and how many they may be
 PROCESSES = 64  # that all ranks of a run, and what they start, may be at once
 _STACKS = 1 << 30  # bytes of addresses for threads and their arenas
-_THREADS = 16 * PROCESSES  # Linux counts threads; those of torch are many
+_THREADS = 16 * PROCESSES  # Linux counts threads, and torch has many
 _PROC = Path("/proc")
 
 
 def limit_this_process(own_user: bool = False) -> None:
-    """Limits what this process may take, and makes it the head of a session, so that what it starts belongs to it.
+    """Limit this process's resources, and make it the head of a session, to which everything that it starts belongs.
 
     Args:
         own_user: it is about to become a user whose processes are all of the same run, so that these can be counted.
@@ -49,7 +49,7 @@ def limit_this_process(own_user: bool = False) -> None:
 
 
 def close_pipes() -> None:
-    """Closes what this process could write to of others: the pipe to the tracker of shared memory, which trusts all it reads."""
+    """Close what this process could write to of others: the pipe to the tracker of shared memory, which trusts all it reads."""
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with suppress(OSError):
             fd = int(name)
@@ -59,7 +59,7 @@ def close_pipes() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process started, and those that they started; empty where the system does not tell."""
+    """All descendants of a process; empty if the system does not tell."""
     children: dict[int, list[int]] = {}
     for path in _PROC.glob("[0-9]*/stat"):
         try:
@@ -93,7 +93,7 @@ def _parent(pid: int) -> int:
 
 
 def end_all_below(pid: int, seconds: float = 5.0) -> int:
-    """Kills everything that descends from a process, until nothing is left. Returns how many that were."""
+    """Kill everything that descends from a process, until nothing is left; return how many."""
     ended: set[int] = set()
     until = time.monotonic() + seconds
     while (found := descendants(pid)) and time.monotonic() < until:
@@ -108,7 +108,7 @@ def end_all_below(pid: int, seconds: float = 5.0) -> int:
 
 
 class Watch:
-    """What a watcher saw: of what there was too much, "processes" or "files"; "" for nothing."""
+    """A watcher's finding: too many "processes" or "files", or "" for neither."""
 
     def __init__(self) -> None:
         self.exceeded = ""

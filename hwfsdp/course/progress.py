@@ -1,4 +1,4 @@
-"""How far a learner is: hints seen, the last verdict of each exercise, and the last figures, in `.hwfsdp/progress.json` of the course.
+"""A learner's progress: hints seen, the last verdict of each exercise, and the last figures, in `.hwfsdp/progress.json` of the course.
 
 A verdict belongs to the text that it was made for: when the file changes, it is still shown, but as an old one.
 """
@@ -22,7 +22,7 @@ from hwfsdp.errors import UsageError
 
 
 class Standing(NamedTuple):
-    """Of one exercise: "passed", "failed", "error", "not_started", "unchecked" or "forgone"; stale if the file has changed since."""
+    """The state of one exercise: "passed", "failed", "error", "not_started", "unchecked" or "forgone"; stale if the file has changed since."""
 
     exercise: Exercise
     status: str
@@ -51,7 +51,7 @@ class Progress:
 
     @classmethod
     def load(cls, course: Course) -> Progress:
-        """What was saved; nothing if nothing was, or if it cannot be read."""
+        """Load the saved progress; an empty one if there is none, or if it cannot be read."""
         try:
             found = json.loads(_file(course).read_text())
             hints = {str(number): int(count) for number, count in found["hints"].items()}
@@ -62,7 +62,7 @@ class Progress:
         return cls(course, hints, grades, measured)
 
     def save(self) -> None:
-        """Replaces the file as a whole, so that an interrupted command leaves the old one.
+        """Replace the file as a whole, so that an interrupted command leaves the old one.
 
         A course that may only be read can be worked with all the same; a line on standard error says so.
         """
@@ -77,7 +77,7 @@ class Progress:
             print(f"hwfsdp: progress is not kept in {path.parent}: {error.strerror}", file=sys.stderr)
 
     def note(self, grade: Grade, text: str) -> None:
-        """Remembers a verdict."""
+        """Remember a verdict."""
         digest = _digest(text)
         self.grades[grade.exercise.number] = {"status": grade.status, "score": grade.score, "digest": digest}
         for number, results in groupby(grade.before, key=lambda result: result.check.id[:2]):
@@ -128,7 +128,7 @@ def _digest(text: str) -> str:
 
 
 def replace_file(exercise: Exercise, fresh: str) -> Path | None:
-    """Writes the learner's file. Returns where the one that was there was kept, if it differs."""
+    """Write the learner's file. Return where the old one is kept, if it differs."""
     path, kept = exercise.path, None
     if path.exists() and path.read_bytes() != fresh.encode():
         names = (path.with_name(f"{path.name}.{number}") for number in count(1))

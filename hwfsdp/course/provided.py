@@ -1,4 +1,4 @@
-"""What the package gives to whoever fills a hole: names that docstrings mention, each as it is defined.
+"""Definitions for learners who fill a hole: the names that docstrings mention, each as the package defines it.
 
     # The package's own, that the docstrings name:
     #
@@ -8,7 +8,7 @@
     #     attribute  StreamSet.copy: Stream
 
 A manifest lists the names, `module:name`; signatures and types are read off the package, so they cannot be out of date.
-Types are those that the source states: an attribute that is made by a function of another module has none here.
+Types are the ones that the source states: an attribute that a function of another module makes has none here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _wrapped(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def described(name: Provided) -> str:
-    """What it is, in one word, then its signature or type.
+    """Its kind in one word, then its signature or type.
 
     Raises:
         UsageError: it is not in its module.
@@ -160,7 +160,7 @@ def _variables(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 
 def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """Those of a class: declared in it, or assigned in a method of it; where several say a type, the first does."""
+    """Attributes of a class: declared in it, or assigned in its methods. The first stated type counts."""
     found = dict(_variables(body))
     methods = [statement for statement in body if isinstance(statement, ast.FunctionDef)]
     returned = {f"self.{method.name}": method.returns for method in methods}

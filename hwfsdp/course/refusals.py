@@ -1,4 +1,4 @@
-"""What the system refuses, told as what a user can mend."""
+"""Refusals of the system, told so that a user can fix them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refused(
 
 
 def check_new_folder(verb: str, folder: Path) -> None:
-    """Raises UsageError if there is something at a place where a verb is to write a folder."""
+    """Raise UsageError if something is at the place where a verb writes a folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"{verb} {folder}",

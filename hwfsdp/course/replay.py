@@ -81,7 +81,7 @@ class Replayed:
         )
 
     def _differences(self) -> Iterator[str]:
-        """A line for each answer that is not the reference's, and why it is missing if somebody raised."""
+        """A line for each answer that differs from the reference's, and the exception if there is no answer."""
         assert self.mine is not None
         for name, same in self.answers.items():
             causes = (report[FAILED][name] for report in self.mine.reports if name in report.get(FAILED, {}))
@@ -116,7 +116,7 @@ class Replay:
 
     @property
     def introduction(self) -> str:
-        """Whose code this is, in a sentence or two."""
+        """A sentence or two that say whose code this is."""
         if self.begun:
             return f"Yours: {self.path}."
         again = "Fill the first TODO, and run all cells again."
@@ -129,7 +129,7 @@ class Replay:
         return shown(self.verdict, self.path, Style())
 
     def logs(self) -> dict[str, EventLog]:
-        """By whose they are, the logs of one answer: of those with a gather the first that differs, else the first; or none."""
+        """The logs of one answer, by their author: the first log with a gather that differs, else the first; or none."""
         for replayed in self.runs:
             if replayed.mine is None or replayed.theirs is None:
                 continue
@@ -147,7 +147,7 @@ class Replay:
 
 
 def replay(number: int, seed: int, course: Course | None = None) -> Replay:
-    """Has an exercise graded, and puts all that its checks asked to the package as well.
+    """Grade an exercise, and ask the package everything that its checks asked.
 
     Args:
         number: of the exercise. seed: of the inputs that the checks draw. course: None: the one around this folder.
@@ -183,7 +183,7 @@ def replay(number: int, seed: int, course: Course | None = None) -> Replay:
 
 
 def _asked_again(ranks: Ranks, question: _Question, reference: Callable[..., Run] | None) -> Replayed:
-    """What ranks, who remember it, and the reference answer to a question of a check."""
+    """The ranks' recorded answer and the reference's answer to a question of a check."""
     probe, world_size, arguments = question
     plural = "s" if world_size > 1 else ""
     name = f"{probe.__module__.rpartition('.')[2]}.{probe.__name__} on {world_size} rank{plural}"
@@ -195,7 +195,7 @@ def _asked_again(ranks: Ranks, question: _Question, reference: Callable[..., Run
 
 
 def _reference(exercise: Exercise) -> Callable[..., Run] | None:
-    """Runs a probe with the package as it is, or with the file of stations that is known to be right; None: it is not here."""
+    """Run a probe with the package as it is, or with the file of stations that is known to be right; None: it is not here."""
     if not exercise.is_station:
         return Ranks(Overlay({}, ())).reference
     text = _solution_of(exercise)

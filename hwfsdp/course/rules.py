@@ -1,4 +1,4 @@
-"""What no answer needs, found in its text before anything of it runs: doors to the frames, the memory and the code of others.
+"""Forbidden code, found in the text of an answer before it runs: access to frames, memory and code of others.
 
 A submission that names one of these doors, or an instrument, in plain words is not run. One that hides the words meets the same rules
 when it uses what it has put together (`doors`), and the guard.
@@ -67,7 +67,7 @@ class Use(NamedTuple):
 
 
 def check_rules(path: str | Path, text: str) -> None:
-    """Reads a file that is Python.
+    """Read a file that is Python.
 
     Raises:
         Finding: it uses what no answer needs; nothing of it counts.
@@ -103,7 +103,7 @@ def _use_of(node: ast.AST) -> Use | None:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """What is imported, with its module's name."""
+    """The imported names, each with its module."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.Import):
         return names

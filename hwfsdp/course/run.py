@@ -1,4 +1,4 @@
-"""Ranks that run a learner's code: what is asked of them, and what comes back.
+"""Ranks that run a learner's code: the questions to them, and their answers.
 
 A *probe* is a function that uses the package and reports what it sees:
 
@@ -7,7 +7,7 @@ A *probe* is a function that uses the package and reports what it sees:
 
 `Ranks.run` calls it on every rank, with the learner's functions in the package, and gives back what each rank reported, up
 to the moment where it failed if it did. `Ranks.reference` calls it with the package as it is. Data come back, packed;
-verdicts are made from them by whoever asked.
+the caller makes verdicts from them.
 
 A rank that dies, hangs, exits or leaves its peers waiting ends the run with `Broken`; one that raises does not, as what
 it reported before is worth looking at.
@@ -75,7 +75,7 @@ PRINTED = 4_000  # characters of what ranks print that are kept
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank raised.
+    """An exception of a rank.
 
     Attributes:
         kind: the exception's class; message: its text.
@@ -92,7 +92,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of one run reported.
+    """The reports of the ranks of one run.
 
     Attributes:
         reports: by rank. raised: by those ranks that failed, the likely cause first.
@@ -102,7 +102,7 @@ class Run:
     raised: list[Raised] = field(default_factory=list)
 
     def __getitem__(self, key: str) -> list[Any]:
-        """What every rank reported under this name.
+        """The report of every rank under this name.
 
         Raises:
             Unreported: a rank failed before.
@@ -166,7 +166,7 @@ Runs = dict[str, Run | Broken]  # by probe, number of ranks and arguments
 
 @dataclass(frozen=True)
 class _Order:
-    """What a rank is told.
+    """An order to a rank.
 
     Attributes:
         module, name, arguments: of the probe. learner: whose functions to load; None: the package as it is.
@@ -190,13 +190,13 @@ class _Learner:
 
 
 def load_per_core() -> float:
-    """How many processes want each core of this machine, on average over the last minute."""
+    """Number of processes that want each core of this machine, on average over the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long runs may take, all times `patience()`.
+    """Time limits of runs, all times `patience()`.
 
     Attributes:
         run_seconds: one run. all_seconds: all of them.
@@ -218,7 +218,7 @@ _REMEMBERED = 32
 
 
 class Ranks:
-    """Runs probes, each at most once with the same arguments.
+    """Ranks that run probes, each at most once with the same arguments.
 
     Args:
         overlay: the learner's functions.
@@ -250,7 +250,7 @@ class Ranks:
         self._late: Runs = {}
 
     def run(self, probe: Probe, world_size: int, **arguments: Any) -> Run:
-        """Calls `probe(report, **arguments)` on `world_size` ranks that have the learner's functions.
+        """Call `probe(report, **arguments)` on `world_size` ranks that have the learner's functions.
 
         Raises:
             Broken: a rank died, hung or exited.
@@ -296,7 +296,7 @@ class Ranks:
     def attempt_once(
         self, probe: Probe, world_size: int, arguments: dict[str, Any], seconds: float
     ) -> Run | Broken:
-        """One run that may take so many seconds, or what is left of those for all runs."""
+        """Make one run, limited to this many seconds, or to the seconds left for all runs."""
         seconds = min(seconds, self._deadline - self.times.clock())
         if seconds <= 0.5:
             late = Broken("late", 0, f"no end within {self.all_seconds:g} s for all runs of the exercise")
@@ -309,7 +309,7 @@ class Ranks:
             return broken
 
     def _keep(self, text: str) -> None:
-        """Passes on what was printed, up to a limit."""
+        """Pass on what was printed, up to a limit."""
         kept, self._left = text[: self._left], max(0, self._left - len(text))
         if kept:
             self._write(kept)
@@ -320,7 +320,7 @@ def _name_of(probe: Probe, world_size: int, arguments: dict[str, Any]) -> str:
 
 
 def patience() -> float:
-    """What limits of time are multiplied by.
+    """The factor of all time limits.
 
     Raises:
         UsageError: the environment says something else than a number from 1 on.
@@ -338,7 +338,7 @@ def patience() -> float:
 
 
 def warm_up() -> None:
-    """Returns when ranks can be started without delay."""
+    """Return when ranks can be started without delay."""
     ranks.launch(_nothing, 1)
 
 
@@ -392,13 +392,13 @@ def _run_of(results: list[Report]) -> Run:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """That of this process, without what would make ranks behave differently, and without what is nobody's business."""
+    """This process's environment, without variables that change how ranks behave, and without private ones."""
     ours = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("LC_")}
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
 
 
 def _result(pickled: bytes) -> Any:
-    """What `_run_on_rank` packed; that is bytes, and these are all there may be in the pickle."""
+    """The bytes that `_run_on_rank` packed. The pickle may contain nothing else."""
     found = read_message(pickled)
     if not isinstance(found, bytes):
         raise TypeError("not bytes")
@@ -435,7 +435,7 @@ def _tail(path: Path) -> str:
 
 
 def attempt(report: Report, key: str, part: Callable[[], Any]) -> None:
-    """Reports what `part()` returns; if it raises, that, and the probe goes on: for parts without collectives."""
+    """Report the result of `part()`, or its exception, and go on with the probe. For parts without collectives."""
     try:
         report[key] = part()
     except Exception as error:
@@ -443,7 +443,7 @@ def attempt(report: Report, key: str, part: Callable[[], Any]) -> None:
 
 
 def _run_on_rank(order: _Order) -> bytes:
-    """Loads the package, calls the probe and packs what it reported."""
+    """Load the package, call the probe, and pack its report."""
     report: Report = {}
     raised: dict[str, Any] | None = None
     finish: Callable[[], list[str]] = list
@@ -481,7 +481,7 @@ def _guard_for(learner: _Learner) -> Guard:
 
 
 def _let_in(order: _Order, learner: _Learner, guard: Guard) -> Probe:
-    """Loads the probe, forgets all else of the checks, and then loads a learner's functions under the eyes of a guard."""
+    """Load the probe, forget everything else of the checks, and then load a learner's functions under the eyes of a guard."""
     overlay, found = learner.overlay, list[Probe]()
     forget([place for submitted in overlay.submitted for place in submitted.places])
 
@@ -499,7 +499,7 @@ def _let_in(order: _Order, learner: _Learner, guard: Guard) -> Probe:
 
 
 def redirect_errors(path: Path) -> None:
-    """What native code writes goes to a file; what Python writes to standard error is printed like the rest."""
+    """Send errors of native code to a file, and print Python's standard error like the rest."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)  # what Python prints does not go there
     os.dup2(file, 2)
@@ -509,7 +509,7 @@ def redirect_errors(path: Path) -> None:
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """What `Raised` keeps of an exception."""
+    """The parts of an exception that `Raised` keeps."""
     frames = [
         {"file": frame.filename, "line": frame.lineno or 0, "function": frame.name, "text": frame.line or ""}
         for frame in traceback.extract_tb(error.__traceback__)
@@ -525,7 +525,7 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def describe_wait() -> str:
-    """The collective that this rank waits in, with its place among those that it issued; "" if it waits in none."""
+    """The collective in which this rank waits, and its number among this rank's collectives; "" if there is none."""
     named, events = sys.modules.get("hwfsdp.collectives"), sys.modules.get("hwfsdp.observe.events")
     pending: str = getattr(named, "pending_collective", "") or _collective_called()
     recorder = events.active() if events else None

@@ -1,8 +1,8 @@
-"""What a student opens: a file with the holes of one exercise, and the imports that filling them takes.
+"""The file that a student opens: the holes of one exercise, and the imports that they need.
 
 A starter and its solution are the same file but for the bodies, and both are made from the package:
 
-    imports      those of the modules whose names the functions use; names of a module itself are imported from it
+    imports      the imports of names that the functions use; names of the module itself are imported from it
     functions    signature, decorators, docstring; then a hole, or the package's body
     methods      inside a class of their name with the package's docstring, one per class of the package
     comment      signatures of what the docstrings name and the file does not have (`provided`)
@@ -70,9 +70,9 @@ def render(
     """The text of a starter, or of its solution.
 
     Args:
-        chosen: the holes in the order in which they are to be filled; those of one class follow each other.
+        chosen: the holes in the order in which they are filled; holes of one class follow each other.
         label: of the exercise, for example "04". title: the first line of the file.
-        calls: of the package, what the docstrings name; those of one module follow each other.
+        calls: names of the package in the docstrings; names of one module follow each other.
 
     Raises:
         UsageError: a hole, or one of `calls`, is not in its module.
@@ -91,7 +91,7 @@ def render(
 
 
 def _class_docstring(chosen: Sequence[Hole], owner: str) -> list[str]:
-    """That of a class, as it stands in its module: it says what attributes there are."""
+    """The docstring of a class, as in its module: it lists the attributes."""
     source = next(hole.source for hole in chosen if hole.owner == owner)
     for node in ast.walk(holes.parsed(source)):
         if isinstance(node, ast.ClassDef) and node.name == owner and ast.get_docstring(node):
@@ -119,13 +119,13 @@ def _import_lines(chosen: Sequence[Hole]) -> list[str]:
 
 
 def _origin(line: str) -> int:
-    """Whose module an import names: 0 for Python's, 1 for other packages', 2 for one of this package."""
+    """The owner of an imported module: 0 for Python's, 1 for other packages', 2 for one of this package."""
     package = line.split()[1].split(".")[0]
     return 2 if package == "hwfsdp" else int(package not in sys.stdlib_module_names)
 
 
 def _imports(hole: Hole, chosen: Sequence[Hole]) -> Iterator[Import]:
-    """What a hole's function needs from elsewhere, its body included."""
+    """The imports that a hole's function needs, body included."""
     tree = holes.parsed(hole.source)
     imported = {found.alias: found for found in _imported(tree)}
     defined = {name for statement in tree.body for name in _defined(statement)}

@@ -1,4 +1,4 @@
-"""What a learner handed in: found, read and looked at as text. Nothing of it is run here."""
+"""A learner's submission: found, read and examined as text. Nothing of it runs here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def find_source(exercise: Exercise, folder: Path) -> Source:
 
 
 def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
-    """Raises UsageError if a submission's folder holds no file of any exercise."""
+    """Raise UsageError if a submission's folder holds no file of any exercise."""
     if not folder.is_dir():
         raise UsageError(
             f"submission {folder}",
@@ -88,7 +88,7 @@ def is_started(exercise: Exercise, text: str) -> bool:
 
 
 def starter(exercise: Exercise) -> str:
-    """What the learner was given."""
+    """The learner's starter."""
     kept = exercise.path.parent / KEPT_STARTER
     if kept.exists():  # in a student's edition the package has nothing to make it from
         return kept.read_text()
@@ -228,6 +228,6 @@ def _prefix(wanted: ast.FunctionDef, given: ast.FunctionDef) -> bool:
 
 
 def _kind(node: ast.FunctionDef) -> set[str]:
-    """How it is called: as a property, a static method, or as usual."""
+    """The kind of a function: a property, a static method, or a plain function."""
     names = {ast.unparse(decorator) for decorator in node.decorator_list}
     return names & {"property", "staticmethod", "classmethod"}

@@ -1,4 +1,4 @@
-"""Whose code a frame runs: Python's, a library's or the package's, or the learner's.
+"""The owner of a frame's code: Python, a library or the package, or the learner.
 
 Code is trusted by the name of its file. So a learner's code must not be able to choose that name, nor to borrow trusted code: each of the
 doors to that raises an audit event (https://docs.python.org/3/library/audit_events.html), and so do those to the frames, functions and
@@ -58,7 +58,7 @@ def digging(
     caller: types.FrameType,
     came_in: Callable[[types.CodeType], bool] = lambda code: False,
 ) -> str | None:
-    """What an audit event means, if it is a door that a learner's code has no business with; None for all others.
+    """The meaning of an audit event that a learner's code may not cause; None for all others.
 
     Args:
         caller: the frame that raised the event. came_in: see `doors`.

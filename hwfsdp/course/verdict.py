@@ -1,4 +1,4 @@
-"""What grading comes to, as data: why a check fails, what each check came to, and the grade of an exercise.
+"""Grades as data: why a check fails, the result of each check, and the grade of an exercise.
 
 Reading these must be quick, so nothing here loads torch.
 """
@@ -44,7 +44,7 @@ class Undecided(Exception):
 
 
 def _shown(value: Any) -> str | int | float | None:
-    """As it stands in a report: numbers as they are, tensors with few elements, everything on one line."""
+    """A value as a report shows it: numbers unchanged, tensors with few elements, everything on one line."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "numel"):  # a tensor, known without loading torch
@@ -75,7 +75,7 @@ class Check(NamedTuple):
 
 @dataclass
 class CheckResult:
-    """What a check came to; `passed` is None if it was not run, `dependency` the check that kept it from running."""
+    """The result of a check. `passed` is None if it did not run; `dependency` is the check that kept it from running."""
 
     check: Check
     passed: bool | None = None
@@ -105,7 +105,7 @@ OnCheck = Callable[[CheckResult], None]
 
 @dataclass
 class Grade:
-    """What an exercise came to.
+    """The grade of an exercise.
 
     Attributes:
         status: "passed", "failed", "not_started" or "error".
@@ -127,7 +127,7 @@ class Grade:
 
     @property
     def shown_results(self) -> list[CheckResult]:
-        """Its own checks, and those of earlier stations that do not hold."""
+        """Its own checks, and failed checks of earlier stations."""
         return [*(result for result in self.before if result.finding), *self.results]
 
     @property
@@ -152,7 +152,7 @@ class Grade:
 
     @property
     def points(self) -> str:
-        """What it came to, in words."""
+        """The points in words."""
         return f"{self.score} of {self.max_score} points"
 
     def as_dict(self) -> dict[str, Any]:

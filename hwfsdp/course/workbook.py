@@ -30,7 +30,7 @@ SEED = 20
 
 
 def files(course: Course) -> dict[Path, str]:
-    """What both folders should hold: every starter and solution, by path."""
+    """The right contents of both folders: every starter and solution, by path."""
     texts = {}
     for exercise in course.exercises:
         texts[course.root / "exercises" / exercise.target] = starter(exercise)
@@ -39,7 +39,7 @@ def files(course: Course) -> dict[Path, str]:
 
 
 def write(course: Course) -> list[Path]:
-    """Writes what differs; returns where."""
+    """Write what differs; return where."""
     changed = []
     for path, text in files(course).items():
         if not path.exists() or path.read_text() != text:
@@ -50,7 +50,7 @@ def write(course: Course) -> list[Path]:
 
 
 def problems(course: Course) -> Iterator[str]:
-    """What does not hold, one line each; nothing that is graded, see `grading_problems`."""
+    """Problems, one line each. For problems of grading, see `grading_problems`."""
     try:
         yield from _owners(course)
         yield from _restored(course)
@@ -73,7 +73,7 @@ def _owners(course: Course) -> Iterator[str]:
 
 
 def _restored(course: Course) -> Iterator[str]:
-    """Blanks everything in the package and puts back what the solutions have."""
+    """Blank everything in the package and put back what the solutions have."""
     originals: dict[str, str] = {}
     blank: dict[str, str] = {}
     for exercise in course.exercises:
@@ -97,7 +97,7 @@ def _restored(course: Course) -> Iterator[str]:
 
 
 def grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
-    """What grading of an exercise's own files should give and does not."""
+    """Problems of grading an exercise's own files, one line each."""
     started = graded(exercise, course, starter(exercise))
     if (started.status, started.score) != ("not_started", 0):
         yield f"{exercise.number}: the starter is {started.status} with {started.score} points, not not_started."
@@ -126,5 +126,5 @@ def failures(result: Grade) -> str:
 
 
 def compiles_alone(exercise: Exercise) -> None:
-    """Runs the starter as a module of its own, next to the whole package; raises whatever that raises."""
+    """Run the starter as a module of its own, next to the whole package; raise whatever it raises."""
     exec(compile(starter(exercise), exercise.file_name, "exec"), {"__name__": exercise.file_name})

@@ -52,7 +52,7 @@ LOST_PEER = (
 
 
 class _Failure(NamedTuple):
-    """How a rank failed: `RankError.reason`, what happened, its traceback, and the exception if it travels."""
+    """The failure of a rank: `RankError.reason`, what happened, its traceback, and the exception if it travels."""
 
     reason: str
     got: str
@@ -121,7 +121,7 @@ class Caller:
             rank.inbox.largest = LARGEST_REPORT
 
     def collect(self) -> list[Any]:
-        """What each rank returned; raises RankError for the first that failed."""
+        """Collect the value that each rank returned; raise RankError for the first rank that failed."""
         while not all(rank.finished for rank in self.ranks):
             if any(rank.failure for rank in self.ranks):
                 grace = time.monotonic() + _GRACE
@@ -133,7 +133,7 @@ class Caller:
         return [rank.result for rank in self.ranks]
 
     def read_messages(self, deadline: float | None) -> bool:
-        """Waits for news of any rank that is still running, and takes it in; False if none came in time."""
+        """Wait for news of any rank that is still running, and take it in; False if none came in time."""
         running = [rank for rank in self.ranks if not rank.finished and not rank.failure]
         remaining = None if deadline is None else deadline - time.monotonic()
         is_late = remaining is not None and remaining < 0  # also with a rank that never stops talking
@@ -156,7 +156,7 @@ class Caller:
             rank.failure = _Failure("died", f"a message that cannot be read: {error!r}")
 
     def take_in(self, rank: Rank, kind: str, content: Any) -> None:
-        """Does with a message what it is for."""
+        """Do with a message what it is for."""
         if kind == "print":
             self.write(content)
         elif kind == "return":
@@ -209,14 +209,14 @@ def _first_failure(ranks: list[Rank]) -> RankError:
 
 
 class _Stand(NamedTuple):
-    """Where a rank says that it stands: the collective that it waits in, or ""; and its stack."""
+    """The place of a rank in its own words: the collective in which it waits, or ""; and its stack."""
 
     waiting: str
     stack: str
 
 
 def _ask_where(ranks: list[Rank]) -> dict[int, _Stand]:
-    """Asks every rank that still runs where it stands (see `worker`, Note [Time runs out])."""
+    """Ask every rank that still runs where it stands (see `worker`, Note [Time runs out])."""
     running = [n for n, rank in enumerate(ranks) if not rank.finished and not rank.failure]
     stands: dict[int, _Stand] = {}
     for number in running:
@@ -267,7 +267,7 @@ def _is_deadlock(ranks: Sequence[Rank], stands: Mapping[int, _Stand]) -> bool:
 
 
 def _turns(pid: int | None) -> str | None:
-    """How often the main thread of a process has left a processor; None where the system does not tell."""
+    """Number of times that the main thread of a process has left a processor; None if the system does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -276,7 +276,7 @@ def _turns(pid: int | None) -> str | None:
 
 
 def _describe_divergence(ranks: list[Rank], stands: Mapping[int, _Stand]) -> str:
-    """What the ranks called last, side by side; "" if they agree."""
+    """The last calls of the ranks, side by side; "" if they agree."""
     reports = []
     for number, rank in enumerate(ranks):
         calls = history.read(os.pread(rank.history.fileno(), history.SIZE, 0))

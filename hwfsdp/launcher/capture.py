@@ -1,4 +1,4 @@
-"""What runs on each rank of `hwfsdp trace run`: a script, as torchrun would run it, with some of its steps recorded.
+"""The program of each rank of `hwfsdp trace run`: a script, as torchrun would run it, with some of its steps recorded.
 
 The script needs no change. It finds the environment that torchrun sets, its own arguments in `sys.argv`, and is
 `__main__`. It may initialize the process group itself, leave that to `fully_shard`, or ask whether it is there.
@@ -96,7 +96,7 @@ _ENVIRONMENT = {  # what torchrun sets beside the numbers of ranks; its id makes
 
 
 def run_script(script: Path, arguments: list[str], rendezvous: Path, seconds: float | None = None) -> None:
-    """Runs a script to its end, on a rank whose process group is initialized already.
+    """Run a script to its end, on a rank whose process group is initialized already.
 
     Args:
         rendezvous: a folder that all ranks share, for the process group that the script may want to make itself.

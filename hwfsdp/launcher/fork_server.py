@@ -11,6 +11,6 @@ from multiprocessing import forkserver
 
 
 def start_server() -> None:
-    """Starts the server if it does not run yet, and returns at once."""
+    """Start the server if it does not run yet, and return at once."""
     mp.get_context("forkserver").set_forkserver_preload(["hwfsdp.launcher.ranks", "hwfsdp.launcher.preload"])
     forkserver.ensure_running()

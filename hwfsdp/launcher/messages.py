@@ -1,4 +1,4 @@
-"""What a rank says to its caller: messages, read so that nothing of them is run and nobody waits for the rest of one.
+"""Messages from a rank to its caller. Reading one runs no code, and never waits for the rest of a message.
 
 To unpickle is to run what the pickle says. Messages are made of text and bytes only, and are read by an unpickler that
 knows nothing else. What ranks return and raise travels in them as bytes, and who trusts them unpickles these.
@@ -23,7 +23,7 @@ LARGEST_REPORT = 64 << 20  # of what a rank returns that nobody trusts
 
 
 class Inbox:
-    """What a rank has said so far. A message that does not end must not keep its reader waiting.
+    """The messages of a rank so far. A message that does not end must not keep its reader waiting.
 
     `Connection.recv_bytes` would wait for the rest. A message is its length in bytes, 4 of them, or -1 and then 8, and then
     so many bytes (`multiprocessing.connection`).
@@ -33,7 +33,7 @@ class Inbox:
         self._data, self.largest = bytearray(), largest
 
     def take(self, connection: Connection) -> Iterator[tuple[str, Any]]:
-        """Reads what is there, which has to be something, and gives the messages that are complete.
+        """Read what is there, which has to be something, and give the messages that are complete.
 
         Raises:
             EOFError: the rank is gone. ValueError, UnpicklingError: what it said is no message.
@@ -74,5 +74,5 @@ class _Primitives(pickle.Unpickler):
 
 
 def read_message(data: bytes) -> Any:
-    """What a rank pickled, if it is made of text, bytes, numbers, tuples and None."""
+    """Unpickle a rank's message, if it is made of text, bytes, numbers, tuples and None."""
     return _Primitives(io.BytesIO(data)).load()

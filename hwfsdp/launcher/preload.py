@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from does before the first of them: it imports, it adopts, and it leaves memory alone.
+"""The start of the server from which ranks are forked: it imports, it adopts orphans, and it leaves memory alone.
 
 Imported by that server alone (`ranks`). Nothing here may start threads or ask a driver for GPUs: forks survive neither. One call of
 `torch.cuda.is_available` is enough, and CUDA refuses to start in every rank.
@@ -21,14 +21,14 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants' orphans; does nothing where that is unknown."""
+    """Make this process the parent of its descendants' orphans; do nothing where the system does not know this."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
 
 
 def import_for_ranks() -> None:
-    """What every rank would import first of all."""
+    """Import the modules that every rank needs."""
     for module in ("torch.distributed.tensor", "hwfsdp.features.door", compat.LATE_IMPORT):
         importlib.import_module(module)
 

@@ -42,7 +42,9 @@ from hwfsdp.launcher.worker import (
 )
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
-_ASKED_FIRST = 10.0  # more seconds for a collective than for all: ranks that hang are asked where, before they give up
+_ASKED_FIRST = (
+    10.0  # more seconds for a collective than for all: ranks that hang are asked where, before they give up
+)
 
 _running: list[list[Rank]] = []  # of the calls under way
 
@@ -55,7 +57,7 @@ def launch(
     device: str = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls `fn(*args, **kwargs)` on each of `world_size` ranks, in a process of its own each.
+    """Call `fn(*args, **kwargs)` on each of `world_size` ranks, in a process of its own each.
 
     Args:
         fn: finds an initialized process group (`torch.distributed.get_rank()` …). It, its arguments and what it
@@ -69,7 +71,7 @@ def launch(
     Raises:
         RankError: a rank raised, died, or did not finish in time; the first one that failed is named, and its
             exception is the cause. No rank runs on after the call, however it ends.
-        UsageError: the world size is below 1, or not that of torchrun.
+        UsageError: the world size is below 1, or not torchrun's.
     """
     if world_size < 1:
         raise UsageError(
@@ -99,14 +101,14 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     prepare: Callable[[str], object] | None = None,
 ) -> list[Any]:
-    """What `launch` does, for callers that must not trust their ranks (see `messages`).
+    """Launch ranks like `launch`, for callers that must not trust their ranks (see `messages`).
 
     Args:
         call: what `cloudpickle.dumps` makes of the function, its arguments and keywords.
         write: gets what the ranks print.
         unpickle: for what ranks return and raise. None: nothing of theirs is unpickled. What each returned stays the bytes
             that it pickled, and errors are text.
-        environ: of the ranks; None: that of the caller. They meet in a folder below its TMPDIR.
+        environ: of the ranks; None: the caller's. They meet in a folder below its TMPDIR.
         prepare: called in each rank's process before anything else, with the folder where the ranks meet; an error of it
             ends the rank.
     """

@@ -26,7 +26,7 @@ class Steps(NamedTuple):
 
 
 def read_steps(text: str) -> Steps:
-    """What `--steps` says: "5": five steps after the warm-up; "3..7": those, counted from 0; "3..": all from there.
+    """Parse `--steps`. "5": five steps after the warm-up; "3..7": those, counted from 0; "3..": all from there.
 
     Raises:
         UsageError: anything else, or no step at all.
@@ -40,7 +40,7 @@ def read_steps(text: str) -> Steps:
             return steps
     raise UsageError(
         "--steps",
-        expected="how many (2), from where to where (3..7), or from where on (3..)",
+        expected="a number of steps (2), a range (3..7), or a first step (3..)",
         got=repr(text),
-        remedy="Steps are those of the optimizer, counted from 0.",
+        remedy="Count the optimizer's steps from 0.",
     )

@@ -1,4 +1,4 @@
-"""What runs in the process of one rank; `ranks` has its caller.
+"""The process of one rank. Its caller is in `ranks`.
 
 Note [Time runs out]
     A rank that hangs cannot say where. Each rank has a thread that listens to the caller, and answers with the
@@ -35,7 +35,7 @@ stop_requested = threading.Event()  # see `ranks`, Note [Asked to stop]
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is told.
+    """The task of every rank.
 
     Attributes:
         folder: where the ranks meet, and where the files of their histories are.
@@ -69,7 +69,7 @@ class _Relay(io.TextIOBase):
 
     def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
         self._send, self._isatty = send, isatty
-        self._line = ""  # begun, but not ended: whole lines, so that those of several ranks do not mix
+        self._line = ""  # not ended yet: lines are printed whole, so that several ranks' lines do not mix
 
     def write(self, text: str) -> int:
         self._line += text
@@ -80,7 +80,7 @@ class _Relay(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Shows a line that has not ended."""
+        """Show a line that has not ended."""
         if self._line:
             self._send(("print", self._line))
             self._line = ""
@@ -96,7 +96,7 @@ class _Relay(io.TextIOBase):
 
 
 def run_rank(rank: int, task: Task, connection: Connection) -> None:
-    """What a rank's process does: the task's function, in an initialized process group; tells the caller how it went."""
+    """Run the task's function in an initialized process group, and tell the caller how it ended."""
     if task.prepare is not None:
         pickle.loads(task.prepare)(task.folder)
     lock = threading.Lock()
@@ -129,7 +129,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
 
 
 def finish_saves() -> None:
-    """Ends what saves in the background; raises if it failed and nobody has heard of it."""
+    """End background saves; raise if one failed and nothing has raised its error."""
     background = sys.modules.get("hwfsdp.checkpoint.background")  # not imported: nothing is saving
     if background is not None:
         background.finish_saves()
@@ -149,7 +149,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _listen(connection: Connection, send: Callable[[Any], None], main_thread: int) -> None:
-    """Answers the caller's question where this rank stands; ends the rank when the caller is gone."""
+    """Answer the caller's question where this rank stands; end the rank when the caller is gone."""
     while True:
         try:
             question = connection.recv()
@@ -174,7 +174,7 @@ describe_wait: Callable[[], str] = _pending_collective  # what a rank says it wa
 def init_process_group(
     device: str, timeout: float, init_method: str, rank: int = -1, world_size: int = -1
 ) -> None:
-    """Initializes the process group of a rank, and chooses its GPU.
+    """Initialize the process group of a rank, and choose its GPU.
 
     Args:
         timeout: seconds for each collective.
@@ -205,7 +205,7 @@ def wait_for_connections() -> None:
 
 
 def destroy_process_group() -> None:
-    """Ends communication while the interpreter is whole.
+    """End communication while the interpreter is whole.
 
     A sharded model is a cycle of references that holds on to its process group. Left to the interpreter's exit,
     gloo's threads are sometimes still running when their owner is torn down, and the process aborts.

@@ -2,7 +2,7 @@
 
 The model is built on the meta device, where tensors have shapes and no values. A fake process group says that there are
 so many ranks, and which of them this one is. Then `fully_shard` is called as for a run, on each block and on the root, so
-the table is that of the run. Nothing is communicated.
+the table equals the run's. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Blueprint(NamedTuple):
-    """What became of a model.
+    """A model sharded on paper.
 
     Attributes:
         wrapped: fqns of the modules that became groups of their own, besides the root.
@@ -80,7 +80,7 @@ def _on_paper(rank: int, ranks: int) -> Iterator[None]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """What one usually shards one by one: by fqn, the members of the outermost lists of two or more modules of one class.
+    """The modules that one usually shards one by one: by fqn, the members of the outermost lists of two or more modules of one class.
 
     Lists are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`; their members have modules of their own.
     """

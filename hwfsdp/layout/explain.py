@@ -26,7 +26,7 @@ class ParamRow(NamedTuple):
     """One parameter.
 
     Attributes:
-        fqn, group: its name and that of its parameter group.
+        fqn, group: its name and its parameter group's.
         shape: over all ranks. dtype: of the shard. placement: of the DTensor.
         rows: the rows of this rank, of the dimension that is cut, as (first, one past the last).
         padding: elements that this rank sends beyond its rows.
@@ -75,7 +75,7 @@ class Explanation:
     """A table of parameters; `str` lays it out, `folded_text` more briefly.
 
     Attributes:
-        rows: one per parameter, in the order of the groups. not_sharded: names of those that no group has.
+        rows: one per parameter, in the order of the groups. not_sharded: names of parameters that no group has.
     """
 
     rows: list[ParamRow]
@@ -138,7 +138,7 @@ def _laid_out(cells: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _cells(row: ParamRow) -> tuple[str, ...]:
-    """All but the names."""
+    """All cells except the names."""
     shape = " × ".join(map(str, row.shape))
     start, stop = row.rows
     rows = "none" if stop == start else f"{start}…{stop - 1}" if stop - start > 1 else str(start)
@@ -165,7 +165,7 @@ def _in_units(nbytes: int) -> str:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """How the parameters of a sharded model lie over the ranks, as this rank sees it; no communication.
+    """Explain how ranks share the parameters of a sharded model, as this rank sees it; without communication.
 
     Raises:
         UsageError: no module of the model is sharded.

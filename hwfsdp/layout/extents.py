@@ -33,7 +33,7 @@ Note [Right to left]
 
     Stepping through a tensor from left to right, and giving a strided rank one stripe of each of the f pieces that are
     still to come, ends in the same place only if all of them are equally long. In the 7 rows above, the stripes of
-    rank 0 along fsdp would be 0 1 and 4, those of rank 2 only 6, and tp would then cut 6 for its rank 0.
+    rank 0 along fsdp would be 0 1 and 4, rank 2's only 6, and tp would then cut 6 for its rank 0.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def impossible_factor(
     """The error for a split factor that no cuts make.
 
     Args:
-        mesh_dim: that of `placement`. pieces: the numbers of pieces that cuts on its right do make, 1 among them.
+        mesh_dim: the placement's. pieces: the numbers of pieces that cuts on its right do make, 1 among them.
     """
     return UsageError(
         f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
@@ -165,7 +165,7 @@ def local_extent_of(
     placements: Sequence[Placement],
     coordinate: Sequence[int],
 ) -> LocalExtent:
-    """What the rank at this coordinate of the mesh holds of a tensor of this shape: integers only.
+    """The extent that the rank at this mesh coordinate holds of a tensor of this shape: integers only.
 
     Returns:
         Shape and offset. Where the rank gets nothing of a tensor dim, the offset in it is the dim's size, so that
@@ -386,7 +386,7 @@ def shard_strided(
 
     `extents_of(shape, mesh_shape, placements)` says which box of the tensor each coordinate has: a dict from coordinate to
     `LocalExtent`, in row-major order. `largest_shape(extents)`, of that dict, is as large as the largest of them in each dim.
-    `slices_of(extent)` is the index of the box in the whole, `front_of(extent)` that of as many elements at the front of a
+    `slices_of(extent)` is the index of the box in the whole, `front_of(extent)` the index of as many elements at the front of a
     shard.
 
     Raises:
@@ -440,7 +440,7 @@ def unshard_strided(
 def check_shards(
     shards: Sequence[Tensor], mesh_shape: Sequence[int], extents: Mapping[tuple[int, ...], LocalExtent]
 ) -> None:
-    """Raises UsageError if these cannot be the shards of these extents, by number and shape; replicas may be anything."""
+    """Raise UsageError if these cannot be the shards of these extents, by number and shape; replicas may be anything."""
     if len(shards) != len(extents):
         raise UsageError(
             "shards",
@@ -459,7 +459,7 @@ def check_shards(
                 f"the shard at {coordinate}",
                 expected=f"shape {extent.shape}, padded to {largest} at most",
                 got=f"shape {tuple(shard.shape)}",
-                remedy="Compare the global shape, mesh and placements with those that it was cut by.",
+                remedy="Pass the global shape, mesh and placements with which the tensor was cut.",
             )
 
 

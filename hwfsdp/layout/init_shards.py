@@ -27,7 +27,7 @@ Init = Callable[[str, Tensor, torch.Generator], object]
 
 
 class Part(NamedTuple):
-    """What a rank holds of a parameter: the memory to fill, and where its first element is in the whole."""
+    """A rank's part of a parameter: the memory to fill, and the place of its first element in the whole."""
 
     local: Tensor
     offset: tuple[int, ...]
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 @torch.no_grad()
 def init_shards(model: nn.Module, init: Init, seed: int) -> None:
-    """Initializes this rank's rows of every parameter; no communication.
+    """Initialize this rank's rows of every parameter, without communication.
 
     Args:
         model: sharded, after `to_empty`. Parameters that are not sharded are initialized too, buffers are not.
@@ -59,14 +59,14 @@ def init_shards(model: nn.Module, init: Init, seed: int) -> None:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Registers the shards of all groups below `model`; whole parameters would be forgotten."""
+    """Register the shards of all groups below `model`; whole parameters would be forgotten."""
     for module in model.modules():
         for group in state.groups if (state := state_of(module)) else ():
             group.reshard()
 
 
 def require_memory(fqn: str, param: Tensor) -> None:
-    """Raises StateError if the parameter is still on the meta device."""
+    """Raise StateError if the parameter is still on the meta device."""
     if param.is_meta:
         raise StateError(
             f"init_shards: parameter {fqn!r}",
@@ -77,7 +77,7 @@ def require_memory(fqn: str, param: Tensor) -> None:
 
 
 def part_of(param: Tensor) -> Part:
-    """What this rank holds of a parameter, which may be sharded or not.
+    """This rank's part of a parameter, sharded or not.
 
     Returns:
         `Part(local, offset)`: the memory to fill, and the index of its first element in the whole, one integer for each dim.
@@ -92,7 +92,7 @@ def part_of(param: Tensor) -> Part:
 
 
 def fill_part(fqn: str, part: Part, shape: tuple[int, ...], init: Init, seed: int) -> None:
-    """Fills a rank's part of a parameter, row by row. Called without gradients being recorded.
+    """Fill a rank's part of a parameter, row by row. Called without gradients being recorded.
 
     Args:
         fqn: the parameter's. part: what this rank has, `part.local`, at `part.offset` in the whole (see `part_of`). It is
@@ -128,7 +128,7 @@ def row_generator(seed: int, fqn: str, number: int) -> torch.Generator:
     Returns:
         A generator of its own, new, that depends on these three alone: the same numbers in every process on every machine,
         whatever was drawn before, and other numbers if any of the three is another. Its `manual_seed` takes integers of 64
-        bits. Python's `hash` of a text differs from one process to the next; those of `hashlib` do not.
+        bits. Python's `hash` of a text differs from one process to the next; a hash of `hashlib` does not.
     """
     digest = hashlib.blake2b(f"{seed}/{fqn}/{number}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

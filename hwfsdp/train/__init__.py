@@ -1,4 +1,4 @@
-"""What to train, on what, and how: models, text, the loop, and the same run three times.
+"""Training: models, text, the loop, and the demo's three runs.
 
     models           a byte-level GPT and Llama, to shard
     builders         which model: by name, or a function of yours

@@ -23,7 +23,7 @@ from hwfsdp.train.models import zoo
 
 
 def find_builder(name: str) -> Callable[[], nn.Module]:
-    """What makes the model of this name: one of `zoo`, or "module:function" of the user's.
+    """Find the function that builds a model: a name of `zoo`, or the user's "module:function".
 
     Modules are looked for in the current directory, too. What the function prints goes to standard error.
 
@@ -76,7 +76,7 @@ def _of_the_user(name: str, what: str, call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def in_one_line(subject: str, expected: str, remedy: str) -> Iterator[None]:
-    """What the user's code raises in the block, as a UsageError that says where; our errors as they are."""
+    """Turn an exception of the user's code in the block into a UsageError that says where; leave our errors."""
     try:
         yield
     except FSDPError:

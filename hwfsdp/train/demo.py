@@ -46,7 +46,7 @@ ROUNDING = 1e-3
 
 @dataclass
 class Comparison:
-    """What one rank found. Runs are called `label_of(config.implementation)`, `THEIRS` and `WHOLE`.
+    """The findings of one rank. Runs are called `label_of(config.implementation)`, `THEIRS` and `WHOLE`.
 
     Attributes:
         losses: per run and step, mean over the whole batch; step_ms: per run and step.
@@ -114,7 +114,7 @@ class _Comparer:
         dist.barrier()
 
     def finish(self) -> Comparison:
-        """What was found, with means and norms over all ranks; records a few steps more."""
+        """Record a few more steps; return the result, with means and norms over all ranks."""
         found = self.found
         for run in self.sharded:
             found.losses[run] = mean_over_ranks(found.losses[run])
@@ -126,7 +126,7 @@ class _Comparer:
 
 
 def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | None = None) -> Comparison:
-    """Runs the three on this rank of an initialized process group."""
+    """Run the three on this rank of an initialized process group."""
     limit_collectives(patience(config.implementation, config.timeout))
     runs = _Comparer(config)
     for step in range(config.steps):
@@ -139,7 +139,7 @@ def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | 
 
 
 def _note_difference(found: Comparison, ours: nn.Module, theirs: nn.Module, losses: list[Tensor]) -> None:
-    """Holds this rank's loss and gradients of the step just made against FSDP2's."""
+    """Hold this rank's loss and gradients of the step just made against FSDP2's."""
     found.equal &= torch.equal(*losses)
     mine = dict(ours.named_parameters())
     for name, param in theirs.named_parameters():
@@ -176,7 +176,7 @@ def group_sizes(model: GPT) -> tuple[GroupSizes, list[GroupSizes]]:
 
 
 class Result(NamedTuple):
-    """What the demo found: in numbers, as `summary.json` holds them, and the log of all ranks."""
+    """The demo's result: the numbers of `summary.json`, and the log of all ranks."""
 
     summary: dict[str, Any]
     log: EventLog
@@ -195,10 +195,10 @@ def run_demo(
     """
     if config.implementation in (TORCHS, NONE):
         raise UsageError(
-            "hwfsdp demo",
-            expected="hwfsdp, or a file of yours, to compare with FSDP2 and with an unsharded model",
+            "demo",
+            expected="hwfsdp, or your own file, to compare with FSDP2 and with an unsharded model",
             got=f"--implementation {config.implementation}",
-            remedy=f"Leave it out, or use hwfsdp train --implementation {config.implementation}.",
+            remedy=f"Leave out --implementation, or use hwfsdp train --implementation {config.implementation}.",
         )
     found = launch_blaming(config, compare, ranks, config, on_step)
     log = EventLog.merge(comparison.log for comparison in found)

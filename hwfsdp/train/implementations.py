@@ -5,7 +5,7 @@
     none       nothing is sharded: every rank has the whole model, and one all-reduce averages the gradients
     FILE.py    the `fully_shard` of a file, such as the homework's
 
-`sharder` returns a function that is called as torch's `fully_shard` is. A file's own `fully_shard` gets those of torch's
+`sharder` returns a function with the call of torch's `fully_shard`. A file's own `fully_shard` gets torch's
 arguments that it names, and two more, which the homework has: `module_fqn`, the name of the module, and `comm_ctx`, one
 `FSDPCommContext(device_type)` of the file for all modules of a model.
 
@@ -46,7 +46,7 @@ from hwfsdp.observe import events
 OURS, TORCHS, NONE = NAMES = ("hwfsdp", "fsdp2", "none")
 _MODULE = "hwfsdp_implementation"  # what the user's file is called among the modules of a rank
 _PATIENCE = 60.0  # seconds for a step of a user's file, unless they say otherwise
-_LATER = 5.0  # seconds: whoever hangs by itself is named before those who wait for it
+_LATER = 5.0  # seconds: a rank that hangs by itself is named before the ranks that wait for it
 
 Shard = Callable[..., Any]
 
@@ -76,7 +76,7 @@ def read_implementation(name: str) -> str:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UsageError(
-            f"{name}{line}", expected="Python", got=f"{type(error).__name__}: {what}", remedy="Mend it first."
+            f"{name}{line}", expected="Python", got=f"{type(error).__name__}: {what}", remedy="Fix it first."
         ) from None
     if not _may_define(tree, "fully_shard"):
         raise _without_fully_shard(path)
@@ -111,7 +111,7 @@ def shown(path: Path | str) -> str:
 
 
 def label_of(implementation: str) -> str:
-    """What tables and curves call it."""
+    """The name in tables and curves."""
     return {OURS: "hwfsdp", TORCHS: "FSDP2", NONE: "unsharded"}.get(implementation, Path(implementation).name)
 
 
@@ -166,7 +166,7 @@ def _policy_of_torch(policy: MixedPrecisionPolicy | None) -> Any:
 
 
 class _FileSharder:
-    """The `fully_shard` of a user's file, called with those arguments that it names."""
+    """The `fully_shard` of a user's file, called only with the arguments that it names."""
 
     def __init__(self, path: Path, model: nn.Module, mesh: DeviceMesh) -> None:
         self.path, self.model, self.mesh = path, model, mesh
@@ -193,7 +193,7 @@ class _FileSharder:
         return module
 
     def _named(self, offered: dict[str, Any], asked: Mapping[str, bool]) -> dict[str, Any]:
-        """Of the arguments that are offered, those that the function names."""
+        """The offered arguments that the function names."""
         names = {p.name for p in self.parameters}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters):
             names |= asked.keys() | {"mesh"}
@@ -231,7 +231,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Runs a user's file as a module; what lies beside it can be imported, as from a script."""
+    """Run a user's file as a module; what lies beside it can be imported, as from a script."""
     module = ModuleType(_MODULE)
     module.__file__ = str(path)
     sys.modules[_MODULE] = module
@@ -276,7 +276,7 @@ def own_square(model: nn.Module, shapes: Mapping[str, torch.Size]) -> float:
 
 
 def _copies(grad: DTensor) -> int:
-    """How many ranks hold the same part."""
+    """Number of ranks that hold the same part."""
     copies = 1
     for axis, placement in enumerate(grad.placements):
         copies *= grad.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
@@ -287,7 +287,7 @@ def _copies(grad: DTensor) -> int:
 
 
 def patience(implementation: str, seconds: float | None) -> float | None:
-    """Seconds for a step: those that were asked for; a user's file gets some if nobody said how many."""
+    """Time limit of a step in seconds: the requested one, or a default for a user's file."""
     return _PATIENCE if seconds is None and implementation not in NAMES else seconds
 
 

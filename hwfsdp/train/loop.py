@@ -84,7 +84,7 @@ class TrainConfig:
 
 @dataclass
 class TrainResult:
-    """What one rank has to tell: losses are means over all ranks, times are its own; the log if it recorded.
+    """The result of one rank: losses are means over all ranks, times are its own; the log if it recorded.
 
     Attributes:
         losses: of all steps, those before the run was resumed as well. resumed_at: how many those are.
@@ -108,7 +108,7 @@ def build_model(config: GPTConfig, seed: int) -> GPT:
 
 
 def shard_model(model: GPT, shard: Callable[..., Any], **options: Any) -> GPT:
-    """Applies a `fully_shard`, ours or torch's, to each block and to the rest.
+    """Apply a `fully_shard`, ours or torch's, to each block and to the rest.
 
     Args:
         options: for `shard`. Of an `mp_policy`, the output dtype holds for the whole model only: between blocks,
@@ -164,7 +164,7 @@ def train_step(
 def train(
     config: TrainConfig, device: str = "cpu", on_step: Callable[[int, float, float], None] | None = None
 ) -> TrainResult:
-    """Trains a GPT on this rank, one of an initialized process group.
+    """Train a GPT on this rank, one of an initialized process group.
 
     Args:
         on_step: called on rank 0 with the number of steps done, and the loss and the gradient norm of the last one.
@@ -270,7 +270,7 @@ class _Run:
         return Snapshots(config.snapshots, trainee.model, trainee.optimizer, settings)
 
     def run(self) -> TrainResult:
-        """Trains to the last step, or until it is asked to stop."""
+        """Train to the last step, or until it is asked to stop."""
         config, progress = self.config, self.progress
         result = TrainResult(resumed_at=progress.step)
         with ExitStack() as recording:
@@ -308,7 +308,7 @@ class _Run:
         return any(sum_over_ranks([float(stop_requested.is_set())]))
 
     def save_if_due(self, stopping: bool) -> None:
-        """Saves every so many steps, and at the end of the run."""
+        """Save every so many steps, and at the end of the run."""
         assert self.config.snapshots is not None and self.snapshots is not None
         step, every = self.progress.step, self.config.snapshots.every
         if stopping or step == self.config.steps or (every and step % every == 0):
@@ -316,7 +316,7 @@ class _Run:
 
 
 def _check_savable(trainee: Trainee) -> None:
-    """Raises UsageError if a parameter does not say which part of it this rank has."""
+    """Raise UsageError if a parameter does not say which part of it this rank has."""
     plain = [name for name, p in trainee.model.named_parameters() if not isinstance(p, DTensor)]
     if plain:
         raise UsageError(

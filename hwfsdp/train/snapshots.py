@@ -1,4 +1,4 @@
-"""What a run needs to go on where it was, saved now and then.
+"""Snapshots: everything that a run needs to continue, saved now and then.
 
 A snapshot holds the model, the optimizer's state, how many steps are done, their losses and gradient norms, each rank's random
 number generators, and the settings that made the run what it is. Batches are a function of seed and step (see `data`), so
@@ -32,7 +32,7 @@ ROWS = "rows of a batch, all ranks together"  # the setting that may be shared o
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """Where and when.
+    """Place and times of snapshots.
 
     Attributes:
         path: directory of the checkpoint. every: steps between two saves; None: at the end only.
@@ -58,7 +58,7 @@ class SnapshotConfig:
         if saves.newest(self.path) and not self.resume:
             raise UsageError(
                 str(self.path),
-                expected="no checkpoint, as this run begins anew",
+                expected="no checkpoint, because this run starts from the beginning",
                 got="one",
                 remedy="Resume from it (--resume), or give the run another directory (--checkpoint).",
             )
@@ -91,10 +91,10 @@ class Snapshots:
         self._handle: SaveHandle | None = None
 
     def resume(self) -> Progress:
-        """Fills model and optimizer from the newest save, if the run is to go on and there is one.
+        """Fill model and optimizer from the newest save, if the run is to go on and there is one.
 
         Raises:
-            UsageError: other settings than those of the run that was saved. What `store.load` raises.
+            UsageError: the settings differ from the saved run's. And the errors of `store.load`.
         """
         source = saves.newest(self.config.path) if self.config.resume else None
         if source is None:
@@ -117,7 +117,7 @@ class Snapshots:
         return Progress(len(losses), losses.tolist(), norms.tolist())
 
     def save(self, progress: Progress) -> None:
-        """Saves the run as it is now; the error of the save before, if that failed, is raised here.
+        """Save the run as it is now. If the save before failed, raise its error.
 
         Returns when everything is copied, or, if the config says so, on the disk.
         """
@@ -129,7 +129,7 @@ class Snapshots:
         self._handle = async_save(state, path, keep=keep)
 
     def finish(self) -> None:
-        """Waits until the last save is on the disk; raises its error."""
+        """Wait until the last save is on the disk; raise its error."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
@@ -151,7 +151,7 @@ class Snapshots:
                     f"resuming from {self.config.path}",
                     expected=f"{name}: {saved[name]!r}, as in the run that was saved",
                     got=f"{setting!r}",
-                    remedy="Give the same setting, or begin anew in another directory.",
+                    remedy="Give the same setting, or start again in another directory.",
                 )
 
     # --- Random numbers ------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Snapshots:
 
 
 def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:
-    """Rows of a batch, all ranks together: those of the run to go on from, if the number of ranks has changed.
+    """Rows of a batch over all ranks: the old run's number, if the number of ranks has changed.
 
     Args:
         rows: what this run's settings make it.

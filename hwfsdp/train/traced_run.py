@@ -28,7 +28,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Target:
-    """What to run.
+    """The program to run.
 
     Attributes:
         script: a file; None: the demo's model. arguments: what the script finds in `sys.argv`.
@@ -42,7 +42,7 @@ class Target:
 
 
 class Captured(NamedTuple):
-    """Of one rank: what it recorded (None: it came to no step that was wanted), and how many steps it finished."""
+    """One rank's recording (None: it reached no wanted step), and the number of steps that it finished."""
 
     log: EventLog | None
     steps: int
@@ -55,7 +55,7 @@ def trace_run(
     own_output: bool = True,
     timeout: float | None = None,
 ) -> EventLog:
-    """Runs the target on ranks of its own and returns the log of all of them.
+    """Run the target on ranks of its own and return the log of all of them.
 
     Args:
         device: "cpu" or "cuda"; None: cuda where there is a GPU for each rank.
@@ -82,7 +82,7 @@ def trace_run(
     if len(logs) < ranks:
         raise UsageError(
             f"--steps {target.steps}",
-            expected="steps that the script makes with its optimizer",
+            expected="steps that the script's optimizer makes",
             got=f"an end after {captured[0].steps} steps",
             remedy="Steps are counted from 0; --steps 0.. records all of them.",
         )
@@ -110,22 +110,22 @@ def _check_gpus(ranks: int, device: str | None) -> None:
 def _check(target: Target) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError(
-            "hwfsdp trace run",
+            "trace run",
             expected="to start the ranks itself",
-            got="torchrun around it",
+            got="a run under torchrun",
             remedy="Call it without torchrun, with --ranks; on several machines, use hwfsdp.record in the script.",
         )
     if target.script is not None and not target.script.is_file():
         raise UsageError(
-            "hwfsdp trace run",
+            "trace run",
             expected="a Python script, or demo",
-            got=f"{str(target.script)!r}, which is {'a folder' if target.script.is_dir() else 'not there'}",
+            got=f"{str(target.script)!r}, which {'is a folder' if target.script.is_dir() else 'does not exist'}",
             remedy="Check the path.",
         )
 
 
 def capture_on_rank(target: Target, device: str, rendezvous: Path, seconds: float | None = None) -> Captured:
-    """What a rank does: runs the target, records the steps that are wanted; `seconds` for each collective."""
+    """Run the target on a rank, and record the wanted steps. `seconds` limits each collective."""
     if seconds is not None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()

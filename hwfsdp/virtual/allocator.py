@@ -1,4 +1,4 @@
-"""Bytes of a device that is not there: every storage, from the operator that made it to the last reference to it.
+"""Memory of a virtual device: every storage, from the operator that made it to its last reference.
 
 Fake tensors have storages with sizes and lifetimes, and no memory. Here each is counted when it is first seen, when it
 is resized, and when it is gone, at the moment when the host does that: a device's allocator takes memory back at the
@@ -53,7 +53,7 @@ class Allocator:
         return self._pools.reserved
 
     def see(self, storage: torch.UntypedStorage, stream: str = "compute") -> None:
-        """Counts a storage from now on, or its new size if it was seen before; `stream` is what made it so."""
+        """Count a storage from now on, or its new size if it was seen before; `stream` is what made it so."""
         key, nbytes = storage_key(storage), storage.nbytes()
         number = self._numbers.get(key)
         if number is None:
@@ -64,16 +64,16 @@ class Allocator:
             self._change(number, nbytes - self._bytes[number], stream)
 
     def name(self, storage: torch.UntypedStorage, kind: str) -> None:
-        """Counts the storage under `kind`, from its beginning."""
+        """Count the storage under `kind`, from its beginning."""
         self.see(storage)
         self._kinds[self._numbers[storage_key(storage)]] = kind
 
     def reset_peak(self) -> None:
-        """Looks for the peak from now on."""
+        """Look for the peak from now on."""
         self.peak, self._peak_at = self.allocated, len(self._steps)
 
     def pack(self) -> None:
-        """Reserves anew what is alive now, for compute; what was there before is forgotten."""
+        """Reserve anew what is alive now, for compute; what was there before is forgotten."""
         self._pools = Pools()
         self._blocks = {
             number: self._pools.allocate(nbytes, "compute")
@@ -82,7 +82,7 @@ class Allocator:
         }
 
     def peak_by_kind(self) -> dict[str, int]:
-        """What was alive at the (first) peak: kind → bytes."""
+        """Bytes alive at the (first) peak, by kind."""
         totals: Counter[str] = Counter()
         for number, delta in self._steps[: self._peak_at]:
             totals[self._kinds.get(number, ACTIVATION)] += delta

@@ -46,7 +46,7 @@ class Rate(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one rank. In seconds: an operator on next to nothing, the same on a DTensor, gathers of two sizes."""
+    """Measurements of one rank, in seconds: a tiny operator, the same on a DTensor, gathers of two sizes."""
 
     products: Rate
     elementwise: Rate
@@ -80,7 +80,7 @@ def _products() -> None:
 
 
 def _elementwise() -> None:
-    """What is between them, forward and backward, at the widths that it has there."""
+    """The operators between matrix products, forward and backward, at their widths."""
     x = torch.ones(_BATCH, _LENGTH, _WIDTH, requires_grad=True)
     scale = torch.ones(_WIDTH, requires_grad=True)
     wide = torch.ones(_BATCH, _LENGTH, 4 * _WIDTH, requires_grad=True)
@@ -131,7 +131,7 @@ def _gather_seconds(numel: int) -> float:
 
 
 def calibrate(ranks: int = 2) -> Device:
-    """Measures this machine with so many ranks on it; takes some seconds."""
+    """Measure this machine with so many ranks on it. This takes some seconds."""
     found = launch(measure_rank, ranks)
     slowest = Measured(*(max(of_ranks, key=_time) for of_ranks in zip(*found, strict=True)))
     host = slowest.operator
@@ -168,12 +168,12 @@ def _time(measured: Rate | float) -> float:
 
 
 def _beyond(rate: Rate, host: float) -> float:
-    """Seconds that are not the host's launching."""
+    """Seconds without the host's launches."""
     return max(rate.seconds - rate.operators * host, 0.1 * rate.seconds)
 
 
 class Prediction(NamedTuple):
-    """Of the demo's training step, in milliseconds."""
+    """A prediction of the demo's training step, in milliseconds."""
 
     predicted: float
     measured: float

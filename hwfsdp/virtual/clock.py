@@ -52,7 +52,7 @@ class Clock:
             self.host = self.ends[self.current]
 
     def wait(self, stream: str, until: float) -> None:
-        """What is issued on the stream from now on begins after `until`."""
+        """Let later work on the stream begin after `until`."""
         self.ends[stream] = max(self.ends[stream], until)
         if self.device.host and stream in ("compute", "copy"):
             self.host = max(self.host, until)

@@ -1,10 +1,10 @@
-"""What an operator costs: floating-point operations, bytes of memory, and hence time.
+"""The cost of an operator: floating-point operations, bytes of memory, and so time.
 
 The roofline model: a kernel takes as long as its arithmetic at the rate of the matrix units, or as long as its bytes at
 the bandwidth of the memory, whichever is longer, and never less than the shortest kernel. (Williams, Waterman,
 Patterson: Roofline, CACM 2009.)
 
-Bytes are those of every tensor that an operator reads or writes, each once: what a kernel without a cache moves. Of a
+Bytes count every tensor that an operator reads or writes, each once: the traffic of a kernel without a cache. Of a
 tensor that is expanded, only what is there counts. FLOPs are those of matrix products, convolutions and attention, by
 torch's formulas (`torch.utils.flop_counter`); element-wise arithmetic is free beside its bytes. Of causal attention the
 half that is computed counts.
@@ -24,7 +24,7 @@ from hwfsdp.virtual.devices import Device
 
 
 class Cost(NamedTuple):
-    """Of one operator.
+    """The cost of one operator.
 
     Attributes:
         flops: of its matrix products, each multiplication and each addition counted. dtype: they are computed in.
@@ -107,7 +107,7 @@ def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> C
 
 
 def _changed(op: Any, args: Sequence[Any]) -> Iterator[Tensor]:
-    """Tensors that the operator reads and writes: those changed in place, not those it only fills (`out=`)."""
+    """Tensors that the operator reads and writes: changed in place, not only filled (`out=`)."""
     for argument, value in zip(arguments_of(op), args, strict=False):
         if argument.is_written and argument.name not in _KEPT:
             yield from tensors_in(value)
@@ -134,7 +134,7 @@ def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes of a tensor's distinct elements: dimensions of stride 0 repeat what is there once."""
+    """Bytes of a tensor's distinct elements: a dimension of stride 0 repeats one element."""
     sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0]
     return prod(sizes) * tensor.element_size()
 

@@ -1,4 +1,4 @@
-"""Figures of devices: what a data sheet says, where it says it, and one number that it does not say.
+"""Figures of devices: the data sheet's numbers, their source, and one number that no data sheet has.
 
 A data sheet gives peaks. How much of the peak of its matrix units a device reaches in training depends on its power
 limit, its clocks and its kernels, and no sheet says it. That is the one number per device that is fitted here, on one
@@ -34,7 +34,7 @@ GB, GIB = 1e9, 1 << 30
 
 @dataclass(frozen=True)
 class Device:
-    """What a prediction needs to know of a device and of the machine it is in.
+    """The figures of a device and its machine that a prediction needs.
 
     Attributes:
         flops: peak FLOP/s by dtype, dense. What is not listed computes at the rate of "float32".
@@ -145,13 +145,13 @@ THIS_MACHINE = "this-machine"
 
 
 def calibration_file() -> Path:
-    """Where `hwfsdp doctor --calibrate` keeps what it measured."""
+    """The file with the measurements of `hwfsdp doctor --calibrate`."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "hwfsdp" / "this-machine.json"
 
 
 def save_calibration(device: Device, path: Path | None = None) -> Path:
-    """Keeps a measured device for `device_named("this-machine")`; returns where."""
+    """Keep a measured device for `device_named("this-machine")`; return where."""
     path = path or calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(device), indent=2) + "\n")
@@ -171,7 +171,7 @@ def device_named(name: str) -> Device:
             f"device {name!r}",
             expected=f"one of {', '.join([*DEVICES, THIS_MACHINE])}",
             got=repr(name),
-            remedy="Choose one of these, or pass a Device of your own.",
+            remedy="Choose one of these, or pass your own Device.",
         )
     path = calibration_file()
     try:

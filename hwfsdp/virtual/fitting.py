@@ -1,4 +1,4 @@
-"""What would fit, when something does not: found by arithmetic, and then tried.
+"""Settings that fit when the wanted ones do not: found by arithmetic, then tried.
 
 Of what is alive at the peak, shards shrink with the number of GPUs that shard, activations with the batch, and the rest
 stays. So one more simulation, with everything recomputed and one sequence at a time, says whether these GPUs are enough at
@@ -22,7 +22,7 @@ _MOST = 1 << 13  # GPUs; nobody asks for more because a model does not fit
 
 @dataclass(frozen=True)
 class Choice:
-    """What may be changed to make something fit; None in `batch` and `checkpoint`: the step is the user's."""
+    """Settings that may change to make a step fit; None in `batch` and `checkpoint` for a user's step."""
 
     gpus: int
     batch: int | None
@@ -31,7 +31,7 @@ class Choice:
 
     @property
     def flags(self) -> str:
-        """As `hwfsdp simulate` takes them."""
+        """The settings as options of `hwfsdp simulate`."""
         given = [f"--gpus {self.gpus}"]
         given += [f"--batch {self.batch}"] if self.batch is not None else []
         given += [f"--checkpoint {self.checkpoint}"] if self.checkpoint is not None else []

@@ -1,4 +1,4 @@
-"""What a device runs where a CPU runs something else.
+"""Operators that run differently on a device than on a CPU.
 
 Virtual tensors say that they are on the CPU, so torch chooses the kernels that it has for a CPU. For most operators that
 makes no difference to shapes and bytes. Where it does, the call is changed here to what a GPU would run:

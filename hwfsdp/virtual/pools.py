@@ -1,4 +1,4 @@
-"""How a caching allocator lays storages out: what a device has to have is more than what is alive.
+"""A caching allocator's layout of storages: a device needs more memory than is alive.
 
 PyTorch's allocator takes memory from the device in segments, keeps it, and cuts blocks from it. A block can be reused by
 the stream that it was made on only, and a hole only by what fits into it. So the memory that is reserved is at least the
@@ -97,7 +97,7 @@ class Pools:
         return block
 
     def free(self, block: Block) -> None:
-        """Makes a hole of the block, and one hole of it and the holes beside it."""
+        """Make a hole of the block, and one hole of it and the holes beside it."""
         block.is_hole = True
         for neighbor in (block.before, block.after):
             if neighbor is not None and neighbor.is_hole:

@@ -1,4 +1,4 @@
-"""What is simulated: a model that is built, sharded and trained for a step, as one would on real GPUs.
+"""The simulated program: a model is built, sharded and trained for a step, as on real GPUs.
 
 Mixed precision as usual: parameters are gathered in bfloat16, gradients reduced in float32, AdamW keeps float32.
 
@@ -69,7 +69,7 @@ class Plan:
 
 
 def checkpointed(module: nn.Module, how: str) -> None:
-    """Lets the module's forward recompute in the backward what it does not keep; its hooks stay around that."""
+    """Let the module's forward recompute in the backward what it does not keep; its hooks stay around that."""
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -147,14 +147,14 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
 
 
 class Program(NamedTuple):
-    """What is run in a virtual world: a step, and how many tokens of a GPU it trains on (None: it does not say)."""
+    """The program of a virtual world: a step, and its number of tokens per GPU (None: unknown)."""
 
     step: Step
     tokens: int | None
 
 
 def program(target: Target, plan: Plan, gpus: int, is_host: bool = False) -> Program:
-    """Builds what is to run in the world that has been entered.
+    """Build what is to run in the world that has been entered.
 
     Whole parameters never exist, as for real: a model is built on the meta device, and gets memory for its shards.
 

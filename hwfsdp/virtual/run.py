@@ -50,7 +50,7 @@ _USABLE = 0.99  # of a device's memory; the rest is the driver's
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step of training takes, of one GPU.
+    """Time and memory of a training step on one GPU.
 
     Attributes:
         tokens_per_second_per_gpu: None for a step of the user's that did not say how many tokens it has.
@@ -88,7 +88,7 @@ class Simulation:
 
     @property
     def memory_gib(self) -> float:
-        """What the device has, in GiB."""
+        """Memory of the device, in GiB."""
         return _USABLE * self.device.memory / GIB
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def simulate(
     hsdp: bool = False,
     **settings: Any,
 ) -> Simulation:
-    """Trains for a step on `gpus` virtual devices.
+    """Train for a step on `gpus` virtual devices.
 
     Args:
         step_or_model: what to train. The name of a model (`models.zoo`), its sizes, an `nn.Module`, on whatever device and
@@ -168,7 +168,7 @@ class Measured(NamedTuple):
 
 
 class _NamingLedger(Ledger):
-    """Tells the allocator as well which kind of memory a storage is."""
+    """A ledger that also tells the allocator the kind of each storage."""
 
     def __init__(self, allocator: Allocator) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How long a collective takes: bytes over the slowest link that they have to pass, and a start.
+"""The duration of a collective: bytes over its slowest link, plus a start.
 
 Nodes of `per_node` GPUs, joined inside by fast links and outside by one network port per GPU. A collective is a ring,
 or several rings at once that share the ports of a node, which is how libraries run large ones. Each GPU receives

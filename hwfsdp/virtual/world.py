@@ -4,7 +4,7 @@ Four things stand in for the machine, and the code above them is the one that ru
 
 - a fake process group: collectives return at once (`compat.fake_process_group`);
 - fake tensors: operators work out shapes, not values (`compat.fake_tensors`);
-- the streams of a virtual clock, registered with `streams` in place of those of the CPU;
+- the streams of a virtual clock, registered with `streams` in place of the CPU's;
 - a dispatch mode, the meter, which sees every operator and every collective, says what it costs, and counts the storages
   that it makes.
 
@@ -64,7 +64,7 @@ _NEAR = 6  # frames in which a caller is looked for
 
 
 class World:
-    """What stands in for `gpus` devices.
+    """A stand-in for `gpus` devices.
 
     Attributes:
         clock, allocator: of the one that rank 0 has.
@@ -76,7 +76,7 @@ class World:
         self.clock, self.allocator = Clock(device), Allocator()
         self.flops = self.attention_flops = 0.0
         self.works_out_shapes = False  # while DTensor calls operators for the shapes of their results only
-        self.steps: int | None = None  # within a step of an optimizer: those that it has done
+        self.steps: int | None = None  # within a step of an optimizer: the number of its steps so far
 
     def span(self, group: dist.ProcessGroup) -> Any:
         """Where the ranks of a group are."""
@@ -84,7 +84,7 @@ class World:
 
     @contextmanager
     def entered(self) -> Iterator[World]:
-        """Makes this process rank 0 of the world for the time of the block.
+        """Make this process rank 0 of the world for the time of the block.
 
         Raises:
             StateError: this process has a process group already.
@@ -94,7 +94,7 @@ class World:
                 "virtual GPUs",
                 expected="a process without a process group",
                 got=f"one of {dist.get_world_size()} ranks",
-                remedy="Call it in a process of its own, or after dist.destroy_process_group().",
+                remedy="Call it in a separate process, or after dist.destroy_process_group().",
             )
         with ExitStack() as stack:
             stack.enter_context(compat.fake_process_group(0, self.gpus))
@@ -118,7 +118,7 @@ class World:
         self.allocator.see(storage, self.clock.current)
 
     def restart(self) -> None:
-        """Waits for all that was issued, and begins to count anew: time from 0, and FLOPs."""
+        """Wait for all that was issued, and begin to count anew: time from 0, and FLOPs."""
         self.clock.restart()
         self.flops = self.attention_flops = 0.0
 
@@ -239,7 +239,7 @@ def _where() -> str:
 
 
 def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator on fake tensors, which have no values; a program that needs one is told where it does.
+    """Call an operator on fake tensors, which have no values; a program that needs one is told where it does.
 
     Raises:
         UsageError: the result, or its shape, depends on values.
@@ -253,7 +253,7 @@ def call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         f"operator {op.name()}",
         expected="a step that only computes with tensors",
         got=f"one that needs the values of a tensor, {_where()}",
-        remedy="Virtual tensors have shapes, no values: leave out .item(), float(), nonzero(), and branches on them.",
+        remedy="Virtual tensors have shapes, no values: remove .item(), float(), nonzero(), and branches on them.",
     )
 
 

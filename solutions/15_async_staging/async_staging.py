@@ -111,7 +111,7 @@ class StateDictStager:
         return staged, copies
 
     def _lend(self, source: Storage, sizes: list[int]) -> list[Storage]:
-        """A buffer of each of these sizes that nobody refers to: one that is free, or a new one (Note [Lent memory]).
+        """Lend an unused buffer of each of these sizes: a free one, or a new one (Note [Lent memory]).
 
         Args:
             source: the storage that is staged. `self._pools[source]` is the list of all buffers ever made for it and not
@@ -187,7 +187,7 @@ class SaveHandle:
             self._state_dict = None  # its buffers are free for the next
 
     def wait(self) -> str:
-        """Waits for the end of the save (of `_thread`); returns its id.
+        """Wait for the end of the save (of `_thread`); return its id.
 
         From then on `_heard` is True: the next save does not raise the error of this one again.
 

@@ -1,30 +1,32 @@
 """Fully sharded data parallel training, in one file.
 
-Every rank keeps one chunk of rows of every parameter. Before a module computes, its parameters are gathered; after that they
-are freed. Gradients are averaged over the ranks, and each rank keeps its own rows of them. Streams and collectives are those of
-`hwfsdp`. Left out: meshes of several axes, the meta device, offloading, parameters tied between two groups.
+Every rank keeps one chunk of rows of every parameter. Before a module computes, its parameters are gathered. Afterwards they
+are freed. Gradients are averaged over the ranks, and each rank keeps the gradients of its own rows. Streams and collectives come
+from `hwfsdp`. Left out: meshes of several axes, the meta device, offloading, parameters tied between two groups.
 
-    fully_shard     turns a module into an `FSDPModule` that owns the parameters below it, but for those owned already
+    fully_shard     turns a module into an `FSDPModule`, which owns all parameters below it that have no owner yet
     FSDPParam       one parameter: the shard that stays, and the whole that comes and goes
     FSDPModule      parameters that travel together: unshard, wait_for_unshard, reshard, reduce_gradients
-    pre_forward, post_forward, pre_backward, post_backward      the moments at which that happens
+    pre_forward, post_forward, pre_backward, post_backward      the hooks that call these methods
 
 Note [Memory that comes and goes]
     Autograd keeps the weights of a forward for the backward. If each gather made a new tensor, the old ones would stay alive
-    and nothing would ever be freed. So a whole parameter is one tensor for good, and only the storage below it is resized.
-    Autograd also counts writes, and refuses what was written since it was kept. `gathered`, which gathers write to, and
-    `unsharded_param`, which modules compute with, share a storage but not that count, because of `.data`.
+    and nothing would ever be freed. So a whole parameter is always the same tensor, and only its storage is resized.
+    Autograd also counts writes. It refuses a weight that was written to after autograd kept it. Gathers write to `gathered`,
+    modules compute with `unsharded_param`. The two share a storage, but not the count of writes, because of `.data`.
 
 Note [Who hands over the gradients]
-    During a forward, modules do not compute with `unsharded_param` but with what the identity `RegisterPostBackwardFunction`
-    returns for it. Autograd runs the backward of that function once, when the gradients of all these parameters are complete,
-    whatever the module's inputs are: post-backward of an embedding needs no special care, nor does a module that runs twice.
-    Only reentrant checkpointing inside a module goes around it: that forward keeps no graph, and its recomputation finds
-    `unsharded_param` registered. Then the gradient is in `unsharded_param.grad`, and post-backward takes it from there.
+    During a forward, modules do not compute with `unsharded_param`. `RegisterPostBackwardFunction`, an identity, returns another
+    tensor for it, and modules compute with that. Autograd runs the function's backward once, when the gradients of all these
+    parameters are complete, whatever the module's inputs are. So an embedding needs no special care, nor does a module that
+    runs twice. There is one exception, reentrant checkpointing inside a module: its forward keeps no graph, and its
+    recomputation finds `unsharded_param` registered. Then the gradient is in `unsharded_param.grad`, and post-backward takes it
+    from there.
 
 Note [Whose memory]
-    Memory belongs to the stream on which it was allocated, which may reuse it once Python lets it go, whoever else still reads
-    it. So buffers that another stream reads are kept (`copied_out`, `reductions`) until their own stream has waited for that.
+    Memory belongs to the stream on which it was allocated. Once Python lets it go, this stream may reuse it, even if another
+    stream still reads it. So a buffer that another stream reads is kept (`copied_out`, `reductions`) until its own stream has
+    waited for that reader.
 """
 
 from __future__ import annotations
@@ -59,14 +61,14 @@ class ParamModuleInfo(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A flat buffer that is in use until `done`: `flat` is [W, n], row r of rank r, or for it."""
+    """A flat buffer that is in use until `done`: `flat` is [W, n], row r from rank r, or for rank r."""
 
     flat: Tensor
     done: StreamEvent
 
 
 class FSDPCommContext:
-    """What the sharded modules of one model share; `device_type` is that of the mesh, for example "cuda"."""
+    """The state that all sharded modules of a model share. `device_type` is the mesh's, for example "cuda"."""
 
     def __init__(self, device_type: str) -> None:
         streams = streams_for(device_type)
@@ -80,18 +82,18 @@ class FSDPCommContext:
         self.reductions: deque[InFlight] = deque()  # inputs of reductions, until the gradients are there
 
     def release_gather_buffer(self) -> None:
-        """The all-gather stream may reuse the last gather's buffer once compute has copied out of it (Note [Whose memory])."""
+        """Let the all-gather stream reuse the last gather's buffer once compute has copied out of it (Note [Whose memory])."""
         if self.copied_out is not None:
             self.all_gather_stream.wait(self.copied_out.done)
             self.copied_out = None
 
     def wait_for_reductions(self) -> None:
-        """Compute waits for all reductions in flight; their gradients are there, their inputs are let go."""
+        """Let compute wait for all reductions in flight. Then their gradients are ready, and their inputs are let go."""
         while self.reductions:
             self.compute_stream.wait(self.reductions.popleft().done)
 
     def forget_order(self) -> None:
-        """No forward has ended."""
+        """Forget all ended forwards."""
         self.post_forward_order.clear()
         for module in self.modules:
             module._post_forward_indices.clear()
@@ -100,8 +102,8 @@ class FSDPCommContext:
 class FSDPParam:
     """One parameter, sharded by rows over the ranks of a mesh.
 
-    With W ranks and d0 rows, rank r has those from `r * chunk` on, `chunk = ceil(d0 / W)` of them. The last ranks may have
-    fewer, or none; they pad with zeros, as all ranks send equally much. So the front of what is gathered is the parameter:
+    With W ranks and d0 rows, rank r has `chunk = ceil(d0 / W)` rows, from row `r * chunk` on. The last ranks may have fewer
+    rows, or none. They pad with zeros: all ranks must send equally much. So the gathered buffer begins with the parameter:
 
         d0 = 5, W = 2, chunk = 3        rank 0: 0 1 2        rank 1: 3 4 .
 
@@ -139,7 +141,7 @@ class FSDPParam:
 
     @torch.no_grad()
     def shard(self, param: nn.Parameter, device: torch.device) -> None:
-        """Sets `padded_shard` and `sharded_param`: this rank's rows of `param`, if there are any, in memory of their own."""
+        """Set `padded_shard` and `sharded_param`: this rank's rows of `param`, if it has any, in memory of their own."""
         first = min(self.mesh.get_local_rank() * self.chunk, self.shape[0])
         rows = param.detach()[first : first + self.chunk].to(device)
         self.local_shape = rows.shape
@@ -149,72 +151,72 @@ class FSDPParam:
         self.sharded_param = nn.Parameter(self.as_dtensor(local), requires_grad=param.requires_grad)
 
     def as_dtensor(self, local: Tensor) -> DTensor:
-        """This rank's rows as a DTensor of the whole shape, which the rows alone do not tell."""
+        """Return this rank's rows as a DTensor with the shape of the whole parameter."""
         shape, stride = self.shape, torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def to_unsharded(self) -> None:
-        """From now on the modules have `unsharded_param`, filled already; it requires a gradient iff `sharded_param` does."""
+        """Register `unsharded_param`, already filled, in the modules. It requires a gradient iff `sharded_param` does."""
         self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
         self._setattr_on_modules(self.unsharded_param)
 
     def to_sharded(self) -> None:
-        """The modules have `sharded_param` from now on, and the memory of the whole parameter is given back."""
+        """Register `sharded_param` in the modules, and give the memory of the whole parameter back."""
         self._setattr_on_modules(self.sharded_param)
         free_storage(self.gathered)
 
     def _setattr_on_modules(self, tensor: Tensor) -> None:
-        """Makes `tensor` the modules' parameter, at every place where the parameter is registered."""
+        """Make `tensor` the modules' parameter, at every place where the parameter is registered."""
         for module, name in self.module_info:
             unsafe_setattr_param(module, name, tensor)
 
     def add_unsharded_grad(self, grad: Tensor) -> None:
-        """Adds the gradient of one backward to `unsharded_grad`, in the dtype that it will be reduced in."""
+        """Add the gradient of one backward to `unsharded_grad`, in the dtype of its reduction."""
         grad = grad.to(self.reduce_dtype or grad.dtype)
         self.unsharded_grad = grad if self.unsharded_grad is None else self.unsharded_grad + grad
 
     def take_unsharded_grad(self) -> Tensor:
-        """`unsharded_grad`, which is None from now on, as [W, padded_numel]: row r is for rank r, padded with zeros."""
+        """Return `unsharded_grad` as [W, padded_numel]: row r is for rank r, padded with zeros. Afterwards it is None."""
         assert self.unsharded_grad is not None, self.fqn
         grad, self.unsharded_grad = self.unsharded_grad.reshape(-1), None
         padding = grad.new_zeros(self.world_size * self.padded_numel - grad.numel())
         return (torch.cat([grad, padding]) if padding.numel() else grad).view(self.world_size, -1)
 
     def add_sharded_grad(self, reduced: Tensor) -> None:
-        """Adds this rank's rows of `reduced`, [padded_numel], to `sharded_param.grad`, a DTensor laid out as the parameter."""
+        """Add this rank's rows of `reduced`, [padded_numel], to `sharded_param.grad`, a DTensor like `sharded_param`."""
         rows = reduced[: self.local_shape.numel()].view(self.local_shape).to(self.orig_dtype)
         grad, before = self.as_dtensor(rows), self.sharded_param.grad
         self.sharded_param.grad = grad if before is None else before + grad
 
 
 def alloc_storage(tensor: Tensor) -> None:
-    """Memory for `tensor`, and for all that share its storage; what it holds is undefined."""
+    """Give `tensor` memory, and all tensors that share its storage. The memory's contents are undefined."""
     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Gives the memory of `tensor` back; the tensor stays, and its views do."""
+    """Give the memory of `tensor` back. The tensor and its views stay."""
     tensor.untyped_storage().resize_(0)
 
 
 def unsafe_setattr_param(module: nn.Module, param_name: str, param: Tensor) -> None:
-    """Registers `param`, which `setattr` would refuse if it is no nn.Parameter."""
+    """Register `param`. (`setattr` would refuse a tensor that is not an nn.Parameter.)"""
     module._parameters[param_name] = param
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):
-    """The identity on the `unsharded_param` of parameters; when all their gradients are there, post-backward comes."""
+    """The identity on the `unsharded_param` of parameters. When all their gradients are ready, it calls post-backward."""
 
     @staticmethod
     def forward(ctx: Any, module: FSDPModule, params: list[FSDPParam], *wholes: Tensor) -> tuple[Tensor, ...]:
-        """Returns `wholes`; keeps the rest on `ctx`. Where there is no gradient, backward shall get None, not zeros."""
+        """Return `wholes`; keep the rest on `ctx`. If a gradient is missing, backward must get None, not zeros."""
         ctx.module, ctx.params = module, params
         ctx.set_materialize_grads(False)
         return wholes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        """Adds each gradient that there is to its parameter's, and calls `post_backward`; returns None for each argument."""
+        """Add each gradient that is not None to its parameter's, and call `post_backward`. Return None for each argument."""
         for p, grad in zip(ctx.params, grads, strict=True):
             if grad is not None:
                 p.add_unsharded_grad(grad)
@@ -223,17 +225,17 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
 
 
 class FSDPModule:
-    """What every sharded module also is: the owner of parameters that are gathered, freed and reduced together."""
+    """A sharded module: the owner of parameters that are gathered, freed and reduced together."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module: `sequential[1:]` makes another of its own class, and that one is not sharded."""
+        """Return a plain module: `sequential[1:]` makes another module of its class, and that one is not sharded."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError(f"deepcopy of {type(self).__name__}: it is sharded; copy the plain module, or its state dict")
 
     def claim(self, fqn: str, params: list[FSDPParam], ctx: FSDPCommContext, reshard: bool, mp: Any) -> None:
-        """Makes the module, whose class has just become this one, the owner of `params`."""
+        """Make the module, which has just got this class, the owner of `params`."""
         self.module_fqn, self.comm_ctx = fqn, ctx  # the name is for errors, profiles and the event log
         self.fsdp_params = params  # in the order of flat buffers; one collective moves all of them
         self.mp_policy: MixedPrecisionPolicy = mp
@@ -247,27 +249,28 @@ class FSDPModule:
         ctx.modules.append(self)
 
     def profiled(self, label: str) -> Any:
-        """Around what a profiler shall show under this label and the module's name."""
+        """Return a context: a profiler shows the block under this label and the module's name."""
         return record_function(f"FSDP::{label} ({self.module_fqn})")
 
     def set_requires_gradient_sync(self: Any, value: bool) -> None:
-        """Whether the next backwards reduce gradients, of this module and all below it; see torch's method of this name."""
+        """Set whether the next backwards reduce gradients of this module and all below it; see torch's method of this name."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.requires_gradient_sync = value
 
     def set_reshard_after_backward(self: Any, value: bool) -> None:
-        """Whether the next backwards free the whole parameters, of this module and all below it; see torch's method."""
+        """Set whether the next backwards free the whole parameters of this module and all below it; see torch's method."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard_after_backward = value
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Starts to gather the parameters in one collective on the all-gather stream, and returns before they are there.
+        """Start to gather the parameters in one collective on the all-gather stream; return before they have arrived.
 
-        Does nothing if they are whole or on their way, or if there are none. `_gathered` holds what will be every rank's padded
-        shards, each in the param dtype, end to end; the buffer before has been let go (`comm_ctx.release_gather_buffer`).
+        Do nothing if they are whole or on their way, or if there are none. `_gathered` holds the buffer, which will have every
+        rank's padded shards, each in the param dtype, end to end. The buffer before is let go first
+        (`comm_ctx.release_gather_buffer`).
         """
         if self.is_unsharded or self._gathered is not None or not self.fsdp_params:
             return
@@ -284,7 +287,7 @@ class FSDPModule:
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
-        """Compute waits for the gather in flight, if there is one, and the modules get the whole parameters."""
+        """Let compute wait for the gather in flight, if there is one, and give the modules the whole parameters."""
         if self._gathered is None:
             return
         gathered, self._gathered = self._gathered, None
@@ -299,13 +302,13 @@ class FSDPModule:
         self.is_unsharded = True
 
     def reshard(self) -> None:
-        """The modules have the shards afterwards, and the memory of the whole parameters is free."""
+        """Give the modules the shards, and free the memory of the whole parameters."""
         for p in self.fsdp_params:
             p.to_sharded()
         self.is_unsharded = False
 
     def register_post_backward(self) -> None:
-        """For one forward: the modules compute with what `RegisterPostBackwardFunction` returns for trainable parameters."""
+        """For one forward: let modules compute with the result of `RegisterPostBackwardFunction` for trainable parameters."""
         trainable = [p for p in self.fsdp_params if p.unsharded_param.requires_grad]
         if trainable and torch.is_grad_enabled():
             wholes = RegisterPostBackwardFunction.apply(self, trainable, *(p.unsharded_param for p in trainable))
@@ -313,12 +316,12 @@ class FSDPModule:
                 p._setattr_on_modules(whole)
 
     def record_post_forward(self) -> None:
-        """Notes that a forward of this module has ended: its place in `comm_ctx.post_forward_order`, and here which that is."""
+        """Note that a forward of this module has ended: add it to `comm_ctx.post_forward_order`, and keep its index here."""
         self._post_forward_indices.append(len(self.comm_ctx.post_forward_order))
         self.comm_ctx.post_forward_order.append(self)
 
     def _backward_prefetch(self) -> None:
-        """Starts the gather of the module whose backward comes next: the one whose forward ended just before this one's."""
+        """Start the gather of the module whose backward comes next: its forward ended just before this module's."""
         index = self._post_forward_indices.pop() if self._post_forward_indices else 0
         if index > 0:
             with self.profiled("backward_prefetch"):
@@ -326,10 +329,10 @@ class FSDPModule:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Averages the unsharded gradients over the ranks, and adds each rank's rows to the shards' gradients.
+        """Average the unsharded gradients over the ranks, and add each rank's rows to the shards' gradients.
 
-        Starts the reduction on its stream and returns; those before it are waited for first. One flat buffer has the gradients
-        that there are, row r for rank r; `comm_ctx.reductions` keeps it. `Stream.then` runs what follows the collective.
+        First wait for the reductions before this one. Then start the reduction on its stream, and return. One flat buffer has
+        all existing gradients, row r for rank r; `comm_ctx.reductions` keeps it. `Stream.then` runs work after the collective.
         """
         self.comm_ctx.wait_for_reductions()
         params = [p for p in self.fsdp_params if p.unsharded_grad is not None]
@@ -353,11 +356,11 @@ class FSDPModule:
 
 
 def pre_forward(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Hook before the forward of a sharded module; returns the arguments, cast as the policy says.
+    """Hook before the forward of a sharded module; return the arguments, cast as the policy says.
 
-    The first forward after a backward, or the first module's next one, begins an iteration: gathers must see what the optimizer
-    wrote, and the order of an earlier forward is forgotten. A recomputation begins nothing. Afterwards the module computes with
-    whole parameters (`register_post_backward`).
+    The first forward after a backward, or the first module's next one, begins an iteration: gathers must see the optimizer's
+    writes, and the order of an earlier forward is forgotten. A recomputation begins no iteration. Afterwards the module computes
+    with whole parameters (`register_post_backward`).
     """
     ctx, policy = module.comm_ctx, module.mp_policy
     with module.profiled("pre_forward"):
@@ -372,11 +375,11 @@ def pre_forward(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def post_forward(module: FSDPModule, args: Any, output: Any) -> Any:
-    """Hook after the forward of a sharded module; returns the output, floating-point tensors in `output_dtype` if there is one.
+    """Hook after the forward of a sharded module; return the output, floating-point tensors in `output_dtype` if it is set.
 
-    Frees the parameters if `reshard_after_forward`; else, and in a recomputation, the modules have `unsharded_param` again. If
-    there may be a backward, each output that requires a gradient calls `pre_backward` when it has it, and the forward is
-    recorded, unless it is a recomputation.
+    Free the parameters if `reshard_after_forward`. Otherwise, and in a recomputation, give the modules `unsharded_param` again.
+    If a backward may follow, each output that requires a gradient calls `pre_backward` when its gradient is ready. Then also
+    record the forward, unless it is a recomputation.
     """
     ctx = module.comm_ctx
     with module.profiled("post_forward"):
@@ -396,9 +399,10 @@ def post_forward(module: FSDPModule, args: Any, output: Any) -> Any:
 
 
 def pre_backward(module: FSDPModule, grad: Tensor) -> None:
-    """Hook on each output of a sharded module, when its gradient is there: gathers the parameters for the module's backward.
+    """Hook on each output of a sharded module, when its gradient is ready: gather the parameters for the module's backward.
 
-    The first one of a backward has `finish_backward` called at its end. Of a module's outputs, only the first one counts.
+    The first call in a backward arranges that `finish_backward` is called at the backward's end. For each module only the first
+    output counts.
     """
     ctx = module.comm_ctx
     if not ctx.in_backward:
@@ -413,7 +417,7 @@ def pre_backward(module: FSDPModule, grad: Tensor) -> None:
 
 
 def post_backward(module: FSDPModule) -> None:
-    """When all gradients are there: adds those of a recomputation, frees if `reshard_after_backward`, reduces if asked to."""
+    """When all gradients are ready: add a recomputation's, free if `reshard_after_backward`, reduce if synchronization is on."""
     module._training_state = TrainingState.POST_BACKWARD
     for p in module.fsdp_params:
         if p.unsharded_param.grad is not None:
@@ -428,13 +432,13 @@ def post_backward(module: FSDPModule) -> None:
 
 
 def finish_backward(ctx: FSDPCommContext) -> None:
-    """When a backward is over: the shards have their gradients, and nothing is left in flight, or whole by mistake.
+    """End a backward: the shards get their gradients, and nothing stays in flight, or whole by mistake.
 
-    Modules whose post-backward never came (frozen, or unused) are freed; gradients left by earlier micro-batches are reduced.
+    Free modules whose post-backward never came (frozen, or unused). Reduce gradients left by earlier micro-batches.
     """
     ctx.in_backward, ctx.first = False, None
     for module in ctx.modules:
-        module._gathered = None  # a gather that nobody came for
+        module._gathered = None  # an unused gather
         late = any(p.unsharded_grad is not None for p in module.fsdp_params) and module.requires_gradient_sync
         if module._training_state is TrainingState.PRE_BACKWARD or late:
             post_backward(module)
@@ -453,14 +457,14 @@ def fully_shard(
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> nn.Module:
-    """Shards the parameters of `module`, in place, over the ranks of a mesh with one axis; returns it.
+    """Shard the parameters of `module`, in place, over the ranks of a mesh with one axis; return it.
 
-    It takes all parameters below it but for those that an earlier call has taken; so call it from the inside out. The module
-    becomes an `FSDPModule`, too; buffers move to the device of the mesh. Options are those of torch's function of this name.
+    It takes all parameters below it that no earlier call has taken. So call it from the inside out. The module also becomes an
+    `FSDPModule`. Buffers move to the device of the mesh. Options mean the same as in torch's function of this name.
     """
     wrong = "is sharded already" if isinstance(module, FSDPModule) else ""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        wrong = f"is an nn.{type(module).__name__}, which has no forward; shard what is in it, one by one"
+        wrong = f"is an nn.{type(module).__name__}, which has no forward; shard its children one by one"
     if wrong or mesh.ndim != 1:
         wrong = wrong or f"got a mesh of {mesh.ndim} axes; take one of them"
         raise ValueError(f"fully_shard: {module_fqn or type(module).__name__} {wrong}")

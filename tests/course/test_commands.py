@@ -17,8 +17,10 @@ from hwfsdp.cli import main
 from hwfsdp.course.checking import current, saved
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.progress import Progress
+from hwfsdp.course.report import Style, shown
 from hwfsdp.course.run import patience
 from hwfsdp.course.submission import solution, starter
+from hwfsdp.course.verdict import Grade
 
 REPOSITORY = find_course(Path(__file__))
 FLOOR = ("    return -(-n // world_size)\n", "    return n // world_size\n")
@@ -58,6 +60,8 @@ def test_list_names_every_exercise(course: Path, capsys: pytest.CaptureFixture[s
     assert [row["exercise"] for row in rows if row["holes"]] == [str(number) for number in range(11, 16)]
     status, text = said(capsys, "list")
     assert status == 0 and all(e.title in text for e in REPOSITORY.exercises)
+    assert "hwfsdp check capstone" in text and "Lab, 14 scripts" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_course_that_may_only_be_read_gives_hints_and_verdicts_all_the_same(
@@ -80,13 +84,52 @@ def test_status_says_where_the_next_exercise_is(
     assert said(capsys, "status")[1].endswith(f"\nNext: {course / place}\n")
 
 
-@pytest.mark.parametrize("line", ["list", "status", "hint 1", "hint capstone", "reset 1"])
+def without_torch(course: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """A command that must not load torch: then it ends with the status 9."""
+    code = "import sys; from hwfsdp.cli import main; status = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else status)"
+    command = [sys.executable, "-c", code, *line.split()]
+    return subprocess.run(command, cwd=course, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("line", ["list", "status", "hint 1", "hint capstone", "reset 1", "lab", "lab 1"])
 def test_what_needs_no_ranks_does_not_load_torch(course: Path, line: str) -> None:
-    code = "import sys; from hwfsdp.cli import main; status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *line.split()], cwd=course, capture_output=True, text=True
-    )
+    ran = without_torch(course, line)
     assert (ran.returncode, ran.stderr) == (0, "") and ran.stdout
+
+
+@pytest.mark.parametrize("line", ["check 99", "watch 99", "lab check 99", "lab 99 --run"])
+def test_a_number_that_is_none_is_refused_before_torch_is_loaded(course: Path, line: str) -> None:
+    ran = without_torch(course, line)
+    assert (ran.returncode, ran.stdout) == (2, "") and "99" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["2", "02", "02_ring", "exercises/02_ring", "exercises/02_ring/"])
+def test_an_exercise_has_a_number_and_a_folder(course: Path, name: str) -> None:
+    assert find_course().exercise(name).number == "02"
+
+
+def test_a_mistyped_verb_gets_the_likely_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chek", "1"]) == 2
+    assert capsys.readouterr().err.endswith("got 'chek'. Did you mean: hwfsdp check\n")
+
+
+def test_an_error_is_wrapped_for_a_terminal_alone(
+    course: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["hint", "99"]) == 2
+    line = capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["hint", "99"]) == 2
+    wrapped = capsys.readouterr().err
+    assert line.count("\n") == 1 and max(map(len, wrapped.splitlines())) <= 40
+    assert wrapped.split() == line.split()
+
+
+def test_what_is_not_started_names_what_to_read(course: Path) -> None:
+    exercise = find_course().exercise(1)
+    text = shown(Grade(exercise, [], "not_started"), exercise.path, Style())
+    assert f"Read {Path('exercises', exercise.directory, 'README.md')}" in text
 
 
 def test_a_student_goes_from_not_started_to_passed(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +169,7 @@ def test_the_keys_of_a_verdict_are_those_that_other_programs_read(
 def test_hints_come_one_more_each_call(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = [len(said_json(capsys, "hint", "1")[1]["hints"]) for _ in range(4)]
     assert counts == [1, 2, 3, 3]
-    assert "That was the last one" in said(capsys, "hint", "1")[1]
+    assert "This is the last hint" in said(capsys, "hint", "1")[1]
 
 
 def test_reset_puts_the_starter_back_and_keeps_the_file(

@@ -52,3 +52,14 @@ def test_an_error_says_that_nothing_counts_and_lists_no_checks() -> None:
     text = shown(graded("error", Finding("endless", "It is in f.")), Path("x.py"), Style(io.StringIO()))
     assert "endless: the code does not come to an end" in text and "nothing counts" in text
     assert "01.padded" not in text
+
+
+def test_a_verdict_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for exercise in find_course(Path(__file__)).exercises:
+        results = [CheckResult(check, passed=False) for check in checks_of(exercise)]
+        text = shown(
+            Grade(exercise, results, "failed", None, 1.25, "", 7), Path("x.py"), Style(io.StringIO())
+        )
+        assert max(map(len, text.splitlines())) <= 80
+        assert all(word in text for check in checks_of(exercise) for word in check.sentence.split())

@@ -16,7 +16,7 @@ from hwfsdp.errors import UsageError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what the argument says; returns the exit status."""
+    """Do what the argument says; return the exit status."""
     course = find_course()
     if list(arguments) == ["write"]:
         path = course.root / "exercises" / FOLDER / FILE

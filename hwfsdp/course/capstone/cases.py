@@ -1,4 +1,4 @@
-"""What the homework is tried on: scenarios of the stations' kit.
+"""The cases for the homework: scenarios of the stations' kit.
 
 Those of the tasks and of the first bonuses ask for no more than the homework's skeleton: rows that ranks divide, modules sharded
 side by side. Those of our own bonuses have a sharded root, and sizes that ranks do not divide.

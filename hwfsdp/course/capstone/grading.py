@@ -69,7 +69,7 @@ def grade_capstone(
     options: Options = Options(),
     on_check: OnCheck = lambda result: None,
 ) -> HomeworkGrade:
-    """Grades the homework of a submission.
+    """Grade the homework of a submission.
 
     Args:
         folder: of the submission: it holds `capstone/hw_fsdp.py`, or the file itself.

@@ -81,12 +81,12 @@ def read_homework(course: Course) -> Homework:
 
 
 def solution_path(course: Course) -> Path:
-    """Of our file; a student's edition has none."""
+    """The path of our file. A student's edition does not have it."""
     return course.root / "solutions" / FOLDER / FILE
 
 
 def starter_of(homework: Homework, solution: str) -> str:
-    """What the learner is given: the solution's text with the functions of all tasks blank, all else as it stands."""
+    """The learner's starter: the solution's text with the functions of all tasks blank."""
     for task in homework.tasks:
         for name in task.holes:
             solution = holes.blank(solution, name, task.label)

@@ -30,7 +30,7 @@ Data = dict[str, Any]
 
 
 def task_ranks(ranks: Ranks) -> int:
-    """How many ranks task 1 is run with: with two, a sum over the ranks looks like a gradient that counts twice."""
+    """Numbers of ranks for task 1. With two ranks, a sum over the ranks looks like a gradient that counts twice."""
     return max(THREE, ranks.world_size)
 
 
@@ -136,7 +136,7 @@ def _compare_whole(where: str, found: Data, name: str, expected: Tensor) -> None
 
 
 def judge_forward(ranks: Ranks, seed: int) -> None:
-    """Outputs are those of the model that is not sharded; the second forward gathers everything once more, for it was freed."""
+    """Outputs equal the unsharded model's. The second forward gathers everything again, because it was freed."""
     found, model = part_of(ranks, seed, "forward"), scenarios.build(cases.PLAIN, seed).model
     whole = padded_bytes(cases.PLAIN, seed, len(found), "param_dtype")
     for rank, of_rank in enumerate(found):
@@ -200,7 +200,7 @@ def judge_mixed(ranks: Ranks, seed: int) -> None:
 
 
 def _judge_precise(ranks: Ranks, seed: int, scenario: Scenario) -> None:
-    """Dtypes on the wire, and FSDP2's numbers: of two ranks, whose sums are the same in any order, and so bit for bit."""
+    """Dtypes on the wire, and FSDP2's numbers bit for bit: on two ranks a sum is the same in any order."""
     group = cases.TASKS if scenario in cases.TASKS.scenarios else cases.BONUSES
     found, policy = group.found(ranks, seed, scenario, 2), dict(scenario.policy)
     for rank, facts in enumerate(found):
@@ -253,7 +253,7 @@ def judge_summed(ranks: Ranks, seed: int) -> None:
 
 
 def judge_uneven(ranks: Ranks, seed: int) -> None:
-    """Placements and rows, where ranks get different numbers of rows, or none; and training with them."""
+    """Placements and rows if ranks get different numbers of rows, or none; and training with them."""
     judge_params(cases.UNEVEN, ranks, seed)
 
 
@@ -268,7 +268,7 @@ def judge_params(scenario: Scenario, ranks: Ranks, seed: int) -> None:
 
 
 def judge_casts(ranks: Ranks, seed: int) -> None:
-    """Arguments that come in another dtype than parameters, and an output in a dtype of its own."""
+    """Arguments whose dtype is not the parameters', and an output in a third dtype."""
     _judge_precise(ranks, seed, cases.CASTS)
 
 

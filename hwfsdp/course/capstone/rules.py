@@ -1,4 +1,4 @@
-"""What a file that stands by itself may use and has to define: that of the stations, and the homework's.
+"""The rules for a file that stands by itself, my_fsdp.py or the homework: what it may use, and what it must define.
 
 It is found out from the text, before anything of it runs.
 
@@ -87,7 +87,7 @@ def _arguments(node: holes.Function) -> list[str]:
 
 
 def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
-    """What the file uses and may not, in no particular order."""
+    """The forbidden uses in the file, in no particular order."""
     aliases: dict[str, str] = {}  # names under which the two modules, or hwfsdp itself, are known
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -110,7 +110,7 @@ def forbidden_uses(tree: ast.Module, text: str) -> Iterator[Use]:
 
 
 def _built_in(scope: symtable.SymbolTable, tree: ast.Module) -> Iterator[Use]:
-    """What is Python's own under such a name; a variable of a function may be called `open`."""
+    """Names that mean Python's built-ins here. A variable of a function may be called `open`."""
     for symbol in scope.get_symbols():
         own = scope.get_type() == "function" and not symbol.is_global()
         if symbol.get_name() in ROUND_ABOUT and symbol.is_referenced() and not own:
@@ -168,7 +168,7 @@ def _attribute(dotted: str, aliases: dict[str, str], line: int) -> Iterator[Use]
 
 
 def _borrowed(module: str) -> set[str]:
-    """Names that one of the two modules has from others of the package; only those that it gives (`as` itself) are its own."""
+    """Names in one of the two modules that come from other modules of the package. A name imported `as` itself is its own."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(module_source(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hwfsdp":

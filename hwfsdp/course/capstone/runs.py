@@ -1,4 +1,4 @@
-"""What ranks do with the parts of task 1, one after the other, and report. Training and memory are facts of the stations' kit."""
+"""The probes of task 1: ranks run its parts one after the other, and report. Training and memory are facts of the stations' kit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def forwards(scenario: Scenario, seed: int) -> dict[str, Any]:
 
 
 class Halves(nn.Module):
-    """Two layers; keeps the gradient of what goes from one to the other, which only the second one's weight decides."""
+    """Two layers. It keeps the gradient of the tensor between them, which depends only on the second layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def two_halves(seed: int, rank: int) -> tuple[nn.Sequential, Tensor]:
 
 
 def goes_back(seed: int) -> dict[str, Any]:
-    """The beginning of a backward, up to where gradients of parameters may be missing yet: nobody need reduce them.
+    """The beginning of a backward. Gradients of parameters may still be missing, so nothing need be reduced.
 
     Returns:
         between: the gradient inside the last module; gathers: of the backward.

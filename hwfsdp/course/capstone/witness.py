@@ -29,7 +29,7 @@ LEAST = 256  # bytes of a storage that is looked at: smaller ones are counters a
 
 
 class Witness(DispatchMode):
-    """Sees the operators called in its block, those of autograd too.
+    """A mode that sees the operators called in its block, autograd's too.
 
     Attributes:
         peak: the most bytes alive at once, of storages that were made in the block, since `mark`.

@@ -44,7 +44,7 @@ class Stage:
         self._starting = False
 
     def note(self, what: str, of: str = "") -> None:
-        """Notes also whether it is the main thread."""
+        """Note also whether it is the main thread."""
         self.notes.append([what, threading.current_thread() is self.main, of])
 
     @contextmanager
@@ -118,7 +118,7 @@ class Stage:
         return [(StateDictStager, "stage", staged), (blocks, "write_file", written)]
 
     def _about_to_wait(self, name: str) -> bool:
-        """Opens the gate, if the main thread would wait for what stands behind it; returns whether it was closed."""
+        """Open the gate, if the main thread would wait for what stands behind it; return whether it was closed."""
         if threading.current_thread() is not self.main or self.gate.is_set():
             return False
         self.note("waits", name)
@@ -197,7 +197,7 @@ def _saves(seed: int, folder: Path, stage: Stage) -> Data:
 
 
 def _tensors(state: Data) -> list[Tensor]:
-    """On this rank, those that have elements."""
+    """The tensors of this rank that have elements."""
     leaves = [leaf for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)]
     parts = [compat.local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     return [part for part in parts if part.numel()]

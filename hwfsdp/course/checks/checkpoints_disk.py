@@ -76,7 +76,7 @@ class Watch:
                 os.close(fd)
 
     def note(self, op: str, sync: int | None = None) -> None:
-        """Looks at the directory before an operation; raises if this is the one that fails."""
+        """Look at the directory before an operation; raise if this operation has to fail."""
         if self._looking:
             return
         self._looking = True
@@ -153,7 +153,7 @@ assert builtins.open is io.open
 
 
 def _hear_of_changes() -> None:
-    """Adds the audit hook, which cannot be removed again, once."""
+    """Add the audit hook, which cannot be removed again, once."""
     global _hears
     if not _hears:
         sys.addaudithook(lambda event, arguments: _on_event(event, arguments))

@@ -154,7 +154,7 @@ def _shared_folder() -> Path:
 
 
 def _meshes(ranks: int) -> Meshes:
-    """By shape; every rank makes all of them, also those that it is not in."""
+    """Meshes by shape. Every rank makes all of them, also meshes that it is not in."""
     found: dict[Numbers, DeviceMesh] = {
         (ranks,): DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("shard",))
     }

@@ -2,7 +2,7 @@
 each with the ranks that it went over, against closed forms.
 
 Graded on a mesh of two replicas of two shards, and on meshes that have one axis of one rank. The gradients of the model without
-sharding are bit for bit those of torch's FSDP2 (`tests/course/test_hybrid_oracle.py`), but where the last micro-batch skips a
+sharding equal torch's FSDP2 bit for bit (`tests/course/test_hybrid_oracle.py`), except where the last micro-batch skips a
 layer: there FSDP2 leaves what was reduced in part until the layer runs again.
 """
 
@@ -85,7 +85,7 @@ def _shown(axes: Sequence[Any]) -> str:
 
 
 def _compare_placements(mesh: Mesh, found: Sequence[list[str]]) -> None:
-    """With both axes, with that to shard over, with that of replicas; whatever their sizes."""
+    """Meshes with both axes, with the shard axis only, with the replica axis only; of any size."""
     kinds = [
         (["Replicate()"] if kind != "shard" else [], [f"Shard(dim={dim})"] if kind != "replicate" else [])
         for kind in ("both", "shard", "replicate")
@@ -236,7 +236,7 @@ def _compare_bytes(mesh: Mesh, rank: int, events: Sequence[Event]) -> None:
 
 
 def _traffic(groups: Sequence[Sequence[torch.nn.Parameter]], mesh: Mesh) -> dict[str, int]:
-    """Closed forms: all parameters are gathered, those that are trained reduced."""
+    """Closed forms: all parameters are gathered, trained ones are reduced."""
     everything = [GroupSizes([tuple(p.shape) for p in group]) for group in groups]
     trained = [GroupSizes([tuple(p.shape) for p in group if p.requires_grad]) for group in groups]
     gathers = accounting.strategy_traffic(everything, Strategy.HSDP, mesh.world_size, mesh.shards)

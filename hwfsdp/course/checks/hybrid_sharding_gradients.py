@@ -1,4 +1,4 @@
-"""11, numbers: gradients of a mesh against those of the model without sharding, and what a wrong one is made of."""
+"""11, numbers: gradients of a mesh against the unsharded model's, and the parts of a wrong gradient."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Setting(NamedTuple):
         reduces: per step, what each micro-batch reduces: "n" nothing, "s" over the shards only, "a" all. Between two steps,
             gradients are set to None.
         paths: per micro-batch of a step, the layers that its forward runs.
-        factor: divide by the number of shards, instead of that of all ranks. force_sum: collectives only sum.
+        factor: divide by the number of shards, not of all ranks. force_sum: collectives only sum.
     """
 
     name: str
@@ -118,7 +118,7 @@ def mesh_by_hand(mesh: DeviceMesh) -> HybridMesh:
 
 
 def _placements(mesh: DeviceMesh) -> list[list[str]]:
-    """Of dims 0 and 1: with both axes, with that to shard over only, with that of replicas only."""
+    """Meshes of dims 0 and 1: with both axes, with the shard axis only, with the replica axis only."""
     shard, replicate = axis_by_hand(mesh, 1), axis_by_hand(mesh, 0)
     meshes = [(mesh, shard, replicate), (mesh[NAMES[1]], shard, Axis()), (mesh[NAMES[0]], Axis(), replicate)]
     made = [HybridMesh(grid, s, torch.device("cpu"), r) for grid, s, r in meshes]

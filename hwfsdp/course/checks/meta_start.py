@@ -171,7 +171,7 @@ def _check_again(where: str, name: str, facts: Data, piece: Tensor) -> None:
 
 
 def judge_shard(ranks: Ranks, seed: int) -> None:
-    """What `hold_rows` makes of rows that came from elsewhere, and of those that `to_empty` gave memory to."""
+    """Check `hold_rows` with rows from elsewhere, and with rows that got their memory from `to_empty`."""
     for size, rank, found in _each(ranks, seed, "held"):
         for case, facts in zip(HELD, found, strict=True):
             _check_held(f"Rank {rank} of {size}, {case}:", case, facts, case.given(rank, size, seed))

@@ -15,7 +15,7 @@ Orders = dict[int, list[int]]
 
 
 def explain_orders(cases: Sequence[Cuts], answers: Sequence[Any]) -> None:
-    """Raises a Finding if an order is not the one that placements say; dims of the mesh of size 1 may be anywhere."""
+    """Raise a Finding if an order is not the one that placements say; dims of the mesh of size 1 may be anywhere."""
     wrong = [
         (cuts, answer) for cuts, answer in zip(cases, answers, strict=True) if not _is_right(cuts, answer)
     ]
@@ -116,7 +116,7 @@ class Box(NamedTuple):
 
 
 def explain_boxes(boxes: Sequence[Box]) -> None:
-    """Raises a Finding if a box is not that of nested chunking."""
+    """Raise a Finding if a box differs from nested chunking's."""
     wrong = [box for box in boxes if box.actual != box.expected]
     if not wrong:
         return

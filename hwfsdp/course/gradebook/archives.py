@@ -1,4 +1,4 @@
-"""What was handed in, folder or archive, as paths that can be read one by one. Nothing is written here.
+"""Submissions, folders or archives, as paths that can be read one by one. Nothing is written here.
 
 Whoever handed it in may mean harm, so sizes are counted while bytes arrive, not believed: an archive's own size, the number
 of files, the bytes that come out of it and how many times more these are than what went in. Links are not followed.
@@ -46,12 +46,12 @@ LINK = "a symbolic link, which is not followed"
 
 
 class Refused(Exception):
-    """What was handed in, or a file of it, is not read; the text says why."""
+    """A submission, or a file of it, is not read. The text says why."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is more than anyone hands in.
+    """Limits that no honest submission reaches.
 
     Attributes:
         archive, unpacked, file: bytes: of an archive, of all that comes out of it, of one file that is graded.
@@ -70,7 +70,7 @@ class Limits:
 
 @dataclass
 class Source:
-    """What was handed in.
+    """A submission.
 
     Attributes:
         paths: relative, with `/`: None, or why this one cannot be read.
@@ -133,7 +133,7 @@ def _clean(path: str) -> str:
 
 @contextmanager
 def open_source(path: Path, zone: tzinfo = timezone.utc, limits: Limits = Limits()) -> Iterator[Source]:
-    """What is at a path: a folder, or an archive.
+    """Open the submission at a path: a folder, or an archive.
 
     Args:
         zone: of times in zips, which are wall clock times of no known place.
@@ -181,7 +181,7 @@ def _archive(file: IO[bytes], zone: tzinfo, limits: Limits) -> Source:
 
 
 def _check_sizes(total: int, packed: int, limits: Limits) -> None:
-    """Raises Refused if an archive holds far more than its size lets expect: a bomb."""
+    """Raise Refused if an archive holds far more than its size lets expect: a bomb."""
     if total > limits.unpacked:
         raise Refused(f"more than {limits.unpacked:,} bytes when unpacked")
     if total > limits.small and total > limits.ratio * packed:

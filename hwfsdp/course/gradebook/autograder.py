@@ -32,7 +32,7 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 
 def make_autograder(path: Path, course: Course, limit: float = SECONDS) -> int:
-    """Writes the zip for Gradescope; returns how many files are in it.
+    """Write the zip for Gradescope; return how many files are in it.
 
     Args:
         limit: seconds for one submission; what is not graded by then counts nothing, and says so.
@@ -52,7 +52,7 @@ def make_autograder(path: Path, course: Course, limit: float = SECONDS) -> int:
 
 
 def make_workflow(path: Path, limit: float = CLASS_SECONDS) -> None:
-    """Writes the workflow for GitHub.
+    """Write the workflow for GitHub.
 
     Args:
         limit: seconds for the class; what is not graded by then counts nothing, and says so.
@@ -94,7 +94,7 @@ def _files(course: Course, limit: float) -> Iterator[tuple[str, tuple[bytes, int
 
 
 def requirements() -> list[str]:
-    """What pip has to install: that which the package's own set-up asks for."""
+    """The packages that pip has to install, from the package's own setup."""
     parser = configparser.ConfigParser()
     if parser.read(PACKAGE.parent / "setup.cfg"):
         return parser["options"]["install_requires"].split()

@@ -47,7 +47,7 @@ class Gradebook:
         self._sentences = {check.id: check.sentence for _, check in found}
 
     def sentence(self, check_id: str) -> str:
-        """What a check says when it passes; its id, if this course does not have it."""
+        """The sentence of a check that passes; its id, if this course does not have the check."""
         return self._sentences.get(check_id, check_id)
 
     def exercise(self, number: str) -> Exercise:
@@ -58,16 +58,16 @@ class Gradebook:
         return self.policy.standing(result)
 
     def for_student(self, result: Result) -> Result:
-        """What of a result its student may read."""
+        """The part of a result that its student may read."""
         return opaque(result) if self.hidden else result
 
     def count(self) -> int:
-        """How many results there are."""
+        """Number of results."""
         return sum(1 for _ in self.results())
 
 
 def verdict(exercise: Data, check: Data) -> str:
-    """What a check came to: "passed", "failed", "skipped" (not run), or "void" (passed, but nothing of the exercise counts)."""
+    """The verdict of a check: "passed", "failed", "skipped" (not run), or "void" (passed, but nothing of the exercise counts)."""
     if check["passed"]:
         return "void" if exercise["status"] == "error" and check["max_points"] else "passed"
     return "failed" if check["passed"] is False else "skipped"
@@ -87,7 +87,7 @@ def evidence(exercise: Data, check: Data) -> list[str]:
 
 
 def told(check: Data) -> list[str]:
-    """What a check found: message, expected and actual. A check of an extra may have none of them."""
+    """The findings of a check: message, expected and actual. A check of an extra may have none of them."""
     found = [("", check.get("message") or None), ("expected  ", check.get("expected"))]
     found.append(("got       ", check.get("actual")))
     texts = [f"{label}{str(value)[:LONGEST]}" for label, value in found if value is not None]

@@ -1,4 +1,4 @@
-"""What `hwfsdp grade` does: grades, writes a gradebook, says what went wrong.
+"""The work of `hwfsdp grade`: grade, write a gradebook, say what went wrong.
 
 What could not be written is refused before anything is graded.
 
@@ -44,7 +44,7 @@ from hwfsdp.errors import UsageError
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go.
+    """The places of results.
 
     Attributes:
         format: one of FORMATS; None: text. out: file or folder; None: standard output.
@@ -58,20 +58,20 @@ class Output:
 
     @property
     def journal(self) -> Path | None:
-        """Where results are kept as they come: beside what is written at the end."""
+        """The file that keeps results as they come, beside the final output."""
         if self.out is None:
             return None
         return self.out.with_name(f"{self.out.name}.journal")
 
     @property
     def files(self) -> list[Path]:
-        """All that is written; folders with what is in them."""
+        """All files that are written, and folders with their contents."""
         journal = self.journal
         journals = [journal, journal.with_name(f"{journal.name}.old")] if journal else []
         return [path for path in (self.out, self.reports, *journals) if path is not None]
 
     def check(self, count: int) -> None:
-        """Raises UsageError if the results of so many submissions cannot be written so."""
+        """Raise UsageError if the results of so many submissions cannot be written so."""
         if self.format is not None:
             check_form(self.format, count, self.folder)
         expected, remedy = "a place that can be written", "Give another one; nothing has been graded."
@@ -84,7 +84,7 @@ class Output:
 
 
 def output(name: str | None, out: str | None, reports: Path | None) -> Output:
-    """What the command line asks for.
+    """The output that the command line asks for.
 
     Raises:
         UsageError: no format was given, and the file's name does not tell one.
@@ -111,7 +111,7 @@ def grade_submissions(
     as_json: bool,
     isolated: bool = False,
 ) -> int:
-    """Grades what is at these paths; returns the exit status.
+    """Grade what is at these paths; return the exit status.
 
     Args:
         isolated: not without all limits of submissions.
@@ -170,13 +170,13 @@ def _ending_as_by_hand() -> Iterator[None]:
 
 @contextmanager
 def _saying_how_to_go_on(output: Output) -> Iterator[None]:
-    """What cannot be written costs no results: they are in the journal."""
+    """Turn an error of writing into advice: no result is lost, the journal has them."""
     try:
         yield
     except OSError as error:
         raise UsageError(
             str(error.filename or output.journal or "results"),
-            expected="room, and the right, to write it",
+            expected="free space, and permission to write",
             got=error.strerror or type(error).__name__,
             remedy=_way_on(output),
         ) from None
@@ -189,13 +189,13 @@ def _way_on(output: Output) -> str:
 
 
 def _complain(result: Result) -> None:
-    """Says on standard error what could not be read or graded, by name."""
+    """Say on standard error what could not be read or graded, by name."""
     for error in result.errors:
         print(f"hwfsdp: {result.name}: {error}", file=sys.stderr)
 
 
 def _refuse_nothing(book: Gradebook, path: Path) -> None:
-    """Complains of the only submission; raises UsageError if nothing in it could be graded."""
+    """Print the errors of the only submission. Raise UsageError if nothing in it could be graded."""
     (result,) = book.results()
     begun = result.extra or any(exercise["status"] != "not_started" for exercise in result.exercises)
     if result.errors and not begun and not any(NOT_GRADED in error for error in result.errors):
@@ -210,7 +210,7 @@ def _refuse_nothing(book: Gradebook, path: Path) -> None:
 
 
 def _finish(book: Gradebook, output: Output, as_json: bool, single: bool) -> int:
-    """Writes and prints; the exit status."""
+    """Write and print; return the exit status."""
     if output.out is not None and output.format is not None:
         with _saying_how_to_go_on(output):
             written = write(book, output.format, output.out, output.folder)
@@ -265,7 +265,7 @@ def _lines(book: Gradebook) -> list[str]:
 
 
 def _extras(extra: Mapping[str, Any]) -> list[str]:
-    """What does not count into the score, in words."""
+    """The results that do not count into the score, in words."""
     told = []
     for name, found in extra.items():
         bonus = f" and {found['bonus']} of {found['max_bonus']} bonus points" if "bonus" in found else ""
@@ -283,7 +283,7 @@ def _total(result: Result, book: Gradebook) -> list[str]:
 
 
 def _by(result: Result) -> str:
-    """Where the time of a submission comes from."""
+    """The source of a submission's time."""
     if result.submitted_by == UNKNOWN:
         return " (time unknown)"
     return f" (time by {result.submitted_by})" if result.submitted_by else ""

@@ -1,4 +1,4 @@
-"""What has to hold of the machine before a class is graded, and what of it does not.
+"""The conditions on a machine that grades a class, and which of them do not hold.
 
 It leaves out what the limits of submissions are, and how they are put in force: that is `hwfsdp.course.confinement`.
 """
@@ -15,7 +15,7 @@ from hwfsdp.errors import UsageError
 
 
 def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
-    """Refuses to grade with two copies of the package: only in the one that is used can its text be hidden from submissions.
+    """Refuse to grade with two copies of the package: only in the one that is used can its text be hidden from submissions.
 
     Args:
         paths: where Python looks for modules; None: `sys.path`.
@@ -29,8 +29,8 @@ def refuse_second_copy(paths: Sequence[str] | None = None) -> None:
             raise UsageError(
                 "grade",
                 expected=f"one copy of the package, {PACKAGE}",
-                got=f"another one, {copy.absolute()}, which submissions could read",
-                remedy="Uninstall that, or install the course as it lies: pip install --editable.",
+                got=f"a second one, {copy.absolute()}, which submissions could read",
+                remedy="Uninstall the second, or install the course in place: pip install --editable.",
             )
 
 
@@ -55,5 +55,5 @@ def limits(required: bool = False) -> list[Limit]:
 
 
 def in_one_line(limits: Sequence[Limit]) -> str:
-    """Those that are not in force, and why; "" if all are."""
+    """The limits that are not in force, and why; "" if all are."""
     return "; ".join(f"{limit.name} ({limit.why_not})" for limit in limits if not limit.in_force)

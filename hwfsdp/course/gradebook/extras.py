@@ -1,4 +1,4 @@
-"""What is graded besides the exercises, apart from their points: the capstone, the lab.
+"""Parts graded besides the exercises, with points of their own: the capstone, the lab.
 
 Their graders are imported only when a submission has something for them. A course without their folders is graded all the
 same.
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def available(course: Course) -> list[str]:
-    """The names of those that this course has."""
+    """The names of the extras that this course has."""
     return [name for name in EXTRAS if (course.root / "exercises" / name).is_dir()]
 
 
 def grade_extra(
     name: str, folder: Path, course: Course, options: Options, on_check: OnCheck
 ) -> HomeworkGrade | LabGrade:
-    """What one of them came to, in the folder of a submission.
+    """Grade one extra in the folder of a submission.
 
     Raises:
         Exception: whatever its grader raises.

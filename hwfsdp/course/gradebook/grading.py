@@ -40,7 +40,7 @@ Data = dict[str, Any]
 
 
 class Progress(NamedTuple):
-    """How far a run is: submissions that are done, of how many; exercises graded; whose is being graded."""
+    """Progress of a run: finished submissions and their total, graded exercises, the submission being graded."""
 
     done: int
     total: int
@@ -86,7 +86,7 @@ class Settings:
 
 
 def grade_class(paths: Sequence[Path], course: Course, settings: Settings = Settings()) -> Iterator[Result]:
-    """Grades every submission at these paths; gives each result as soon as it is there.
+    """Grade every submission at these paths; give each result as soon as it is there.
 
     Args:
         paths: submissions, or folders of them: folders, zip and tar archives, git checkouts.
@@ -124,7 +124,7 @@ class ClassRun:
         self._done = self._graded = 0
 
     def _begin(self) -> Inputs:
-        """Where inputs come from: the seed, the secret, or else the run that this one goes on with."""
+        """The source of inputs: the seed, the secret, or else the run that this one continues."""
         settings, key = self.settings, self.journal.header.get("inputs") if self.settings.resume else None
         hidden = self._hidden if settings.seed is None else None
         inputs = hidden or draw_inputs(settings.seed, key)
@@ -146,11 +146,11 @@ class ClassRun:
 
     @property
     def names(self) -> list[str]:
-        """Of all submissions, in order."""
+        """The names of all submissions, in order."""
         return [handed.name for handed in self.handed]
 
     def results(self) -> Iterator[Result]:
-        """Grades; gives each result as soon as it is there."""
+        """Grade; give each result as soon as it is there."""
         settings = self.settings
         until = time.monotonic() + settings.time_limit if settings.time_limit else None
         with Pool(self.course.root, self._on_check, until, list(settings.worker)) as pool:
@@ -168,7 +168,7 @@ class ClassRun:
             yield from self.journal.results([name])
 
     def _orders(self) -> Iterator[Order]:
-        """What is to be graded, one submission after the other."""
+        """The orders to grade, one submission after the other."""
         settings = self.settings
         for index, handed in enumerate(self.handed):
             self._tell(handed.name)
@@ -183,7 +183,7 @@ class ClassRun:
             yield from orders
 
     def _order(self, pending: _Pending, what: str) -> Order | None:
-        """What a worker has to do for an exercise or an extra; None if there is nothing to do."""
+        """The order for a worker to grade an exercise or an extra; None if there is nothing to do."""
         collected, target = pending.collected, self.targets[what]
         problem = collected.problems.get(target)
         if problem is not None or target not in collected.digests:
@@ -208,7 +208,7 @@ class ClassRun:
         return Order(pending.handed.name, what, message)
 
     def _key(self, pending: _Pending, what: str) -> Key:
-        """Of what is graded: the files, the course, the inputs."""
+        """The key of a result: the graded files, the course, the inputs."""
         targets = [self.targets[what]]
         if self.settings.mine and what not in self.extras:
             targets += [exercise.target for exercise in self.course.exercises if exercise.number < what]
@@ -221,7 +221,7 @@ class ClassRun:
         self.journal.check(order.name, order.what, check)
 
     def _note(self, order: Order, outcome: Outcome) -> None:
-        """Takes what became of an order into the submission, or has it repeated."""
+        """Take the outcome of an order into the submission, or repeat the order."""
         pending, what = self._pending[order.name], order.what
         is_repeated = not order.again and (outcome.died or outcome.provisional)
         if outcome.graded is not None:
@@ -315,7 +315,7 @@ def not_graded(exercise: Exercise, reason: str) -> Data:
 
 @cache
 def course_version(course: Course) -> str:
-    """Of everything that a grade depends on but the submission: the package, and the manifests."""
+    """The version of everything that a grade depends on, except the submission: the package, and the manifests."""
     digest = hashlib.sha256()
     manifests = [exercise.folder / "exercise.toml" for exercise in course.exercises]
     for path in [*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.rglob("*.toml")), *manifests]:

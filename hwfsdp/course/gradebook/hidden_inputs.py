@@ -24,7 +24,7 @@ RANKS = (2, 3, 4)  # not 1: alone, a collective does nothing, and what is wrong 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where the seeds of a class come from.
+    """The source of a class's seeds.
 
     Attributes:
         key: what they are derived from. hidden: nobody else knows it, so reports must not tell of inputs.
@@ -45,7 +45,7 @@ class Inputs:
 
     @property
     def fingerprint(self) -> str:
-        """Tells two sources apart; tells nothing about either."""
+        """Tell two sources apart; tell nothing about either."""
         if self.seed is not None:
             return f"seed {self.seed}"
         return self._digest(b"fingerprint", "").hex()[:32]

@@ -20,7 +20,7 @@ _NAMES = {"verdict": verdict, "told": told, "question_of": question_of, "misconc
 
 
 class Overview:
-    """What is counted over a class.
+    """The counts over a class.
 
     Attributes:
         scores: that count, by submission. first: the result of one submission; None if there is none.
@@ -69,7 +69,7 @@ class Overview:
         ]
 
     def columns(self) -> list[tuple[str, int]]:
-        """Of the histogram: the points with which each begins, and how many submissions are in it."""
+        """Columns of the histogram: the points with which each begins, and its number of submissions."""
         most = max(1, self.most)
         columns = min(COLUMNS, most)
         places = Counter(min(columns - 1, int(score * columns / most)) for score in self.scores)

@@ -47,7 +47,7 @@ class Order(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of an order.
+    """The outcome of an order.
 
     Attributes:
         graded: the exercise, as data; None if there is none.
@@ -91,14 +91,14 @@ class Worker:
         self.heard, self._rest = time.monotonic(), b""
 
     def take(self, order: Order) -> None:
-        """Begins with an order; if it is dead already, `messages` tells."""
+        """Begin with an order; if it is dead already, `messages` tells."""
         self.order, self.heard = order, time.monotonic()
         with suppress(BrokenPipeError):
             self.input.write(json.dumps(order.message).encode() + b"\n")
             self.input.flush()
 
     def messages(self) -> Iterator[Message | None]:
-        """What it has said since; None at last if it is dead."""
+        """The worker's messages since the last call; None at the end if it is dead."""
         try:
             data = os.read(self.output.fileno(), 1 << 20)
         except BlockingIOError:
@@ -110,7 +110,7 @@ class Worker:
             yield None
 
     def last_words(self) -> str:
-        """How it ended, with the last line that it wrote to standard error."""
+        """The worker's exit, with its last line on standard error."""
         status = self.process.wait()
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 2000))
@@ -119,7 +119,7 @@ class Worker:
         return f"{how}; {said}" if said else how
 
     def end(self) -> None:
-        """Ends it, and everything that it started."""
+        """End it, and everything that it started."""
         with suppress(BrokenPipeError):
             self.input.close()
         with suppress(subprocess.TimeoutExpired):
@@ -177,7 +177,7 @@ class Pool:
             self.workers.pop().end()
 
     def run(self, orders: Iterator[Order], size: int) -> Iterator[tuple[Order, Outcome]]:
-        """Hands out orders to `size` workers at once; gives each back with its outcome, in the order in which they end."""
+        """Hand out orders to `size` workers at once; give each back with its outcome, in the order in which they end."""
         more = True
         while more or any(worker.order for worker in self.workers):
             while more and sum(worker.order is not None for worker in self.workers) < size:
@@ -203,7 +203,7 @@ class Pool:
         return idle
 
     def _ended(self) -> Iterator[tuple[Order, Outcome]]:
-        """Waits a while; what has come to its end."""
+        """Wait a while; return what has ended."""
         busy = [worker for worker in self.workers if worker.order]
         with selectors.DefaultSelector() as selector:
             for worker in busy:

@@ -1,4 +1,4 @@
-"""What is known so far, on disk after every check: a run that is killed loses nothing.
+"""The results so far, on disk after every check: a killed run loses nothing.
 
 A file of JSON lines, each with its kind:
 
@@ -35,7 +35,7 @@ Line = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """What makes an exercise's result hold for another run: whose it is, and what was graded, by which course, how."""
+    """The key under which another run may reuse a result: the submission, the graded files, the course, the options."""
 
     name: str
     number: str
@@ -70,7 +70,7 @@ class Journal:
         self._read()
 
     def _remove_folders(self) -> None:
-        """What runs that are over have left; that they are is known, as nobody else holds the journal."""
+        """Remove folders of ended runs. They have ended, because this process holds the journal."""
         for _, line in _lines(self._file):
             found = _parsed(line)
             if found.get("kind") == "run" and isinstance(found.get("folder"), str):
@@ -142,7 +142,7 @@ def make_folder() -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder that `make_folder` made for this user, with what is in it; nothing else that lies at such a path."""
+    """Remove a folder that `make_folder` made for this user, with what is in it; nothing else that lies at such a path."""
     try:
         about = folder.lstat()
     except (OSError, ValueError):

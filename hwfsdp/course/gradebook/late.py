@@ -7,7 +7,7 @@
 A penalty never takes more than what was earned. A time without an offset is one of the deadline's own.
 
 Note [Whose word a time is]
-    Only `--submitted` is the staff's. Times of archives, commits and files were written by whoever made these, so they are
+    Only `--submitted` comes from the staff. The author of an archive, commit or file wrote its times, so they are
     shown with where they come from, and one that cannot be is not believed: such a submission counts as handed in when it
     was graded.
 """
@@ -40,7 +40,7 @@ _RULE = re.compile(
 
 @dataclass(frozen=True)
 class Rule:
-    """What being late costs.
+    """The cost of being late.
 
     Attributes:
         rate: for each begun unit of `seconds`: percent of the points earned, or points.
@@ -64,7 +64,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Standing:
-    """Of one submission: points earned, points taken off for being late, points that count, seconds late.
+    """The points of one submission: earned, taken off for being late, and counting; and seconds late.
 
     Attributes:
         time_unknown: nobody knows when it was handed in, so all this is of when it was graded.
@@ -86,11 +86,11 @@ class LatePolicy:
 
     @property
     def zone(self) -> tzinfo:
-        """Of wall clock times that do not say theirs."""
+        """The zone of wall clock times without one."""
         return (self.deadline.tzinfo if self.deadline else None) or timezone.utc
 
     def standing(self, result: Result) -> Standing:
-        """What counts of a submission."""
+        """The points of a submission that count."""
         late = timedelta(0)
         if self.deadline and result.time:
             late = max(timedelta(0), result.time - self.deadline)
@@ -122,7 +122,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def parse_time(text: str, what: str, zone: tzinfo | None = None) -> datetime:
-    """A time in ISO 8601. One without an offset is in `zone`, by default that of this machine.
+    """Parse a time in ISO 8601. A time without an offset is in `zone`, by default the machine's.
 
     Raises:
         UsageError: it is none.
@@ -178,7 +178,7 @@ def match_times(given: Mapping[str, datetime], handed: Sequence[Handed]) -> dict
     """Times by the names of submissions; they are given by these, or by the names of files and folders.
 
     Raises:
-        UsageError: a name is not that of one submission, or two mean the same one.
+        UsageError: a name fits no submission or several, or two names mean the same one.
     """
     names, files = {each.name for each in handed}, defaultdict[str, list[str]](list)
     for each in handed:

@@ -19,7 +19,7 @@ JUNK = frozenset(
     """__macosx .git __pycache__ .venv venv node_modules .ipynb_checkpoints .idea .vscode .mypy_cache
     .pytest_cache .ds_store thumbs.db""".split()
 )
-EXTRAS = ("capstone", "lab")  # folders beside those of the exercises
+EXTRAS = ("capstone", "lab")  # folders beside the exercises
 EXTRA_FLAT = {"hw_fsdp.py": "capstone", "answers.toml": "lab"}  # files that may lie outside of these folders
 EXTRA_SUFFIXES = (".py", ".toml", ".json", ".txt", ".md")
 EXTRA_FILES = 200  # of one extra that are taken
@@ -41,7 +41,7 @@ class Match(NamedTuple):
 
 @dataclass
 class Choice:
-    """What was chosen.
+    """A choice of files.
 
     Attributes:
         taken: target → path. ambiguous: target → the paths that it could be.

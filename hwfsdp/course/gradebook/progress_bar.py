@@ -13,7 +13,7 @@ WIDTH = 24  # of the bar
 
 
 class ProgressBar:
-    """Rewrites one line of a terminal; silent where there is none.
+    """One line of a terminal, rewritten as a run proceeds; nothing elsewhere.
 
     Args:
         stream: usually standard error, so that what is printed may go elsewhere.
@@ -39,7 +39,7 @@ class ProgressBar:
         return text[: shutil.get_terminal_size((100, 24)).columns - 1]
 
     def clear(self) -> None:
-        """Takes the line away."""
+        """Take the line away."""
         if self.shown:
             self.stream.write("\r\033[K")
             self.stream.flush()

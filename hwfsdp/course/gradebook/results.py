@@ -1,4 +1,4 @@
-"""What a submission came to: data that outlive the run which made them.
+"""Results of submissions: data that outlive the run that made them.
 
 An exercise is a dictionary as `hwfsdp check N --json` prints it (docs/course.md). What graders of other kinds found, of the
 capstone say, stands apart under `extra` and never counts into the score.

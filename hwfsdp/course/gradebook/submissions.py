@@ -94,7 +94,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _placed(path: Path) -> Path:
-    """Where a path is, itself not followed if it is a link."""
+    """The real place of a path. If the path itself is a link, the link is not followed."""
     return path.parent.resolve() / path.name
 
 
@@ -138,7 +138,7 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _is_unique(names: Sequence[str], index: int) -> bool:
-    """Whatever the case of its letters, as files of reports have to be told apart on any disk."""
+    """Whether a name is unique without regard to case: some disks do not tell Ada from ada."""
     folded = [name.casefold() for name in names]
     return folded.count(folded[index]) == 1
 
@@ -162,7 +162,7 @@ def collect(
     zone: tzinfo = timezone.utc,
     limits: Limits = Limits(),
 ) -> Collected:
-    """Reads a submission and writes what is to be graded below `folder`, which is private."""
+    """Read a submission and write what is to be graded below `folder`, which is private."""
     collected = Collected(folder)
     try:
         with open_source(handed.path, zone, limits) as source:
@@ -175,7 +175,7 @@ def collect(
 
 
 def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -> list[str]:
-    """Writes what is to be graded, and says what is not; the paths in the submission that were chosen."""
+    """Write the files to grade, and say which are not graded; return the chosen paths in the submission."""
     choice = choose(source.paths, exercises)
     called = {e.target: OWN_FILE if e.is_station else f"exercise {e.number}" for e in exercises}
     for target, paths in choice.ambiguous.items():
@@ -216,7 +216,7 @@ def _take(source: Source, collected: Collected, exercises: Sequence[Exercise]) -
 
 
 def _write(collected: Collected, target: str, content: bytes, key: str) -> str:
-    """Writes a file where graders look for it; its text."""
+    """Write a file where graders look for it; return its text."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(root: str) -> None:
-    """Grades until there are no more orders."""
+    """Grade until there are no more orders."""
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # nothing else that is printed may come between
     start_server()

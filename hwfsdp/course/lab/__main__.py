@@ -10,7 +10,7 @@ from hwfsdp.errors import UsageError
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     course = find_course()
     if arguments == ["check"]:
         found = list(workshop.problems(course))

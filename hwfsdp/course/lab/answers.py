@@ -1,4 +1,4 @@
-"""What a learner handed in for the lab: `answers.toml`, read as data and never run.
+"""A learner's answers to the lab: `answers.toml`, read as data and never run.
 
     [01_flat_loss]
     evidence = 4096        # a number, or a name in quotes
@@ -44,7 +44,7 @@ def find_answers(folder: Path) -> Path:
 
 
 def read_answers(path: Path, bugs: Iterable[Bug]) -> dict[str, Answers]:
-    """The answers by directory of the bug; those that are missing are empty. None of them if there is no file.
+    """Read the answers by directory of the bug. Missing answers are empty. Without a file, all are.
 
     Raises:
         UsageError: the file is not one of answers.

@@ -1,4 +1,4 @@
-"""What a bug of the lab is: a script, a symptom, and three questions.
+"""Bugs of the lab: a script, a symptom, and three questions.
 
     exercises/lab/01_flat_loss/
         train.py      written by hand: the broken script; runs as it is
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What to read off the trace or the output.
+    """The value to read from the trace or the output.
 
     Attributes:
         question: asks for one value. kind: one of `KINDS`.
@@ -116,7 +116,7 @@ class Bug:
 
 
 def lab_folder(course: Course) -> Path:
-    """Where the lab is in a course."""
+    """The folder of the lab in a course."""
     return course.root / "exercises" / "lab"
 
 
@@ -166,7 +166,7 @@ def _read_bug(path: Path) -> Bug:
             f"{directory}/bug.toml",
             expected="title, symptom, look, shows, evidence, cause and fix",
             got=f"{type(error).__name__}: {error}",
-            remedy="Compare with that of another bug.",
+            remedy="Compare with the file of another bug.",
         ) from None
     title, symptom, shows = texts
     hangs = found.get("ends") == "never"

@@ -1,4 +1,4 @@
-"""What the command `hwfsdp lab` does; each function returns the exit status.
+"""The command `hwfsdp lab`. Each function returns the exit status.
 
 `.hwfsdp/lab_standing.json` in the course keeps the last verdict on each bug. A verdict belongs to the answers that it judged.
 When they change, it no longer counts.

@@ -93,7 +93,7 @@ def _answer(bug: Bug, seals: Mapping[str, Seal]) -> Measured:
 
 
 def _measure_until_sealed(bug: Bug, seal: Seal) -> None:
-    """Measures in a run; if it hangs, in further ones (Note [A run that hangs])."""
+    """Measure in a run; if it hangs, in further ones (Note [A run that hangs])."""
     for seconds in HANGS if bug.hangs else (SECONDS,):
         with suppress(UsageError, RankError):
             value = _known[bug.directory] = measure(bug, run_script(bug.script, seconds))
@@ -102,7 +102,7 @@ def _measure_until_sealed(bug: Bug, seal: Seal) -> None:
 
 
 def run_to_the_end_or_hang(bug: Bug, script: Path) -> Run:
-    """A run on ranks of its own; of a bug that hangs, one whose evidence is that of the run before (Note [A run that hangs])."""
+    """Run a script on its own ranks. Repeat a bug that hangs until two runs give the same evidence (Note [A run that hangs])."""
     if not bug.hangs or script != bug.script:
         return run_script(script, SECONDS)
     before = None
@@ -117,7 +117,7 @@ def run_to_the_end_or_hang(bug: Bug, script: Path) -> Run:
 
 
 def measure(bug: Bug, run: Run) -> str:
-    """What the bug's measure finds in a run.
+    """The evidence of a bug in a run.
 
     Raises:
         UsageError: there is nothing to measure in it, or no such measure.

@@ -24,7 +24,7 @@ POINTS = 1  # of a check
 
 
 class LabCheck(NamedTuple):
-    """What an answer came to.
+    """The verdict on an answer.
 
     Attributes:
         passed: None if it was not judged. misconception: "not-answered", "unreadable-answer", "wrong-evidence",
@@ -47,7 +47,7 @@ class LabCheck(NamedTuple):
 
 @dataclass
 class LabGrade:
-    """What the answers of one submission came to.
+    """The verdict on the answers of one submission.
 
     Attributes:
         status: "passed", "failed", "not_started", or "error" if the file cannot be used. problem: why, then.
@@ -79,7 +79,7 @@ class LabGrade:
 
 
 def grade_lab(folder: Path, course: Course, only: str | None = None) -> LabGrade:
-    """Grades the answers in a submission's folder, `lab/answers.toml` or `answers.toml` below it.
+    """Grade the answers in a submission's folder, `lab/answers.toml` or `answers.toml` below it.
 
     Args:
         only: directory of one bug; None: all.
@@ -130,7 +130,7 @@ def _judge(bug: Bug, answers: Answers, seal: Seal, measured: Measured) -> Iterat
 
 
 def _judge_evidence(name: str, bug: Bug, typed: str, measured: Measured) -> LabCheck:
-    """Says what is wrong without telling the value."""
+    """Say what is wrong without telling the value."""
     shown = printable(typed)
     if measured.problem:
         return LabCheck(name, False, "not-measured", measured.problem)

@@ -1,4 +1,4 @@
-"""What the lab remembers from command to command: JSON files in `.hwfsdp` of the course, which may be lost at any time."""
+"""The lab's memory between commands: JSON files in `.hwfsdp` of the course, which may be lost at any time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load(course: Course, name: str) -> dict[str, Any]:
 
 
 def save(course: Course, name: str, found: dict[str, Any]) -> None:
-    """As a whole, so that an interrupted command leaves the old file; not at all in a course that may only be read."""
+    """Save the file as a whole, so that an interrupted command leaves the old one. A read-only course saves nothing."""
     path = course.root / ".hwfsdp" / name
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug
-from hwfsdp.course.report import Style, printable
+from hwfsdp.course.report import Style, printable, shown_path
 
 if TYPE_CHECKING:
     from hwfsdp.course.lab.grading import LabCheck, LabGrade
@@ -64,7 +64,9 @@ def shown(bug: Bug, style: Style) -> str:
 
 
 def _bug_lines(bug: Bug, style: Style) -> Iterator[str]:
-    yield style.paint(f"Lab {bug.number} {bug.title}", "bold") + style.paint(f"  {bug.script}", "grey")
+    yield style.paint(f"Lab {bug.number} {bug.title}", "bold") + style.paint(
+        f"  {shown_path(bug.script)}", "grey"
+    )
     yield ""
     yield from style.wrapped(bug.symptom, "  ")
     yield ""
@@ -80,7 +82,8 @@ def _bug_lines(bug: Bug, style: Style) -> Iterator[str]:
             yield from _item(letter, choice.text, style)
     number = int(bug.number)
     yield ""
-    yield f"  See it: hwfsdp lab {number} --run    Answer in exercises/lab/answers.toml: [{bug.directory}]"
+    yield f"  See it: hwfsdp lab {number} --run"
+    yield f"  Answer: exercises/lab/answers.toml, below [{bug.directory}]"
     yield f"  Then:   hwfsdp lab check {number}"
 
 

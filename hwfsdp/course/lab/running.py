@@ -62,7 +62,7 @@ class Run:
 
 
 def run_script(script: Path, seconds: float = SECONDS) -> Run:
-    """Runs `main` of a script on `WORLD_SIZE` ranks of its own, for at most so many seconds.
+    """Run `main` of a script on `WORLD_SIZE` ranks of its own, for at most this many seconds.
 
     Raises:
         RankError: a rank died, or the script cannot be loaded.
@@ -85,7 +85,7 @@ def run_script(script: Path, seconds: float = SECONDS) -> Run:
 
 
 def run_on_rank(script: str) -> _OfRank:
-    """Runs `main` of a script on this rank, recorded."""
+    """Run `main` of a script on this rank, recorded."""
     raised = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -4,7 +4,7 @@ The key is plain text in `solutions/lab/key.toml`, which learners do not get. Th
 it: of each bug the SHA-256 of the script, of the evidence, and of the right choices.
 
 Note [What a seal is good for]
-    A question has four or five choices; whoever tries all of them finds the one that fits, whatever the hash, as they
+    A question has four or five choices. Anyone who tries all of them finds the one that fits, with any hash, as they
     could by asking the grader five times. A slow hash would only make grading slow. So a seal does what can be done: the
     key cannot be read or searched for, two bugs with the same right letter have different seals, since bug and question are
     part of what is hashed, and so is the evidence: without having measured it, nobody can try anything.

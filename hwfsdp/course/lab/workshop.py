@@ -5,7 +5,7 @@
 
 What has to hold: the key names a cause and a fix of every bug; its plain text is in `solutions/` only, as far as that can be
 seen from names; all made files are what they would be made now; evidence of the broken script can be measured, and
-that of the script in `solutions/` is another.
+the evidence of the script in `solutions/` is different.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def mended_scripts(course: Course) -> dict[str, Path]:
 
 
 def run_all(bugs: Sequence[Bug], scripts: Mapping[str, Path]) -> dict[str, Run]:
-    """Runs a script of each bug, broken or mended, by directory of the bug."""
+    """Run a script of each bug, broken or mended, by directory of the bug."""
     return {bug.directory: run_to_the_end_or_hang(bug, scripts[bug.directory]) for bug in bugs}
 
 
 def write(course: Course) -> list[Path]:
-    """Writes what differs; returns where."""
+    """Write what differs; return where."""
     changed = []
     for path, text in written_files(course, measured_values(course)).items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -1,4 +1,4 @@
-"""What travels compiled in a student's edition, where this is `hwfsdp.bodies`: it works, but is not to be read.
+"""Removed function bodies as bytecode in a student's edition (there `hwfsdp.bodies`): they run, but do not show their text.
 
 holes     every module that has some ends in `bodies.fill(__name__)`, so that all of it works before they are written;
           what belongs to the exercise that is being checked stays blank (`left_blank`)
@@ -25,7 +25,7 @@ def pack(code: types.CodeType) -> bytes:
 
 
 def fill(module: str) -> None:
-    """Gives the blank functions of a module that has just been run their bodies, but for those of `left_blank`.
+    """Give the blank functions of a new module their bodies, except the functions in `left_blank`.
 
     Raises:
         ImportError: they were compiled for another version of Python.
@@ -37,7 +37,7 @@ def fill(module: str) -> None:
 
 
 def load(module: str) -> None:
-    """Runs the compiled text of a module that is being imported; it lies beside it.
+    """Run the compiled text of a module that is being imported; it lies beside it.
 
     Raises:
         ImportError: it was compiled for another version of Python.

@@ -10,7 +10,7 @@
 What is in the instructor's tree and not under version control does not travel.
 
 Note [One version of Python]
-    Compiled code is for one minor version of Python, that of the instructor who made the edition. It says so in setup.cfg, so
+    Compiled code is for one minor version of Python, the version of the instructor who made the edition. setup.cfg says so, so
     that pip does, too.
 """
 
@@ -75,7 +75,7 @@ _CHANGES = {  # files at the top that speak of what is not there: what goes, and
 
 
 def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Path]:
-    """Writes the student's edition of a course, and proves that no answer is in it.
+    """Write the student's edition of a course, and prove that it contains no answer.
 
     Args:
         out: a folder that does not exist, or is empty.
@@ -106,7 +106,7 @@ def write_edition(course: Course, out: Path, upto: int | None = None) -> list[Pa
             f"release {out}",
             expected="no answer's text in it",
             got=f"{len(leaks)}, the first in {leaks[0]}",
-            remedy="Say it in other words there, or leave the file out.",
+            remedy="Use other words there, or leave the file out.",
         )
     return sorted(path for path in out.rglob("*") if path.is_file())
 
@@ -148,7 +148,7 @@ def _blank_package(course: Course, out: Path) -> None:
 
 
 def _compile_checks(package: Path) -> None:
-    """Of the text of every module of the checks, the first paragraph stays."""
+    """Compile every module of the checks. Only the first paragraph of its text stays."""
     for path in (path for name in _COMPILED for path in package.joinpath("course", name).glob("*.py")):
         if path.name not in _AS_TEXT:
             module, source = f"hwfsdp.course.{path.parent.name}.{path.stem}", path.read_text()
@@ -199,7 +199,7 @@ def _change_files(out: Path) -> None:
 
 
 def _change_page(page: Path) -> None:
-    """What is marked as for instructors goes, and so do rows of tables with a cell that links to missing pages only.
+    """Remove parts marked for instructors, and table rows with a cell that links only to missing pages.
 
     Other links to missing pages become words.
     """

@@ -49,7 +49,7 @@ class Leak(NamedTuple):
 
 
 class Secret(NamedTuple):
-    """What must not be found: the statements of a body, in order, and those runs of them that are no coincidence."""
+    """A body that no file may contain: its statements in order, and runs of them that are no coincidence."""
 
     number: str
     hole: str
@@ -80,7 +80,7 @@ def _statements_of(source: str, name: str) -> tuple[str, ...]:
 
 
 def _of_stations() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(number, name, body) of each function of the reference, as it is after each station; those of the starter are given."""
+    """(number, name, body) of each function of the reference after each station, except the given ones."""
     known = {tuple(_body(node)) for _, node in holes.definitions(stage(0))}
     for number in range(1, LAST + 1):
         for name, node in holes.definitions(stage(number)):
@@ -118,7 +118,7 @@ def _body(node: holes.Function) -> list[str]:
 
 
 def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
-    """What is left in a folder."""
+    """Find answers that are left in a folder."""
     for path in sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink()):
         for text in _texts(path):
             lines, prose = _normalized(text), "" if path.suffix in _CODE else _squeezed(text)
@@ -129,7 +129,7 @@ def find_leaks(root: Path, secrets: Sequence[Secret]) -> Iterator[Leak]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """A file's text, or those of the files in it; compiled ones have none."""
+    """A file's text, or the texts of the files in an archive. Compiled files have none."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         yield gzip.open(path).read(_LARGEST).decode(errors="replace")

@@ -179,7 +179,7 @@ def _in_flight(log: EventLog) -> int:
     stream_of = {e.seq: e.stream for e in log.events}
     over: dict[int, int] = (
         {}
-    )  # by seq of a reduction, that of the first wait for it, or for a later one on its stream
+    )  # by seq of a reduction: the seq of the first wait for it, or for a later one on its stream
     for wait in log.select("wait", stream="compute"):
         for each in reductions:
             if any(seq >= each.seq and stream_of[seq] == each.stream for seq in wait.after):
@@ -239,7 +239,7 @@ class Runner:
 
 @contextmanager
 def watched_kernels(kernels: list[Interval]) -> Iterator[None]:
-    """Notes when the compute stream of a virtual clock is busy."""
+    """Note when the compute stream of a virtual clock is busy."""
     original = clock.Clock.run
 
     def run(self: clock.Clock, us: float) -> None:
@@ -260,7 +260,7 @@ class Exposed(NamedTuple):
 
 
 def exposed_of(figures: dict[str, Any]) -> Exposed:
-    """What `timed` found, in all."""
+    """The findings of `timed`, in total."""
     gathers, reductions = figures["gathers"], figures["reductions"]
     return Exposed(
         sum(us for _, _, us, in_backward, _ in gathers if not in_backward),

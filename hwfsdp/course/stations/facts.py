@@ -1,4 +1,4 @@
-"""What ranks do with a learner's file, and report. Everything is seen from outside: what is registered, computed, sent, kept.
+"""The probes of a learner's file on ranks. They look from outside: at what is registered, computed, sent and kept.
 
 A fact is data: numbers, names, bytes. `laws` holds them against oracles.
 """
@@ -72,7 +72,7 @@ def _refuse_foreign(model: nn.Module) -> None:
     """The homework's modules are its own.
 
     Raises:
-        RuntimeError: they are those of torch's FSDP, or of this package's.
+        RuntimeError: they belong to torch's FSDP, or to this package's.
     """
     for module in model.modules():
         for cls in type(module).__mro__:
@@ -259,13 +259,13 @@ def _step(
 
 
 def _now() -> int:
-    """How many events the recording has."""
+    """Number of events in the recording."""
     recorder = events.active()
     return len(recorder.drafts) if recorder else 0
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """What is registered, by name: this rank's rows as data, whether it is a trainable nn.Parameter, and how a DTensor is placed."""
+    """The registered parameters, by name: this rank's rows as data, whether it is a trainable nn.Parameter, and how a DTensor is placed."""
     return {
         name: {
             "rows": local(param) if is_there(param) else None,
@@ -278,7 +278,7 @@ def described(model: nn.Module) -> dict[str, Any]:
 
 
 def placed(param: Tensor) -> list[Any] | None:
-    """Of a DTensor: its shape, placements, and the ranks of its mesh."""
+    """A DTensor's shape, placements, and the ranks of its mesh."""
     if not isinstance(param, DTensor):
         return None
     return [list(param.shape), [str(p) for p in param.placements], param.device_mesh.mesh.tolist()]
@@ -299,7 +299,7 @@ def is_there(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """What this rank has of a tensor, in memory of its own."""
+    """This rank's part of a tensor, in memory of its own."""
     if tensor is None:
         return None
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -320,7 +320,7 @@ def counts(
     more: str,
     fewer: str,
 ) -> None:
-    """How many collectives of a kind a phase has: "forward", "backward 0" (of the first micro-batch), …
+    """Number of collectives of a kind in a phase: "forward", "backward 0" (of the first micro-batch), …
 
     Args:
         expected: how many, or the least and the most. more, fewer: what is wrong with others.
@@ -339,7 +339,7 @@ def counts(
 def carried(
     found: Facts, scenario: Scenario, phase: str, op: str, expected: int, kinds: tuple[str, str]
 ) -> None:
-    """How many bytes a kind of collective moves in a phase; `kinds`: what is wrong with more, and with fewer."""
+    """Bytes that a kind of collective moves in a phase. `kinds`: the misconceptions for more and for fewer."""
     for rank, facts in enumerate(found):
         travels = moved(facts, phase, op)
         nbytes = sum(each[2] for each in travels)

@@ -15,11 +15,11 @@ from hwfsdp.course.verdict import Finding, Undecided
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
 
-GPU_FORWARD_US = 350.0  # of gathers in a forward on the GPU that nothing hides: those of the first unit
+GPU_FORWARD_US = 350.0  # of gathers in a forward on the GPU that nothing hides: the first unit's
 UNITS = WIDE.layers
 HOST_FORWARD_US = 15_500.0  # the same on the host
-HOST_BACKWARD_US = 15_500.0  # of gathers in a backward on the host: those of the last unit
-HOST_REDUCTIONS_US = 16_000.0  # of reductions in a step on the host: those of the first unit
+HOST_BACKWARD_US = 15_500.0  # of gathers in a backward on the host: the last unit's
+HOST_REDUCTIONS_US = 16_000.0  # of reductions in a step on the host: the first unit's
 FORWARD_PEAK = 190_000_000  # bytes alive at once in a forward, with one unit ahead: a unit is 50 MB, whole and in a buffer
 BOARD = {  # of gathers ahead: ms that a forward's gathers travel alone on the host, and MB alive at once
     "on demand": (69, 136),
@@ -53,7 +53,7 @@ def refuse_races(ranks: Ranks, seed: int, part: str = "") -> None:
 
 
 def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
-    """What memory that a collective reads or writes is, by number."""
+    """The names of memory that a collective reads or writes, by number."""
     names: dict[int, str] = {}
     for event in events:
         of = f" of {event.owner!r}" if event.owner else ""
@@ -66,7 +66,7 @@ def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
 
 
 def _part(race: Race, ends: Sequence[tuple[str, int]], names: dict[int, str]) -> str:
-    """What it belongs to; `ends`: of each forward and backward, how many events there are."""
+    """The part of the step that an event belongs to. `ends`: number of events at the end of each forward and backward."""
     if "reduce_scatter" in (race.first.stream, race.second.stream) or "reduction" in names.get(
         race.storage, ""
     ):
@@ -84,7 +84,7 @@ def _misconception(race: Race) -> str:
 
 
 def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
-    """Of a step on "gpu" or "host", or of its "forward" alone on the host: see `clocked.timed`."""
+    """Figures of a step on "gpu" or "host", or of its "forward" alone on the host; see `clocked.timed`."""
     found: dict[str, Any] = ranks.run(probe_clock, 1, seed=seed)[machine][0]
     if machine != "forward":
         alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found)._asdict().items())

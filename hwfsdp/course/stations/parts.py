@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def chunks(n: int, world_size: int) -> tuple[tuple[int, int], ...]:
-    """What nested chunking gives: (start, stop) of each rank, then (n, n)."""
+    """Extents by nested chunking: (start, stop) of each rank, then (n, n)."""
     if n <= MOST:
         pieces = torch.arange(n).chunk(world_size) if n else ()
         found = [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
@@ -153,7 +153,7 @@ def judge_gather(ranks: Ranks, seed: int) -> None:
 
 
 def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
-    """Whose piece each one is; None: nobody's."""
+    """The owner of each piece; None if it has none."""
     return [
         next((rank for rank, piece in enumerate(pieces) if torch.equal(block, piece)), None)
         for block in got.view(len(pieces), N)
@@ -163,7 +163,7 @@ def _owners(got: Tensor, pieces: Tensor) -> list[int | None]:
 def _wrong_blocks(where: str, got: Tensor, expected: Tensor, mirrored: bool) -> Finding:
     """`mirrored`: on every rank, pieces lie as if they had come from the other side."""
     owners = _owners(got, expected)
-    shown = ", ".join("nobody's" if owner is None else f"rank {owner}'s" for owner in owners)
+    shown = ", ".join("no rank's" if owner is None else f"rank {owner}'s" for owner in owners)
     name = "02.neighbour_blocks" if mirrored else "02.blocks"
     if None in owners:
         name = "02.block_missing" if (got == -1).any() else "02.no_block"

@@ -83,7 +83,7 @@ def judge_peak(ranks: Ranks, seed: int) -> None:
 
 
 def board(ranks: Ranks, seed: int) -> Board:
-    """Return, for each model, the figures of the learner's file and those of FSDP2."""
+    """Return, for each model, the figures of the learner's file and of FSDP2."""
     mine = ranks.run(probe_race, 1, seed=seed)
     theirs = ranks.reference(probe_package, 1, seed=seed)
     return {name: (mine[name][0], theirs[name][0]) for name in MODELS}

@@ -1,4 +1,4 @@
-"""What a learner's file is tried on: small models, each with something that breaks a naive FSDP, and ways to train them.
+"""The models for a learner's file: small ones, each with something that breaks a naive FSDP, and ways to train them.
 
 Sizes are drawn by the seed so that the ranks cannot share rows evenly, and some ranks get none. Every model has units: the modules
 that are sharded, inner ones first, the model itself last.
@@ -48,7 +48,7 @@ class Scenario(NamedTuple):
     peeked: bool = False
 
     def options(self, is_root: bool) -> dict[str, Any]:
-        """Keywords of `fully_shard`; the dtype of outputs is that of the whole model's."""
+        """Keywords of `fully_shard`. All outputs have the dtype of the whole model's output."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         options: dict[str, Any] = {} if self.reshard is None else {"reshard_after_forward": self.reshard}
@@ -98,7 +98,7 @@ class Perceptron(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a small trained one behind it: the frozen one's backward comes last, and needs its weight."""
+    """A frozen layer with a small trained layer behind it. The frozen layer's backward comes last, and needs its weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

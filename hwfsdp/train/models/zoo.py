@@ -60,14 +60,14 @@ def config_of(name: str) -> Config:
     """The sizes that go by a name.
 
     Raises:
-        UsageError: no model has this name; the message lists those that there are.
+        UsageError: no model has this name; the message lists the known models.
     """
     if name not in CONFIGS:
         raise UsageError(
             f"model {name!r}",
             expected=f"one of {', '.join(CONFIGS)}",
             got=repr(name),
-            remedy="Choose one of these, or give module:function, a function of yours that returns a model.",
+            remedy="Choose one of these, or give module:function, your own function that returns a model.",
         )
     return CONFIGS[name]
 

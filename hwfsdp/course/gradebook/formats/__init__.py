@@ -44,7 +44,7 @@ BY_SUFFIX = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
 
 
 def check_form(name: str, count: int, folder: bool = False) -> None:
-    """Raises UsageError if so many submissions cannot be written in this format, as one file or as a folder of them."""
+    """Raise UsageError if so many submissions cannot be written in this format, as one file or as a folder of them."""
     chosen = FORMATS[name]
     if folder and chosen.each is None:
         raise UsageError(
@@ -55,7 +55,7 @@ def check_form(name: str, count: int, folder: bool = False) -> None:
             f"--format {name}",
             expected="one submission, or a folder for one file each",
             got=f"{count} submissions and one file",
-            remedy="Give --out a folder that is there, or a name that ends in '/'.",
+            remedy="Give --out an existing folder, or a name that ends in '/'.",
         )
 
 
@@ -78,7 +78,7 @@ def _text(data: Data) -> str:
 
 
 def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[Path]:
-    """Writes a gradebook, whole or not at all; returns the files.
+    """Write a gradebook, whole or not at all; return the files.
 
     Args:
         folder: `out` is one, for a file `NAME/results.json` of each submission.
@@ -98,7 +98,7 @@ def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[P
 
 
 def write_text(path: Path, texts: Iterable[str]) -> Path:
-    """Writes a text beside its place and moves it there, so that a reader finds the old one or the new one."""
+    """Write a text beside its place and move it there, so that a reader finds the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft(path)
     with draft.open("w", encoding="utf-8", newline="") as file:
@@ -109,7 +109,7 @@ def write_text(path: Path, texts: Iterable[str]) -> Path:
 
 
 def try_writing(path: Path) -> None:
-    """Makes the folder that a file is to be in, and a file there, which is removed again.
+    """Make the folder that a file is to be in, and a file there, which is removed again.
 
     Raises:
         OSError: it cannot be written.
@@ -124,6 +124,6 @@ def _draft(path: Path) -> Path:
 
 
 def file_name(name: str) -> str:
-    """A submission's name as that of a file on any disk."""
+    """A submission's name as a file name for any disk."""
     cleaned = re.sub(r"[^\w.+@=-]+", "_", name).strip(".")
     return cleaned[:150] or "_"

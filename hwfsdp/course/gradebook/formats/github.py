@@ -52,7 +52,7 @@ def _test(exercise: Data, check: Data, book: Gradebook) -> Data:
 
 
 def announce(result: Result, book: Gradebook, environ: Mapping[str, str]) -> Iterator[str]:
-    """Writes outputs and the page to where the environment says, if it does; gives the lines to print."""
+    """Write outputs and the page to where the environment says, if it does; give the lines to print."""
     data, standing = as_data(result, book), book.standing(result)
     if path := environ.get("GITHUB_OUTPUT"):
         encoded = base64.b64encode(json.dumps(data).encode()).decode()

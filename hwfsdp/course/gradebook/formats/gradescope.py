@@ -1,7 +1,7 @@
 """Gradescope's results.json, one for each submission, read by students.
 
 Format: https://gradescope-autograders.readthedocs.io/en/latest/specs/ . Points that count are in `score`, which goes before
-those of `tests`; each check is a test. Nobody's place in a ranking is shown but that of points, under the name that each
+in `tests`; each check is a test. The only ranking is by points, under the name that each
 student chose.
 """
 

@@ -43,7 +43,7 @@ def render(book: Gradebook) -> Iterator[str]:
 
 
 def shares(result: Result, book: Gradebook) -> list[float]:
-    """The penalty of each exercise: hundredths of points, in all that of the submission."""
+    """The penalty of each exercise in hundredths of points. Together they are the submission's penalty."""
     cents = round(100 * book.standing(result).penalty)
     found, given, points = [], 0, 0
     for exercise in result.exercises:

@@ -5,7 +5,7 @@
                       "digest", "late"}]}
 
 `exercises` of a submission are as docs/course.md has them; `score` is what was earned; `late` has raw, penalty, final,
-late_seconds and time_unknown; `submitted_by` says where the time comes from; `limits` are those of submissions on this
+late_seconds and time_unknown; `submitted_by` names the source of the time; `limits` are the limits of submissions on this
 machine.
 """
 
