@@ -23,7 +23,16 @@ import hwfsdp
 
 ROOT = Path(__file__).parent.parent
 NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv*", "runs", "build", "dist", "*.egg-info", "_build", "__pycache__", ".*_cache", ".hypothesis"
+    ".git",
+    ".venv*",
+    "runs",
+    "build",
+    "dist",
+    "*.egg-info",
+    "_build",
+    "__pycache__",
+    ".*_cache",
+    ".hypothesis",
 )
 LEFT = re.compile(r"(^|/)(runs|__pycache__|\.\w+_cache)/|\.py\.\d+$|\.pyc$")
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"  # set by conftest, for the ranks of other tests

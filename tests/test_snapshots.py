@@ -174,7 +174,9 @@ def test_random_numbers_go_on_on_every_rank(tmp_path):
 
 def test_a_run_that_begins_anew_does_not_replace_a_checkpoint(tmp_path):
     checkpoint.save({"x": 1}, tmp_path)
-    with pytest.raises(UsageError, match="because this run starts from the beginning; got one. Resume from it"):
+    with pytest.raises(
+        UsageError, match="because this run starts from the beginning; got one. Resume from it"
+    ):
         SnapshotConfig(tmp_path)
     with pytest.raises(UsageError, match="keep 0"):
         SnapshotConfig(tmp_path / "other", keep=0)
