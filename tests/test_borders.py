@@ -295,7 +295,7 @@ def test_an_error_of_the_program_is_shown_as_python_shows_it(program: list[str],
     program = program if program[0] == "-m" else [str(folder / "fails.py")]
     plain, swapped = (
         subprocess.run(
-            [sys.executable, *command, *program], capture_output=True, text=True, timeout=60, cwd=here
+            [sys.executable, *command, *program], capture_output=True, text=True, timeout=300, cwd=here
         )
         for command in ([], ["-m", "hwfsdp", "swap"])
     )
