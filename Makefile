@@ -84,8 +84,8 @@ bench: setup  ## measure against FSDP2, as ratios within one run
 clients:  ## train other people's programs on FSDP2 and on hwfsdp, and compare; installs them; writes docs/comparison.md
 	$(MAKE) setup VENV=.venv-clients EXTRAS=dev,clients
 	$(MAKE) setup VENV=.venv-torchtune EXTRAS=dev,torchtune
-	.venv-clients/bin/python -m pytest tests/clients -k "not torchtune"
-	.venv-torchtune/bin/python -m pytest tests/clients -k torchtune
+	.venv-clients/bin/python -m pytest -rP tests/clients -k "not torchtune"
+	.venv-torchtune/bin/python -m pytest -rP tests/clients -k torchtune
 	.venv-clients/bin/python tests/clients/compare.py
 
 gpu:  ## all that only a GPU can show; writes docs/gpu.md; PARTS="races speed" for some, DRY=1 on the CPU
