@@ -219,7 +219,7 @@ REFUSED = {
     "--model mine_to_simulate:fails": ("KeyError", "no weights", "mine_to_simulate.py"),
     "--model no_such_module:f": ("no_such_module",),
     "--gpus 12": ("12 GPUs, 4 more than 8", "Take 8 or 16"),
-    "--model gpt-tiny --sweep gpus=2..4 --nodes 2": ("--nodes 2", "one by one"),
+    "--model gpt-tiny --sweep gpus=2..4 --nodes 2": ("--nodes 2", "Leave out --nodes"),
     "--model gpt-tiny --gpus 2 --trace nowhere/trace.json": ("nowhere/trace.json",),
     "--device this-machine": ("this-machine.json", "got none", "hwfsdp doctor --calibrate"),
 }
