@@ -176,7 +176,7 @@ def point_to_copies(app: Any, name: str, source: list[str]) -> None:
     text = re.sub(r"\]\(\.\./(notebooks|exercises)/", r"](\1/", source[0])
     if name.startswith("exercises/"):
         text = re.sub(r"\[([^\]]+\.(?:py|toml))\]\([^)]+\)", r"`\1`", text)
-        text = text.replace("../docs/", "")
+        text = text.replace("../docs/", "../")
     source[0] = text
 
 
