@@ -165,10 +165,12 @@ GROUPS: dict[str, list[Row]] = {
             first="cp trace.json before.json; cp trace.json after.json",
         ),
         Row("hwfsdp trace export trace.json --to png --picture lifetimes", makes="trace.lifetimes.png"),
+        Row("hwfsdp trace export trace.json --to html", makes="trace.html"),
         Row(f"{RUN} -- --data shakespeare.txt", "rank 1 raised ValueError: the data ran out at train.py:", 1),
         Row("hwfsdp train --steps 4 --trace zero3.json", makes="zero3.json"),
         Row("hwfsdp train --steps 4 --trace zero2.json --reshard-after-forward no", makes="zero2.json"),
         Row("hwfsdp trace diff zero3.json zero2.json", "They did not do the same", 1),
+        Row("hwfsdp trace export zero3.json zero2.json --to html", makes="zero3-zero2.html"),
     ],
 }
 NOT_RUN = {  # and why

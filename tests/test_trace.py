@@ -483,7 +483,7 @@ def test_a_table_has_every_event_once_with_all_it_says(file: Path, logs: dict[st
     with (file.parent / "plain.csv").open(newline="") as table:
         rows = list(csv.DictReader(table))
     for row, event in zip(rows, logs["plain"].events, strict=True):
-        read = {name: row[name] for name in ("op", "stream", "owner", "phase", "dtype")}
+        read = {name: row[name] for name in ("op", "stream", "owner", "phase", "dtype", "code")}
         numbers = ("rank", "seq", "step", "bytes", "start_us", "dur_us")
         read |= {name: ast.literal_eval(row[name]) for name in numbers}
         read |= {name: tuple(map(int, row[name].split())) for name in ("after", "reads", "writes")}

@@ -91,8 +91,19 @@ def _add_run(actions: Any) -> None:
 def _add_export(actions: Any) -> None:
     export = _add(actions, "export", "write a trace in another format")
     add = export.add_argument
-    add("file", type=Path, metavar="FILE", help="a trace: .json or .json.gz")
-    add("--to", required=True, choices=("perfetto", "csv", "png", "svg"))
+    add(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a trace: .json or .json.gz; for a page that compares, two of them",
+    )
+    add(
+        "--to",
+        required=True,
+        choices=("html", "perfetto", "csv", "png", "svg"),
+        help="html: a player of the step, one file that any browser opens",
+    )
     add(
         "--picture",
         default="timeline",

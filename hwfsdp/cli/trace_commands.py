@@ -74,20 +74,32 @@ def diff(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
-    """Writes a log in another format, by default beside the file, under its name."""
-    log, out = load(args.file), args.out
+    """Writes a log, or a page of two, in another format, by default beside the first file, under its name."""
+    files, out = args.files, args.out
+    if len(files) > (2 if args.to == "html" else 1):
+        raise UsageError(
+            f"trace export --to {args.to}",
+            expected="one trace" + (", or two to compare" if args.to == "html" else ""),
+            got=f"{len(files)}",
+            remedy="Two traces side by side: hwfsdp trace export A B --to html.",
+        )
+    logs = [(file.name, load(file)) for file in files]
     if out is None:
-        name = args.file.name.removesuffix(".gz").removesuffix(".json")
+        name = "-".join(file.name.removesuffix(".gz").removesuffix(".json") for file in files)
         picture = f".{args.picture}" if args.to in ("png", "svg") else ""
-        out = args.file.with_name(f"{name}{picture}{pictures.FORMATS[args.to]}")
-    if out.exists() and out.samefile(args.file):
+        out = files[0].with_name(f"{name}{picture}{pictures.FORMATS[args.to]}")
+    if out.exists() and any(out.samefile(file) for file in files):
         raise UsageError(
             "--out",
             expected="a file other than the one that is read",
             got=str(out),
             remedy="Name another one.",
         )
-    pictures.export(log, out, args.to, pictures.View(args.picture, args.rank, args.step))
+    view = pictures.View(args.picture, args.rank, args.step)
+    if args.to == "html":
+        pictures.write_page(logs, out, view)
+    else:
+        pictures.export(logs[0][1], out, args.to, view)
     print(json.dumps({"file": str(out), "format": args.to}) if args.json else f"Written to {out}")
     return 0
 

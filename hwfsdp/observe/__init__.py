@@ -2,6 +2,7 @@
 
     What is written down
     memory           what is alive, by kind, read from the storages themselves
+    places           where in the program an event was issued
     events           what happened, when, on which stream
     validate         values that a file says, checked before use
     clocks           whose time a log is in, and one axis for several

@@ -6,6 +6,7 @@ The log of one rank comes out of `record`; `EventLog.merge` puts the logs of sev
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import zlib
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.clocks import RankClock, read_clocks, shifts_to_one_axis
 from hwfsdp.observe.events import COLLECTIVES, COMPUTE_OPS, Event, Sample
+from hwfsdp.observe.places import checksums
 from hwfsdp.observe.perfetto import from_trace, to_trace
 from hwfsdp.observe.races import Order, orders
 from hwfsdp.observe.run_info import read_about
@@ -73,6 +75,13 @@ class EventLog:
         """The part of one rank."""
         return EventLog(self.select(rank=rank), {rank: self.samples.get(rank, [])}, self.about)
 
+    def by_rank(self) -> dict[int, EventLog]:
+        """The parts of all ranks; in one pass, as there may be many."""
+        parts = {rank: EventLog([], {rank: self.samples.get(rank, [])}, self.about) for rank in self.ranks}
+        for event in self.events:
+            parts[event.rank].events.append(event)
+        return parts
+
     def select(self, *ops: str, **attributes: Any) -> list[Event]:
         """Events whose op is one of `ops` (any, if none is given) and whose attributes equal these."""
         return [
@@ -101,8 +110,9 @@ class EventLog:
                 0.0 for one rank, None if the ranks' clocks were not put on one axis (`clocks`).
             slowest_rank: the one that is the last by the most, over all collectives; None where there is no skew.
         """
-        times = {rank: _rank_times(self.of_rank(rank)) for rank in self.ranks}
-        first = self.of_rank(self.ranks[0]).collectives() if times else []
+        parts = self.by_rank()
+        times = {rank: _rank_times(part) for rank, part in parts.items()}
+        first = parts[min(parts)].collectives() if parts else []
         counts, nbytes = Counter(e.op for e in first), Counter[str]()
         for event in first:
             nbytes[event.op] += event.bytes
@@ -165,8 +175,26 @@ class EventLog:
         order = self._orders[1].get(first.rank)
         return order is not None and order.happens_before(first, second)
 
+    def view(self, other: EventLog | None = None) -> Any:
+        """The step player of this log, or of two side by side: a notebook shows it, `save(path)` writes it as one page.
+
+        The page is a picture, so a wing draws it (`plot.player`), which is loaded when it is asked for.
+        """
+        player = importlib.import_module("hwfsdp.plot.player.page")
+        return player.make_page([("A", self), ("B", other)] if other else [("log", self)])
+
+    @property
+    def code(self) -> dict[str, int]:
+        """By file that events come from, a checksum: as it was when the log was saved, or else is now (`places`)."""
+        return self.about.get("code") or checksums(event.code for event in self.events)
+
     def save(self, path: str | Path) -> None:
-        """Writes the log as JSON that https://ui.perfetto.dev opens, compressed if the name ends in `.gz`."""
+        """Writes the log as JSON that https://ui.perfetto.dev opens, compressed if the name ends in `.gz`.
+
+        From then on `about` says what was in the files that events come from (`code`).
+        """
+        if code := self.code:
+            self.about = {**self.about, "code": code}
         text = json.dumps(to_trace(self.events, self.samples, self.about), separators=(",", ":"))
         data = text.encode()
         Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)

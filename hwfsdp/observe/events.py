@@ -49,6 +49,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from hwfsdp.observe.memory import Ledger
+from hwfsdp.observe.places import Places
 
 STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce")
 COLLECTIVES = (
@@ -77,6 +78,7 @@ class Event:
         start_us, dur_us: microseconds since the recording began; in a merged log, since the first of them did.
         after: seqs of the events that this one waited for on other streams (Note [Order without clocks]).
         reads, writes: storages involved, by numbers that no other storage of the recording has (`memory.Identities`).
+        code: the places that issued it, from the inside out (`places`); "" if unknown.
     """
 
     rank: int
@@ -93,6 +95,7 @@ class Event:
     after: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    code: str = ""
 
     @property
     def end_us(self) -> float:
@@ -133,7 +136,7 @@ class Draft:
     def __init__(self, recorder: Recorder, op: str, stream: str) -> None:
         self.recorder, self.seq, self.op, self.stream = recorder, len(recorder.drafts), op, stream
         self.owner, self.phase = recorder.owner, recorder.phase
-        self.dtype, self.bytes = "", 0
+        self.dtype, self.bytes, self.code = "", 0, recorder.places.here()
         self.after: tuple[int, ...] = ()
         self.reads: tuple[int, ...] = ()
         self.writes: tuple[int, ...] = ()
@@ -160,6 +163,7 @@ class Draft:
         return Event(
             *(self.recorder.rank, self.seq, self.op, self.stream, self.owner, self.phase, step),
             *(self.dtype, self.bytes, start_us, dur_us, self.after, self.reads, self.writes),
+            self.code,
         )
 
 
@@ -185,7 +189,7 @@ class Recorder:
         last_seq: by stream, the last event there. waits: by stream, the last seq of each that it waited for.
         origin: when the recording began. first_step: number of the step that it began in.
         in_flight: works that whoever called them will wait for. results: of functional collectives, by number of their
-            memory, that nobody has waited for.
+            memory, that nobody has waited for. places: names the lines that events come from.
     """
 
     rank: int
@@ -206,6 +210,7 @@ class Recorder:
     origin: Mark = field(default_factory=HostMark)
     in_flight: WeakKeyDictionary[Any, Draft] = field(default_factory=WeakKeyDictionary)
     results: dict[int, Draft] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
     _resizing: str = ""
     _round: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
     _round_over: int = 0
@@ -329,8 +334,7 @@ class Recorder:
                 ends[stream] = end
             step = self.first_step + bisect_right(step_ends, draft.seq)
             events.append(draft.timed(step, start, end - start))
-        samples = [replace(s, us=s.us - origin) for s in self.samples]
-        return events, samples
+        return events, [replace(s, us=s.us - origin) for s in self.samples]
 
 
 _active: Recorder | None = None

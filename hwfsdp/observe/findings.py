@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hwfsdp.observe.accounting import Strategy, strategy_traffic
+from hwfsdp.observe.accounting import Strategy, strategy_traffic, unsharded_bytes
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.races import find_races
@@ -196,6 +196,30 @@ def expect(groups: Sequence[GroupAbout]) -> TrafficByOp:
         counts["reduce_scatter"] += group.is_trained and group.shards > 1
         counts["all_reduce"] += group.is_trained and group.replicas > 1
     return {op: Traffic(counts[op], nbytes[op]) for op in ("all_gather", *REDUCED)}
+
+
+def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
+    """The most bytes of whole parameters at once, by the closed form.
+
+    None for several models, and where a group is kept on fewer ranks than it has.
+
+    Where a group computes, these are whole: itself, groups of modules around it, and groups before it that stay for the backward.
+    A backward gives them back in the opposite order, so it holds the same.
+    """
+    if sum(map(_is_root, groups)) > 1 or any(0 < g.gathered_again_from < g.shards for g in groups):
+        return None
+    most = 0
+    for place, group in enumerate(groups):
+        around = [g for g in groups if g is not group and (_is_root(g) or group.fqn.startswith(f"{g.fqn}."))]
+        stay = [g for g in groups[:place] if not g.gathered_again_from and g not in around]
+        others = [(sizes, g.shards) for g in (*around, *stay, group) for sizes in g.sizes()]
+        most = max(most, sum(unsharded_bytes(sizes, shards) for sizes, shards in others))
+    return most
+
+
+def _is_root(group: GroupAbout) -> bool:
+    """A root is called by its class, so no parameter's name begins with the group's."""
+    return not any(p.fqn.startswith(f"{name}.") for name in group.fqn.split(", ") for p in group.params)
 
 
 def _group_traffic(group: GroupAbout) -> Counter[str]:

@@ -7,19 +7,26 @@
 | full      | the end of the copy-out                    | the last free of what was allocated before it |
 | freed     | that free                                  | the next copy-in                              |
 
+An implementation without instruments (`onlooker`) names nobody when it allocates and frees, and has no copy-outs on record. There
+a group's whole memory is what its forward reads, and the group is full from its first allocation on.
+
 A freed group is sharded like one that was never gathered; the two names tell apart what happened. A group that is freed
 before the log has a gather of it was full when the recording began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
 from hwfsdp.observe.events import Event
 
 STATES = ("sharded", "gathering", "full", "freed")
+_FILLING = {
+    True: ("gathering",),
+    False: ("gathering", "full"),
+}  # states in which a group allocates its whole memory
 
 
 class Lifetime(NamedTuple):
@@ -38,8 +45,10 @@ def find_lifetimes(events: Sequence[Event]) -> list[Lifetime]:
     Those of one group follow each other without gaps, from the first event of the rank to the last; none is empty.
     """
     found: list[Lifetime] = []
-    for rank in sorted({e.rank for e in events}):
-        of_rank = sorted((e for e in events if e.rank == rank), key=lambda e: e.seq)
+    by_rank: dict[int, list[Event]] = {}
+    for event in sorted(events, key=lambda e: (e.rank, e.seq)):
+        by_rank.setdefault(event.rank, []).append(event)
+    for rank, of_rank in by_rank.items():
         begin, end = min(e.start_us for e in of_rank), max(e.end_us for e in of_rank)
         for owner, changes in _changes(of_rank).items():
             found += _lifetimes(rank, owner, changes, begin, end)
@@ -51,16 +60,23 @@ class _Change(NamedTuple):
     us: float
 
 
-def _changes(events: Iterable[Event]) -> dict[str, list[_Change]]:
+def _changes(events: Sequence[Event]) -> dict[str, list[_Change]]:
     """By owner, in order of issue: when it goes over into which state."""
     changes: dict[str, list[_Change]] = {}
+    read_by = {key: e.owner for e in events if e.op == "forward" for key in e.reads}
+    copied = any(e.op == "copy_out" for e in events)
     owner_of: dict[int, str] = {}  # whole memory that is allocated: storage → group
     held: dict[str, set[int]] = {}
     for event in events:
         owner, keys = event.owner, event.writes
-        if event.op == "alloc" and event.stream == "compute" and _state(changes, owner) == "gathering":
+        if not copied and not owner and event.op in ("alloc", "free"):
+            owner = next((read_by[key] for key in keys if key in read_by), "")
+        state = _state(changes, owner)
+        if event.op == "alloc" and event.stream == "compute" and state in _FILLING[copied]:
             owner_of.update(dict.fromkeys(keys, owner))
             held.setdefault(owner, set()).update(keys)
+            if not copied and state == "gathering":
+                changes[owner].append(_Change("full", event.end_us))
         elif event.op == "free" and owner and owner not in changes:
             changes[owner] = [_Change("full", -inf), _Change("freed", event.end_us)]
         elif event.op == "free":
@@ -83,6 +99,22 @@ def _state(changes: dict[str, list[_Change]], owner: str) -> str:
 def _begins_gather(event: Event) -> bool:
     is_copy = event.op == "copy_in" and event.stream == "copy"
     return bool(event.owner) and (is_copy or event.op == "all_gather")
+
+
+def find_reductions(events: Sequence[Event]) -> list[Lifetime]:
+    """When each group's gradients were on their way: from their copy-in, or the reduction itself, to the end of the reduction.
+
+    By rank, in order of issue; the state is "reducing". An all-reduce over replicas counts by itself.
+    """
+    found: list[Lifetime] = []
+    begun: dict[tuple[int, str], float] = {}
+    for event in sorted(events, key=lambda e: (e.rank, e.seq)):
+        place = event.rank, event.owner
+        if event.owner and event.op == "copy_in" and event.stream == "compute":
+            begun[place] = event.start_us
+        elif event.owner and event.op in ("reduce_scatter", "all_reduce"):
+            found.append(Lifetime(*place, "reducing", begun.pop(place, event.start_us), event.end_us))
+    return found
 
 
 def _lifetimes(

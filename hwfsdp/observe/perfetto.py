@@ -77,7 +77,8 @@ def from_trace(trace: dict[str, Any]) -> Contents:
 
 
 def _event(where: str, args: Any) -> Event:
-    found = {**validate.named(where, args), **validate.record(where, args, _EVENT)}
+    given = {"code": "", **validate.named(where, args)}  # which logs of hwfsdp 0.1 did not have at first
+    found = {**given, **validate.record(where, given, _EVENT)}
     for name, known in (("stream", STREAMS), ("op", OPS)):
         if found[name] not in known:
             raise ValueError(f"{where}: no {name} is called {found[name]!r}")
@@ -87,7 +88,7 @@ def _event(where: str, args: Any) -> Event:
 _EVENT: dict[str, validate.Check] = {
     "rank": validate.between(0, validate.MOST_RANKS - 1),
     **dict.fromkeys(("seq", "step", "bytes"), validate.whole),
-    **dict.fromkeys(("op", "stream", "owner", "phase", "dtype"), validate.text),
+    **dict.fromkeys(("op", "stream", "owner", "phase", "dtype", "code"), validate.text),
     "start_us": validate.time_us,
     "dur_us": lambda name, value: validate.time_us(name, value, least=0),
     "after": validate.each(validate.between(-validate.MOST, validate.MOST)),

@@ -25,6 +25,7 @@
     loss        loss curves laid over each other
     scaling     speed, time, memory, exposed communication against the number of GPUs
 
+    player      a log as one page that plays the step: HTML
     export      a log as a picture, for a spreadsheet, for a viewer
 
 Every function returns a `matplotlib.figure.Figure` and does nothing else: no window opens, no file is

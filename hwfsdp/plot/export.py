@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ from hwfsdp.plot.choice import chosen
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = {"perfetto": ".json", "csv": ".csv", "png": ".png", "svg": ".svg"}
+FORMATS = {"perfetto": ".json", "csv": ".csv", "html": ".html", "png": ".png", "svg": ".svg"}
 PICTURES = ("timeline", "memory", "lifetimes", "overlap", "traffic")
 _DPI = 150
 
@@ -36,7 +37,7 @@ def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
 
     Args:
         to: a key of `FORMATS`: "perfetto" is what `EventLog.save` writes; "csv" has a line per event, lists of numbers
-            being separated by blanks; the others are pictures.
+            being separated by blanks; "html" is the step player (`write_page`); the others are pictures.
 
     Raises:
         UsageError: there is nothing to draw. OSError: the file cannot be written.
@@ -45,6 +46,8 @@ def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
         log.save(target)
     elif to == "csv":
         write_csv(log, target)
+    elif to == "html":
+        write_page([(target.stem, log)], target, view)
     else:
         draw(log, view).savefig(target, dpi=_DPI, bbox_inches="tight", format=to)
 
@@ -58,6 +61,24 @@ def write_csv(log: EventLog, target: Path) -> None:
         for event in log.events:
             values = [getattr(event, name) for name in names]
             writer.writerow([" ".join(map(str, v)) if isinstance(v, tuple) else v for v in values])
+
+
+def write_page(logs: Sequence[tuple[str, EventLog]], target: Path, view: View = View()) -> None:
+    """Writes the step player of one log, or of two side by side, each with its name; of `view`, rank and step count.
+
+    Raises:
+        UsageError: a log has no such rank or step, or too much for a page. OSError: the file cannot be written.
+    """
+    from hwfsdp.plot.player.page import make_page
+
+    make_page([(name, _part(log, view)) for name, log in logs]).save(target)
+
+
+def _part(log: EventLog, view: View) -> EventLog:
+    """What is of the rank and the step of a view."""
+    chosen(log, "trace export", rank=view.rank, step=view.step)
+    log = log if view.rank is None else log.of_rank(view.rank)
+    return log if view.step is None else _during(log, view.step)
 
 
 def draw(log: EventLog, view: View) -> Figure:
@@ -90,7 +111,7 @@ def draw(log: EventLog, view: View) -> Figure:
 
 
 def _during(log: EventLog, step: int) -> EventLog:
-    """One rank's part of a step; with what was alive when that began, as a sample holds until the next."""
+    """The part of a step; with what was alive when that began, as a sample holds until the next."""
     events = log.select(step=step)
     begin, end = min(e.start_us for e in events), max(e.end_us for e in events)
     samples = {}

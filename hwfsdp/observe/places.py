@@ -1,0 +1,97 @@
+"""Where in the program an event was issued: the lines of the stack that a reader of FSDP wants to see.
+
+A place is a file, a line and a function: "hwfsdp/core/group.py:98 ParamGroup.unshard". An event has up to `MOST` of them, from
+the inside out, with " < " between them: the line that issued it, the line that called that function, and so on.
+
+Seen are the heart, what stands at its seams, the training loop, and files that are neither hwfsdp's nor installed: a user's.
+Left out are torch, Python's library, the folders of hwfsdp that start processes, move bytes or watch, and those chapters of the
+heart through which every event passes: who waits for a gather is of interest, not that a wait is one of a stream. Of methods that
+call each other under one name, as a feature's calls the heart's, the innermost is shown.
+
+The log keeps no source. It keeps a checksum of each file, so that whoever shows a line later knows whether it is still that one.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType, FrameType
+
+INSIDE = " < "
+PACKAGE = Path(__file__).parents[1]
+MOST = 5
+_SHOWN = ("core/", "features/", "train/")
+_PASSED_THROUGH = tuple(
+    f"core/{chapter}.py" for chapter in ("observer", "streams", "ranks", "compat", "autograd_hooks")
+)
+_INSTALLED = tuple(
+    f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+)
+
+
+class Places:
+    """Names the places of one recording; each kind of event comes from few, so each is worked out once."""
+
+    def __init__(self) -> None:
+        # By id, which stays the code's while it is kept here.
+        self._files: dict[int, tuple[CodeType, str]] = {}
+        self._said: dict[tuple[int, ...], str] = {}  # by code and instruction of each frame
+
+    def here(self) -> str:
+        """The places from which the caller of the caller was called; "" if none of them is shown."""
+        frame: FrameType | None = sys._getframe(2)
+        shown: list[FrameType] = []
+        key: list[int] = []
+        last = ""
+        while frame is not None and len(shown) < MOST:
+            code = frame.f_code
+            known = self._files.get(id(code))
+            if known is None:
+                known = self._files[id(code)] = code, _shown_file(code)
+            if known[1] and code.co_name != last:
+                shown.append(frame)
+                key += (id(code), frame.f_lasti)
+                last = code.co_name
+            frame = frame.f_back
+        said = self._said.get(tuple(key))
+        if said is None:
+            said = self._said[tuple(key)] = INSIDE.join(map(self._name, shown))
+        return said
+
+    def _name(self, frame: FrameType) -> str:
+        return f"{self._files[id(frame.f_code)][1]}:{frame.f_lineno} {frame.f_code.co_qualname}"
+
+
+def checksums(codes: Iterable[str]) -> dict[str, int]:
+    """By file that these places name, the CRC-32 of what is in it now; without those that cannot be read.
+
+    Files are read when a log is written, not while it is recorded: ranks that grade may open few of them.
+    """
+    files = {place.partition(":")[0] for code in set(codes) for place in code.split(INSIDE)}
+    found = {}
+    for file in sorted(files - {""}):
+        with suppress(OSError):
+            found[file] = zlib.crc32(path_of(file).read_bytes())
+    return found
+
+
+def path_of(file: str) -> Path:
+    """Where a place's file is: hwfsdp's own in the package, another one from the current folder on."""
+    inside = PACKAGE.parent / file
+    return inside if file.startswith("hwfsdp/") and inside.exists() else Path(file)
+
+
+def _shown_file(code: CodeType) -> str:
+    """How a place names the file of this code; "" if it is not shown."""
+    name = code.co_filename
+    if name.startswith(f"{PACKAGE}/"):
+        inner = name.removeprefix(f"{PACKAGE}/")
+        is_shown = inner.startswith(_SHOWN) and inner not in _PASSED_THROUGH and code.co_name[0] != "<"
+        return f"hwfsdp/{inner}" if is_shown else ""
+    if name.startswith(("<", *_INSTALLED)):
+        return ""
+    return name.removeprefix(f"{Path.cwd()}/")

@@ -1,0 +1,27 @@
+"""The step player: a log as one page that plays a training step. It opens in any browser, without a network.
+
+    packing     a log as columns of numbers, for the page
+    sources     the functions that issued events, with their text
+    page        the page: template, style, scripts and data in one text
+
+The page itself is `page.html`, `style.css`, and the scripts, which the browser runs one after the other, as they stand here:
+
+    format      numbers as people read them
+    looks       colors and hatches
+    events      a log unpacked, with what one asks of it
+    reasons     why compute stood still, in a sentence
+    state       the one cursor, the window of time, who is looked at; tells the panes
+    chart       what panes share: a canvas that is sharp, an axis of time
+    timeline    ranks and their streams
+    memory      bytes by kind
+    parameters  a grid of groups and ranks
+    code        the line that issued the event
+    summary     the head of the page, where to look, the same as tables
+    controls    playing, stepping, keys, the link to a moment
+    main        puts them together
+"""
+
+SCRIPTS = (
+    *("format", "looks", "events", "reasons", "state", "chart"),
+    *("timeline", "memory", "parameters", "code", "summary", "controls", "main"),
+)

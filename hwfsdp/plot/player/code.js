@@ -1,0 +1,68 @@
+"use strict";
+// The event under the cursor in words, and the line that issued it, in its function, with what the function promises.
+
+class Code {
+  constructor(state, functions) {
+    Object.assign(this, { state, functions });
+    this.body = document.querySelector("#code .body");
+    this.shown = undefined; // nothing yet, not even that there is no event
+    this.chosen = 0; // which of the event's places: 0 is the line that issued it
+  }
+
+  draw() {
+    const { event } = this.state;
+    if (event === this.shown) return;
+    this.shown = event;
+    this.chosen = 0;
+    this.fill();
+  }
+
+  fill() {
+    const event = this.shown;
+    if (!event) {
+      this.body.replaceChildren(make("p", { class: "soft" }, "Nothing has begun yet. Press → for the first event."));
+      return;
+    }
+    const places = event.log.places[event.code] ?? [];
+    const facts = make("div", { class: "soft" }, factsOf(event).join("; "));
+    const said = [make("strong", {}, nameOf(event)), facts];
+    for (const reason of reasonsOf(event)) said.push(make("div", { class: "reason" }, reason));
+    this.body.replaceChildren(make("div", { class: "event" }, ...said));
+    if (!places.length) {
+      this.body.append(make("p", { class: "soft" }, "The log does not say which line issued this event."));
+      return;
+    }
+    this.body.append(this.trail(places), ...this.functionAt(places[this.chosen]));
+    this.body.scrollTop = 0;
+    const mark = this.body.querySelector("mark"), list = this.body.querySelector("ol");
+    if (mark && list) list.scrollTop = mark.offsetTop - list.clientHeight / 2;
+  }
+
+  /** Who called whom, from the outside in; each leads to its function. */
+  trail(places) {
+    const names = places.map(([name], i) => {
+      const { function: whole } = this.functions[name], button = make("button", {
+        class: "place", "aria-pressed": String(i === this.chosen), title: whole,
+        onclick: () => { this.chosen = i; this.fill(); },
+      }, whole.split(".").filter((part) => part !== "<locals>").pop());
+      return button;
+    });
+    const [name, line] = places[this.chosen], where = make("span", {}, ` ${this.functions[name].file}:${line}`);
+    return make("div", { class: "trail", role: "group", "aria-label": "Calls, from the outside in" },
+      ...names.reverse().flatMap((button, i) => (i ? [" › ", button] : [button])), where);
+  }
+
+  functionAt([name, line]) {
+    const found = this.functions[name];
+    if (!found.lines) return [make("p", { class: "soft" }, `${found.function}. Its text is not shown: ${found.missing}.`)];
+    const [first, last] = found.docstring.length ? found.docstring : [0, -1];
+    const indent = Math.min(...found.lines.filter((text) => text.trim()).map((text) => text.search(/\S/)));
+    const rows = found.lines.map((text, i) => {
+      const number = found.first + i, isHere = number === line, isSaid = number >= first && number <= last;
+      const content = make(isHere ? "mark" : "span", isSaid ? { class: "said" } : {}, text.slice(indent) || " ");
+      return make("li", { value: number, ...(isHere ? { "aria-current": "true" } : {}) }, content);
+    });
+    const promise = found.promise ? make("p", { class: "promise" }, found.promise) : null;
+    return [...(promise ? [promise] : []), make("ol", { tabindex: "0", "aria-label": `Source of ${found.function}` }, ...rows)];
+  }
+}

@@ -1,0 +1,177 @@
+"use strict";
+// Playing and stepping, keys, and the link to a moment: #t=45.21&rank=1 (ms), with &log=b for the second of two logs.
+
+const SPEEDS = { "¼": 0.25, "½": 0.5, "1": 1, "2": 2, "4": 4 };
+const STEP_SECONDS = 12; // that a training step takes at speed 1
+const LINK_AFTER = 250; // ms of rest before the address is written
+const KEYS = [
+  ["space", "play, pause"],
+  ["← →", "previous, next event"],
+  ["↑ ↓", "rank before, after"],
+  ["g", "step through this group's events only, or the rank's again"],
+  ["+ −", "zoom in, out, around the cursor (also w, s)"],
+  ["a d", "move the window (also shift ← →)"],
+  ["0", "all of it"],
+  ["Home End", "beginning, end"],
+  ["?", "these keys"],
+];
+
+class Controls {
+  constructor(state) {
+    this.state = state;
+    this.motion = matchMedia("(prefers-reduced-motion: reduce)");
+    this.element = (id) => document.getElementById(id);
+    const on = (id, act) => this.element(id).addEventListener("click", act);
+    on("first", () => { state.seek(0); state.keepInView(); });
+    on("back", () => this.step(-1));
+    on("next", () => this.step(1));
+    on("play", () => this.play(!state.playing));
+    on("zoom-in", () => state.zoom(1.6));
+    on("zoom-out", () => state.zoom(1 / 1.6));
+    on("fit", () => state.show(0, state.end));
+    on("help-button", () => this.help());
+    this.fillSelects();
+    this.fillHelp();
+    document.addEventListener("keydown", (event) => this.key(event));
+    addEventListener("hashchange", () => this.readLink());
+    this.readLink();
+  }
+
+  fillSelects() {
+    const { state } = this, speed = this.element("speed"), through = this.element("steps-through");
+    speed.replaceChildren(...Object.keys(SPEEDS).map((name) => make("option", { value: SPEEDS[name] }, `${name} ×`)));
+    speed.value = "1";
+    speed.addEventListener("change", () => state.change({ speed: Number(speed.value) }));
+    const groups = [...new Set(state.logs.flatMap((log) => log.groupNames))];
+    through.replaceChildren(make("option", { value: "" }, "rank"), ...groups.map((group) =>
+      make("option", { value: `=${group}` }, group)));
+    through.addEventListener("change", () => this.stepThrough(through.value ? through.value.slice(1) : null));
+  }
+
+  fillHelp() {
+    const rows = KEYS.map(([keys, what]) => make("tr", {}, make("th", { scope: "row" }, keys), make("td", {}, what)));
+    const mouse = "Wheel or pinch: zoom. Drag: move. Click: the event, or the rank. The ruler and the memory plot move the cursor.";
+    this.element("help").replaceChildren(make("table", {}, make("tbody", {}, ...rows)), make("p", {}, mouse));
+  }
+
+  help() {
+    const help = this.element("help");
+    help.hidden = !help.hidden;
+    this.element("help-button").setAttribute("aria-expanded", String(!help.hidden));
+  }
+
+  draw() {
+    const { state } = this, button = this.element("play"), { event } = state;
+    button.textContent = state.playing ? "pause" : "play";
+    button.setAttribute("aria-pressed", String(state.playing));
+    button.setAttribute("aria-label", state.playing ? "Pause" : "Play");
+    this.element("clock").textContent = `${(state.t / 1e3).toFixed(3)} ms${event ? `, step ${event.step}` : ""}`;
+    const through = this.element("steps-through");
+    through.options[0].textContent = `rank ${state.rank}`;
+    through.value = state.group === null ? "" : `=${state.group}`;
+    clearTimeout(this.linking);
+    if (!state.playing) this.linking = setTimeout(() => this.writeLink(), LINK_AFTER);
+  }
+
+  step(by) {
+    this.play(false);
+    if (this.state.step(by)) this.speak();
+  }
+
+  /** Steps through a group's events, or with null through the rank's. */
+  stepThrough(group) {
+    this.state.change({ group });
+  }
+
+  /** For screen readers: the event under the cursor. Not while playing. */
+  speak() {
+    const { event } = this.state;
+    if (event) this.element("spoken").textContent = [nameOf(event), ...factsOf(event), ...reasonsOf(event)].join(". ");
+  }
+
+  // --- playing ---
+
+  play(playing) {
+    const { state } = this;
+    if (playing === state.playing) return;
+    if (playing && state.t >= state.end) state.seek(0);
+    state.change({ playing });
+    if (!playing) return;
+    if (this.motion.matches) this.hop();
+    else requestAnimationFrame((now) => { this.last = now; requestAnimationFrame((next) => this.advance(next)); });
+  }
+
+  advance(now) {
+    const { state } = this;
+    if (!state.playing) return;
+    const steps = Math.max(1, state.logs[0].steps.length), rate = state.end / steps / (1000 * STEP_SECONDS);
+    state.seek(state.t + (now - this.last) * rate * state.speed);
+    state.keepInView();
+    this.last = now;
+    if (state.t >= state.end) this.play(false);
+    else requestAnimationFrame((next) => this.advance(next));
+  }
+
+  /** Where motion is not wanted, playing goes from event to event, and nothing glides. */
+  hop() {
+    if (!this.state.playing) return;
+    if (this.state.step(1)) setTimeout(() => this.hop(), 600 / this.state.speed);
+    else this.play(false);
+  }
+
+  // --- keys ---
+
+  key(event) {
+    const { state } = this, isTyping = event.target.closest("select, input, textarea");
+    if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === " " && event.target.closest("button, summary")) return;
+    const acts = {
+      " ": () => this.play(!state.playing),
+      ArrowLeft: () => (event.shiftKey ? state.pan(-0.2) : this.step(-1)),
+      ArrowRight: () => (event.shiftKey ? state.pan(0.2) : this.step(1)),
+      ArrowUp: () => this.otherRank(-1),
+      ArrowDown: () => this.otherRank(1),
+      Home: () => { state.seek(0); state.keepInView(); },
+      End: () => { state.seek(state.end); state.keepInView(); },
+      "+": () => state.zoom(1.6), "=": () => state.zoom(1.6), w: () => state.zoom(1.6),
+      "-": () => state.zoom(1 / 1.6), s: () => state.zoom(1 / 1.6),
+      a: () => state.pan(-0.2), d: () => state.pan(0.2),
+      0: () => state.show(0, state.end),
+      g: () => this.stepThrough(state.group === null && state.event?.owner ? state.event.owner : null),
+      "?": () => this.help(),
+      Escape: () => { this.element("help").hidden = true; this.stepThrough(null); },
+    };
+    if (acts[event.key]) {
+      event.preventDefault();
+      acts[event.key]();
+    }
+  }
+
+  /** The rank after (1) or before (−1), through the ranks of both logs. */
+  otherRank(by) {
+    const { state } = this, all = state.logs.flatMap((log, side) => log.ranks.map((rank) => ({ side, rank })));
+    const place = all.findIndex((each) => each.side === state.side && each.rank === state.rank);
+    const { side, rank } = all[(place + by + all.length) % all.length];
+    state.lookAt(side, rank);
+    this.speak();
+  }
+
+  // --- the link to a moment ---
+
+  readLink() {
+    const said = new URLSearchParams(location.hash.slice(1)), ms = parseFloat(said.get("t")), { state } = this;
+    if (!Number.isFinite(ms)) return;
+    const side = said.get("log") === "b" && state.logs.length > 1 ? 1 : 0, rank = Number(said.get("rank"));
+    if (said.has("rank") && state.logs[side].ranks.includes(rank)) state.ranks[side] = rank;
+    state.side = side;
+    if (Math.abs(ms * 1e3 - state.t) > 0.5 || !state.event) state.seek(ms * 1e3);
+    state.keepInView();
+  }
+
+  writeLink() {
+    const { state } = this, link = `#t=${(state.t / 1e3).toFixed(4)}&rank=${state.rank}${state.side ? "&log=b" : ""}`;
+    try {
+      history.replaceState(null, "", link);
+    } catch { /* in a notebook's frame a page has no address of its own */ }
+  }
+}

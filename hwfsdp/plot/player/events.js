@@ -1,0 +1,164 @@
+"use strict";
+// A log unpacked: events as objects, in order, by rank and stream; and what the panes ask of it.
+
+const COLLECTIVES = new Set([
+  "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv", "reduce", "gather",
+  "scatter", "barrier",
+]);
+const TOUCHING = 0.11; // µs: times are rounded to a tenth
+
+class Log {
+  constructor(packed, side, places, looks) {
+    Object.assign(this, { name: packed.name, side, ranks: packed.ranks, groups: packed.groups, summary: packed.summary });
+    Object.assign(this, { places, owners: packed.owners, closedForm: packed.closed_form });
+    Object.assign(this, { worldSize: packed.world_size, torch: packed.torch, device: packed.device });
+    this.clocksDiffer = packed.clocks_differ;
+    this.events = this.unpack(packed.events);
+    this.end = this.events.reduce((end, event) => Math.max(end, event.end), 1);
+    this.byRank = new Map(this.ranks.map((rank) => [rank, { drawn: [], bySeq: new Map(), lanes: new Map() }]));
+    for (const event of this.events) {
+      const found = this.byRank.get(event.rank);
+      found.bySeq.set(event.seq, event);
+      if (event.op in looks.ops) found.drawn.push(event);
+    }
+    for (const found of this.byRank.values()) this.layOut(found);
+    this.streams = packed.events.tables.streams.filter((stream) =>
+      this.ranks.some((rank) => this.byRank.get(rank).lanes.has(stream)));
+    this.link();
+    this.samples = new Map(Object.entries(packed.samples).map(([rank, found]) => [Number(rank), found]));
+    this.peaks = new Map(this.ranks.map((rank) => [rank, this.findPeak(rank)]));
+    this.states = this.unpackStates(packed.states);
+    this.sizes = new Map(this.groups.map((group) => [group.fqn, group]));
+    this.steps = [...new Set(this.events.filter((e) => e.op === "optimizer").map((e) => e.step))].sort((a, b) => a - b);
+  }
+
+  unpack(columns) {
+    const { ops, streams, dtypes, phases } = columns.tables;
+    return columns.seq.map((seq, i) => ({
+      log: this, seq, rank: columns.rank[i], op: ops[columns.op[i]], stream: streams[columns.stream[i]],
+      owner: this.owners[columns.owner[i]], phase: phases[columns.phase[i]], dtype: dtypes[columns.dtype[i]],
+      step: columns.step[i], bytes: columns.bytes[i], start: columns.start[i], end: columns.start[i] + columns.dur[i],
+      code: columns.code[i], waitsFor: columns.after[i] ?? [], waitedForBy: [], depth: 0, drawnEnd: 0,
+    }));
+  }
+
+  /** Lanes of one rank: by stream and depth, events that do not overlap. One that crosses the end of an outer one is cut. */
+  layOut(found) {
+    found.drawn.sort((a, b) => a.start - b.start || b.end - a.end || a.seq - b.seq);
+    const open = new Map();
+    for (const event of found.drawn) {
+      const outer = open.get(event.stream) ?? [];
+      open.set(event.stream, outer);
+      while (outer.length && outer[outer.length - 1].drawnEnd <= event.start + TOUCHING) outer.pop();
+      event.depth = outer.length;
+      event.drawnEnd = outer.reduce((end, other) => Math.min(end, other.drawnEnd), event.end);
+      outer.push(event);
+      const lane = found.lanes.get(event.stream) ?? [];
+      found.lanes.set(event.stream, lane);
+      (lane[event.depth] ??= []).push(event);
+    }
+    found.drawn.sort((a, b) => a.start - b.start || a.seq - b.seq);
+  }
+
+  /** Turns numbers of events into events, both ways; what is not in the log is left out. */
+  link() {
+    const counts = new Map();
+    for (const event of this.events) {
+      const bySeq = this.byRank.get(event.rank).bySeq;
+      event.waitsFor = event.waitsFor.map((seq) => bySeq.get(seq)).filter(Boolean);
+      for (const other of event.waitsFor) other.waitedForBy.push(event);
+      if (COLLECTIVES.has(event.op)) { // the n-th of its kind is the same collective on every rank
+        const kind = `${event.rank} ${event.op} ${event.owner}`;
+        counts.set(kind, (counts.get(kind) ?? 0) + 1);
+        event.meeting = `${event.op} ${event.owner} ${counts.get(kind)}`;
+      }
+    }
+    this.meetings = new Map();
+    for (const event of this.events) {
+      if (!event.meeting) continue;
+      if (!this.meetings.has(event.meeting)) this.meetings.set(event.meeting, []);
+      this.meetings.get(event.meeting).push(event);
+    }
+  }
+
+  /** By rank and group, its states in order of time; of reductions, apart. */
+  unpackStates(columns) {
+    const found = new Map();
+    columns.owner.forEach((owner, i) => {
+      const key = `${columns.rank[i]} ${this.owners[owner]}`, name = columns.names[columns.state[i]];
+      if (!found.has(key)) found.set(key, { params: [], grads: [] });
+      found.get(key)[name === "reducing" ? "grads" : "params"].push({ name, start: columns.start[i], end: columns.end[i] });
+    });
+    return found;
+  }
+
+  /** The state of a group's parameters and whether its gradients are on their way, at a time. */
+  stateOf(rank, owner, t) {
+    const states = this.states.get(`${rank} ${owner}`);
+    if (!states) return null;
+    const at = (list) => {
+      const one = list[firstPlace(list, (each) => each.start > t) - 1];
+      return one && t < one.end + TOUCHING ? one.name : null;
+    };
+    return { params: at(states.params) ?? "sharded", reducing: at(states.grads) !== null };
+  }
+
+  /** Groups in the order of the run; where the log does not list them, those whose states are seen. */
+  get groupNames() {
+    return this.groups.length ? this.groups.map((g) => g.fqn) : this.owners.filter((owner) =>
+      owner && this.ranks.some((rank) => this.states.has(`${rank} ${owner}`)));
+  }
+
+  /** Bytes by kind at a time: a sample holds until the next one. */
+  bytesAt(rank, t) {
+    const samples = this.samples.get(rank);
+    if (!samples) return null;
+    const place = Math.max(0, firstPlace(samples.us, (us) => us > t) - 1);
+    return Object.fromEntries(Object.entries(samples.kinds).map(([kind, column]) => [kind, column[place]]));
+  }
+
+  /** The sample of a rank with the most bytes: {us, total}; null without samples. */
+  findPeak(rank) {
+    const samples = this.samples.get(rank);
+    if (!samples) return null;
+    const columns = Object.values(samples.kinds);
+    let best = null;
+    samples.us.forEach((us, i) => {
+      const total = columns.reduce((sum, column) => sum + column[i], 0);
+      if (!best || total > best.total) best = { us, total };
+    });
+    return best;
+  }
+
+  /** The last event of a rank that has begun at a time, of all or of a group; null before the first. */
+  lastBegun(rank, t, owner = null) {
+    const drawn = this.byRank.get(rank)?.drawn ?? [];
+    for (let i = firstPlace(drawn, (event) => event.start > t) - 1; i >= 0; i -= 1) {
+      if (owner === null || drawn[i].owner === owner) return drawn[i];
+    }
+    return null;
+  }
+
+  /** The event after this one on its rank, or before it (`by` −1), of all or of a group. */
+  neighbor(event, by, owner = null) {
+    const drawn = this.byRank.get(event.rank).drawn;
+    const own = drawn.indexOf(event); // none for what is not drawn, such as an allocation
+    const from = own >= 0 ? own + by : firstPlace(drawn, (other) => other.start > event.start) - (by > 0 ? 0 : 1);
+    for (let i = from; i >= 0 && i < drawn.length; i += by) {
+      if (owner === null || drawn[i].owner === owner) return drawn[i];
+    }
+    return null;
+  }
+
+  /** Ends of a rank's optimizer steps, but for the last: [{us, step}]. */
+  stepEnds(rank) {
+    const found = this.byRank.get(rank);
+    if (found.stepEnds) return found.stepEnds;
+    const ends = new Map();
+    for (const event of found.drawn) {
+      if (event.op === "optimizer") ends.set(event.step, Math.max(ends.get(event.step) ?? 0, event.end));
+    }
+    found.stepEnds = [...ends].map(([step, us]) => ({ step, us })).sort((a, b) => a.us - b.us).slice(0, -1);
+    return found.stepEnds;
+  }
+}

@@ -1,0 +1,66 @@
+"use strict";
+// Numbers as people read them, and elements made in one line.
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+function threeDigits(value) {
+  return value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0);
+}
+
+/** Bytes: "512 B", "1.50 KiB", "20.0 MiB". */
+function bytesText(bytes) {
+  let power = 0;
+  while (bytes >= 1024 ** (power + 1) && power < UNITS.length - 1) power += 1;
+  return power === 0 ? `${bytes} B` : `${threeDigits(bytes / 1024 ** power)} ${UNITS[power]}`;
+}
+
+/** Microseconds as milliseconds: "0.25 ms", "12.5 ms"; what is shorter than 10 µs as µs. */
+function msText(us) {
+  const size = Math.abs(us);
+  return size > 0 && size < 10 ? `${us.toFixed(1)} µs` : `${us < 0 ? "−" : ""}${threeDigits(size / 1e3)} ms`;
+}
+
+function countText(count) {
+  return Math.round(count).toLocaleString("en-US");
+}
+
+function percentText(share) {
+  return `${Math.round(100 * share)}%`;
+}
+
+/** "1 rank", "2 ranks". */
+function numberOf(count, what) {
+  return `${countText(count)} ${what}${count === 1 ? "" : "s"}`;
+}
+
+/** An element with attributes and children. Texts become text: nothing in a log is ever read as HTML. */
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "onclick") element.addEventListener("click", value);
+    else if (value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** The last parts of a dotted name that fit: "layers.0.block", "0.block", "block"; "" if none does. */
+function fittingName(context, name, room) {
+  const parts = name.split(".");
+  for (let from = 0; from < parts.length; from += 1) {
+    const tail = parts.slice(from).join(".");
+    if (context.measureText(tail).width <= room) return tail;
+  }
+  return "";
+}
+
+/** The place of the first item of an ascending list for which `isBeyond` holds; its length if there is none. */
+function firstPlace(list, isBeyond) {
+  let low = 0, high = list.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (isBeyond(list[middle])) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}

@@ -1,0 +1,28 @@
+"use strict";
+// Puts the panes together.
+
+let controls = null;
+let state = null;
+
+function start() {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const looks = new Looks(data.looks, data.kinds), isPair = data.logs.length > 1;
+  const logs = data.logs.map((packed, side) => new Log(packed, isPair ? side : null, data.places, looks));
+  state = new State(logs);
+  const summary = new Summary(state, data.comparison ?? null);
+  controls = new Controls(state);
+  state.panes = [
+    new Timeline(state, looks), new Memory(state, looks), new Parameters(state, looks),
+    new Code(state, data.functions), summary, controls,
+  ];
+  document.querySelector("main").classList.toggle("pair", isPair);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.change({}));
+  state.change({});
+}
+
+try {
+  start();
+} catch (error) {
+  document.getElementById("facts").textContent = `This page cannot be drawn: ${error.message}. Write it again: hwfsdp trace export.`;
+  throw error;
+}

@@ -1,0 +1,157 @@
+"""A log as the page reads it: columns of numbers, and tables of the texts that they count in.
+
+A record per event would be most of the page. So each attribute is one list over all events, and whatever repeats (names of
+ops, groups, places) is a number in a table. Times are µs, to a tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hwfsdp.errors import UsageError
+from hwfsdp.observe.comparison import as_json, compare
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import OPS, STREAMS, Event, Sample
+from hwfsdp.observe.findings import expect_peak
+from hwfsdp.observe.lifetimes import STATES, find_lifetimes, find_reductions
+from hwfsdp.observe.memory import KINDS
+from hwfsdp.observe.run_info import GroupAbout, read_about
+from hwfsdp.plot import style
+from hwfsdp.plot.player.sources import Sources
+
+MOST_EVENTS = 400_000  # a page of 30 MB
+GROUP_STATES = (*STATES, "reducing")
+
+
+class Table:
+    """Numbers for what repeats, in the order of the first time."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._numbers = {text: number for number, text in enumerate(known)}
+
+    def number(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self._numbers)
+
+
+def pack(logs: Sequence[tuple[str, EventLog]]) -> dict[str, Any]:
+    """What the page is given: one log, or two that it compares; JSON-ready.
+
+    Args:
+        logs: each with its name.
+
+    Raises:
+        UsageError: nothing is in one of them, or too much for a page.
+    """
+    for name, log in logs:
+        _check(name, log)
+    sources = Sources()
+    packed = {
+        "logs": [_pack_log(name, log, sources) for name, log in logs],
+        "looks": {op: style.look_of_op(op)._asdict() for op in style.DRAWN_OPS},
+        "kinds": {kind: style.look_of_kind(kind)._asdict() for kind in KINDS},
+        "places": sources.places,
+        "functions": sources.functions,
+    }
+    if len(logs) == 2:
+        (a, first), (b, second) = logs
+        packed["comparison"] = as_json(compare(first, second), (a, b))
+    return packed
+
+
+def _check(name: str, log: EventLog) -> None:
+    count = len(log.events)
+    if not 0 < count <= MOST_EVENTS:
+        raise UsageError(
+            f"the player of {name}",
+            expected=f"1 to {MOST_EVENTS:,} events",
+            got=f"{count:,}",
+            remedy="Show one rank or one step: --rank, --step." if count else "Record a step first.",
+        )
+
+
+def _pack_log(name: str, log: EventLog, sources: Sources) -> dict[str, Any]:
+    about = read_about(log.about)
+    sources.expect(log.code)
+    summary = log.summary()
+    begin = min(e.start_us for e in log.events)
+    owners = Table([g.fqn for g in about.groups] if about else [])
+    return {
+        "name": name,
+        "world_size": about.world_size if about else None,
+        "torch": about.torch if about else None,
+        "device": about.device if about else None,
+        "ranks": log.ranks,
+        "groups": [_pack_group(g) for g in about.groups] if about else [],
+        "closed_form": expect_peak(about.groups) if about and about.groups else None,
+        "summary": {**summary, "by_rank": {str(rank): found for rank, found in summary["by_rank"].items()}},
+        "clocks_differ": len({clock.machine for clock in log.clocks.values()}) > 1,
+        "events": _pack_events(log.events, owners, begin, sources),
+        "samples": {str(rank): _pack_samples(found, begin) for rank, found in log.samples.items() if found},
+        "states": _pack_states(log, owners, begin),
+        "owners": owners.texts,
+    }
+
+
+def _pack_group(group: GroupAbout) -> dict[str, Any]:
+    params = [{"fqn": p.fqn, "shape": p.shape, "dtype": p.dtype} for p in group.params]
+    return {
+        "fqn": group.fqn,
+        "shards": group.shards,
+        "replicas": group.replicas,
+        "params": params,
+        "bytes": sum(p.padded_numel(group.shards) * p.gather_itemsize for p in group.sizes()),
+    }
+
+
+def _pack_events(events: Sequence[Event], owners: Table, begin: float, sources: Sources) -> dict[str, Any]:
+    ops, streams, dtypes, phases = Table(OPS), Table(STREAMS), Table([""]), Table([""])
+    columns = {
+        "rank": [e.rank for e in events],
+        "seq": [e.seq for e in events],
+        "op": [ops.number(e.op) for e in events],
+        "stream": [streams.number(e.stream) for e in events],
+        "owner": [owners.number(e.owner) for e in events],
+        "phase": [phases.number(e.phase) for e in events],
+        "dtype": [dtypes.number(e.dtype) for e in events],
+        "step": [e.step for e in events],
+        "bytes": [e.bytes for e in events],
+        "start": [_tenth(e.start_us - begin) for e in events],
+        "dur": [_tenth(e.dur_us) for e in events],
+        "code": [sources.chain(e.code) for e in events],
+        "after": {str(i): e.after for i, e in enumerate(events) if e.after},
+    }
+    tables = {"ops": ops.texts, "streams": streams.texts, "dtypes": dtypes.texts, "phases": phases.texts}
+    return {**columns, "tables": tables}
+
+
+def _pack_samples(samples: Sequence[Sample], begin: float) -> dict[str, Any]:
+    """By kind, the bytes at each time; without kinds that have none, and without samples that repeat the one before."""
+    kinds = [kind for kind in dict.fromkeys([*KINDS, *(k for s in samples for k in s.bytes_by_kind)])]
+    rows = [tuple(s.bytes_by_kind.get(kind, 0) for kind in kinds) for s in samples]
+    kept = [i for i, row in enumerate(rows) if i in (0, len(rows) - 1) or row != rows[i - 1]]
+    by_kind = {kind: [rows[i][place] for i in kept] for place, kind in enumerate(kinds)}
+    return {
+        "us": [_tenth(samples[i].us - begin) for i in kept],
+        "kinds": {kind: column for kind, column in by_kind.items() if any(column)},
+    }
+
+
+def _pack_states(log: EventLog, owners: Table, begin: float) -> dict[str, Any]:
+    found = [*find_lifetimes(log.events), *find_reductions(log.events)]
+    return {
+        "names": GROUP_STATES,
+        "rank": [each.rank for each in found],
+        "owner": [owners.number(each.owner) for each in found],
+        "state": [GROUP_STATES.index(each.state) for each in found],
+        "start": [_tenth(each.start_us - begin) for each in found],
+        "end": [_tenth(each.end_us - begin) for each in found],
+    }
+
+
+def _tenth(us: float) -> float:
+    return round(us, 1)

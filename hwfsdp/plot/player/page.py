@@ -1,0 +1,73 @@
+"""The player's page: template, style, scripts and packed logs in one text.
+
+The page asks for nothing: its policy (`Content-Security-Policy`) forbids every request. Names in a log come from files, so the page
+shows them as text only, and no data can end the element that holds it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.plot.player import SCRIPTS
+from hwfsdp.plot.player.packing import pack
+
+_FOLDER = Path(__file__).parent
+_FRAME = 780  # pixels, in a notebook
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, as text. A notebook shows it; `save` writes it.
+
+    Attributes:
+        title: of the window. text: HTML.
+    """
+
+    title: str
+    text: str
+
+    def save(self, path: str | Path) -> None:
+        """Writes the page to a file."""
+        Path(path).write_text(self.text, encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"<{self.title}: {len(self.text):,} characters of HTML; save(path) writes them>"
+
+    def _repr_html_(self) -> str:
+        """A frame of its own, so that page and notebook cannot disturb each other."""
+        whole, title = html.escape(self.text), html.escape(self.title)
+        look = f'width="100%" height="{_FRAME}" style="border: 0"'
+        return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}"></iframe>'
+
+
+def make_page(logs: Sequence[tuple[str, EventLog]]) -> Page:
+    """The page of one log, or of two side by side; each comes with its name. Raises what `packing.pack` does."""
+    title = f"Step player: {' and '.join(name for name, _ in logs)}"
+    data = json.dumps(pack(logs), separators=(",", ":"), allow_nan=False)
+    scripts = {name: _asset(f"{name}.js") for name in SCRIPTS}
+    template = _templates().get_template("page.html")
+    given = {"style": _asset("style.css"), "scripts": scripts, "data": data.replace("<", "\\u003c")}
+    return Page(title, template.render(title=title, **given))
+
+
+@cache
+def _templates() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _asset(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")

@@ -1,0 +1,76 @@
+"use strict";
+// Why compute stood still, in a sentence: read off the order of events and their times, never guessed.
+
+/** "all_gather of blocks.1". */
+function nameOf(event) {
+  return event.owner && event.op !== "optimizer" ? `${event.op} of ${event.owner}` : event.op;
+}
+
+/** What a wait was for: of the events that it waited for, the one that ended last. */
+function awaited(wait) {
+  return wait.waitsFor.reduce((last, event) => (!last || event.end > last.end ? event : last), null);
+}
+
+/** When the collective of this event was asked for: when its copy-in began, which is issued with it. */
+function askedAt(event) {
+  const copies = event.waitsFor.filter((other) => other.op === "copy_in" && other.owner === event.owner);
+  return copies.reduce((first, other) => Math.min(first, other.start), event.start);
+}
+
+/** Sentences that say what a wait waited for, and why that was not there in time. */
+function reasonsOf(wait) {
+  const source = awaited(wait);
+  if (wait.op !== "wait" || !source) return [];
+  const length = wait.end - wait.start;
+  if (source.end <= wait.start + TOUCHING) return [`The ${nameOf(source)} was over already: it costs nothing to wait for it.`];
+  const said = [`Compute stands still for ${msText(length)}, until the ${nameOf(source)} is over.`];
+  const late = latestPartner(source), asked = askedAt(source);
+  if (late && late.start - source.start > 0.25 * length) {
+    said.push(`Rank ${late.rank} joins it ${msText(late.start - source.start)} later: the ranks are not in step.`);
+  }
+  const before = predecessor(source);
+  if (before && before.end - asked > 0.25 * length) {
+    said.push(`It stood in line behind the ${nameOf(before)} for ${msText(before.end - asked)}.`);
+  }
+  const ahead = wait.start - asked, needed = source.end - asked;
+  if (ahead <= 0.1 * needed) {
+    said.push(`It was asked for only ${ahead > 1 ? `${msText(ahead)} before` : "when"} compute needed it, so nothing hides it.`);
+  } else {
+    said.push(`It was asked for ${msText(ahead)} ahead and took ${msText(needed)}: more than what compute had to do meanwhile.`);
+  }
+  return said;
+}
+
+/** The last other rank to begin the same collective; null if none is later, or if clocks cannot be compared. */
+function latestPartner(event) {
+  if (!event.meeting || event.log.clocksDiffer) return null;
+  const last = event.log.meetings.get(event.meeting).reduce((a, b) => (b.start > a.start ? b : a), event);
+  return last.rank === event.rank ? null : last;
+}
+
+/** The event that ended on the same stream when this one began. */
+function predecessor(event) {
+  const lane = event.log.byRank.get(event.rank).lanes.get(event.stream)[event.depth];
+  const before = lane[firstPlace(lane, (other) => other.start >= event.start) - 1];
+  return before && event.start - before.end < 5 ? before : null;
+}
+
+/** The longest waits of a log, longest first; for any event, or for one of this op. */
+function longestWaits(log, most, op = null) {
+  const isExposed = (event) => event.op === "wait" && event.waitsFor.length > 0 && event.end - event.start > 1;
+  return log.events
+    .filter((event) => isExposed(event) && (op === null || awaited(event).op === op))
+    .sort((a, b) => (b.end - b.start) - (a.end - a.start))
+    .slice(0, most);
+}
+
+/** What there is to say of an event: lines of facts. */
+function factsOf(event) {
+  const size = event.bytes ? `, ${bytesText(event.bytes)}${event.dtype ? ` of ${event.dtype}` : ""}` : "";
+  const when = event.phase && event.phase !== event.op ? `, ${event.phase}` : "";
+  const side = event.log.side === null ? "" : `${"AB"[event.log.side]}, `;
+  return [
+    `${side}rank ${event.rank}, ${event.stream} stream, step ${event.step}${when}`,
+    `${msText(event.start)} + ${msText(event.end - event.start)}${size}`,
+  ];
+}

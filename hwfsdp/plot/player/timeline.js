@@ -1,0 +1,431 @@
+"use strict";
+// Ranks and their streams: a lane per stream, a bar per event. Only what is visible is drawn: rows by scrolling, events by search.
+// Wheel zooms, drag moves, a click chooses an event, the ruler above moves the cursor.
+
+const RULER = 22, GAP = 8, HEAD = 18; // pixels: the axis, between ranks, the heading of a log
+const MOVED = 4; // pixels from which a press is a drag
+const SHORT_NAMES = { reduce_scatter: "reduce_sc.", all_gather: "all_gather", all_reduce: "all_reduce" };
+
+class Timeline {
+  constructor(state, looks) {
+    Object.assign(this, { state, looks });
+    this.section = document.getElementById("timeline");
+    this.scroller = this.section.querySelector(".scroller");
+    this.tall = this.section.querySelector(".tall");
+    this.canvas = this.section.querySelector("canvas");
+    this.surface = new Surface(this.canvas, () => state.change({}));
+    this.pointers = new Map();
+    this.scroller.addEventListener("scroll", () => state.change({}));
+    this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    this.canvas.addEventListener("pointerdown", (event) => this.down(event));
+    this.canvas.addEventListener("pointermove", (event) => this.move(event));
+    this.canvas.addEventListener("pointerup", (event) => this.up(event));
+    this.canvas.addEventListener("pointercancel", (event) => this.pointers.delete(event.pointerId));
+    this.canvas.addEventListener("pointerleave", () => { tip.hide(); state.change({ hovered: null }); });
+    this.fillLegend();
+  }
+
+  fillLegend() {
+    const used = new Set(this.state.logs.flatMap((log) => log.events.map((event) => event.op)));
+    const names = { wait: "wait: compute stands still" };
+    const keys = Object.keys(this.looks.ops).filter((op) => used.has(op));
+    const drawKeys = () => document.getElementById("timeline-legend").replaceChildren(
+      ...keys.map((op) => this.looks.key(this.looks.ofOp(op), names[op] ?? op)));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(drawKeys));
+    drawKeys();
+  }
+
+  // --- where things are ---
+
+  get left() { return this.scroller.clientWidth < 560 ? 64 : 128; }
+  get right() { return this.scroller.clientWidth - 8; }
+
+  x(t) {
+    return this.left + (t - this.state.from) / this.state.span * (this.right - this.left);
+  }
+
+  time(x) {
+    return this.state.from + (x - this.left) / (this.right - this.left) * this.state.span;
+  }
+
+  /** Rows from the top of the first log to the bottom of the last: headings, and lanes of streams. */
+  layOut() {
+    const logs = this.state.logs, bands = logs.flatMap((log) => log.ranks.map((rank) => ({ log, rank })));
+    const lanes = bands.map(({ log, rank }) => log.streams.filter((s) => log.byRank.get(rank).lanes.has(s)));
+    const count = lanes.reduce((sum, streams) => sum + streams.length, 0), heads = logs.length > 1 ? logs.length : 0;
+    const room = this.scroller.clientHeight - RULER - GAP * bands.length - HEAD * heads - 4;
+    const least = bands.length <= 8 ? 15 : 6; // of many ranks one sees the pattern, of few the names
+    this.laneHeight = Math.min(32, Math.max(least, Math.floor(room / Math.max(1, count))));
+    this.rows = [];
+    let y = RULER;
+    bands.forEach(({ log, rank }, i) => {
+      if (heads && (i === 0 || bands[i - 1].log !== log)) {
+        this.rows.push({ kind: "head", log, y, height: HEAD });
+        y += HEAD;
+      }
+      const top = y;
+      for (const stream of lanes[i]) {
+        this.rows.push({ kind: "lane", log, rank, stream, y, height: this.laneHeight, top });
+        y += this.laneHeight;
+      }
+      this.rows.push({ kind: "band", log, rank, y: top, height: y - top });
+      y += GAP;
+    });
+    return y;
+  }
+
+  visibleRows(kind) {
+    const top = this.scroller.scrollTop, bottom = top + this.scroller.clientHeight;
+    return this.rows.filter((row) => row.kind === kind && row.y + row.height > top + RULER && row.y < bottom);
+  }
+
+  /** The row of an event's lane on the canvas: its top, wherever it is scrolled to. */
+  placeOf(event) {
+    const row = this.rows.find((r) =>
+      r.kind === "lane" && r.log === event.log && r.rank === event.rank && r.stream === event.stream);
+    if (!row) return null;
+    const inset = Math.min(row.height / 2 - 1, event.depth * row.height * 0.16);
+    return { y: row.y - this.scroller.scrollTop + 1 + inset, height: Math.max(2, row.height - 2 - 2 * inset) };
+  }
+
+  eventAt(x, y) {
+    const under = y + this.scroller.scrollTop, t = this.time(x), slack = 2 * this.state.span / (this.right - this.left);
+    if (y < RULER || x < this.left) return null;
+    const row = this.rows.find((r) => r.kind === "lane" && under >= r.y && under < r.y + r.height);
+    const depths = row ? row.log.byRank.get(row.rank).lanes.get(row.stream) : [];
+    for (const lane of [...depths].reverse()) { // the innermost first
+      const event = lane?.[firstPlace(lane, (e) => e.start > t + slack) - 1];
+      if (event && event.drawnEnd >= t - slack) return event;
+    }
+    return null;
+  }
+
+  // --- drawing ---
+
+  draw() {
+    const content = this.layOut(), { scroller, state, looks } = this;
+    this.tall.style.height = `${content}px`;
+    this.followRank();
+    const width = scroller.clientWidth, height = scroller.clientHeight;
+    const context = this.surface.begin(width, height);
+    this.drawBands(context, width);
+    context.save();
+    context.beginPath();
+    context.rect(this.left, RULER, this.right - this.left, height - RULER);
+    context.clip();
+    drawTimeAxis(context, looks, state, { left: this.left, right: this.right, y: -20, top: RULER, bottom: height });
+    for (const row of this.visibleRows("lane")) this.drawLane(context, row);
+    this.drawStepEnds(context, height);
+    this.drawParting(context);
+    for (const event of new Set([state.event, state.hovered])) if (event) this.drawOutline(context, event);
+    if (state.hovered ?? state.event) this.drawArrows(context, state.hovered ?? state.event);
+    context.restore();
+    this.drawRuler(context, height);
+    this.tellReader();
+  }
+
+  /** Scrolls to the rank of the cursor, when it becomes another one. */
+  followRank() {
+    const { state, scroller } = this, key = `${state.side} ${state.rank}`;
+    if (key === this.followed) return;
+    this.followed = key;
+    const band = this.rows.find((row) => row.kind === "band" && row.log === state.log && row.rank === state.rank);
+    const isAbove = band.y - RULER < scroller.scrollTop, below = band.y + band.height - scroller.clientHeight;
+    if (isAbove) scroller.scrollTop = band.y - RULER - GAP;
+    else if (below > scroller.scrollTop) scroller.scrollTop = below + GAP;
+  }
+
+  drawBands(context, width) {
+    const { looks, state, scroller } = this, top = scroller.scrollTop;
+    context.textAlign = "left";
+    for (const row of this.visibleRows("band")) {
+      const isFocus = row.rank === state.ranks[state.logs.indexOf(row.log)];
+      context.fillStyle = looks.mark;
+      if (isFocus) context.fillRect(0, row.y - top, 4, row.height);
+      context.font = isFocus ? BOLD : FONT;
+      context.fillStyle = isFocus ? looks.ink : looks.soft;
+      if (this.laneHeight < 11) context.fillText(`rank ${row.rank}`, 8, row.y - top + row.height / 2);
+    }
+    context.font = FONT;
+    for (const row of this.visibleRows("lane")) {
+      const y = row.y - top, isFirst = row.y === row.top;
+      context.fillStyle = looks.faint;
+      context.fillRect(this.left, y + row.height - 1, width, 1);
+      if (this.laneHeight < 11) continue;
+      const narrow = this.left < 100, isFocus = row.rank === state.ranks[state.logs.indexOf(row.log)];
+      const name = narrow ? "" : SHORT_NAMES[row.stream] ?? row.stream;
+      context.textAlign = "right";
+      context.fillStyle = looks.soft;
+      context.fillText(name, this.left - 6, y + row.height / 2);
+      context.textAlign = "left";
+      context.font = isFocus ? BOLD : FONT;
+      context.fillStyle = looks.ink;
+      if (isFirst) context.fillText(`rank ${row.rank}`, 9, y + row.height / 2);
+      context.font = FONT;
+    }
+    context.font = BOLD;
+    context.fillStyle = looks.ink;
+    for (const row of this.visibleRows("head")) {
+      context.fillText(`${"AB"[row.log.side]}: ${row.log.name}`, 9, row.y - top + row.height / 2);
+    }
+    context.font = FONT;
+  }
+
+  drawLane(context, row) {
+    const { state } = this, depths = row.log.byRank.get(row.rank).lanes.get(row.stream);
+    depths.forEach((lane) => {
+      let lastPixel = -1;
+      for (let i = firstPlace(lane, (e) => e.drawnEnd > state.from); i < lane.length; i += 1) {
+        const event = lane[i];
+        if (event.start > state.to) break;
+        const pixel = Math.floor(this.x(event.drawnEnd));
+        if (pixel === lastPixel && this.x(event.drawnEnd) - this.x(event.start) < 0.5) continue; // hides behind the one before
+        lastPixel = pixel;
+        this.drawBar(context, row, event, depths[event.depth + 1]);
+      }
+    });
+  }
+
+  drawBar(context, row, event, innerLane) {
+    const { looks, state } = this, place = this.placeInRow(row, event);
+    const x = Math.max(this.x(event.start), this.left - 4), width = Math.max(1, Math.min(this.x(event.drawnEnd), this.right + 4) - x);
+    const look = looks.ofOp(event.op), inner = innerLane && width > 3 ? this.inside(event, innerLane) : [];
+    const isPale = event.depth === 0 && inner.length > 0;
+    context.globalAlpha = state.group !== null && event.owner !== state.group ? 0.25 : isPale ? 0.45 : 1;
+    looks.fill(context, look, x, place.y, width, place.height);
+    if (width > 3) {
+      context.strokeStyle = look.color === looks.paper ? looks.soft : looks.edge(look.color, 0.8);
+      context.strokeRect(x + 0.5, place.y + 0.5, width - 1, place.height - 1);
+    }
+    context.globalAlpha = 1;
+    if (width > 24 && place.height >= 11 && event.owner) this.drawName(context, event, look, place, isPale, this.widestGap(x, width, inner));
+  }
+
+  placeInRow(row, event) {
+    const inset = Math.min(row.height / 2 - 1, event.depth * row.height * 0.16);
+    return { y: row.y - this.scroller.scrollTop + 1 + inset, height: Math.max(2, row.height - 2 - 2 * inset) };
+  }
+
+  /** The events of the next lane inwards that lie on this one. */
+  inside(event, lane) {
+    const first = firstPlace(lane, (e) => e.start >= event.start), last = firstPlace(lane, (e) => e.start >= event.drawnEnd);
+    return lane.slice(first, last);
+  }
+
+  /** The widest part of a bar that no inner one covers: [x, width]. */
+  widestGap(x, width, inner) {
+    let best = [x, 0], from = x;
+    for (const other of [...inner, null]) {
+      const to = other ? Math.min(this.x(other.start), x + width) : x + width;
+      if (to - from > best[1]) best = [from, to - from];
+      from = Math.max(from, other ? this.x(other.drawnEnd) : from);
+    }
+    return best;
+  }
+
+  drawName(context, event, look, place, isPale, [x, width]) {
+    const name = fittingName(context, event.owner, width - 8);
+    if (!name) return;
+    const face = look.color, middle = x + width / 2, half = context.measureText(name).width / 2 + 3;
+    if (look.hatch && !isPale) {
+      context.fillStyle = face;
+      context.fillRect(middle - half, place.y + 1, 2 * half, place.height - 2);
+    }
+    context.textAlign = "center";
+    context.fillStyle = face === this.looks.paper || isPale ? this.looks.ink : this.looks.inkOn(face);
+    context.fillText(name, middle, place.y + place.height / 2 + 0.5);
+  }
+
+  drawOutline(context, event) {
+    const place = this.placeOf(event);
+    if (!place) return;
+    const x = this.x(event.start), width = Math.max(2, this.x(event.drawnEnd) - x);
+    context.strokeStyle = this.looks.ink;
+    context.lineWidth = 2;
+    context.strokeRect(x, place.y, width, place.height);
+    context.lineWidth = 1;
+  }
+
+  /** Of one event: arrows from what it waited for, and to what waited for it. */
+  drawArrows(context, event) {
+    context.strokeStyle = context.fillStyle = this.looks.ink;
+    for (const source of event.waitsFor) this.drawArrow(context, source, event, []);
+    for (const target of event.waitedForBy) this.drawArrow(context, event, target, [3, 3]);
+  }
+
+  drawArrow(context, source, target, dash) {
+    const from = this.placeOf(source), to = this.placeOf(target);
+    if (!from || !to) return;
+    const down = to.y > from.y, arrival = Math.min(Math.max(target.start, source.drawnEnd), target.drawnEnd);
+    const x1 = this.x(source.drawnEnd), y1 = down ? from.y + from.height : from.y;
+    const x2 = this.x(arrival), y2 = down ? to.y : to.y + to.height, middle = (y1 + y2) / 2;
+    context.setLineDash(dash);
+    context.lineWidth = 1.4;
+    context.beginPath();
+    context.moveTo(x1, y1);
+    context.bezierCurveTo(x1, middle, x2, middle, x2, y2);
+    context.stroke();
+    context.setLineDash([]);
+    context.lineWidth = 1;
+    const tail = down ? -6 : 6;
+    context.beginPath();
+    context.moveTo(x2, y2);
+    context.lineTo(x2 - 3.5, y2 + tail);
+    context.lineTo(x2 + 3.5, y2 + tail);
+    context.fill();
+  }
+
+  drawStepEnds(context, height) {
+    const { state, looks } = this;
+    context.strokeStyle = looks.soft;
+    context.setLineDash([2, 3]);
+    for (const { us } of state.logs[0].stepEnds(state.ranks[0])) {
+      context.beginPath();
+      context.moveTo(this.x(us), RULER);
+      context.lineTo(this.x(us), height);
+      context.stroke();
+    }
+    context.setLineDash([]);
+  }
+
+  /** A flag on each side's first event that the other one does not have. */
+  drawParting(context) {
+    for (const event of this.state.parting ?? []) {
+      const place = event && this.placeOf(event);
+      if (!place) continue;
+      const x = this.x(event.start);
+      context.fillStyle = this.looks.cursor;
+      context.beginPath();
+      context.moveTo(x, place.y + place.height);
+      context.lineTo(x, place.y - 6);
+      context.lineTo(x + 9, place.y - 2);
+      context.lineTo(x + 1.5, place.y + 2);
+      context.lineTo(x + 1.5, place.y + place.height);
+      context.fill();
+    }
+  }
+
+  drawRuler(context, height) {
+    const { state, looks, left, right } = this;
+    context.fillStyle = looks.paper;
+    context.fillRect(0, 0, this.surface.width, RULER);
+    const [log] = state.logs, ends = log.stepEnds(state.ranks[0]), taken = [];
+    context.textAlign = "left";
+    for (const { us, step } of log.steps.length ? [{ us: 0, step: null }, ...ends] : []) {
+      const x = this.x(us), label = `step ${log.steps[log.steps.indexOf(step) + 1]}`;
+      if (x < left - 1 || x > right) continue;
+      context.fillStyle = looks.soft;
+      context.fillRect(x, 0, 1, RULER);
+      context.fillStyle = looks.ink;
+      context.fillText(label, x + 4, 9);
+      taken.push([x - 2, x + context.measureText(label).width + 10]);
+    }
+    drawTimeAxis(context, looks, state, { left, right, y: 9, top: RULER - 5, bottom: RULER, taken });
+    const x = this.x(state.t);
+    if (x < left - 1 || x > right + 1) return;
+    drawCursor(context, looks, x, RULER - 8, height);
+    context.fillStyle = looks.cursor;
+    context.beginPath();
+    context.moveTo(x - 6, RULER - 14);
+    context.lineTo(x + 6, RULER - 14);
+    context.lineTo(x, RULER - 4);
+    context.fill();
+  }
+
+  /** What a screen reader says of the cursor. */
+  tellReader() {
+    const { state, canvas } = this, { event } = state;
+    canvas.setAttribute("aria-label", "Time of the cursor; the arrow keys step through events");
+    canvas.setAttribute("aria-valuemin", "0");
+    canvas.setAttribute("aria-valuemax", (state.end / 1e3).toFixed(3));
+    canvas.setAttribute("aria-valuenow", (state.t / 1e3).toFixed(3));
+    const under = event ? `: ${nameOf(event)}, ${factsOf(event).join(", ")}` : "";
+    canvas.setAttribute("aria-valuetext", `${msText(state.t)}${under}`);
+  }
+
+  // --- pointers ---
+
+  wheel(event) {
+    if (event.offsetX < this.left && !event.ctrlKey) return; // over the names the page scrolls
+    event.preventDefault();
+    const lines = event.deltaMode === 1 ? 16 : 1;
+    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      this.state.pan((event.deltaX || event.deltaY) * lines / 800);
+    } else {
+      this.state.zoom(Math.exp(-event.deltaY * lines / (event.ctrlKey ? 100 : 400)), this.time(event.offsetX));
+    }
+  }
+
+  down(event) {
+    this.canvas.setPointerCapture(event.pointerId);
+    this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
+    const { from, to } = this.state;
+    this.press = { x: event.offsetX, y: event.offsetY, from, to, top: this.scroller.scrollTop, moved: false };
+    this.press.scrubs = event.offsetY < RULER && event.offsetX >= this.left;
+    if (this.press.scrubs) this.state.seek(this.time(event.offsetX));
+    this.pinch = null;
+  }
+
+  move(event) {
+    if (!this.pointers.has(event.pointerId)) {
+      this.hover(event);
+      return;
+    }
+    this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
+    if (this.pointers.size > 1) {
+      this.pinchTo([...this.pointers.values()]);
+    } else if (this.press.scrubs) {
+      this.state.seek(this.time(event.offsetX));
+    } else {
+      const dx = event.offsetX - this.press.x, dy = event.offsetY - this.press.y;
+      this.press.moved ||= Math.hypot(dx, dy) > MOVED;
+      if (!this.press.moved) return;
+      tip.hide();
+      const us = dx / (this.right - this.left) * (this.press.to - this.press.from);
+      this.state.show(this.press.from - us, this.press.to - us);
+      if (event.pointerType === "mouse") this.scroller.scrollTop = this.press.top - dy;
+    }
+  }
+
+  up(event) {
+    this.pointers.delete(event.pointerId);
+    if (this.press && !this.press.moved && !this.press.scrubs && !this.pinch) this.click(event);
+  }
+
+  click(event) {
+    const found = this.eventAt(event.offsetX, event.offsetY), under = event.offsetY + this.scroller.scrollTop;
+    const band = this.rows.find((r) => r.kind === "band" && under >= r.y && under < r.y + r.height);
+    if (found) this.state.choose(found);
+    else if (band) {
+      this.state.lookAt(this.state.logs.indexOf(band.log), band.rank);
+      if (event.offsetX >= this.left) this.state.seek(this.time(event.offsetX));
+    }
+  }
+
+  pinchTo([a, b]) {
+    const middle = (a.x + b.x) / 2, apart = Math.max(10, Math.abs(a.x - b.x));
+    if (!this.pinch) {
+      this.pinch = { apart, span: this.state.span, around: this.time(middle) };
+      return;
+    }
+    const span = this.pinch.span * this.pinch.apart / apart;
+    const from = this.pinch.around - (middle - this.left) / (this.right - this.left) * span;
+    this.state.show(from, from + span);
+  }
+
+  hover(event) {
+    const found = this.eventAt(event.offsetX, event.offsetY);
+    this.canvas.style.cursor = found ? "pointer" : event.offsetY < RULER ? "ew-resize" : "grab";
+    if (found !== this.state.hovered) this.state.change({ hovered: found });
+    if (!found) tip.hide();
+    else tip.show([nameOf(found), ...factsOf(found), ...this.orderOf(found), ...reasonsOf(found)], event.clientX, event.clientY);
+  }
+
+  orderOf(event) {
+    const names = (events) => [...new Set(events.map(nameOf))].slice(0, 4).join(", ");
+    const said = [];
+    if (event.waitsFor.length) said.push(`waits for ${names(event.waitsFor)}`);
+    if (event.waitedForBy.length) said.push(`waited for by ${names(event.waitedForBy)}`);
+    return said;
+  }
+}

@@ -1,0 +1,428 @@
+"""The step player: what is packed for the page is what the log says; places lead to the right line; the page asks for nothing.
+
+What the page does is tested in a real browser, in test_player_page.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import assert_refused, said_by
+from figures import events_of, gathered_and_freed, sampled, training_log
+
+from hwfsdp import Event, EventLog, UsageError, record
+from hwfsdp.observe.findings import expect_peak
+from hwfsdp.observe.lifetimes import Lifetime, find_lifetimes, find_reductions
+from hwfsdp.observe.places import MOST
+from hwfsdp.observe.run_info import GroupAbout, ParamAbout
+from hwfsdp.plot.player import SCRIPTS, packing
+from hwfsdp.plot.player.packing import pack
+from hwfsdp.plot.player.page import make_page
+from hwfsdp.plot.player.sources import Sources
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.virtual import simulate
+
+FOLDER = Path(packing.__file__).parent
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+@pytest.fixture(scope="module")
+def log() -> EventLog:
+    """A step of a small GPT on rank 0 of four virtual GPUs."""
+    return simulate(GPTConfig(dim=64, layers=3, heads=2, seq_len=32), gpus=4, batch=2, seq=32).log
+
+
+def unpacked(packed: dict[str, Any], owners: list[str]) -> Iterator[Event]:
+    """The events that a page gets, without what it does not get: what memory they touch."""
+    tables = packed["tables"]
+    for i, seq in enumerate(packed["seq"]):
+        yield Event(
+            *(packed["rank"][i], seq, tables["ops"][packed["op"][i]], tables["streams"][packed["stream"][i]]),
+            *(owners[packed["owner"][i]], tables["phases"][packed["phase"][i]], packed["step"][i]),
+            *(tables["dtypes"][packed["dtype"][i]], packed["bytes"][i]),
+            *(packed["start"][i], packed["dur"][i], tuple(packed["after"].get(str(i), ()))),
+        )
+
+
+# --- Packing -----------------------------------------------------------------------------------------------
+
+
+def test_columns_give_back_every_event_from_the_first_on_to_a_tenth_of_a_microsecond(log: EventLog) -> None:
+    (packed,) = pack([("x", log)])["logs"]
+    begin = min(e.start_us for e in log.events)
+    for event, found in zip(log.events, unpacked(packed["events"], packed["owners"]), strict=True):
+        assert found.start_us == pytest.approx(event.start_us - begin, abs=0.051)
+        assert found.dur_us == pytest.approx(event.dur_us, abs=0.051)
+        times = {"start_us": 0.0, "dur_us": 0.0}
+        assert replace(found, **times) == replace(event, **times, reads=(), writes=(), code="")
+
+
+def test_samples_that_repeat_are_left_out_and_the_last_one_is_kept() -> None:
+    log = sampled(*({"sharded_param": n} for n in (5, 5, 7, 7, 7, 3, 3)))
+    log.events = events_of(0, ("forward", "compute", 0, 9))
+    (packed,) = pack([("x", log)])["logs"]
+    assert packed["samples"] == {"0": {"us": [0, 2000, 5000, 6000], "kinds": {"sharded_param": [5, 7, 3, 3]}}}
+
+
+def test_states_of_groups_are_those_of_the_lifetimes(log: EventLog) -> None:
+    (packed,) = pack([("x", log)])["logs"]
+    states, begin = packed["states"], min(e.start_us for e in log.events)
+    found = [
+        (packed["owners"][owner], states["names"][state], start, end)
+        for owner, state, start, end in zip(
+            *(states[name] for name in ("owner", "state", "start", "end")), strict=True
+        )
+    ]
+    expected = [
+        (each.owner, each.state, round(each.start_us - begin, 1), round(each.end_us - begin, 1))
+        for each in (*find_lifetimes(log.events), *find_reductions(log.events))
+    ]
+    assert found == expected and {state for _, state, *_ in found} >= {"gathering", "full", "reducing"}
+
+
+def test_two_logs_come_with_their_comparison_and_one_without(log: EventLog) -> None:
+    fewer = EventLog([e for e in log.events if e.op != "all_gather"], log.samples, log.about)
+    assert "comparison" not in pack([("x", log)])
+    found = pack([("x", log), ("y", fewer)])["comparison"]
+    assert (found["a"], found["b"], found["same_traffic"]) == ("x", "y", False)
+    assert found["orders_part"]["a"]["op"] == "all_gather"
+
+
+def test_a_log_without_events_or_with_too_many_for_a_page_is_refused(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="the player of x.*got 0"):
+        make_page([("x", EventLog())])
+    monkeypatch.setattr(packing, "MOST_EVENTS", 10)
+    with pytest.raises(UsageError, match="--rank, --step"):
+        make_page([("x", log)])
+
+
+# --- The closed form of whole parameters -------------------------------------------------------------------
+
+
+def group(fqn: str, rows: int, again: int, shards: int = 2) -> GroupAbout:
+    prefix = "" if fqn == "GPT" else f"{fqn}."
+    param = ParamAbout(f"{prefix}weight", (rows, 10), "float32", "float32", 4, "float32", 4, True)
+    return GroupAbout(fqn, shards, 1, again, (param,))
+
+
+ROOT = group("GPT", 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows"),
+    [
+        ([ROOT, group("a", 2, 2), group("b", 8, 2), group("c", 4, 2)], 6 + 8),  # one block at a time
+        ([ROOT, group("a", 2, 0), group("b", 8, 0), group("c", 4, 0)], 6 + 2 + 8 + 4),  # all stay
+        (
+            [ROOT, group("a", 8, 2), group("b", 4, 0), group("c", 2, 0)],
+            6 + 8,
+        ),  # the first passes before others stay
+        ([ROOT, group("a", 2, 0), group("b", 8, 2), group("b.x", 4, 2)], 6 + 2 + 8 + 4),  # around one another
+        ([group("a", 3, 2, shards=2)], 4),  # rows are padded
+        ([ROOT, group("a", 8, 2, shards=4)], None),  # kept on fewer ranks than it has
+        ([ROOT, group("a", 8, 2), group("GPT", 6, 0)], None),  # two models
+    ],
+)
+def test_the_closed_form_of_the_peak_is_the_sum_of_what_is_whole_together(
+    groups: list[GroupAbout], rows: int | None
+) -> None:
+    assert expect_peak(groups) == (None if rows is None else rows * 40)
+
+
+def test_a_step_reaches_the_closed_form_and_no_more(log: EventLog) -> None:
+    (packed,) = pack([("x", log)])["logs"]
+    assert packed["closed_form"] == log.summary()["peak_unsharded_bytes"] > 0
+
+
+# --- States where an implementation names nobody ------------------------------------------------------------
+
+
+def test_memory_that_nobody_named_is_that_of_the_group_whose_forward_reads_it() -> None:
+    named = gathered_and_freed(1, 0.0, "a")
+    copied = next(e for e in named if e.op == "copy_out")
+    rows = [
+        ("all_gather", "all_gather", 100, 900, {"owner": "a"}),
+        ("alloc", "compute", 910, 910, {"writes": (1,)}),
+        ("alloc", "compute", 915, 915, {"writes": (2,)}),
+        ("forward", "compute", 1000, 2000, {"owner": "a", "reads": (1, 2)}),
+        ("free", "compute", 2100, 2100, {"writes": (1,)}),
+        ("free", "compute", 2200, 2200, {"writes": (2,)}),
+        ("free", "compute", 2300, 2300, {"writes": (3,)}),
+        ("optimizer", "compute", 2400, 2500),
+    ]
+    states = [each[2:] for each in find_lifetimes(events_of(0, *rows))]
+    assert copied.owner == "a"
+    assert states == [("gathering", 100, 910), ("full", 910, 2200), ("freed", 2200, 2500)]
+
+
+def test_a_reduction_lasts_from_its_copy_in_and_an_all_reduce_counts_by_itself() -> None:
+    rows = [
+        ("copy_in", "compute", 0, 10, {"owner": "a"}),
+        ("reduce_scatter", "reduce_scatter", 20, 30, {"owner": "a"}),
+        ("all_reduce", "all_reduce", 30, 45, {"owner": "a"}),
+        ("all_reduce", "all_reduce", 50, 60),
+        ("copy_in", "copy", 60, 70, {"owner": "a"}),
+    ]
+    found = find_reductions(events_of(1, *rows))
+    assert found == [Lifetime(1, "a", "reducing", 0, 30), Lifetime(1, "a", "reducing", 30, 45)]
+
+
+# --- Places ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "line"),
+    [
+        ("copy_in", "all_gather", 'with moment("copy_in"'),
+        ("all_gather", "all_gather", "transport.all_gather(flat"),
+        ("wait", "ParamGroup.wait_for_gather", "compute.wait("),
+        ("copy_out", "ParamGroup.copy_out", 'with moment("copy_out"'),
+        ("reduce_scatter", "reduce_scatter", "transport.reduce_scatter(result"),
+        ("free", "free", ".resize_(0)"),
+        ("forward", "FSDPState.pre_forward", 'moment("pre_forward"'),
+    ],
+)
+def test_an_event_leads_to_the_line_of_the_heart_that_issued_it(
+    op: str, function: str, line: str, log: EventLog
+) -> None:
+    packed = pack([("x", log)])
+    found = set()
+    for number in {
+        e for e, i in zip(packed["logs"][0]["events"]["code"], log.events, strict=True) if i.op == op
+    }:
+        name, at = packed["places"][number][0]
+        said = packed["functions"][name]
+        if said["function"] == function and said["file"].startswith("hwfsdp/core/"):
+            found.add(said["lines"][at - said["first"]].strip())
+            assert said["promise"] and len(packed["places"][number]) <= MOST
+    assert any(line in text for text in found), found
+
+
+OWN = '''"""A user's script."""
+import torch
+
+
+class Trainer:
+    def step(self):
+        """Make one step. And more."""
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Path, EventLog]:
+    """A user's file, and what was recorded of a step there."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    names: dict[str, Any] = {}
+    exec(compile(OWN, str(file), "exec"), names)
+    with record() as log:
+        names["Trainer"]().step()
+    return file, log
+
+
+def step_of(log: EventLog) -> dict[str, Any]:
+    """What the page is told of the function that issued the optimizer's step."""
+    packed = pack([("x", log)])
+    (event,) = [i for i, e in enumerate(log.events) if e.op == "optimizer"]
+    name, line = packed["places"][packed["logs"][0]["events"]["code"][event]][0]
+    return {"line": line, **packed["functions"][name]}
+
+
+def test_an_event_leads_to_the_line_of_a_users_own_file(own: tuple[Path, EventLog]) -> None:
+    said = step_of(own[1])
+    assert (said["function"], said["line"], said["first"]) == ("Trainer.step", 11, 6)
+    assert said["lines"] == OWN.splitlines()[5:11] and said["promise"] == "Make one step."
+    assert said["docstring"] == [7, 7] and said["file"].endswith("/own.py") and said["file"].count("/") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda file: file.write_text(f"\n{OWN}"), "the file has changed since the recording"),
+        (lambda file: file.unlink(), "the file is not on the machine that wrote this page"),
+    ],
+    ids=["changed", "gone"],
+)
+def test_a_file_that_is_not_the_one_that_ran_is_not_shown(
+    change: Any, why: str, own: tuple[Path, EventLog]
+) -> None:
+    file, log = own
+    log.save(file.with_name("x.json"))
+    change(file)
+    said = step_of(EventLog.load(file.with_name("x.json")))
+    assert "lines" not in said and said["missing"] == why and said["function"] == "Trainer.step"
+
+
+def test_places_survive_the_file_and_the_merge_and_logs_from_before_have_none(
+    own: tuple[Path, EventLog], tmp_path: Path
+) -> None:
+    file, log = own
+    merged = EventLog.merge([log, EventLog([replace(e, rank=1) for e in log.events])])
+    assert "code" not in merged.about  # files are read when a log is written
+    merged.save(tmp_path / "x.json")
+    read = EventLog.load(tmp_path / "x.json")
+    assert read == merged and str(file) in read.code
+    trace = json.loads((tmp_path / "x.json").read_text())
+    for entry in trace["traceEvents"]:
+        entry.get("args", {}).pop("code", None)
+    (tmp_path / "x.json").write_text(json.dumps(trace))
+    old = EventLog.load(tmp_path / "x.json")
+    assert old.events == [replace(e, code="") for e in read.events]
+    assert set(pack([("x", old)])["logs"][0]["events"]["code"]) == {0}
+
+
+@pytest.mark.parametrize("code", ["nonsense", "a.py:x f", "a.py:99999999999999999999 f", " < ", "a:1 f < "])
+def test_places_that_a_file_makes_up_are_shown_without_text(code: str) -> None:
+    sources = Sources()
+    sources.expect({"a.py": "no number"})
+    for place in sources.places[sources.chain(code)]:
+        assert sources.functions[place[0]]["missing"]
+
+
+def test_methods_that_call_each_other_under_one_name_are_one_place(log: EventLog) -> None:
+    for event in log.events:
+        functions = [place.split()[-1].split(".")[-1] for place in event.code.split(" < ")]
+        assert all(a != b for a, b in zip(functions, functions[1:], strict=False)), event.code
+
+
+# --- The page ----------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text of those that hold text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.texts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.texts:
+            self.texts[-1] += data
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(log: EventLog) -> None:
+    page = make_page([("x", log)])
+    found = Elements(page.text)
+    asked = [attrs for _, attrs in found.tags if {"src", "href", "srcset", "action"} & attrs.keys()]
+    assert asked == [] and "url(" not in page.text and "import(" not in page.text
+    (policy,) = [a["content"] for t, a in found.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert str(policy).startswith("default-src 'none'")
+    assert len(page.text) < 1.5e6
+
+
+def test_every_script_of_the_folder_is_in_the_page_as_it_stands(log: EventLog) -> None:
+    assert sorted(SCRIPTS) == sorted(path.stem for path in FOLDER.glob("*.js"))
+    text = make_page([("x", log)]).text
+    assert all((FOLDER / f"{name}.js").read_text() in text for name in SCRIPTS)
+    ids = re.findall(r' id="([\w-]+)"', text)
+    assert len(ids) == len({*ids})
+
+
+def test_names_in_a_log_stay_data(log: EventLog) -> None:
+    hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
+    harmless, found = (
+        Elements(make_page([(name, each)]).text) for name, each in (("x", log), (HOSTILE, hostile))
+    )
+    assert [tag for tag, _ in found.tags] == [tag for tag, _ in harmless.tags]
+    (data,) = [
+        text for (_, attrs), text in zip(found.tags, found.texts, strict=True) if attrs.get("id") == "data"
+    ]
+    assert HOSTILE in json.loads(data)["logs"][0]["owners"]
+
+
+def test_a_notebook_gets_the_page_in_a_frame_of_its_own(log: EventLog, tmp_path: Path) -> None:
+    page = log.view()
+    (tag, attrs), *rest = Elements(page._repr_html_()).tags
+    assert tag == "iframe" and not rest
+    assert (attrs["srcdoc"], attrs["sandbox"]) == (page.text, "allow-scripts")
+    assert attrs["title"] == page.title == "Step player: log"
+    page.save(tmp_path / "x.html")
+    assert (tmp_path / "x.html").read_text() == page.text and "characters of HTML" in repr(page)
+    assert log.view(log).title == "Step player: A and B"
+    assert html.escape(HOSTILE) in make_page([(HOSTILE, log)]).text
+
+
+# --- The command -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(log: EventLog, tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "a.json", tmp_path / "b.json.gz"]
+    for file in found:
+        log.save(file)
+    return found
+
+
+def data_of(page: Path) -> Any:
+    found = Elements(page.read_text())
+    (data,) = [t for (_, attrs), t in zip(found.tags, found.texts, strict=True) if attrs.get("id") == "data"]
+    return json.loads(data)
+
+
+def test_export_writes_a_page_of_one_trace_or_of_two(
+    files: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = said_by(capsys, "trace", "export", files[0], "--to", "html")
+    assert (said.status, said.out) == (0, f"Written to {files[0].with_suffix('.html')}\n")
+    assert [each["name"] for each in data_of(files[0].with_suffix(".html"))["logs"]] == ["a.json"]
+    said = said_by(capsys, "trace", "export", *files, "--to", "html")
+    both = data_of(files[0].with_name("a-b.html"))
+    assert said.status == 0 and [each["name"] for each in both["logs"]] == ["a.json", "b.json.gz"]
+    assert both["comparison"]["same_order"]
+
+
+def test_a_page_of_one_rank_or_step_has_only_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.json"
+    training_log(3, 2).save(file)
+    assert said_by(capsys, "trace", "export", file, "--to", "html", "--rank", 2, "--step", 1).status == 0
+    (packed,) = data_of(file.with_suffix(".html"))["logs"]
+    assert ({*packed["events"]["rank"]}, {*packed["events"]["step"]}) == ({2}, {1})
+
+
+def test_what_no_page_can_be_made_of_is_refused_in_one_line(
+    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, foreign, half = tmp_path / "empty.json", tmp_path / "foreign.json", tmp_path / "half.json.gz"
+    empty.write_text('{"traceEvents": []}')
+    foreign.write_text('{"traceEvents": [{"ph": "X", "name": "matmul", "args": {}}]}')
+    half.write_bytes(files[1].read_bytes()[:500])
+    for file in (empty, foreign, half, tmp_path / "nowhere.json"):
+        assert_refused(said_by(capsys, "trace", "export", file, "--to", "html"), file.name)
+        assert_refused(said_by(capsys, "trace", "export", files[0], file, "--to", "html"), file.name)
+    assert_refused(said_by(capsys, "trace", "export", *files, "--to", "png"), "one trace; got 2")
+    assert_refused(
+        said_by(capsys, "trace", "export", *files, *files, "--to", "html"), "or two to compare; got 4"
+    )
+    assert_refused(
+        said_by(capsys, "trace", "export", *files, "--to", "html", "--out", files[1]), "another file"
+    )
+    assert_refused(said_by(capsys, "trace", "export", files[0], "--to", "html", "--rank", 7), "ranks [0]")
+    assert list(tmp_path.glob("*.html")) == []
+
+
+def test_a_recording_costs_nothing_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("hwfsdp.observe.places.Places.here", lambda self: asked.append(1) or "")
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert asked == []

@@ -1,0 +1,386 @@
+"""The step player in a real browser: it loads, draws what is in the log, and does what keys and pointer say.
+
+Pictures are looked at by structure: colors that must be in a region, not pixels that must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Tab, browser, find_browser
+
+from hwfsdp import EventLog
+from hwfsdp.core.sharding import chunk_extent
+from hwfsdp.observe.lifetimes import find_lifetimes, find_reductions
+from hwfsdp.plot import style
+from hwfsdp.plot.player.page import make_page
+from hwfsdp.train.models import GPTConfig
+from hwfsdp.virtual import simulate
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here to open the page in"),
+]
+RANKS, APART = 2, 40.0  # µs by which each rank is later than the one before
+HOSTILE = "</script><script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>"
+WIDE, NARROW = (1280, 800), (400, 800)
+TIMELINE = "#timeline .scroller canvas"
+
+
+def step(reshard: bool = True) -> EventLog:
+    """A step of a small GPT on virtual GPUs, the part of rank 0."""
+    config = GPTConfig(dim=64, layers=3, heads=2, seq_len=32)
+    return simulate(config, gpus=RANKS, batch=2, seq=32, reshard_after_forward=reshard).log
+
+
+def spread(log: EventLog, ranks: int) -> EventLog:
+    """The same on so many ranks, each a little later: virtual ranks are equal, so there is only one of them."""
+    events = [replace(e, rank=r, start_us=e.start_us + r * APART) for r in range(ranks) for e in log.events]
+    samples = {r: [replace(s, us=s.us + r * APART) for s in log.samples[0]] for r in range(ranks)}
+    clocks = {str(r): log.about["clocks"]["0"] for r in range(ranks)}
+    return EventLog(events, samples, {**log.about, "clocks": clocks})
+
+
+@pytest.fixture(scope="module")
+def log() -> EventLog:
+    return spread(step(), RANKS)
+
+
+@pytest.fixture(scope="module")
+def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Addresses of pages: of the log, of it beside one that keeps parameters, of many ranks, of hostile names."""
+    folder = tmp_path_factory.mktemp("pages")
+    hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
+    made = {
+        "one": [("one.json", log)],
+        "two": [("a.json", log), ("b.json", spread(step(reshard=False), RANKS))],
+        "many": [("many.json", spread(log.of_rank(0), 64))],
+        "hostile": [(HOSTILE, hostile)],
+    }
+    for name, logs in made.items():
+        make_page(logs).save(folder / f"{name}.html")
+    return {name: (folder / f"{name}.html").as_uri() for name in made}
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(chromium: Tab, pages: dict[str, str]) -> Iterator[Tab]:
+    """The page of one log, wide and light; afterwards nothing may have been complained about or asked for."""
+    chromium.look(*WIDE)
+    chromium.open(pages["one"])
+    yield chromium
+    assert chromium.complaints == []
+    assert len({request.partition("#")[0] for request in chromium.requests}) == 1
+
+
+def box(tab: Tab, selector: str) -> tuple[float, float, float, float]:
+    """Left, top, width and height of an element in the window."""
+    found = tab.run(
+        f"(() => {{ const b = document.querySelector('{selector}').getBoundingClientRect();"
+        " return [b.left, b.top, b.width, b.height]; })()"
+    )
+    return tuple(found)
+
+
+def pixels(tab: Tab, selector: str, color: str) -> int:
+    """How many pixels of an element have this color, but for rounding."""
+    left, top, width, height = (round(value) for value in box(tab, selector))
+    part = tab.picture()[top : top + height, left : left + width].astype(int)
+    wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)])
+    return int((abs(part - wanted).max(axis=2) <= 3).sum())
+
+
+def place_of(tab: Tab, op: str, rank: int = 0) -> tuple[float, float]:
+    """Where the longest event of this op is drawn, in the window."""
+    left, top, *_ = box(tab, TIMELINE)
+    x, y = tab.run(f"""(() => {{
+            const timeline = state.panes[0], long = (a, b) => (b.end - b.start) - (a.end - a.start);
+            const event = state.log.events.filter((e) => e.op === "{op}" && e.rank === {rank}).sort(long)[0];
+            const place = timeline.placeOf(event);
+            return [timeline.x((event.start + event.drawnEnd) / 2), place.y + place.height / 2];
+        }})()""")
+    return left + x, top + y
+
+
+# --- Opened ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_every_pane_shows_its_colors(
+    size: tuple[int, int], dark: bool, tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.look(size[0], 2600 if size is NARROW else size[1], dark=dark)
+    tab.open(f"{pages['one']}#t=0.2")
+    for op in ("forward", "backward", "all_gather"):
+        assert pixels(tab, TIMELINE, style.look_of_op(op).color) > 30, op
+    for kind in ("sharded_param", "optimizer_state", "unsharded_param"):
+        assert pixels(tab, "#memory canvas", style.look_of_kind(kind).color) > 30, kind
+    assert pixels(tab, "#parameters .scroller canvas", style.SKY_BLUE) > 100
+    paper = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()")
+    assert paper == ("#17181b" if dark else "#ffffff") and pixels(tab, "body", paper) > 10_000
+    assert tab.run("document.documentElement.scrollWidth") <= size[0]
+
+
+def test_names_in_a_log_harm_nobody(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(pages["hostile"])
+    for key in ("ArrowRight", "g", "ArrowRight", "?"):
+        tab.key(key)
+    tab.mouse("mouseMoved", *place_of(tab, "all_gather"))
+    assert tab.run("window.harmed") is None
+    assert HOSTILE in tab.run("document.querySelector('#code').textContent")
+
+
+def test_who_does_not_see_the_panes_reads_the_same(tab: Tab, log: EventLog) -> None:
+    tables = tab.run("document.querySelector('#tables').textContent")
+    for part in ("time of one step", "longest waits", "parameter groups", "blocks.0", "hidden"):
+        assert part in tables
+    for kind, nbytes in log.summary()["peak_bytes_by_kind"].items():
+        assert not nbytes or f"{kind}{nbytes:,}" in tables
+    tab.key("ArrowRight")
+    spoken, said = (
+        tab.run(f"document.querySelector('{s}').textContent") for s in ("#spoken", "#code .event")
+    )
+    assert spoken.split(".")[0] in said
+    slider = "document.querySelector('#timeline .scroller canvas').getAttribute('aria-valuetext')"
+    assert tab.run("nameOf(state.event)") in tab.run(slider)
+    unnamed = (
+        "[...document.querySelectorAll('canvas[role], button, select')].filter(e => "
+        "!(e.getAttribute('aria-label') || e.textContent.trim())).length"
+    )
+    assert tab.run(unnamed) == 0
+
+
+# --- One cursor --------------------------------------------------------------------------------------------
+
+
+def test_arrow_keys_go_through_all_events_of_a_rank_in_their_order(tab: Tab, log: EventLog) -> None:
+    drawn = [e for e in log.events if e.rank == 0 and e.op in style.DRAWN_OPS]
+    order = [e.seq for e in sorted(drawn, key=lambda e: (round(e.start_us, 1), e.seq))]
+    assert (
+        tab.run(
+            "(() => { state.seek(0); state.event = null; const found = [];"
+            " while (state.step(1)) found.push(state.event.seq); return found; })()"
+        )
+        == order
+    )
+    tab.key("ArrowLeft")
+    assert tab.run("state.event.seq") == order[-2]
+    tab.key("ArrowDown")
+    assert tab.run("state.rank") == 1
+    tab.run("state.choose(state.log.events.find((e) => e.owner === 'blocks.1' && e.op === 'copy_in'))")
+    tab.key("g")
+    tab.key("ArrowRight")
+    assert tab.run("[state.group, state.event.owner, state.event.op]") == [
+        "blocks.1",
+        "blocks.1",
+        "all_gather",
+    ]
+
+
+def test_states_of_groups_at_every_moment_are_those_of_the_lifetimes(tab: Tab, log: EventLog) -> None:
+    begin = min(e.start_us for e in log.events)
+    found = [
+        each
+        for each in (*find_lifetimes(log.events), *find_reductions(log.events))
+        if each.end_us - each.start_us > 1
+    ]
+    assert {each.state for each in found} >= {"gathering", "full", "freed", "reducing"}
+    for each in found:
+        middle = (each.start_us + each.end_us) / 2 - begin
+        shown = tab.run(f"state.log.stateOf({each.rank}, '{each.owner}', {middle})")
+        assert shown["reducing"] if each.state == "reducing" else shown["params"] == each.state, each
+
+
+def test_rows_are_given_out_as_the_heart_does(tab: Tab) -> None:
+    for count in range(8):
+        for ranks in range(1, 6):
+            for rank in range(ranks):
+                start, length = chunk_extent(count, ranks, rank)
+                assert tab.run(f"rowsOf({count}, {ranks}, {rank})") == {"start": start, "length": length}
+
+
+def test_memory_under_the_cursor_is_the_last_sample(tab: Tab, log: EventLog) -> None:
+    begin = min(e.start_us for e in log.events)
+    for sample in log.samples[1][:: max(1, len(log.samples[1]) // 10)]:
+        last = [s for s in log.samples[1] if round(s.us - begin, 1) <= round(sample.us - begin, 1)][-1]
+        shown = tab.run(f"state.log.bytesAt(1, {round(sample.us - begin, 1)})")
+        assert {kind: n for kind, n in shown.items() if n} == {
+            k: n for k, n in last.bytes_by_kind.items() if n
+        }
+    most = max(sum(s.bytes_by_kind.values()) for s in log.samples[0])
+    assert tab.run("[state.log.peaks.get(0).total, state.log.closedForm]") == [
+        most,
+        log.summary()["peak_unsharded_bytes"],
+    ]
+
+
+def test_the_line_that_issued_the_event_is_marked_in_its_function(tab: Tab) -> None:
+    tab.run("state.choose(state.log.events.find((e) => e.op === 'copy_out'))")
+    tab.drawn()
+    assert "copy_out" in tab.run("document.querySelector('#code mark').textContent")
+    assert "Put what was gathered" in tab.run("document.querySelector('#code .promise').textContent")
+    inside = (
+        "(() => { const m = document.querySelector('#code mark').getBoundingClientRect(),"
+        " l = document.querySelector('#code ol').getBoundingClientRect(); return m.top >= l.top && m.bottom <= l.bottom; })()"
+    )
+    assert tab.run(inside)
+    tab.run("document.querySelector('#code .place').click()")  # the outermost call
+    assert tab.run("document.querySelector('#code .place').getAttribute('aria-pressed')") == "true"
+
+
+# --- Pointer and window ------------------------------------------------------------------------------------
+
+
+def test_the_wheel_zooms_around_the_pointer_and_keys_around_the_cursor(tab: Tab) -> None:
+    x, y = place_of(tab, "backward")
+    left = box(tab, TIMELINE)[0]
+    under = f"state.panes[0].time({x - left})"
+    before, span = tab.run(under), tab.run("state.span")
+    tab.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
+    assert tab.run("state.span") < 0.6 * span and tab.run(under) == pytest.approx(before, abs=0.002 * span)
+    tab.key("0")
+    assert tab.run("state.span") == pytest.approx(span)
+    tab.run("state.seek(state.end / 2)")
+    tab.key("+")
+    middle = tab.run("(state.t - state.from) / state.span")
+    tab.key("+")
+    assert tab.run("state.span") < 0.5 * span
+    assert tab.run("(state.t - state.from) / state.span") == pytest.approx(middle, abs=0.01)
+
+
+def test_a_drag_moves_the_window_and_on_ruler_or_memory_the_cursor(tab: Tab) -> None:
+    tab.run("state.zoom(4, state.end / 2)")
+    left, top, width, _ = box(tab, TIMELINE)
+    before, t = tab.run("state.from"), tab.run("state.t")
+    tab.drag((left + width / 2, top + 60), (left + width / 2 + 100, top + 60))
+    assert tab.run("state.from") < before and tab.run("state.t") == t
+    tab.drag((left + width / 2, top + 8), (left + width / 2 + 80, top + 8))
+    expected = tab.run(f"state.panes[0].time({width / 2 + 80})")
+    assert tab.run("state.t") == pytest.approx(expected, abs=0.01 * tab.run("state.span"))
+    left, top, width, height = box(tab, "#memory canvas")
+    tab.drag((left + width * 0.3, top + height / 2), (left + width * 0.7, top + height / 2))
+    assert tab.run("(state.t - state.from) / state.span") == pytest.approx(
+        tab.run(f"({width * 0.7} - AXIS.left) / ({width} - AXIS.left - AXIS.right)"), abs=0.02
+    )
+
+
+def test_pointing_at_an_event_tells_of_it_and_shows_its_arrows_alone(tab: Tab) -> None:
+    assert tab.run("document.querySelector('#tip').hidden")
+    tab.run(
+        "state.panes[0].drawArrow = (context, from, to) => (window.arrows ??= []).push([from.seq, to.seq])"
+    )
+    tab.mouse("mouseMoved", *place_of(tab, "all_gather"))
+    tip = tab.run("document.querySelector('#tip').textContent")
+    found = tab.run("[state.hovered.op, state.hovered.waitsFor.length, state.hovered.waitedForBy.length]")
+    assert found[0] == "all_gather" and min(found[1:]) > 0
+    assert all(part in tip for part in ("all_gather of", "rank 0, all_gather stream", "waits for copy_in"))
+    tab.run("window.arrows = []; state.panes[0].draw();")
+    ends = "(({seq, waitsFor, waitedForBy}) => [...waitsFor.map((e) => [e.seq, seq]), ...waitedForBy.map((e) => [seq, e.seq])])"
+    assert tab.run("window.arrows") == tab.run(f"{ends}(state.hovered)")
+    tab.click(*place_of(tab, "all_gather"))
+    assert tab.run("[state.event === state.hovered, state.t === state.event.start]") == [True, True]
+    left, top, *_ = box(tab, TIMELINE)
+    tab.mouse("mouseMoved", left + 30, top - 60)
+    assert tab.run("document.querySelector('#tip').hidden && state.hovered === null")
+
+
+def test_of_many_ranks_only_those_that_are_visible_are_drawn(
+    tab: Tab, pages: dict[str, str], log: EventLog
+) -> None:
+    tab.open(f"{pages['many']}#t=0.1&rank=40")
+    count = (
+        "(() => { const timeline = state.panes[0], draw = timeline.drawBar.bind(timeline); let bars = 0;"
+        " timeline.drawBar = (...given) => { bars += 1; draw(...given); }; timeline.draw(); return bars; })()"
+    )
+    drawn = tab.run("state.log.byRank.get(0).drawn.length")
+    bands = tab.run("state.panes[0].visibleRows('band').map((row) => row.rank)")
+    assert 40 in bands and len(bands) < 20
+    assert tab.run(count) <= len(bands) * drawn
+    tab.run("state.zoom(100)")
+    assert tab.run(count) < len(bands) * drawn / 4
+
+
+# --- Playing -----------------------------------------------------------------------------------------------
+
+
+def test_playing_moves_the_cursor_to_the_end_and_space_pauses(tab: Tab) -> None:
+    tab.key(" ")
+    tab.until("state.t > 0")
+    tab.key(" ")
+    assert tab.run("state.playing") is False
+    t = tab.run("state.t")
+    tab.drawn()
+    assert tab.run("state.t") == t > 0
+    tab.run("state.change({speed: 1000}); document.querySelector('#play').click()")
+    tab.until("state.t === state.end && !state.playing")
+
+
+def test_where_motion_is_not_wanted_playing_hops_from_event_to_event(tab: Tab, pages: dict[str, str]) -> None:
+    tab.look(*WIDE, still=True)
+    tab.open(pages["one"])
+    tab.run(
+        "state.change({speed: 100}); window.seen = []; const seek = state.choose.bind(state);"
+        " state.choose = (event) => { seek(event); seen.push(state.t === event.start); };"
+    )
+    tab.key(" ")
+    tab.until("window.seen.length > 3")
+    tab.key(" ")
+    assert tab.run("window.seen.every(Boolean)")
+
+
+def test_a_link_leads_to_a_moment_and_the_address_follows_the_cursor(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(f"{pages['one']}#t=0.25&rank=1")
+    assert tab.run("[state.t, state.rank]") == [250, 1]
+    tab.key("ArrowRight")
+    t = tab.run("state.t")
+    tab.until(f"location.hash === '#t={t / 1e3:.4f}&rank=1'")
+    for address in ("#t=nonsense", "#t=1e99&rank=77&log=b", "#rank=1", "#"):
+        tab.open(f"{pages['one']}{address}")
+        assert 0 <= tab.run("state.t") <= tab.run("state.end")
+
+
+# --- Two logs ----------------------------------------------------------------------------------------------
+
+
+def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(pages["two"])
+    head = tab.run("document.querySelector('#head').textContent")
+    assert all(
+        part in head
+        for part in (
+            "A: a.json",
+            "B: b.json",
+            "step",
+            "exposed communication",
+            "most bytes alive",
+            "gathered in a step",
+        )
+    )
+    assert tab.run("document.querySelector('#code').textContent.length") > 20
+    parting: Any = tab.run("state.parting.map((event) => event && [event.log.side, event.op, event.owner])")
+    assert parting[0] != parting[1] and [each[0] for each in parting] == [0, 1]
+    assert f"A {parting[0][1]} of {parting[0][2]}" in head
+    tab.run("document.querySelector('.moment').click()")
+    tab.drawn()
+    mark = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--cursor').trim()")
+    flagged = pixels(tab, TIMELINE, mark)
+    tab.run("(() => { window.parting = state.parting; state.change({parting: []}); })()")
+    tab.drawn()
+    assert flagged > pixels(tab, TIMELINE, mark) + 20
+    tab.run("state.change({parting: window.parting})")
+    bands = tab.run("state.panes[0].rows.filter((r) => r.kind === 'band').map((r) => [r.log.side, r.rank])")
+    assert bands == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert tab.run("state.logs.map((log) => Math.min(...log.events.map((e) => e.start)))") == [0, 0]
+    tab.key("ArrowDown")
+    tab.key("ArrowDown")
+    assert tab.run("[state.side, state.rank]") == [1, 0]
