@@ -43,8 +43,10 @@ from hwfsdp import (
 )
 from hwfsdp.observe.events import Event, active
 from hwfsdp.plot import lanes, sheet, style
+from hwfsdp.plot.issued import Issued, draw_box, draw_issued, issued
 from hwfsdp.plot.lanes import Words
 from hwfsdp.plot.loss import plot_losses
+from hwfsdp.plot.memory import plot_memory
 from hwfsdp.virtual import Simulation, simulate
 
 cloudpickle.register_pickle_by_value(
@@ -52,9 +54,7 @@ cloudpickle.register_pickle_by_value(
 )  # ranks do not import this file, and what it draws with
 
 PICTURES = Path(__file__).parent / "pictures"
-DPI = 90
-WIDTH = 8.9  # inches: 801 pixels
-LEFT, RIGHT, BOTTOM, CAPTION = 1.25, 0.3, 0.55, 0.3  # inches
+WIDTH, RIGHT, BOTTOM, CAPTION = sheet.PAGE, 0.3, 0.55, 0.3  # inches
 BROKEN, MENDED, PLAIN = (
     style.Look(style.VERMILION, "\\\\\\"),
     style.Look(style.BLUE),
@@ -169,8 +169,11 @@ def saves() -> dict[str, list[Call]]:
 
         return _tail(steps)
 
+    *alone, last = _table(failure(train, False))
+    gathers = "gathers\nfor its file"  # a collective of the DTensor's own, of which the table of rank 1 knows nothing
+    last = last._replace(states=tuple(gathers if state == "–" else state for state in last.states))
     return {
-        "rank 0 saves alone": _table(failure(train, False)),
+        "rank 0 saves alone": [*alone, last],
         "all ranks gather, rank 0 writes": _called(launch(train, 2, True)),
     }
 
@@ -656,9 +659,7 @@ def peak(log: EventLog, kind: str) -> int:
 # --- Drawing -----------------------------------------------------------------------------------------------
 
 
-def _sheet(
-    title: str, text: str, keys: Sequence[Any], rows: float, left: float = LEFT
-) -> tuple[Figure, float]:
+def _sheet(title: str, text: str, keys: Sequence[Any], rows: float, left: float) -> tuple[Figure, float]:
     """A sheet with a head, and `rows` inches below it; the top of these in inches."""
     head = sheet.head(title, text, keys, WIDTH - left - RIGHT)
     figure = sheet.new_figure(WIDTH, head.height + rows + BOTTOM)
@@ -677,7 +678,7 @@ def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool
     }
     shown = {name: _from_zero(events, arrows) for name, events in shown.items()}
     words = Words(title, text, "ms, virtual GPUs")
-    page = lanes.draw_bands(words, [*shown.values()], [CAPTION] * len(logs), WIDTH - LEFT - RIGHT, WIDTH)
+    page = lanes.draw_bands(words, [*shown.values()], [CAPTION] * len(logs))
     for (name, events), axes in zip(shown.items(), page.axes, strict=True):
         end = max(e.end_us for e in events)
         axes.axvline(end / 1e3, color=style.GREYS[3], linewidth=1.0, linestyle="--")
@@ -688,53 +689,6 @@ def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool
 def _from_zero(events: Sequence[Event], arrows: bool) -> list[Event]:
     begin = min(e.start_us for e in events)
     return [replace(e, start_us=e.start_us - begin, after=e.after if arrows else ()) for e in events]
-
-
-_KINDS = ("unsharded_param", "unsharded_grad", "sharded_grad", "sharded_param")
-
-
-def draw_areas(
-    runs: Mapping[str, Simulation], title: str, text: str, kinds: Sequence[str] = _KINDS
-) -> Figure:
-    """Bytes alive by kind, a panel per run, all on the same axes; to the right, in the order of issue."""
-    samples = {name: run.log.samples[0] for name, run in runs.items()}
-    heights = {
-        name: [sum(s.bytes_by_kind.get(k, 0) for k in kinds) for s in found]
-        for name, found in samples.items()
-    }
-    high, longest = max(map(max, heights.values())), max(map(len, samples.values()))
-    unit = style.byte_unit(high)
-    keys = [sheet.key(style.look_of_kind(kind), kind) for kind in kinds]
-    panel, left = 1.4, 0.75
-    figure, top = _sheet(title, text, keys, len(runs) * (panel + CAPTION) - 0.2, left)
-    top += 0.2
-    for name, found in samples.items():
-        top -= panel + CAPTION
-        axes = sheet.axes_at(figure, left, top, WIDTH - left - RIGHT, panel)
-        low = [0.0] * (len(found) + 1)
-        for kind in kinds:
-            look = style.look_of_kind(kind)
-            values = [s.bytes_by_kind.get(kind, 0) / unit.nbytes for s in found]
-            upper = [a + b for a, b in zip(low, [*values, values[-1]], strict=True)]
-            axes.fill_between(
-                range(len(upper)),
-                low,
-                upper,
-                step="post",
-                facecolor=look.color,
-                edgecolor=style.edge_of(look),
-                hatch=look.hatch or None,
-                linewidth=0.3,
-            )
-            low = upper
-        style.open_frame(axes)
-        axes.set_xlim(0, longest)
-        axes.set_ylim(0, 1.08 * high / unit.nbytes)
-        axes.set_xticks([])
-        axes.set_ylabel(unit.name, fontsize=style.TEXT_SIZE)
-        _caption(axes, f"{name}: at most {style.format_bytes(max(heights[name]))}")
-    axes.set_xlabel("collectives and allocations in the order of issue →", fontsize=style.TEXT_SIZE)
-    return figure
 
 
 class Bar(NamedTuple):
@@ -785,7 +739,12 @@ def draw_bars(bars: Sequence[Bar], title: str, text: str, axis: str, keys: Seque
 
 
 MOST_CALLS = 9
-_CELL = {"done": "done", "wait": "waits", "fail": "error", "–": "not called"}
+_CELL = {
+    "done": "done",
+    "wait": "waits",
+    "fail": "error",
+    "–": "not called",
+}  # as far as the rank got with the call
 
 
 def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Figure:
@@ -819,7 +778,7 @@ def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Fig
                 -0.12,
                 call.number and f"no. {call.number}",
                 ha="center",
-                fontsize=style.SMALL_SIZE + 1,
+                fontsize=style.SMALL_SIZE,
                 color=style.GREYS[3],
             )
             for rank, state in enumerate(call.states):
@@ -831,7 +790,7 @@ def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Fig
 
 def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> None:
     look = style.look_of_op(call.op)
-    called = state != "–"
+    called = state in ("done", "wait", "fail")
     axes.add_patch(
         Rectangle(
             (column + 0.04, rank + 0.04),
@@ -844,18 +803,18 @@ def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> No
             ),
             edgecolor=style.GREYS[2] if not called else style.edge_of(look),
             linestyle="--" if not called else "-",
-            linewidth=0.8 if state in ("done", "–") else 2.2,
+            linewidth=0.8 if state != "wait" else 2.2,
         )
     )
     face = look.color if state == "done" else style.WHITE
-    owner = sheet.fitting(call.owner, style.SMALL_SIZE + 0.5, 0.72) if called else ""
+    owner = sheet.fitting(call.owner, style.SMALL_SIZE, 0.72) if called else ""
     axes.text(
         column + 0.5,
         rank + 0.47,
-        f"{owner}\n{_CELL[state]}".strip(),
+        f"{owner}\n{_CELL.get(state, state)}".strip(),
         ha="center",
         va="center",
-        fontsize=style.SMALL_SIZE + 0.5,
+        fontsize=style.SMALL_SIZE,
         color=style.ink_on(face),
         linespacing=1.25,
     )
@@ -915,9 +874,6 @@ def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure
     return figure
 
 
-_STRIP = {"all_gather": 2, "wait": 1, "forward": 0}
-
-
 def draw_strips(
     runs: Mapping[str, Sequence[Event]],
     captions: Mapping[str, str],
@@ -925,65 +881,27 @@ def draw_strips(
     text: str,
     lasts: Mapping[str, str],
 ) -> Figure:
-    """What rank 0 did, in the order in which it was issued: a row for gathers, waits, and forwards."""
-    drawn = {
-        name: [e for e in events if e.op in _STRIP and not (e.op == "forward" and _is_outer(e, events))]
-        for name, events in runs.items()
-    }
+    """What rank 0 issued, in order; `lasts`: what came at the end instead of a forward."""
+    drawn = {name: [named(each) for each in issued(events)] for name, events in runs.items()}
     longest = max(len(drawn[name]) + bool(lasts.get(name)) for name in drawn)
-    ops = [op for op in _STRIP if any(e.op == op for events in drawn.values() for e in events)]
-    panel, left = 1.05, 0.95
-    figure, top = _sheet(
-        title,
-        text,
-        [sheet.key(style.look_of_op(op), op) for op in ops],
-        len(runs) * (panel + CAPTION) - 0.15,
-        left,
-    )
-    for name, events in drawn.items():
+    ops = dict.fromkeys(each.event.op for found in drawn.values() for each in found)
+    panel, left = 0.72, 0.95
+    keys = [sheet.key(style.look_of_op(op), op) for op in ops]
+    figure, top = _sheet(title, text, keys, len(runs) * (panel + CAPTION) - 0.15, left)
+    for name, found in drawn.items():
         top -= panel + CAPTION
         axes = sheet.axes_at(figure, left, top, WIDTH - left - RIGHT, panel)
-        axes.set_xlim(0, longest)
-        axes.set_ylim(-0.1, 3.0)
-        axes.spines[:].set_visible(False)
-        axes.set_xticks([])
-        axes.set_yticks([y + 0.42 for y in _STRIP.values()], [op.replace("_", "-") for op in _STRIP])
-        axes.tick_params(length=0, labelsize=style.TEXT_SIZE)
+        draw_issued(axes, found, longest)
         _caption(axes, captions[name])
-        for place, event in enumerate(events):
-            _draw_box(
-                axes,
-                place,
-                _STRIP[event.op],
-                style.look_of_op(event.op),
-                event.owner.replace("layer ", "") or " ",
-            )
         if lasts.get(name):
-            _draw_box(axes, len(events), 0, style.Look(style.BLACK), lasts[name])
+            draw_box(axes, (len(found), 1), 1.0, style.Look(style.BLACK), lasts[name])
+    axes.set_xlabel("order of issue; a gather reaches to the wait for it →", fontsize=style.TEXT_SIZE)
     return figure
 
 
-def _is_outer(event: Event, events: Sequence[Event]) -> bool:
-    """Whether a span of forward has others inside."""
-    return any(
-        e is not event and e.op == "forward" and e.seq > event.seq and e.end_us <= event.end_us
-        for e in events
-    )
-
-
-def _draw_box(axes: Axes, x: float, y: float, look: style.Look, text: str) -> None:
-    axes.add_patch(
-        Rectangle(
-            (x + 0.05, y),
-            0.9,
-            0.84,
-            facecolor=look.color,
-            edgecolor=style.edge_of(look),
-            hatch=look.hatch or None,
-            linewidth=0.6,
-        )
-    )
-    style.draw_label(axes, (x + 0.5, y + 0.42), text, look.color, size=style.TEXT_SIZE)
+def named(each: Issued) -> Issued:
+    """With the short name of a layer; FSDP2 names no groups."""
+    return each._replace(event=replace(each.event, owner=each.event.owner.replace("layer ", "")))
 
 
 # --- Pictures ----------------------------------------------------------------------------------------------
@@ -1049,15 +967,18 @@ def _pieces() -> Figure:
 
 def _accumulation() -> Figure:
     text = f"{MICRO_BATCHES} micro-batches of {BLOCKS} blocks on 16 GPUs. Above, whole gradients of all blocks wait for the last one."
-    return draw_areas(accumulations(), "Memory of a step that accumulates", text)
+    kinds = ("sharded_param", "sharded_grad", "unsharded_param", "unsharded_grad")
+    logs = {name: run.log for name, run in accumulations().items()}
+    return plot_memory(logs, kinds=kinds, title="Memory of a step that accumulates", text=text, in_order=True)
 
 
 def _logging() -> Figure:
-    return draw_areas(
-        logged(),
-        "Whole parameters in a step that logs its weights first",
-        f"{BLOCKS} blocks on 16 GPUs. Above, all of them are whole when the forward begins.",
-        ("unsharded_param",),
+    return plot_memory(
+        {name: run.log for name, run in logged().items()},
+        kinds=("unsharded_param",),
+        title="Whole parameters in a step that logs its weights first",
+        text=f"{BLOCKS} blocks on 16 GPUs. Above, all of them are whole when the forward begins.",
+        in_order=True,
     )
 
 
@@ -1358,7 +1279,7 @@ STATED: dict[str, Callable[[], list[str]]] = {
 def main(names: Sequence[str]) -> None:
     for name in names or DRAW:
         path = PICTURES / f"faq_{name}.png"
-        DRAW[name]().savefig(path, dpi=DPI)
+        sheet.save(DRAW[name](), path)
         print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 

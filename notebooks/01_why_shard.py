@@ -1,20 +1,29 @@
 # %% [markdown]
 # # 01 · Why shard
 #
-# An 8B model has weights of 16 GB in bf16, and a GPU has 80. So why does training it not fit on that GPU?
+# An 8B model has weights of 15 GiB in bf16, and a GPU has 80. So why does training it not fit on that GPU?
 #
-# **Write down two numbers before you go on:** how many GB does one GPU need for weights, gradients and optimizer state of an
+# **Write down two numbers before you go on:** how many GiB does one GPU need for weights, gradients and optimizer state of an
 # 8-billion-parameter model, trained in mixed precision with Adam? And how many when 64 GPUs share all three?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **120 GiB** on one GPU: 8.03 billion parameters of 16 bytes, 2 for the weight, 2 for its gradient, 12 for the optimizer.
+# 2. **1.87 GiB** when 64 GPUs share all three.
+#
+# </details>
 
 # %% [markdown]
 # ## Arithmetic
@@ -31,12 +40,13 @@ from hwfsdp.plot.states import MeasuredState, plot_model_states
 with torch.device("meta"):
     llama = zoo.build("llama3-8b")
 shapes = [tuple(param.shape) for param in llama.parameters()]
-f"{sum(param.numel() for param in llama.parameters()):,} parameters in {len(shapes)} tensors"
+count = sum(param.numel() for param in llama.parameters())
+print(f"{count:,} parameters in {len(shapes)} tensors")
 
 # %% [markdown]
 # Mixed-precision training with Adam keeps 16 bytes for each parameter: 2 for the bf16 weight, 2 for its gradient, and 12 for
 # the optimizer, which keeps an fp32 copy of the weight and two moments ([ZeRO, section 3.1](https://arxiv.org/abs/1910.02054)).
-# That is **128 GB** (120 GiB) before the first activation.
+# That is **120 GiB** before the first activation.
 #
 # Plain data parallelism (DDP) keeps all of it on every GPU. ZeRO-1 cuts the optimizer state into as many pieces as there are
 # ranks. ZeRO-2 also cuts the gradients, and ZeRO-3 also cuts the weights. FSDP is ZeRO-3.
@@ -48,7 +58,12 @@ plot_model_states(shapes, (1, 2, 4, 8, 16, 32, 64), shards=8, per_element=adam)
 # %%
 for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
     held = model_state_bytes(shapes, strategy, 64, per_element=adam)
-    print(f"{strategy.name:<6} {sum(held) / 1e9:7.1f} GB on each of 64 GPUs   {held}")
+    parts = ", ".join(
+        f"{name} {nbytes / 2**30:.1f}" for name, nbytes in held._asdict().items()
+    )
+    print(
+        f"{strategy.name:<6} {sum(held) / 2**30:6.1f} GiB on each of 64 GPUs: {parts}"
+    )
 
 # %% [markdown]
 # Compare your two numbers. Look for three things in the picture:
@@ -92,7 +107,9 @@ logs = {ranks: launch(train_two_steps, ranks)[0] for ranks in (1, 2, 4)}
 sizes = [tuple(param.shape) for param in build_model(config, seed=0).parameters()]
 kinds = ("sharded_param", "sharded_grad", "optimizer_state")
 measured = [
-    MeasuredState(Strategy.ZERO3, ranks, sum(log.peak_bytes_by_kind()[kind] for kind in kinds))
+    MeasuredState(
+        Strategy.ZERO3, ranks, sum(log.peak_bytes_by_kind()[kind] for kind in kinds)
+    )
     for ranks, log in logs.items()
 ]
 plot_model_states(sizes, (1, 2, 4, 8), measured=measured)
@@ -108,13 +125,14 @@ plot_model_states(sizes, (1, 2, 4, 8), measured=measured)
 # %%
 from hwfsdp.plot.memory import plot_memory
 
-lesson.explore(lambda ranks: plot_memory(logs[ranks]), ranks=(2, 4))
+plot_memory({f"{ranks} ranks": logs[ranks] for ranks in (2, 4)})
 
 # %% [markdown]
-# The light blue teeth are whole parameters, one block at a time. The buffers carry these parameters from rank to rank, and the
-# gradients back. With more ranks, everything that stays between steps becomes smaller, but the teeth keep their size. So FSDP
-# needs on each GPU the model divided by the number of ranks, **plus a block or two**, plus activations. The rest of this course
-# is about these teeth: when they come, when they go, and how computing hides the time that they take to come.
+# What stays between steps lies at the bottom: with four ranks it is half of what it is with two. The light blue teeth on top are
+# whole parameters, one block at a time. The buffers above them carry these parameters from rank to rank, and the gradients back.
+# The teeth are as large with four ranks as with two. So FSDP needs on each GPU the model divided by the number of ranks,
+# **plus a block or two**, plus activations. The rest of this course is about these teeth: when they come, when they go, and how
+# computing hides the time that they take to come.
 #
 # **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself:** station 01
 # (`exercises/01_rows`), and the closed forms of station 05 (`exercises/05_groups`).

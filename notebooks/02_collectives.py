@@ -7,15 +7,23 @@
 # **Write down two numbers before you go on.** Eight ranks all-reduce 1 GB of gradients: each has a gigabyte, and needs the sum
 # of all eight. How many GB must one rank send? And how many with a thousand ranks?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# **1.75 GB** with eight ranks, **1.998 GB** with a thousand: 2 (W − 1) / W of the tensor.
+#
+# </details>
 
 # %% [markdown]
 # ## Two that FSDP needs
@@ -59,7 +67,9 @@ draw("all_gather", launch(gather, 4))
 # its forward. The color shows which rank a number comes from.
 
 # %%
-lesson.explore(lambda ranks: draw("reduce_scatter", launch(reduce, ranks)), ranks=(2, 3, 4))
+lesson.explore(
+    lambda ranks: draw("reduce_scatter", launch(reduce, ranks)), ranks=(2, 3, 4)
+)
 
 # %% [markdown]
 # **Reduce-scatter**: every rank has a full set of numbers, and gets the sum of one part. This happens to a gradient after its
@@ -85,7 +95,10 @@ def reduce_then_gather():
 
 
 ran = launch(reduce_then_gather, 4)
-print("as torch's all_reduce:", all(torch.equal(whole, torchs) for _, whole, torchs in ran))
+print(
+    "as torch's all_reduce:",
+    all(torch.equal(whole, torchs) for _, whole, torchs in ran),
+)
 draw("all_reduce", [(shares, whole) for shares, whole, _ in ran])
 
 # %% [markdown]
@@ -126,14 +139,19 @@ def bytes_sent(elements):
         ring.ring_reduce_scatter(part, shares, None, mean=False)
     with record() as gathering:
         ring.ring_all_gather(shares, part, None)
-    return [sum(event.bytes for event in log.select("send")) for log in (reducing, gathering)]
+    return [
+        sum(event.bytes for event in log.select("send"))
+        for log in (reducing, gathering)
+    ]
 
 
 ELEMENTS = 3 << 18  # of fp32, 3 MiB: 2, 3 and 4 divide it
 sent = {ranks: launch(bytes_sent, ranks, ELEMENTS) for ranks in (1, 2, 3, 4)}
 print("ranks  reduce-scatter  all-gather  closed form")
 for ranks, by_rank in sent.items():
-    assert all(of_rank == by_rank[0] for of_rank in by_rank), "every rank sends the same"
+    assert all(
+        of_rank == by_rank[0] for of_rank in by_rank
+    ), "every rank sends the same"
     closed = on_the_wire("all_gather", 4 * ELEMENTS, ranks)
     print(f"{ranks:>5}  {by_rank[0][0]:>14,}  {by_rank[0][1]:>10,}  {closed:>11,}")
 
@@ -143,11 +161,16 @@ for ranks, by_rank in sent.items():
 
 # %%
 GB = 10**9
-print("GB sent by a rank for 1 GB   all-gather   all-reduce   all-reduce by way of rank 0")
+print(
+    "GB sent by a rank for 1 GB   all-gather   all-reduce   all-reduce by way of rank 0"
+)
 for ranks in (2, 4, 8, 64, 1000):
-    gather_gb, reduce_gb = (on_the_wire(op, GB, ranks) / GB for op in ("all_gather", "all_reduce"))
+    gather_gb, reduce_gb = (
+        on_the_wire(op, GB, ranks) / GB for op in ("all_gather", "all_reduce")
+    )
     print(
-        f"{ranks:>21} ranks  {gather_gb:11.3f}  {reduce_gb:11.3f}   {ranks - 1:>10.3f} by rank 0, 1.000 by others"
+        f"{ranks:>21} ranks  {gather_gb:11.3f}  {reduce_gb:11.3f}   "
+        f"{ranks - 1:>10.3f} by rank 0, 1.000 by others"
     )
 
 # %% [markdown]
@@ -170,7 +193,9 @@ def reduce_four_blocks():
     share = (1e8, 1.0, -1e8, 1.0)[dist.get_rank()]
     part, exact = torch.empty(1), torch.empty(1, dtype=torch.float64)
     ring.ring_reduce_scatter(part, torch.full((4,), share), None, mean=False)
-    ring.ring_reduce_scatter(exact, torch.full((4,), share, dtype=torch.float64), None, mean=False)
+    ring.ring_reduce_scatter(
+        exact, torch.full((4,), share, dtype=torch.float64), None, mean=False
+    )
     return part.item(), exact.item()
 
 
@@ -212,7 +237,9 @@ def step_over_the_ring():
 
 
 for event in launch(step_over_the_ring, 3)[0].select("send"):
-    print(f"{event.phase:<8}  layer {event.owner}  {event.stream:<14}  {event.bytes:,} B")
+    print(
+        f"{event.phase:<8}  layer {event.owner}  {event.stream:<14}  {event.bytes:,} B"
+    )
 
 # %% [markdown]
 # There are six collectives, with two sends each. Layer 0 has 96 rows of 128 B, and a third of them travels at a time. Layer 1

@@ -9,15 +9,24 @@
 # does the last rank always hold? And how many bytes does the weight take on each rank while it is whole? (The weight itself has
 # 168 bytes.)
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **48 B**: one row of 24 B, and a row of padding.
+# 2. **192 B**: eight rows, padding included.
+#
+# </details>
 
 # %% [markdown]
 # ## In pieces
@@ -63,7 +72,9 @@ from torch.distributed.tensor import Shard
 
 shapes = {"weight": (7, 6), "five rows": (5, 3), "bias": (2,)}
 parameters = [LaidOut(name, shape, (Shard(0),)) for name, shape in shapes.items()]
-lesson.explore(lambda ranks: plot_sharding(parameters, {"shard": ranks}), ranks=range(2, 9))
+lesson.explore(
+    lambda ranks: plot_sharding(parameters, {"shard": ranks}), ranks=range(2, 9)
+)
 
 # %% [markdown]
 # ## Two forms, two memories
@@ -82,8 +93,14 @@ def live():
     moments, objects = [], {}
 
     def look(moment):
-        weight, number = layer.weight, objects.setdefault(id(layer.weight), len(objects) + 1)
-        whole = param.form.gathered.untyped_storage().nbytes() if param.unsharded_param is not None else 0
+        weight, number = layer.weight, objects.setdefault(
+            id(layer.weight), len(objects) + 1
+        )
+        whole = (
+            param.form.gathered.untyped_storage().nbytes()
+            if param.unsharded_param is not None
+            else 0
+        )
         kind = f"{number}, a {type(weight).__name__}"
         shape, shard = str(tuple(weight.shape)), param.padded_shard.nbytes
         moments.append((moment, param.state.name, kind, shape, shard, whole))
@@ -99,7 +116,10 @@ def live():
     return moments
 
 
-print(f"{'after':<20} {'state':<10} {'the weight is object':<21} {'shape':<7} {'shard':>5} {'whole':>7}")
+print(
+    f"{'after':<20} {'state':<10} {'the weight is object':<21} {'shape':<7} "
+    f"{'shard':>5} {'whole':>7}"
+)
 for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
     print(f"{moment:<20} {state:<10} {kind:<21} {shape:<7} {shard:>3} B {whole:>5} B")
 
@@ -128,7 +148,8 @@ for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
 from hwfsdp.core import form as storage
 
 memory = torch.arange(6.0)  # what a gather writes to
-weight = nn.Parameter(memory.data.view(2, 3))  # what the module computes with: the same storage
+# what the module computes with: the same storage
+weight = nn.Parameter(memory.data.view(2, 3))
 x = torch.ones(1, 2, requires_grad=True)
 out = x @ weight
 saved = out.grad_fn._saved_mat2  # what autograd has kept
@@ -136,7 +157,10 @@ saved = out.grad_fn._saved_mat2  # what autograd has kept
 
 def tell(moment):
     sizes = [tensor.untyped_storage().nbytes() for tensor in (weight, saved)]
-    print(f"{moment:<15} weight {sizes[0]:>2} B, saved {sizes[1]:>2} B, shape {tuple(saved.shape)}")
+    print(
+        f"{moment:<15} weight {sizes[0]:>2} B, saved {sizes[1]:>2} B, shape "
+        f"{tuple(saved.shape)}"
+    )
 
 
 tell("after forward")
@@ -183,11 +207,18 @@ def take_one_step():
     optimizer.step()
     [param] = state_of(layer).group.params
     local = layer.weight.to_local()
-    return tuple(local.shape), local.data_ptr() == param.padded_shard.data_ptr(), param.padded_shard.tolist()
+    return (
+        tuple(local.shape),
+        local.data_ptr() == param.padded_shard.data_ptr(),
+        param.padded_shard.tolist(),
+    )
 
 
 for rank, (shape, same, padded_shard) in enumerate(launch(take_one_step, 4)):
-    print(f"rank {rank}: rows {shape}, {'at' if same else 'not at'} the front of {padded_shard}")
+    print(
+        f"rank {rank}: rows {shape}, {'at' if same else 'not at'} the front of "
+        f"{padded_shard}"
+    )
 
 # %% [markdown]
 # Build the optimizer *after* `fully_shard`. An optimizer built before holds the old whole parameters, which no longer belong to

@@ -8,15 +8,24 @@
 # computing takes 3 ms. How long does the forward take if each layer's gather starts when the layer is called? And how long if
 # the next gather always travels while a layer computes?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **30 ms**: six times 2 + 3.
+# 2. **20 ms**: one gather, then six computations.
+#
+# </details>
 
 # %% [markdown]
 # ## Two hooks
@@ -72,7 +81,9 @@ def two_forwards():
 
 
 logs = launch(two_forwards, 2)[0]
-issued = [[e for e in log.events if e.op in NAMES and e.owner.isdigit()] for log in logs]
+issued = [
+    [e for e in log.events if e.op in NAMES and e.owner.isdigit()] for log in logs
+]
 columns = [[f"{NAMES[e.op]} {e.owner}" for e in events] for events in issued]
 print("first forward    later ones")
 for left, right in list(zip(*columns))[:15]:
@@ -154,13 +165,18 @@ def hold():
     model, x, ledger = six_layers(512), torch.zeros(1024, 512), Ledger()
     with torch.no_grad():
         for _ in range(3):
-            with record(ledger=ledger) as log:  # only the last log is kept: the others warm up
+            with record(
+                ledger=ledger
+            ) as log:  # only the last log is kept: the others warm up
                 model(x)
     return log
 
 
 layers = [GroupSizes([(512, 512)])] * 6
-plot_memory(launch(hold, 2)[0], expected={"closed form": peak_unsharded_bytes([], layers, 2)})
+plot_memory(
+    launch(hold, 2)[0],
+    expected={"closed form of unsharded_param": peak_unsharded_bytes([], layers, 2)},
+)
 
 # %% [markdown]
 # The light blue teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
@@ -181,7 +197,9 @@ def count(reshard_after_forward):
     with record() as backward:
         loss.backward()
     peak = forward.peak_bytes_by_kind()["unsharded_param"]
-    return f"{peak / 2**20:.0f} MiB", *(len(log.select("all_gather")) for log in (forward, backward))
+    return f"{peak / 2**20:.0f} MiB", *(
+        len(log.select("all_gather")) for log in (forward, backward)
+    )
 
 
 counts = {freed: launch(count, 2, freed)[0] for freed in (True, False)}
@@ -209,7 +227,9 @@ class Scorer(nn.Linear):
 
 
 def ways_in():
-    model, x = nn.Sequential(Scorer(8, 8, bias=False), nn.Linear(8, 8)), torch.ones(1, 8)
+    model, x = nn.Sequential(Scorer(8, 8, bias=False), nn.Linear(8, 8)), torch.ones(
+        1, 8
+    )
     for module in (*model, model):
         fully_shard(module)
     model(x)

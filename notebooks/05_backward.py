@@ -12,15 +12,24 @@
 # 2. There are six layers. For each, gathering its weights takes 2 ms, its backward 6 ms, and reducing its gradient 2 ms. How
 #    long does the backward of the model take, at least?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **2**, the number of ranks: a reduction divides by it.
+# 2. **40 ms**: one gather, six backwards, one reduction.
+#
+# </details>
 
 # %% [markdown]
 # ## One weight
@@ -67,7 +76,7 @@ DATA = torch.arange(1.0, 9.0)[:, None]
 
 
 def gradient(loss, rows, divide_by=None):
-    """Of one weight, on two ranks: rank 0 has the first `rows` of the data, rank 1 the others."""
+    """Of one weight, on two ranks: rank 0 has the first `rows` of the data."""
     layer = fully_shard(nn.Linear(1, 1, bias=False))
     if divide_by is not None:
         layer.set_gradient_divide_factor(divide_by)
@@ -82,12 +91,22 @@ def in_one_process(loss):
     return layer.weight.grad.item()
 
 
-CASES = [(torch.mean, 4, None), (torch.sum, 4, None), (torch.sum, 4, 1), (torch.mean, 6, None)]
+CASES = [
+    (torch.mean, 4, None),
+    (torch.sum, 4, None),
+    (torch.sum, 4, 1),
+    (torch.mean, 6, None),
+]
 found = [launch(gradient, 2, *case)[0] for case in CASES]
 print("loss   rows of each rank   one process   two ranks   ratio")
 for (loss, rows, divide_by), value in zip(CASES, found):
-    wanted, note = in_one_process(loss), f"   set_gradient_divide_factor({divide_by})" if divide_by else ""
-    print(f"{loss.__name__:<6} {rows} and {8 - rows} {wanted:22} {value:11} {wanted / value:7.3f}{note}")
+    wanted, note = in_one_process(loss), (
+        f"   set_gradient_divide_factor({divide_by})" if divide_by else ""
+    )
+    print(
+        f"{loss.__name__:<6} {rows} and {8 - rows} {wanted:22} {value:11} "
+        f"{wanted / value:7.3f}{note}"
+    )
 
 # %% [markdown]
 # Your first number is **2**, the number of ranks. With sums, the divisor must be 1.
@@ -111,7 +130,9 @@ from hwfsdp.train.models import GPTConfig
 from hwfsdp.train.loop import build_model, shard_model
 
 small = GPTConfig(dim=64, layers=4, heads=4, seq_len=32)
-tokens = torch.randint(256, (4, small.seq_len + 1), generator=torch.Generator().manual_seed(0))
+tokens = torch.randint(
+    256, (4, small.seq_len + 1), generator=torch.Generator().manual_seed(0)
+)
 
 
 def backward(model, rows):
@@ -129,11 +150,16 @@ def compare_gradients(ring):
     for grad in mean:
         dist.all_reduce(grad, dist.ReduceOp.AVG)
     together = [param.grad for param in backward(build_model(small, seed=0), tokens)]
-    return [f"{sum(map(torch.equal, ours, others))} of {len(ours)} equal" for others in (mean, together)]
+    return [
+        f"{sum(map(torch.equal, ours, others))} of {len(ours)} equal"
+        for others in (mean, together)
+    ]
 
 
 RUNS = ((2, False), (2, True), (4, True))  # ranks, whether over the ring
-results = {(ranks, ring): launch(compare_gradients, ranks, ring)[0] for ranks, ring in RUNS}
+results = {
+    (ranks, ring): launch(compare_gradients, ranks, ring)[0] for ranks, ring in RUNS
+}
 print(f"{'ranks, reduction':<20} mean of the ranks' own   one process")
 for (ranks, ring), (mean, together) in results.items():
     print(f"{ranks}, {'ring' if ring else 'as usual':<17} {mean:<24} {together}")
@@ -152,7 +178,12 @@ for (ranks, ring), (mean, together) in results.items():
 # %%
 from hwfsdp import record
 
-NAMES = {"all_gather": "gather", "wait": "wait for", "copy_out": "copy out", "backward": "compute"}
+NAMES = {
+    "all_gather": "gather",
+    "wait": "wait for",
+    "copy_out": "copy out",
+    "backward": "compute",
+}
 NAMES |= {"free": "free", "copy_in": "copy in gradients of", "reduce_scatter": "reduce"}
 
 
@@ -173,7 +204,9 @@ def one_backward():
 
 
 log = launch(one_backward, 2)[0]
-issued = [e for e in log.events if e.op in NAMES and e.owner.isdigit() and e.stream != "copy"]
+issued = [
+    e for e in log.events if e.op in NAMES and e.owner.isdigit() and e.stream != "copy"
+]
 for event in issued[:16]:
     print(NAMES[event.op], event.owner)
 
@@ -204,13 +237,18 @@ from hwfsdp.virtual import simulate
 from hwfsdp.virtual.devices import DEVICES
 
 RANKS, WIDTH, ROWS = 4, 1024, 1431
-EASY = {"flops": {"float32": 1e12}, "efficiency": 1.0, "link_efficiency": 1.0, "memory_bandwidth": 1e16}
+EASY = {
+    "flops": {"float32": 1e12},
+    "efficiency": 1.0,
+    "link_efficiency": 1.0,
+    "memory_bandwidth": 1e16,
+}
 EASY |= {"host": True}  # it is what computes, as here
 NO_COSTS = dict.fromkeys(("launch_us", "kernel_us", "collective_us", "hop_us"), 1e-3)
 
 
 def simulated(wire_ms, ahead, behind):
-    """The backward's events; without `ahead`, a layer's list of what to gather next has but itself."""
+    """The backward's events; without `ahead`, a layer gathers next only itself."""
 
     def program():
         model, x = six_layers(WIDTH), torch.zeros(ROWS, WIDTH, requires_grad=True)
@@ -220,14 +258,20 @@ def simulated(wire_ms, ahead, behind):
 
     sent = (RANKS - 1) / RANKS * WIDTH * WIDTH * 4
     device = replace(DEVICES["h100"], link=sent / wire_ms * 1e3, **EASY, **NO_COSTS)
-    with nullcontext() if behind else waiting():  # `waiting`: for each reduction, as soon as it is started
-        return EventLog(simulate(program, gpus=RANKS, device=device).log.select(phase="backward"))
+    with (
+        nullcontext() if behind else waiting()
+    ):  # `waiting`: for each reduction, as soon as it is started
+        return EventLog(
+            simulate(program, gpus=RANKS, device=device).log.select(phase="backward")
+        )
 
 
 def compare(wire_ms):
     names = ("nothing overlaps", "gathers ahead", "gathers ahead, reductions behind")
     schedules = ((False, False), (True, False), (True, True))  # ahead, behind
-    return plot_comparison({name: simulated(wire_ms, *chosen) for name, chosen in zip(names, schedules)})
+    return plot_comparison(
+        {name: simulated(wire_ms, *chosen) for name, chosen in zip(names, schedules)}
+    )
 
 
 lesson.explore(compare, wire_ms=(2, 4, 6, 8))

@@ -11,15 +11,24 @@
 # And for how many ms must it wait at least, if every layer is freed after its forward, and the host reads every layer's output
 # before it goes on?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **22.9 ms**: eight gathers of 1.45 ms and four reductions of 2.84 ms.
+# 2. **5.7 ms**: the first gather, the gather of the first backward, and the last reduction.
+#
+# </details>
 
 # %% [markdown]
 # ## A schedule with switches
@@ -37,7 +46,7 @@ lesson.begin()
 # In all runs the host reads a number from every layer's output, as a program does that logs norms. The end of this notebook
 # explains why.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import torch
 from torch import nn
 
@@ -49,9 +58,15 @@ LAYERS, WIDTH, TOKENS = 4, 16384, 2048
 
 def sharded_layers(in_flight):
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        model = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        )
     for module in (*model, model):
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), comm_ctx=in_flight)
+        fully_shard(
+            module,
+            mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            comm_ctx=in_flight,
+        )
     return model.to_empty(device="cpu")
 
 
@@ -90,7 +105,8 @@ def simulated(*overlapped, host_reads=True, device="h100"):
 
         return step
 
-    return simulate(start, gpus=16, device=device)  # a step to warm up, and a recorded one
+    # a step to warm up, and a recorded one
+    return simulate(start, gpus=16, device=device)
 
 
 # %% [markdown]
@@ -114,18 +130,23 @@ def report(runs):
     for name, run in runs.items():
         step = run.step_seconds * 1e3
         waiting = run.exposed_comm_fraction * step
-        print(f"{name:<36}{step:6.1f} ms{waiting:8.1f} ms{run.peak_allocated_gib:11.2f} GiB")
+        print(
+            f"{name:<36}{step:6.1f} ms{waiting:8.1f} "
+            f"ms{run.peak_allocated_gib:11.2f} GiB"
+        )
 
 
 def took(op):
-    return max(event.dur_us for event in serial.log.select(op)) / 1e3  # all take the same time
+    durations = [event.dur_us for event in serial.log.select(op)]
+    return max(durations) / 1e3  # all take the same time
 
 
 report({"no overlap": serial})
 gather, reduction = took("all_gather"), took("reduce_scatter")
 total = 2 * LAYERS * gather + LAYERS * reduction
 print(
-    f"{2 * LAYERS} gathers of {gather:.2f} ms and {LAYERS} reductions of {reduction:.2f} ms: {total:.1f} ms"
+    f"{2 * LAYERS} gathers of {gather:.2f} ms and {LAYERS} reductions of "
+    f"{reduction:.2f} ms: {total:.1f} ms"
 )
 
 # %% [markdown]
@@ -179,7 +200,7 @@ lesson.explore(lambda overlap: plot_lifetimes(runs[overlap].log), overlap=tuple(
 
 # %% [markdown]
 # In the upper picture, only one group at a time is not sharded. In the lower one, the next group is already on its way while
-# one computes; it is gathered and waits for its turn. There are never three.
+# one computes. It then lies gathered in its buffer, pale green, and waits for its turn. There are never three.
 #
 # ## What may overlap
 #
@@ -189,7 +210,9 @@ lesson.explore(lambda overlap: plot_lifetimes(runs[overlap].log), overlap=tuple(
 
 # %%
 def order_of(log, first, second):
-    return "in order" if log.happens_before(first, second) else "at the same time, maybe"
+    return (
+        "in order" if log.happens_before(first, second) else "at the same time, maybe"
+    )
 
 
 def facts(log):
@@ -197,9 +220,15 @@ def facts(log):
         return log.select(op, owner=str(layer), phase="backward")[-1]
 
     return {
-        "gather 1, then copy it out": order_of(log, of("all_gather", 1), of("copy_out", 1)),
-        "backward 2, then pack its gradients": order_of(log, of("backward", 2), of("copy_in", 2)),
-        "reduce 2, then backward 1": order_of(log, of("reduce_scatter", 2), of("backward", 1)),
+        "gather 1, then copy it out": order_of(
+            log, of("all_gather", 1), of("copy_out", 1)
+        ),
+        "backward 2, then pack its gradients": order_of(
+            log, of("backward", 2), of("copy_in", 2)
+        ),
+        "reduce 2, then backward 1": order_of(
+            log, of("reduce_scatter", 2), of("backward", 1)
+        ),
     }
 
 

@@ -9,15 +9,24 @@
 # The second number: a weight is 1.0, and a hundred steps of SGD each subtract 0.001. What is the weight afterwards if it is
 # kept in bf16?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **Two thirds**: of 4 + 4 + 4 bytes for each parameter, 2 + 2 + 4 are left.
+# 2. **1.0**: in bf16 the next number below it is 0.996, and each step is too small to get there.
+#
+# </details>
 
 # %% [markdown]
 # ## Three dtypes of one weight
@@ -65,7 +74,9 @@ def recorded_step(policy, kept_in=FP32):
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # the first one makes the optimizer's state
         with record() as log:
-            model(torch.randint(256, (4, config.seq_len))).logsumexp(-1).mean().backward()
+            model(torch.randint(256, (4, config.seq_len))).logsumexp(
+                -1
+            ).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     return log
@@ -86,7 +97,10 @@ groups = [*(list(block.parameters()) for block in whole.blocks), rest]
 
 
 def closed_form(gather_bytes, reduce_bytes):
-    sizes = [GroupSizes([tuple(p.shape) for p in group], gather_bytes, reduce_bytes) for group in groups]
+    sizes = [
+        GroupSizes([tuple(p.shape) for p in group], gather_bytes, reduce_bytes)
+        for group in groups
+    ]
     return step_traffic(sizes, 2)
 
 
@@ -99,7 +113,11 @@ CLOSED = {
 
 def draw(policy):
     mine = {f"{policy}, closed form": CLOSED[policy]}
-    others = {f"{name}, closed form": closed for name, closed in CLOSED.items() if name != policy}
+    others = {
+        f"{name}, closed form": closed
+        for name, closed in CLOSED.items()
+        if name != policy
+    }
     return plot_traffic(logs[policy], mine | others)
 
 
@@ -120,7 +138,9 @@ for name, total in totals.items():
 # This is the ledger of rank 0. In the last line there is no policy: the model itself was cast to bf16 before it was sharded.
 
 # %%
-logs["model cast to bf16"] = launch(recorded_step, 2, MixedPrecisionPolicy(output_dtype=FP32), BF16)[0]
+logs["model cast to bf16"] = launch(
+    recorded_step, 2, MixedPrecisionPolicy(output_dtype=FP32), BF16
+)[0]
 kinds = ("sharded_param", "sharded_grad", "optimizer_state", "unsharded_param")
 print(f"{'most bytes of':<25}" + "".join(f"{kind:>17}" for kind in kinds))
 for name, log in logs.items():
@@ -219,7 +239,8 @@ ELEMENTS = 1024
 
 def reduced(reduce_dtype, micro_batches):
     layer = fully_shard(
-        nn.Linear(1, ELEMENTS, bias=False), mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype)
+        nn.Linear(1, ELEMENTS, bias=False),
+        mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype),
     )
     torch.manual_seed(0)
     random = torch.rand(dist.get_world_size(), micro_batches, ELEMENTS)
@@ -228,17 +249,24 @@ def reduced(reduce_dtype, micro_batches):
         layer.set_requires_gradient_sync(micro == micro_batches - 1)
         layer(torch.ones(1, 1)).backward(gradient[None])
     exact = gradients.double().sum(1).mean(0)
-    return (layer.weight.grad.full_tensor().flatten().double() - exact).norm() / exact.norm()
+    return (
+        layer.weight.grad.full_tensor().flatten().double() - exact
+    ).norm() / exact.norm()
 
 
 def errors():
-    return {count: [reduced(dtype, count).item() for dtype in (BF16, FP32)] for count in (1, 16, 512)}
+    return {
+        count: [reduced(dtype, count).item() for dtype in (BF16, FP32)]
+        for count in (1, 16, 512)
+    }
 
 
 table = launch(errors, 4)[0]
 print("error of the mean    summed in bf16    in fp32")
 for count, (low, full) in table.items():
-    print(f"{count:>4} micro-batch{'es' if count > 1 else '':<6}{low:>13.2%}{full:>13.0e}")
+    print(
+        f"{count:>4} micro-batch{'es' if count > 1 else '':<6}{low:>13.2%}{full:>13.0e}"
+    )
 
 # %% [markdown]
 # With one micro-batch the error is a few roundings, and many trainings would not notice it. With 512 the sum has become much
@@ -266,7 +294,9 @@ def dtypes_in_and_out(policy):
     return seen
 
 
-for place, (taken, given) in launch(dtypes_in_and_out, 2, MixedPrecisionPolicy(BF16, FP32))[0].items():
+for place, (taken, given) in launch(
+    dtypes_in_and_out, 2, MixedPrecisionPolicy(BF16, FP32)
+)[0].items():
     print(f"{place:<14} takes {str(taken):<16} gives {given}")
 print("257 in bf16:", torch.tensor(257).to(BF16).item())
 

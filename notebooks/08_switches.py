@@ -8,15 +8,24 @@
 # it communicate in the step? And what is the smallest number for the same update, if parameters and optimizer state stay
 # sharded between steps?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **12**: eight gathers and four reductions, each of the size of the model.
+# 2. **2**: one gather, one reduction.
+#
+# </details>
 
 # %% [markdown]
 # ## One program
@@ -35,16 +44,35 @@ LAYERS, WIDTH = 6, 256
 MODEL_BYTES = 4 * LAYERS * WIDTH * WIDTH
 
 
-def build(width=WIDTH, *, mesh=(1, 4), reshard_after_forward=True, policy=MixedPrecisionPolicy()):
+def build(
+    width=WIDTH,
+    *,
+    mesh=(1, 4),
+    reshard_after_forward=True,
+    policy=MixedPrecisionPolicy(),
+):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
     ranks = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     for module in (*model, model):
-        fully_shard(module, mesh=ranks, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        fully_shard(
+            module,
+            mesh=ranks,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+        )
     return model, torch.optim.Adam(model.parameters())
 
 
-def take_step(model, optimizer, batches, *, reduce_each=True, all_reduce_each=True, stay_whole=False):
+def take_step(
+    model,
+    optimizer,
+    batches,
+    *,
+    reduce_each=True,
+    all_reduce_each=True,
+    stay_whole=False,
+):
     for micro, batch in enumerate(batches):
         last = micro == len(batches) - 1
         model.set_requires_gradient_sync(reduce_each or last)
@@ -78,7 +106,13 @@ plot_mesh({"replicate": 2, "shard": 2}, node=2)
 import torch.distributed as dist
 
 from hwfsdp import EventLog, launch, record
-from hwfsdp.observe.accounting import GroupSizes, MeshShape, Strategy, bytes_sent, strategy_traffic
+from hwfsdp.observe.accounting import (
+    GroupSizes,
+    MeshShape,
+    Strategy,
+    bytes_sent,
+    strategy_traffic,
+)
 from hwfsdp.plot.traffic import plot_traffic
 
 STEPS = ("reduce_each", "all_reduce_each", "stay_whole")  # the switches of take_step
@@ -86,10 +120,14 @@ STEPS = ("reduce_each", "all_reduce_each", "stay_whole")  # the switches of take
 
 def run(switches, micro_batches):
     own = {name: value for name, value in switches.items() if name in STEPS}
-    model, optimizer = build(**{name: value for name, value in switches.items() if name not in STEPS})
+    model, optimizer = build(
+        **{name: value for name, value in switches.items() if name not in STEPS}
+    )
     random = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2):  # the first one makes the optimizer's state
-        batches = [torch.randn(8, WIDTH, generator=random) for _ in range(micro_batches)]
+        batches = [
+            torch.randn(8, WIDTH, generator=random) for _ in range(micro_batches)
+        ]
         with record() as log:
             take_step(model, optimizer, batches, **own)
     return log, model[0].weight.full_tensor().detach()
@@ -106,12 +144,22 @@ STRATEGIES = {
     "DDP": {"mesh": (4, 1)},
 }
 results = launch(run_all, 4, STRATEGIES, 1)
-logs = {name: EventLog.merge(result[name][0] for result in results) for name in STRATEGIES}
+logs = {
+    name: EventLog.merge(result[name][0] for result in results) for name in STRATEGIES
+}
 
 # %%
 sizes = [GroupSizes([(WIDTH, WIDTH)])] * LAYERS
-KINDS = {"ZeRO-3": Strategy.ZERO3, "ZeRO-2": Strategy.ZERO2, "HSDP": Strategy.HSDP, "DDP": Strategy.DDP}
-CLOSED = {name: strategy_traffic(sizes, strategy, 4, shards=2) for name, strategy in KINDS.items()}
+KINDS = {
+    "ZeRO-3": Strategy.ZERO3,
+    "ZeRO-2": Strategy.ZERO2,
+    "HSDP": Strategy.HSDP,
+    "DDP": Strategy.DDP,
+}
+CLOSED = {
+    name: strategy_traffic(sizes, strategy, 4, shards=2)
+    for name, strategy in KINDS.items()
+}
 
 
 def draw(setting):
@@ -139,11 +187,16 @@ STATES = ("sharded_param", "sharded_grad", "optimizer_state")
 
 
 def state_bytes(log):
-    before_optimizer = [sample for sample in log.samples[0] if sample.bytes_by_kind["sharded_grad"]][-1]
+    before_optimizer = [
+        sample for sample in log.samples[0] if sample.bytes_by_kind["sharded_grad"]
+    ][-1]
     return sum(before_optimizer.bytes_by_kind[kind] for kind in STATES)
 
 
-measured = [MeasuredState(KINDS[name], 4, state_bytes(logs[name])) for name in ("ZeRO-3", "HSDP", "DDP")]
+measured = [
+    MeasuredState(KINDS[name], 4, state_bytes(logs[name]))
+    for name in ("ZeRO-3", "HSDP", "DDP")
+]
 plot_model_states([(WIDTH, WIDTH)] * LAYERS, (1, 2, 4, 8), shards=2, measured=measured)
 
 # %% [markdown]
@@ -190,7 +243,9 @@ def sent(name):
 
 
 def kept(name):
-    return max(sum(sample.bytes_by_kind.values()) for sample in results[name][0].samples[0])
+    return max(
+        sum(sample.bytes_by_kind.values()) for sample in results[name][0].samples[0]
+    )
 
 
 ops = ("all_gather", "reduce_scatter", "all_reduce")
@@ -198,13 +253,17 @@ heads = "".join(f"{op:>15}" for op in ops)
 print(f"{'in sizes of the model':<26}{heads}{'sent by a rank':>17}{'most memory':>14}")
 for name in SETTINGS:
     by_op = "".join(f"{moved(name).get(op, 0) / MODEL_BYTES:15.2f}" for op in ops)
-    print(f"{name:<26}{by_op}{sent(name) / MODEL_BYTES:17.2f}{kept(name) / MODEL_BYTES:14.2f}")
+    print(
+        f"{name:<26}{by_op}{sent(name) / MODEL_BYTES:17.2f}"
+        f"{kept(name) / MODEL_BYTES:14.2f}"
+    )
 
 # %%
 reference = results["ZeRO-3"][1]
 most = max((weight - reference).abs().max().item() for _, weight in results.values())
 print(
-    f"Weights after two steps differ by at most {most:.0e} between settings, and are up to {reference.abs().max():.2f}."
+    f"Weights after two steps differ by at most {most:.0e} between settings, and are "
+    f"up to {reference.abs().max():.2f}."
 )
 
 # %% [markdown]
@@ -214,27 +273,35 @@ print(
 # and are left out.)
 
 # %%
-from matplotlib.figure import Figure
+from hwfsdp.plot import sheet, style
 
-from hwfsdp.plot import style
-
-LEFT = ("ZeRO-2", "HSDP, all-reduce once")  # names on the other side of their point
+PLACES = {  # of names that are not to the right of their point
+    "ZeRO-2": ((-9, 0), "right"),
+    "HSDP, all-reduce once": ((0, 11), "center"),
+}
+COPIES = {1: style.BLUE, 2: style.GREEN, 4: style.BLACK}  # of the model
 
 
 def draw_costs():
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
-    axes = figure.add_subplot()
-    colors = {1: style.BLUE, 2: style.GREEN, 4: style.BLACK}  # by replicas
+    text = "Sizes are in sizes of the model. Down is less memory, left is less to send."
+    dot = {"linestyle": "none", "marker": "o", "markersize": 8}
+    keys = [
+        sheet.line_key(
+            f"{n} cop{'y' if n == 1 else 'ies'} of the model", color=color, **dot
+        )
+        for n, color in COPIES.items()
+    ]
+    head = sheet.head("Four micro-batches: what to send, what to keep", text, keys, 7.0)
+    figure, axes = sheet.page(head, 0.8, 7.2, 3.6, 0.55)
     for name in SETTINGS:
         x, y = sent(name) / MODEL_BYTES, kept(name) / MODEL_BYTES
-        axes.plot(x, y, "o", color=colors[mesh_of(name).replicate], markersize=9)
-        place, side = (-9, "right") if name in LEFT else (9, "left")
-        axes.annotate(name, (x, y), (place, 0), textcoords="offset points", ha=side, va="center")
-    axes.set(xlim=(0, 11), ylim=(0, 5), xlabel="sent by a rank in a step, in sizes of the model")
-    axes.set_ylabel("most memory of a rank, in sizes of the model")
-    axes.grid(color=style.GREYS[1])
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+        axes.plot(x, y, "o", color=COPIES[mesh_of(name).replicate], markersize=9)
+        place, side = PLACES.get(name, ((9, 0), "left"))
+        sheet.note(axes, name, (x, y), place, ha=side, va="center")
+    axes.set(xlim=(0, 11), ylim=(0, 5), xlabel="sent by a rank in a step")
+    axes.set_ylabel("most memory of a rank")
+    style.open_frame(axes)
+    style.draw_grid(axes)
     return figure
 
 
@@ -269,15 +336,22 @@ POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 def on_virtual(gpus, mesh, **switches):
     def start():
         model, optimizer = build(8192, mesh=mesh, policy=POLICY)
-        return lambda: take_step(model, optimizer, [torch.zeros(4096, 8192)] * 4, **switches)
+        return lambda: take_step(
+            model, optimizer, [torch.zeros(4096, 8192)] * 4, **switches
+        )
 
     return simulate(start, gpus=gpus, device="h100")
 
 
 print("  GPUs   ZeRO-3                   HSDP within a node, all-reduce once")
 for gpus in (16, 512, 4096):
-    runs = on_virtual(gpus, (1, gpus)), on_virtual(gpus, (gpus // 8, 8), all_reduce_each=False)
-    texts = [f"{run.step_seconds * 1e3:9.0f} ms{run.peak_allocated_gib:8.2f} GiB" for run in runs]
+    runs = on_virtual(gpus, (1, gpus)), on_virtual(
+        gpus, (gpus // 8, 8), all_reduce_each=False
+    )
+    texts = [
+        f"{run.step_seconds * 1e3:9.0f} ms{run.peak_allocated_gib:8.2f} GiB"
+        for run in runs
+    ]
     print(f"{gpus:>6}{'   '.join(texts)}")
 
 # %% [markdown]

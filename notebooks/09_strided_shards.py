@@ -8,15 +8,24 @@
 # cut over tp. Then FSDP cuts the part on each rank over dp. Which rows does rank 1 hold? Now take a weight of 7 rows on a grid
 # of dp 3 × tp 2, cut in the same order: how many rows does the rank at dp 2, tp 0 hold?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **Rows 4 and 5**: tp 1 has rows 4 to 7, and dp 0 the first half of them.
+# 2. **None**: tp 0 has four rows for three ranks, and chunks of two leave nothing for the third.
+#
+# </details>
 
 # %% [markdown]
 # ## Two axes
@@ -44,7 +53,11 @@ from collections import OrderedDict
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from hwfsdp import explain, fully_shard, launch
 from hwfsdp.plot.grid import laid_out, plot_sharding
@@ -58,7 +71,9 @@ TP = {
 
 def perceptron():
     torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(up=nn.Linear(8, HIDDEN), act=nn.GELU(), down=nn.Linear(HIDDEN, 8)))
+    return nn.Sequential(
+        OrderedDict(up=nn.Linear(8, HIDDEN), act=nn.GELU(), down=nn.Linear(HIDDEN, 8))
+    )
 
 
 def batch(number):
@@ -120,7 +135,10 @@ for how, whole in {
     "as placements say": unshard_strided(shards, up.shape, (2, 2), up.placements),
 }.items():
     rows = (whole - alone.up.weight).abs().amax(1) < 1e-6
-    print(f"{how:<24}shape {tuple(whole.shape)}, {rows.sum()} of {HIDDEN} rows are where they should be")
+    print(
+        f"{how:<24}shape {tuple(whole.shape)}, {rows.sum()} of {HIDDEN} rows are "
+        "where they should be"
+    )
 
 # %% [markdown]
 # In the order of ranks, the shape is right, all numbers are there, and no library complains. But it is a different model.
@@ -157,14 +175,19 @@ sizes = list(product(range(1, 25), range(1, 5), range(1, 5)))  # rows, dp, tp
 even = [(rows, dp, tp) for rows, dp, tp in sizes if rows % (dp * tp) == 0]
 for way in (from_placements, by_stripes):
     right = {size for size in sizes if is_right(way, *size)}
-    found = f"right for {len(right & set(even))} of {len(even)} sizes that divide, {len(right)} of {len(sizes)} in all"
-    print(f"{way.__name__:<17}{found}")
+    print(
+        f"{way.__name__:<17}right for {len(right & set(even))} of {len(even)} sizes "
+        f"that divide, {len(right)} of {len(sizes)} in all"
+    )
 
 # %%
 for question in (8, 2, 2, (0, 1)), (7, 3, 2, (2, 0)):
     rows, dp, tp, at = question
     found, striped = from_placements(*question).tolist(), by_stripes(*question).tolist()
-    print(f"{rows} rows, dp {dp}, tp {tp}: rank {at} has rows {found}; by stripes it would be {striped}")
+    print(
+        f"{rows} rows, dp {dp}, tp {tp}: rank {at} has rows {found}; by stripes it "
+        f"would be {striped}"
+    )
 
 # %% [markdown]
 # Stripes pass every test with sizes that divide evenly, and most tests use only such sizes. `local_extent_of` works with
@@ -186,7 +209,8 @@ def draw(rows):
         "FSDP first, then tp": (Shard(0), Shard(0)),
     }
     return plot_sharding(
-        [LaidOut(name, (rows, 4), order) for name, order in orders.items()], {"dp": 3, "tp": 2}
+        [LaidOut(name, (rows, 4), order) for name, order in orders.items()],
+        {"dp": 3, "tp": 2},
     )
 
 

@@ -7,15 +7,24 @@
 # checkpoint need for each parameter? The second: a run saves after every 6 steps, and a rank is killed during the save after
 # step 18. With which step does the resumed run begin?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **12 bytes**: the weight and Adam's two moments.
+# 2. **Step 13**: the last whole save is that of step 12.
+#
+# </details>
 # %% [markdown]
 # ## A run that nothing happens to
 #
@@ -40,11 +49,14 @@ from hwfsdp.train.loop import TrainConfig, build_model, train
 
 temporary = tempfile.TemporaryDirectory()
 folder = Path(temporary.name) / "checkpoint"
-config = TrainConfig(GPTConfig(dim=64, layers=2, heads=4, seq_len=32), batch=4, steps=24, lr=3e-3)
+config = TrainConfig(
+    GPTConfig(dim=64, layers=2, heads=4, seq_len=32), batch=4, steps=24, lr=3e-3
+)
 untouched = launch(train, 2, config)[0].losses
 parameters = sum(param.numel() for param in build_model(config.model, 0).parameters())
 print(
-    f"{parameters:,} parameters; loss {untouched[0]:.3f} in the first step, {untouched[-1]:.3f} in the last"
+    f"{parameters:,} parameters; loss {untouched[0]:.3f} in the first step, "
+    f"{untouched[-1]:.3f} in the last"
 )
 
 # %% [markdown]
@@ -60,7 +72,9 @@ def train_until_killed(config):
     saves, write = config.snapshots.path, os.write
 
     def die_at_the_third(file, data):
-        if len(data) > 64 and any(saves.glob("000003-*")):  # the first 64 bytes are the file's header
+        if len(data) > 64 and any(
+            saves.glob("000003-*")
+        ):  # the first 64 bytes are the file's header
             write(file, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return write(file, data)
@@ -70,7 +84,9 @@ def train_until_killed(config):
     return train(config)
 
 
-saving = replace(config, snapshots=SnapshotConfig(folder, every=6, keep=2, blocking=True))
+saving = replace(
+    config, snapshots=SnapshotConfig(folder, every=6, keep=2, blocking=True)
+)
 try:
     launch(train_until_killed, 2, saving, timeout=60)
 except RankError as error:
@@ -104,7 +120,10 @@ from hwfsdp.checkpoint import inspect
 
 LOSSES = "state_dict['losses']"
 found = inspect(folder)
-print(f"saves that count: {', '.join(name[:6] for name in found.saves)}; in the newest one:")
+print(
+    f"saves that count: {', '.join(name[:6] for name in found.saves)}; in the newest "
+    "one:"
+)
 print(f"  {len(found.tensors)} tensors, written by {found.ranks} ranks")
 print(f"  {found.tensors[LOSSES].shape[0]} losses, one for each step that is done")
 print(f"  {found.nbytes:,} bytes, {found.nbytes / parameters:.2f} for each parameter")
@@ -125,7 +144,13 @@ def resume(ranks):
     copy = shutil.copytree(folder, folder.with_name(f"resumed on {ranks}"))
     return (
         copy,
-        launch(train, ranks, replace(saving, snapshots=replace(saving.snapshots, path=copy, resume=True)))[0],
+        launch(
+            train,
+            ranks,
+            replace(
+                saving, snapshots=replace(saving.snapshots, path=copy, resume=True)
+            ),
+        )[0],
     )
 
 
@@ -163,15 +188,22 @@ weight = build_model(config.model, 0).head.weight
 
 
 def lay_out(ranks):
-    return plot_sharding([LaidOut("head.weight", tuple(weight.shape), (Shard(0),))], {"shard": ranks})
+    return plot_sharding(
+        [LaidOut("head.weight", tuple(weight.shape), (Shard(0),))], {"shard": ranks}
+    )
 
 
 lesson.explore(lay_out, ranks=(2, 3, 4))
 
 # %%
 for path in (folder, copy):
-    entry = next(entry for key, entry in inspect(path).tensors.items() if "head.weight" in key)
-    print(f"{path.name}: head.weight is in {', '.join(str(chunk.box) for chunk in entry.chunks)}")
+    entry = next(
+        entry for key, entry in inspect(path).tensors.items() if "head.weight" in key
+    )
+    print(
+        f"{path.name}: head.weight is in "
+        f"{', '.join(str(chunk.box) for chunk in entry.chunks)}"
+    )
 show(copy)
 
 # %% [markdown]
@@ -207,7 +239,12 @@ except CheckpointError as error:
 
 # %%
 try:
-    resumed = replace(saving, batch=2, steps=30, snapshots=replace(saving.snapshots, path=copy, resume=True))
+    resumed = replace(
+        saving,
+        batch=2,
+        steps=30,
+        snapshots=replace(saving.snapshots, path=copy, resume=True),
+    )
     launch(train, 4, resumed)
 except RankError as error:
     tell(error.__cause__)

@@ -6,15 +6,24 @@
 # **Write down two numbers before you go on.** Go from 8 GPUs to 4096. By which factor does the number of bytes grow that one
 # GPU receives in an all-gather of the same block? And which share of one GPU's speed, in tokens per second, is left?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **1.14**: a GPU receives (W − 1) / W of the block, and that is nearly all of it from the start.
+# 2. **59 %**.
+#
+# </details>
 # %% [markdown]
 # ## One step on 512 GPUs
 #
@@ -29,15 +38,20 @@ lesson.begin()
 from hwfsdp.train.models.llama import LlamaConfig
 from hwfsdp.virtual import simulate
 
-MODEL = LlamaConfig(dim=4096, layers=6, heads=32, kv_heads=8, hidden=14336, seq_len=4096, vocab=32000)
+MODEL = LlamaConfig(
+    dim=4096, layers=6, heads=32, kv_heads=8, hidden=14336, seq_len=4096, vocab=32000
+)
 
 
 def show(runs):
     print(f"{'':<26} tokens/s/GPU   step    exposed   alive at the peak   fits")
     for name, run in runs.items():
         rate = 1 / run.step_seconds * TOKENS.get(name, 4096)
-        text = f"{rate:>12,.0f} {run.step_seconds * 1e3:>7.0f} ms {run.exposed_comm_fraction:>7.1%}"
-        print(f"{name:<26} {text} {run.peak_allocated_gib:>14.1f} GiB    {'yes' if run.fits else 'NO'}")
+        print(
+            f"{name:<26} {rate:>12,.0f} {run.step_seconds * 1e3:>7.0f} ms "
+            f"{run.exposed_comm_fraction:>7.1%} {run.peak_allocated_gib:>14.1f} GiB    "
+            f"{'yes' if run.fits else 'NO'}"
+        )
 
 
 TOKENS = {}  # of a GPU in a step, where they are not 4096
@@ -51,7 +65,13 @@ from hwfsdp.virtual.run import LIMITS
 
 def point(run):
     speed = run.plan.batch * run.plan.seq / run.step_seconds
-    return ScalingPoint(run.gpus, speed, run.step_seconds, run.peak_memory_gib, run.exposed_comm_fraction)
+    return ScalingPoint(
+        run.gpus,
+        speed,
+        run.step_seconds,
+        run.peak_memory_gib,
+        run.exposed_comm_fraction,
+    )
 
 
 plot_scaling(
@@ -74,15 +94,22 @@ from hwfsdp.virtual.devices import device_named
 from hwfsdp.virtual.run import placed
 from hwfsdp.virtual.topology import collective_us, span_of
 
-block = max(event.bytes for event in scaled["8 GPUs"].log.select("all_gather") if "blocks" in event.owner)
+block = max(
+    event.bytes
+    for event in scaled["8 GPUs"].log.select("all_gather")
+    if "blocks" in event.owner
+)
 print(f"a block in bf16: {block / 1e6:.0f} MB")
 for gpus in (8, 64, 512, 4096):
     device = placed(device_named("h100"), gpus, None)
     span = span_of(range(gpus), device.per_node)
-    start, whole = (collective_us("all_gather", nbytes, span, device) / 1e3 for nbytes in (0, block))
+    start, whole = (
+        collective_us("all_gather", nbytes, span, device) / 1e3 for nbytes in (0, block)
+    )
     received = (gpus - 1) / gpus * block / 1e6
     print(
-        f"{gpus:>4} GPUs: receives {received:.0f} MB in {whole - start:.2f} ms, after {start:.2f} ms of starting"
+        f"{gpus:>4} GPUs: receives {received:.0f} MB in {whole - start:.2f} ms, "
+        f"after {start:.2f} ms of starting"
     )
 
 # %% [markdown]
@@ -136,17 +163,21 @@ from hwfsdp.train.models import zoo
 
 
 def step_of(modules_of):
-    """A program to simulate: the groups are the modules that `modules_of(model)` gives, and the rest."""
+    """A program: its groups are the modules of `modules_of(model)`, and the rest."""
 
     def build():
-        model, policy = zoo.build(MODEL), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model, policy = zoo.build(MODEL), MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32
+        )
         for module in (*modules_of(model), model):
             fully_shard(module, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens = torch.zeros(1, MODEL.seq_len, dtype=torch.int64)
 
         def step():
-            F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+            F.cross_entropy(
+                model(tokens).flatten(0, 1).float(), tokens.flatten()
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -164,13 +195,19 @@ POLICIES = {
     "a group per block": lambda model: model.blocks,
     "a group per linear": linears,
 }
-wrapped = {name: simulate(step_of(modules), 512, "h100") for name, modules in POLICIES.items()}
+wrapped = {
+    name: simulate(step_of(modules), 512, "h100") for name, modules in POLICIES.items()
+}
 show(wrapped)
 for name, run in wrapped.items():
-    gathers, whole = run.log.select("all_gather"), run.log.peak_bytes_by_kind()["unsharded_param"]
+    gathers, whole = (
+        run.log.select("all_gather"),
+        run.log.peak_bytes_by_kind()["unsharded_param"],
+    )
     largest = max(gather.bytes for gather in gathers)
     print(
-        f"{name:<20} {len(gathers):>3} × all_gather, the largest {largest / 1e6:>5,.0f} MB; whole at once {whole / 1e9:.1f} GB"
+        f"{name:<20} {len(gathers):>3} × all_gather, the largest "
+        f"{largest / 1e6:>5,.0f} MB; whole at once {whole / 1e9:.1f} GB"
     )
 
 # %%
@@ -201,8 +238,14 @@ long = {
 TOKENS.update({name: run.plan.seq for name, run in long.items()})
 show(long)
 for name, run in long.items():
-    activations, alive = (n / 2**30 for n in (run.peak_by_kind["activation"], sum(run.peak_by_kind.values())))
-    print(f"{name:<20} activations {activations:6.1f} GiB, everything else {alive - activations:.1f} GiB")
+    activations, alive = (
+        n / 2**30
+        for n in (run.peak_by_kind["activation"], sum(run.peak_by_kind.values()))
+    )
+    print(
+        f"{name:<20} activations {activations:6.1f} GiB, everything else "
+        f"{alive - activations:.1f} GiB"
+    )
 
 # %% [markdown]
 # More GPUs could divide only what is in the last column, and that is almost nothing. It helps to compute activations again in

@@ -7,15 +7,24 @@
 # one step make? (The blocks are four groups. The rest of the model is a fifth, which stays whole from forward to backward.) The
 # second: rank 1 waits 0.2 s for its data in each step. Which rank, 0 or 1, then has the long all-gather?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
+
+# %% [markdown]
+# <details class="predict"><summary>Compare with your prediction</summary>
+#
+# 1. **9**: the root once, each of the four blocks twice.
+# 2. **Rank 0**: it is on time, and waits inside of the all-gather until rank 1 has come.
+#
+# </details>
 # %% [markdown]
 # ## A healthy run
 #
@@ -37,7 +46,7 @@ CONFIG = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 
 
 def train_and_record(prepare=lambda model: None, before=lambda model, tokens: None):
-    """`prepare` is called once with the sharded model, `before` in each step, before its forward."""
+    """`prepare` is called once with the sharded model, `before` first in each step."""
     model = shard_model(build_model(CONFIG, seed=0), fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
     prepare(model)
@@ -102,7 +111,13 @@ plot_traffic(looking, {"closed form": expected})
 from hwfsdp.observe.comparison import compare
 from hwfsdp.observe.comparison import describe as describe_difference
 
-print("\n".join(describe_difference(compare(healthy, looking), ("healthy", "looking")).splitlines()[:14]))
+print(
+    "\n".join(
+        describe_difference(
+            compare(healthy, looking), ("healthy", "looking")
+        ).splitlines()[:14]
+    )
+)
 
 # %% [markdown]
 # This is the upper part of `hwfsdp trace diff`. Evaluate every hundred steps, not in every step. On a cluster, each of these
@@ -123,7 +138,10 @@ eager = EventLog.merge(launch(train_and_record, 2, prefetch_everything))
 difference = compare(healthy, eager)
 print(f"as many calls and bytes: {difference.same_traffic}")
 for name, log in (("healthy", healthy), ("eager", eager)):
-    print(f"{name:<8} most in buffers of gathers: {log.peak_bytes_by_kind()['all_gather_buffer']:>9,} bytes")
+    print(
+        f"{name:<8} most in buffers of gathers: "
+        f"{log.peak_bytes_by_kind()['all_gather_buffer']:>9,} bytes"
+    )
 
 # %% [markdown]
 # Counts and bytes do not show the problem, but the peak does. A picture shows why:
@@ -156,7 +174,8 @@ for rank, step, exposed, _ in examine(slow).by_rank:
     print(f"rank {rank}: exposed communication {exposed / 1e3:6.1f} ms")
 late = slow.summary()
 print(
-    f"a collective begins up to {late['skew_max_us'] / 1e3:.0f} ms apart; late by the most: rank {late['slowest_rank']}"
+    f"a collective begins up to {late['skew_max_us'] / 1e3:.0f} ms apart; late by "
+    f"the most: rank {late['slowest_rank']}"
 )
 
 # %%
@@ -209,11 +228,19 @@ from hwfsdp.observe.races import find_races
 
 
 def without_waits(log):
-    return EventLog([replace(event, after=()) if event.op == "wait" else event for event in log.events])
+    return EventLog(
+        [
+            replace(event, after=()) if event.op == "wait" else event
+            for event in log.events
+        ]
+    )
 
 
 races = find_races(without_waits(healthy))
-print(f"healthy: {len(find_races(healthy))} races; without waits: {len(races)}, of which the first is")
+print(
+    f"healthy: {len(find_races(healthy))} races; without waits: {len(races)}, of "
+    "which the first is"
+)
 print(races[0].sentence)
 
 # %% [markdown]

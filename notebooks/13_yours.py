@@ -7,13 +7,14 @@
 # **Write down two numbers before you do.** How many points will your file get? And how many of its answers to the checks will
 # differ from the reference?
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError) as missing:
     raise SystemExit(
-        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a terminal, at the root of the repository: "
-        "make setup. Then choose the kernel of its .venv, or start .venv/bin/jupyter lab notebooks."
+        f"This notebook needs the package hwfsdp and Python 3.11 ({missing}). In a "
+        "terminal, at the root of the repository: make setup. Then choose the kernel "
+        "of its .venv, or start .venv/bin/jupyter lab notebooks."
     ) from None
 lesson.begin()
 
@@ -83,10 +84,14 @@ picture
 from hwfsdp.observe.lifetimes import find_lifetimes
 from hwfsdp.plot.lifetimes import plot_lifetimes
 
-if logs and not yours.exercise.is_station and all(
-    find_lifetimes(log.select(rank=0)) for log in logs.values()
+if (
+    logs
+    and not yours.exercise.is_station
+    and all(find_lifetimes(log.select(rank=0)) for log in logs.values())
 ):
-    lifetimes = lesson.explore(lambda whose: plot_lifetimes(logs[whose]), whose=list(logs))
+    lifetimes = lesson.explore(
+        lambda whose: plot_lifetimes(logs[whose]), whose=list(logs)
+    )
 else:
     lifetimes = f"No lifetimes were recorded for {EXERCISE}."
 lifetimes

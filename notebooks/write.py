@@ -83,6 +83,11 @@ def take_over_text(path: Path) -> bool:
     return True
 
 
+def _written(cell: Any) -> tuple[str, str, list[str]]:
+    """What the source says of a cell: its kind, its text, its tags."""
+    return cell.cell_type, cell.source, cell.metadata.get("tags", [])
+
+
 def problems(path: Path) -> Iterator[str]:
     """What does not hold of a committed notebook: that it is what its source gives, ran to its end, and shows a picture."""
     target = path.with_suffix(".ipynb")
@@ -90,7 +95,7 @@ def problems(path: Path) -> Iterator[str]:
         yield f"{target.name} is missing. Run: make notebooks"
         return
     wanted, found = read_source(path), nbformat.read(target, as_version=4)
-    if [(c.cell_type, c.source) for c in wanted.cells] != [(c.cell_type, c.source) for c in found.cells]:
+    if list(map(_written, wanted.cells)) != list(map(_written, found.cells)):
         yield f"{target.name} is not what {path.name} gives. Run: make notebooks"
     if found.metadata.kernelspec.name != KERNEL["name"]:
         yield f"{target.name} asks for the kernel {found.metadata.kernelspec.name!r}, which others may not have."

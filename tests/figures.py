@@ -16,6 +16,7 @@ from matplotlib.text import Text
 from hwfsdp import Event, EventLog
 from hwfsdp.observe.events import Sample
 from hwfsdp.observe.memory import KINDS
+from hwfsdp.plot import sheet
 from hwfsdp.plot.scaling import ScalingPoint
 
 MIB = 2**20
@@ -142,12 +143,12 @@ def _labels_out_of_sight(axes: Axes) -> Iterator[Text]:
 
 
 def assert_texts_are_apart_and_on_the_sheet(figure: Figure) -> None:
-    found, sheet = texts(figure), Box(*figure.bbox.extents.tolist())
+    found, page = texts(figure), Box(*figure.bbox.extents.tolist())
     for (first, here), (second, there) in combinations(found, 2):
         assert not here.touches(there), f"{first!r} lies on {second!r}"
     for text, place in found:
-        assert sheet.x0 <= place.x0 and place.x1 <= sheet.x1, f"{text!r} is cut off"
-        assert sheet.y0 <= place.y0 and place.y1 <= sheet.y1, f"{text!r} is cut off"
+        assert page.x0 <= place.x0 and place.x1 <= page.x1, f"{text!r} is cut off"
+        assert page.y0 <= place.y0 and place.y1 <= page.y1, f"{text!r} is cut off"
 
 
 def legend_of(figure: Figure) -> list[str]:
@@ -169,10 +170,17 @@ def boxes(figure: Figure, prefix: str = "") -> dict[str, Rectangle]:
 def assert_everything_is_on_the_sheet(figure: Figure) -> None:
     """Texts are apart; texts, patches and lines are inside the figure."""
     assert_texts_are_apart_and_on_the_sheet(figure)
-    sheet = figure.bbox.extents
+    page = figure.bbox.extents
     for axes in figure.axes:
         for patch in axes.patches:
             if isinstance(patch, Patch) and not patch.get_clip_on():
                 x0, y0, x1, y1 = patch.get_window_extent().extents
-                assert sheet[0] - 1 <= x0 and x1 <= sheet[2] + 1, f"{patch.get_gid()} is cut off"
-                assert sheet[1] - 1 <= y0 and y1 <= sheet[3] + 1, f"{patch.get_gid()} is cut off"
+                assert page[0] - 1 <= x0 and x1 <= page[2] + 1, f"{patch.get_gid()} is cut off"
+                assert page[1] - 1 <= y0 and y1 <= page[3] + 1, f"{patch.get_gid()} is cut off"
+
+
+def assert_can_be_read_on_a_page(figure: Figure) -> None:
+    """The figure is no wider than a page, and no letter smaller than 9 pixels where a page has 736."""
+    assert figure.get_figwidth() <= sheet.PAGE + 1e-6
+    for text in figure.findobj(Text):
+        assert text.get_fontsize() / 72 * 736 / sheet.PAGE >= 9.0, text.get_text()

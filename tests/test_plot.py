@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from matplotlib.transforms import Bbox
 from figures import (
     MIB,
     assert_texts_are_apart_and_on_the_sheet,
+    boxes,
     event,
     legend_of,
     luma,
@@ -185,7 +187,7 @@ def test_an_inner_span_is_lower_than_the_outer_one_above_it_and_in_full_color() 
 
 def test_a_bar_names_its_owner_as_far_as_the_name_fits() -> None:
     owner = "transformer.blocks.7"
-    ends = (0, 5000, 5500, 5700, 5710)
+    ends = (0, 4000, 5000, 5400, 5410)
     log = [event(i, "forward", "compute", *ends[i : i + 2], owner=owner) for i in range(4)]
     figure = plot_timeline(EventLog([*log, event(4, "backward", "compute", 6000, 10000, owner="head")]))
     labels = [text for text in figure.axes[0].texts if not isinstance(text, Annotation)]
@@ -273,9 +275,9 @@ def areas(figure: Figure) -> dict[str, PolyCollection]:
     return {str(area.get_label()).split(":")[0]: area for area in found}
 
 
-def test_areas_are_stacked_unsharded_parameters_lowest_and_hold_from_one_sample_to_the_next() -> None:
+def test_areas_are_stacked_what_stays_lowest_and_hold_from_one_sample_to_the_next() -> None:
     drawn = areas(plot_memory(UP_AND_DOWN))
-    assert list(drawn) == ["unsharded_param", "sharded_param", "all_gather_buffer"]
+    assert list(drawn) == ["sharded_param", "unsharded_param", "all_gather_buffer"]
     for ms, sample in enumerate(UP_AND_DOWN.samples[0][:-1]):
         base = 0.0
         for kind, area in drawn.items():
@@ -304,7 +306,7 @@ def test_the_first_of_the_highest_samples_is_marked_and_named() -> None:
     [peak] = [line for line in figure.axes[0].lines if line.get_gid() == "peak"]
     assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([2.0], [9.0])
     assert [text.get_text() for text in figure.axes[0].texts] == ["peak: 9.00 MiB at 2.00 ms"]
-    kinds = {"all_gather_buffer": 1, "sharded_param": 4, "unsharded_param": 4}
+    kinds = {"sharded_param": 4, "unsharded_param": 4, "all_gather_buffer": 1}
     assert legend_of(figure) == [f"{kind}: {mib}.00 MiB" for kind, mib in kinds.items()]
     colors = [to_rgb(patch.get_facecolor()) for patch in figure.legends[0].get_patches()]
     assert colors == [to_rgb(style.look_of_kind(kind).color) for kind in kinds]
@@ -331,24 +333,47 @@ def test_a_kind_that_no_ledger_knows_is_drawn_on_top() -> None:
     assert list(areas(plot_memory(log))) == ["sharded_param", "activation"]
 
 
-def test_expected_values_are_dashed_lines_at_their_height_with_their_name() -> None:
-    figure = plot_memory(UP_AND_DOWN, expected={"model": 16 * MIB, "unsharded": 4 * MIB})
+def test_expected_values_are_dashed_lines_so_far_above_what_stays_and_keys_of_the_legend() -> None:
+    stays = [{"sharded_param": 4 * MIB, "sharded_grad": mib * MIB, "unsharded_param": MIB} for mib in (0, 2)]
+    figure = plot_memory(sampled(*stays), expected={"model": 16 * MIB, "unsharded": 4 * MIB})
     dashed = {str(line.get_gid()): line for line in figure.axes[0].lines if line.is_dashed()}
-    heights = {name: line.get_ydata()[0] for name, line in dashed.items()}
-    assert heights == {"unsharded: 4.00 MiB": 4.0, "model: 16.0 MiB": 16.0}
-    assert set(dashed) < {text.get_text() for text in figure.axes[0].texts}
-    assert figure.axes[0].get_ylim()[1] > 16.0
+    heights = {name: list(line.get_ydata())[:2] for name, line in dashed.items()}
+    assert heights == {"unsharded": [8.0, 10.0], "model": [20.0, 22.0]}
+    assert legend_of(figure)[-2:] == ["model: 16.0 MiB", "unsharded: 4.00 MiB"]
+    assert len({line.get_linestyle() for line in figure.legends[0].get_lines()}) == 1  # dashed
+    assert figure.axes[0].get_ylim()[1] > 22.0
 
 
-@pytest.mark.parametrize("nbytes", [1, 9 * MIB])
-def test_labels_moved_apart_stay_beside_the_frame(nbytes: int) -> None:
-    figure = plot_memory(UP_AND_DOWN, expected={f"label {place}": nbytes + place for place in range(5)})
+def test_several_logs_are_panels_on_the_same_axes_each_from_its_own_beginning() -> None:
+    late = EventLog([], {0: [replace(s, us=s.us + 7e3) for s in sampled({"sharded_param": MIB}).samples[0]]})
+    figure = plot_memory({"more": UP_AND_DOWN, "less": late})
+    more, less = figure.axes
+    assert more.get_xlim() == less.get_xlim() == (0.0, 4.0) and more.get_ylim() == less.get_ylim()
+    assert [text.get_text() for text in less.texts] == ["peak: 1.00 MiB at 0.00 ms", "less"]
     assert_texts_are_apart_and_on_the_sheet(figure)
-    frame = figure.axes[0].get_window_extent()
-    labels = [place for text, place in texts(figure) if text.startswith("label")]
-    assert len(labels) == 5
-    for place in labels:
-        assert place.x0 > frame.x1 and frame.y0 < (place.y0 + place.y1) / 2 < frame.y1 + 1
+
+
+def test_in_order_every_sample_is_as_long_and_nothing_says_when_it_was() -> None:
+    uneven = EventLog([], {0: [replace(s, us=s.us**2) for s in UP_AND_DOWN.samples[0]]})
+    axes = plot_memory(uneven, in_order=True).axes[0]
+    [total] = [line for line in axes.lines if line.get_gid() == "total"]
+    assert list(total.get_xdata()) == [0, 1, 2, 3, 4, 5]
+    assert [text.get_text() for text in axes.texts] == ["peak: 9.00 MiB"] and "order" in axes.get_xlabel()
+
+
+def test_only_the_kinds_that_are_asked_for_are_drawn() -> None:
+    assert list(areas(plot_memory(UP_AND_DOWN, kinds=["unsharded_param"]))) == ["unsharded_param"]
+
+
+def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_optimizer() -> None:
+    spans = [(0, 900, "forward"), (900, 1800, "forward"), (2000, 4000, "backward"), (4500, 5000, "optimizer")]
+    recomputed = event(9, "forward", "compute", 2500, 2600)
+    events = [event(seq, op, "compute", start, end) for seq, (start, end, op) in enumerate(spans)]
+    figure = plot_memory(EventLog([*events, recomputed], UP_AND_DOWN.samples))
+    strip = {name: (box.get_x(), box.get_width()) for name, box in boxes(figure, "phase").items()}
+    expected = {"forward": (0.0, 1.8), "backward": (2.0, 2.0), "optimizer": (4.5, 0.5)}
+    assert strip == {f"phase {op}": pytest.approx(extent) for op, extent in expected.items()}
+    assert_texts_are_apart_and_on_the_sheet(figure)
 
 
 @pytest.mark.parametrize("peak", [0, 4, 9])

@@ -13,12 +13,21 @@ from matplotlib.figure import Figure
 from torch.distributed.tensor import Replicate, Shard
 
 import suites
-from figures import MIB, assert_everything_is_on_the_sheet, event, lifetime_log, points_of, sampled
+from figures import (
+    MIB,
+    assert_can_be_read_on_a_page,
+    assert_everything_is_on_the_sheet,
+    event,
+    lifetime_log,
+    points_of,
+    sampled,
+)
 from figures import training_log
 from hwfsdp import EventLog, UsageError, plot
 from hwfsdp.compat import strided_shard
 from hwfsdp.course import gallery
 from hwfsdp.layout.explain import Explanation, ParamRow
+from hwfsdp.plot import sheet
 from hwfsdp.plot.cartoon import plot_collective
 from hwfsdp.plot.comparison import plot_comparison
 from hwfsdp.plot.grid import LaidOut, plot_sharding
@@ -50,6 +59,7 @@ def test_a_picture_of_a_real_run_has_its_texts_apart_and_on_the_sheet(name: str,
     figure = gallery.PICTURES[name](runs)
     assert isinstance(figure, Figure) and figure.axes
     assert_everything_is_on_the_sheet(figure)
+    assert_can_be_read_on_a_page(figure)
 
 
 # --- Extremes ----------------------------------------------------------------------------------------------
@@ -119,6 +129,7 @@ EXTREMES: dict[str, Callable[[], Figure]] = {
 }
 
 
+WIDER = ("mesh of many axes", "collective of tiny and huge numbers", "table of many unlike")
 SLOW = (
     *("timeline of four ranks", "lifetimes of many groups", "comparison of many"),
     *("grid of many parameters", "mesh of many axes", "table of many unlike"),
@@ -127,7 +138,10 @@ SLOW = (
 
 @pytest.mark.parametrize("name", suites.fast_are([name for name in EXTREMES if name not in SLOW], EXTREMES))
 def test_an_extreme_picture_has_its_texts_apart_and_on_the_sheet(name: str) -> None:
-    assert_everything_is_on_the_sheet(EXTREMES[name]())
+    figure = EXTREMES[name]()
+    assert_everything_is_on_the_sheet(figure)
+    if name not in WIDER:
+        assert_can_be_read_on_a_page(figure)
 
 
 ONE = [torch.ones(2), torch.ones(2)]
@@ -214,6 +228,13 @@ def test_the_page_shows_every_picture_once_and_each_is_there() -> None:
     assert sorted(shown) == sorted(gallery.PICTURES)
     there = {path.stem for path in (DOCS / "pictures").glob("*.png")}
     assert {name for name in there if not name.startswith("faq_")} == set(shown)  # those: tests/test_faq.py
+
+
+def test_the_files_of_the_documents_have_two_pixels_for_each_of_a_page() -> None:
+    exercises = DOCS.parent / "exercises"
+    paths = [*(DOCS / "pictures").glob("*.png"), *exercises.glob("*/picture.png")]
+    widths = {path: int.from_bytes(path.read_bytes()[16:20], "big") for path in paths}
+    assert {path: width for path, width in widths.items() if width != round(sheet.DPI * sheet.PAGE)} == {}
 
 
 def test_the_table_of_contents_names_every_room() -> None:

@@ -84,6 +84,14 @@ def test_replicas_have_the_color_of_each_other_and_other_shards_have_not() -> No
     assert labels == {"0, 2", "1, 3"}
 
 
+def test_a_rank_has_one_color_in_all_parameters() -> None:
+    whole, part = (Shard(0), Shard(0)), (Shard(0), Replicate())
+    figure = plot_sharding([LaidOut("a", (12, 4), whole), LaidOut("b", (6,), part)], {"dp": 3, "tp": 2})
+    colors = {name: to_rgb(box.get_facecolor()) for name, box in boxes(figure, "cell").items()}
+    for rank in (0, 2, 4):  # the first of the two that hold a part of b
+        assert colors[f"cell 0 rank {rank} owned"] == colors[f"cell 1 rank {rank} owned"]
+
+
 def test_a_parameter_cut_in_two_dimensions_is_a_map_of_boxes_that_tile_it() -> None:
     figure = plot_sharding([LaidOut("w", (7, 4), (Shard(0), Shard(1)))], {"dp": 3, "tp": 2})
     found = list(boxes(figure, "map 0 owner").values())

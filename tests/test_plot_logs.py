@@ -14,6 +14,7 @@ from hwfsdp import EventLog
 from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
 from hwfsdp.plot import style
 from hwfsdp.plot.comparison import plot_comparison
+from hwfsdp.plot.issued import issued
 from hwfsdp.plot.lifetimes import plot_lifetimes
 from hwfsdp.plot.overlap import Shares, plot_overlap, shares_of
 from hwfsdp.plot.traffic import plot_traffic, traffic_of
@@ -25,12 +26,11 @@ def extents(figure: Figure, prefix: str) -> list[tuple[float, float]]:
     return [(b.get_x(), b.get_x() + b.get_width()) for b in boxes(figure, prefix).values()]
 
 
-def test_a_group_is_sharded_then_gathering_until_its_copy_out_full_until_it_is_freed_which_is_marked() -> (
-    None
-):
+def test_a_group_is_sharded_gathering_in_its_buffer_until_its_copy_out_full_until_it_is_freed() -> None:
     figure = plot_lifetimes(lifetime_log(groups=2))
     for row, begin in enumerate((0.0, 2.0)):
-        assert extents(figure, f"row {row} gathering") == [pytest.approx((begin, begin + 1.0))]
+        assert extents(figure, f"row {row} gathering") == [pytest.approx((begin, begin + 0.9))]
+        assert extents(figure, f"row {row} in its buffer") == [pytest.approx((begin + 0.9, begin + 1.0))]
         assert extents(figure, f"row {row} full") == [pytest.approx((begin + 1.0, begin + 3.0))]
         assert extents(figure, f"row {row} forward") == [pytest.approx((begin + 1.5, begin + 2.5))]
     lines = figure.axes[0].lines
@@ -65,6 +65,30 @@ def test_what_lasts_longer_than_the_step_is_cut_there(step: int, full: tuple[flo
     for line in figure.axes[0].lines:
         low, high = figure.axes[0].get_xlim()
         assert low <= min(line.get_xdata()) and max(line.get_xdata()) <= high
+
+
+# issued
+
+
+def test_a_collective_reaches_from_its_call_to_the_wait_for_it_and_compute_takes_one_place() -> None:
+    log = [
+        event(0, "forward", "compute", 0, 100, owner="model"),
+        event(1, "all_gather", "all_gather", 1, 5, owner="0"),
+        event(2, "wait", "compute", 2, 5, owner="0", after=(1,)),
+        event(3, "all_gather", "all_gather", 5, 20, owner="1"),
+        event(4, "forward", "compute", 6, 10, owner="0"),
+        event(5, "wait", "compute", 11, 20, owner="1", after=(3,)),
+        event(6, "forward", "compute", 20, 30, owner="1"),
+        event(7, "reduce_scatter", "reduce_scatter", 40, 50, owner="1"),
+    ]
+    found = [(each.event.op, each.event.owner, each.begin, each.end) for each in issued(log)]
+    assert found == [
+        ("all_gather", "0", 0, 1),
+        ("all_gather", "1", 1, 3),
+        ("forward", "0", 2, 3),
+        ("forward", "1", 3, 4),
+        ("reduce_scatter", "1", 4, 5),
+    ]
 
 
 # overlap

@@ -16,6 +16,7 @@ from hwfsdp.course import grader_report, workbook
 from hwfsdp.course.manifest import Course, Exercise, find_course
 from hwfsdp.course.pool import grading_pool
 from hwfsdp.errors import UsageError
+from hwfsdp.plot import sheet
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         for exercise in chosen:
             name = f"hwfsdp.course.pictures.{exercise.topic}"
             if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name).draw().savefig(exercise.folder / "picture.png")
+                sheet.save(importlib.import_module(name).draw(), exercise.folder / "picture.png")
         return 0
     if verb == "mutants":
         return _mutants(course, chosen if numbers else grader_report.everything(course))

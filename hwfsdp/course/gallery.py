@@ -3,7 +3,8 @@
     python -m hwfsdp.course.gallery [DIR]
 
 trains a small GPT on 1, 2 and 4 ranks and under hybrid sharding, records the last two steps, and draws. Times differ
-from run to run, all else does not.
+from run to run, all else does not. Where times are the matter, GPUs are virtual, and so times are the same everywhere:
+ranks of one machine take its cores from each other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from hwfsdp.compat import strided_shard
+from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.layout.explain import Explanation, explain
@@ -30,18 +33,20 @@ from hwfsdp.observe.accounting import GroupSizes, Strategy
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import cartoon, comparison, lifetimes, loss, memory, meshmap, overlap
-from hwfsdp.plot import parameters, scaling, states, timeline, traffic
+from hwfsdp.plot import parameters, scaling, sheet, states, timeline, traffic
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
 from hwfsdp.train.demo import group_sizes
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
+from hwfsdp.virtual.run import simulate
 
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
 BATCH, STEPS, RECORDED = 16, 12, 2  # sequences over all ranks, steps, recorded steps
 WORLD_SIZES = (1, 2, 4)
 SHARDS = 2  # ranks of one copy under hybrid sharding, of 4
 _PARAMETERS, _TOKENS, _FLOPS, _WIRE = 8 * 10**9, 2**22, 3e14, 5e10  # a model, a batch, 1/s, bytes/s
-_DPI = 90
+VIRTUAL = GPTConfig(dim=4096, layers=6, heads=32, seq_len=1024)  # of pictures of time
+GPUS, SEQUENCES = 16, (2, 1)  # virtual ones on two nodes, and sequences of each: in two runs
 _STATES = ("sharded_param", "sharded_grad", "optimizer_state")
 
 
@@ -63,9 +68,10 @@ class Sight:
 
 @dataclass
 class Runs:
-    """The data of the pictures: logs by number of ranks, losses by name, the observations of four ranks."""
+    """The data of the pictures: logs by number of ranks, logs of virtual GPUs by number of sequences, losses by name, what four ranks saw."""
 
     logs: dict[int, EventLog]
+    virtual: dict[int, EventLog]
     losses: dict[str, list[float]]
     sights: list[Sight]
 
@@ -76,19 +82,36 @@ def draw_all(folder: Path) -> Iterator[Path]:
     runs = make_runs()
     for name, draw in PICTURES.items():
         path = folder / f"{name}.png"
-        draw(runs).savefig(path, dpi=_DPI)
+        sheet.save(draw(runs), path)
         yield path
 
 
 def make_runs() -> Runs:
-    """Train on ranks of this machine."""
+    """Train on ranks of this machine, and on virtual GPUs."""
     logs, losses = {}, {}
     for ranks in WORLD_SIZES:
         config = TrainConfig(MODEL, batch=BATCH // ranks, steps=STEPS, record_last=RECORDED)
         results = launch(train, ranks, config, timeout=300)
         logs[ranks] = EventLog.merge(result.log for result in results)
         losses[f"{ranks} rank{'s' * (ranks > 1)}"] = results[0].losses
-    return Runs(logs, losses, launch(_look, 4, timeout=300))
+    virtual = {n: simulate(partial(_virtual_step, n), GPUS, "h100").log for n in SEQUENCES}
+    return Runs(logs, virtual, losses, launch(_look, 4, timeout=300))
+
+
+def _virtual_step(sequences: int) -> Callable[[], None]:
+    with torch.device("meta"):
+        model = GPT(VIRTUAL)
+    shard_model(model, fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(sequences, VIRTUAL.seq_len, dtype=torch.long)
+
+    def step() -> None:
+        model(tokens).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 # --- On the ranks ------------------------------------------------------------------------------------------
@@ -142,9 +165,10 @@ def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
 
 
 def _memory(runs: Runs) -> Figure:
+    """Of ranks of this machine, whose host computes."""
     root, blocks = _groups()
-    expected = {"unsharded, closed form": accounting.peak_unsharded_bytes([root], blocks, 2)}
-    return memory.plot_memory(runs.logs[2], expected=expected)
+    closed = accounting.peak_unsharded_bytes([root], blocks, 2)
+    return memory.plot_memory(runs.logs[2], expected={"closed form of unsharded_param": closed})
 
 
 def _traffic(runs: Runs) -> Figure:
@@ -218,17 +242,19 @@ def _collective(op: str) -> Callable[[Runs], Figure]:
 
 
 PICTURES: dict[str, Callable[[Runs], Figure]] = {
-    "timeline": lambda runs: timeline.plot_timeline(runs.logs[4], step=RECORDED - 1),
+    "timeline": lambda runs: timeline.plot_timeline(
+        runs.virtual[SEQUENCES[0]], title=f"FSDP on {GPUS} virtual GPUs: gathers run ahead, reductions behind"
+    ),
     "memory": _memory,
     "sharding_1d": _sharded,
     "sharding_hsdp": _hybrid,
     "sharding_fsdp_tp": _strided,
-    "lifetimes": lambda runs: lifetimes.plot_lifetimes(runs.logs[2], step=RECORDED - 1),
+    "lifetimes": lambda runs: lifetimes.plot_lifetimes(runs.virtual[SEQUENCES[0]]),
     "traffic": _traffic,
     "states": _states,
-    "overlap": lambda runs: overlap.plot_overlap(runs.logs[4], step=RECORDED - 1),
+    "overlap": lambda runs: overlap.plot_overlap(runs.logs[2], step=STEPS - 1),
     "comparison": lambda runs: comparison.plot_comparison(
-        {f"{ranks} ranks": log for ranks, log in runs.logs.items() if ranks > 1}, step=RECORDED - 1
+        {f"{n} sequence{'s' * (n > 1)} per GPU": runs.virtual[n] for n in SEQUENCES}
     ),
     "all_gather": _collective("all_gather"),
     "reduce_scatter": _collective("reduce_scatter"),

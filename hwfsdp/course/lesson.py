@@ -25,7 +25,6 @@ from hwfsdp.errors import FSDPError, UsageError
 
 STATIC = "HWFSDP_STATIC"
 OLDEST = (3, 11)  # of Python
-_DPI = 100  # of figures in a notebook
 
 
 def begin() -> None:
@@ -51,7 +50,8 @@ def begin() -> None:
             remedy="In a terminal, at the root of the repository: make setup. Then choose the kernel of its .venv.",
         )
     backend: Any = importlib.import_module("matplotlib_inline.backend_inline")  # of the notebook, and untyped
-    backend.set_matplotlib_formats("png", dpi=_DPI, bbox_inches=None)
+    sheet: Any = importlib.import_module("hwfsdp.plot.sheet")
+    backend.set_matplotlib_formats("retina", dpi=sheet.DPI, bbox_inches=None)  # shown at half its pixels
 
 
 def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> Any:

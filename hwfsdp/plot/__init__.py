@@ -2,9 +2,10 @@
 
     What all share
     style       colors, hatches, units of bytes
-    sheet       places in inches, a head of title, text and keys, names that fit
+    sheet       one page: places in inches, a head of title, text and keys, names that fit
     choice      which events a picture is of
     lanes       one rank's streams as a band
+    issued      what a rank issued, in order
 
     Of a log
     timeline    streams of every rank: what ran when, and what waited for what

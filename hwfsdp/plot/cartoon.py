@@ -21,7 +21,7 @@ from hwfsdp.plot import sheet, style
 
 MOST_RANKS, MOST_ELEMENTS = 7, 24
 
-_ROW, _NAMES, _ARROW, _CHUNK_GAP, _CHUNK_NAMES = 0.44, 0.75, 1.5, 0.14, 0.5  # inches
+_ROW, _NAMES, _ARROW, _CHUNK_GAP, _CHUNK_NAMES = 0.44, 0.6, 1.2, 0.12, 0.5  # inches
 _HATCHES = (
     "",
     "///",
@@ -58,7 +58,7 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
     ranks = len(before)
     left, right = _sides(op, before, after)
     values = {_text(value) for side in (left, right) for row in side.rows for value in row}
-    cell = max(0.4, sheet.column_of(values, style.TEXT_SIZE, 2.0) + 0.12)
+    cell = max(0.36, sheet.column_of(values, style.TEXT_SIZE, 2.0) + 0.1)
     widths = [_width(side, cell) for side in (left, right)]
     full = 2 * sheet.MARGIN + _NAMES + sum(widths) + _ARROW
     head = sheet.head(_title(op, ranks, reduction), _words(op, ranks), (), max(full, 6.0) - 2 * sheet.MARGIN)

@@ -17,9 +17,9 @@ from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen
-from hwfsdp.plot.lanes import Words, draw_bands
+from hwfsdp.plot.lanes import WIDTH, Words, draw_bands
 
-_WIDTH, _CAPTION = 12.2, 0.28  # inches
+_CAPTION = 0.28  # inches
 
 
 def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | None = None) -> Figure:
@@ -38,8 +38,11 @@ def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | 
         )
     runs = {name: _from_zero(log, name, rank, step) for name, log in logs.items()}
     what = "all steps" if step is None else f"step {step}"
-    words = Words(f"{_list(list(runs))}: {what} of rank {rank}", "", "ms since the run's first event")
-    figure, bands = draw_bands(words, list(runs.values()), [_CAPTION] * len(runs), _WIDTH)
+    title = f"{_list(list(runs))}: {what} of rank {rank}"
+    if sheet.inches(title, 1.1 * style.TITLE_SIZE) > WIDTH:
+        title = f"{len(runs)} runs: {what} of rank {rank}"  # each band has its name
+    words = Words(title, "", "ms since the run's first event")
+    figure, bands = draw_bands(words, list(runs.values()), [_CAPTION] * len(runs))
     ends = {name: max(e.end_us for e in events) for name, events in runs.items()}
     for axes, (name, end) in zip(bands, ends.items(), strict=True):
         _draw_end(axes, end)
@@ -76,7 +79,7 @@ def _draw_caption(axes: Axes, name: str, end: float, first: float) -> None:
     text = style.format_ms(end)
     if end != first:
         text += f", {abs(end - first) / first:.0%} {'longer' if end > first else 'shorter'}"
-    room = _WIDTH - sheet.inches(text, style.TEXT_SIZE) - 0.4
+    room = WIDTH - sheet.inches(text, style.TEXT_SIZE) - 0.4
     name = sheet.fitting(name, style.TEXT_SIZE * 1.15, room)
     for x, words, more in ((0.0, name, {"ha": "left", "weight": "bold"}), (1.0, text, {"ha": "right"})):
         sheet.note(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -29,8 +29,8 @@ from hwfsdp.plot import sheet, style
 
 MOST_RANKS = 64
 
-_MOST_FOR_NAMES, _MAP, _LINE, _GAP, _RANK_NAMES = 3.2, 2.6, 0.36, 0.2, 0.24  # inches
-_CELL, _SMALLEST_CELL, _CELLS = 0.92, 0.2, 8.0  # inches of a cell: widest, narrowest; of all of them
+_MOST_FOR_NAMES, _MAP, _LINE, _GAP, _RANK_NAMES = 1.9, 2.0, 0.36, 0.15, 0.24  # inches
+_CELL = 0.92  # inches of a cell at most
 _PADDING = style.Look(style.WHITE, "/////")
 
 
@@ -43,7 +43,7 @@ class LaidOut(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one rank holds of a parameter, how long its full chunk is, and the number of its color."""
+    """What one rank holds of a parameter, how long its full chunk is, and the first rank that holds it: its color."""
 
     extent: LocalExtent
     chunk: int
@@ -84,7 +84,8 @@ def plot_sharding(
     axis = _fsdp_axis(mesh, fsdp)
     ranks = prod(mesh.values())
     names = sheet.column_of((p.name for p in parameters), style.TEXT_SIZE, _MOST_FOR_NAMES)
-    left, cell = sheet.MARGIN + names + 0.15, max(_SMALLEST_CELL, min(_CELL, _CELLS / ranks))
+    left = sheet.MARGIN + names + 0.15
+    cell = min(_CELL, (sheet.PAGE - left - _MAP - _GAP - sheet.MARGIN) / ranks)
     width = left + _MAP + _GAP + ranks * cell + sheet.MARGIN
     head = sheet.head(_title(mesh), _text(parameters), _keys(), width - left - sheet.MARGIN)
     rows = len(parameters) * _LINE
@@ -138,12 +139,12 @@ def _parts(parameter: LaidOut, mesh: Mapping[str, int], axis: int) -> list[_Part
     sizes, dim = tuple(mesh.values()), _fsdp_dim(parameter, axis)
     owners: dict[LocalExtent, int] = {}
     parts = []
-    for coordinate in product(*map(range, sizes)):
+    for rank, coordinate in enumerate(product(*map(range, sizes))):
         extent = local_extent_of(parameter.shape, sizes, parameter.placements, coordinate)
         start = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
         first = local_extent_of(parameter.shape, sizes, parameter.placements, start)
         chunk = first.shape[dim] if is_shard(parameter.placements[axis]) else extent.shape[dim]
-        parts.append(_Part(extent, chunk, owners.setdefault(extent, len(owners))))
+        parts.append(_Part(extent, chunk, owners.setdefault(extent, rank)))
     return parts
 
 
@@ -167,14 +168,14 @@ def _title(mesh: Mapping[str, int]) -> str:
 
 def _text(parameters: Sequence[LaidOut]) -> str:
     one = "1 parameter" if len(parameters) == 1 else f"{len(parameters)} parameters"
-    return f"{one}; left the whole tensors and who owns their parts, right what each rank holds"
+    return f"{one}; left: whole tensors, by owner; right: what each rank holds"
 
 
 def _keys() -> list[Patch]:
     own = style.Look(style.color_of(0))
     return [
-        sheet.key(own, "what the rank owns: its first…last row or column", style.GREYS[3]),
-        sheet.key(_PADDING, "padding: sent, but part of no parameter", style.GREYS[2]),
+        sheet.key(own, "own rows or columns, first…last", style.GREYS[3]),
+        sheet.key(_PADDING, "padding: sent, no part of a parameter", style.GREYS[2]),
     ]
 
 
@@ -191,11 +192,10 @@ def _frame(axes: Axes, lines: int, width: float) -> Axes:
 def _name_ranks(axes: Axes, ranks: int, cell: float) -> None:
     widest = style.text_width(f"rank {ranks - 1}", style.TEXT_SIZE) + 6.0
     long = widest < cell * style.POINTS_PER_INCH
+    number = style.text_width(str(ranks - 1), style.TEXT_SIZE) + 6.0
+    named = range(0, ranks, 1 if long else ceil(number / (cell * style.POINTS_PER_INCH)))
     axes.xaxis.tick_top()
-    axes.set_xticks(
-        [rank + 0.5 for rank in range(ranks)],
-        [f"rank {rank}" if long else str(rank) for rank in range(ranks)],
-    )
+    axes.set_xticks([rank + 0.5 for rank in named], [f"rank {rank}" if long else str(rank) for rank in named])
 
 
 def _draw_map(axes: Axes, line: int, shape: tuple[int, ...], parts: Sequence[_Part], cut: _Cut) -> None:
@@ -245,7 +245,7 @@ def _add_box(
 
 def _label(axes: Axes, at: tuple[float, float], text: str, face: str, width: float, height: float) -> None:
     """`text` in the middle of a box of so many inches, if it fits there; of several lengths the longest."""
-    for size in (style.TEXT_SIZE - 1.0, style.SMALL_SIZE, style.SMALL_SIZE - 1.5):
+    for size in (style.TEXT_SIZE - 1.0, style.SMALL_SIZE):
         fits = style.text_width(text, size) + 4.0 < width * style.POINTS_PER_INCH
         if fits and size < height * style.POINTS_PER_INCH:
             style.draw_label(axes, at, text, face, size, hatched=face == style.WHITE)

@@ -23,8 +23,9 @@ from hwfsdp.observe.perfetto import ROUNDING, nested_intervals
 from hwfsdp.plot import sheet, style
 
 MAX_ARROWS = 120  # per rank; with more, they hide the bars
-_WIDTH, _LEFT, _BOTTOM, _ROW_INCHES = 14.0, 1.35, 0.55, 0.30
-_ROW_HEIGHT = {"compute": 1.7}  # in rows; the others have 1.0
+LEFT, _BOTTOM, _ROW_INCHES = 1.3, 0.55, 0.30  # inches
+WIDTH = sheet.PAGE - LEFT - sheet.MARGIN  # of a band, in inches
+_ROW_HEIGHT = {"compute": 1.7, "copy": 0.6}  # in rows; the others have 1.0
 _BAR, _INNER = 0.84, 0.74  # share of its row that a bar fills, share of the outer bar that an inner one does
 _PALE = 0.68  # how much white is mixed into an outer span
 
@@ -63,59 +64,51 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class _Lanes:
-    """What bands share: the window in µs, the inches that it is drawn in, the rows by stream, their total height."""
+    """What bands share: the window in µs, the rows by stream, their total height."""
 
     start: float
     end: float
-    width: float
     rows: dict[str, _Row]
     height: float
 
     @property
     def points_per_us(self) -> float:
-        return self.width * style.POINTS_PER_INCH / (self.end - self.start)
+        return WIDTH * style.POINTS_PER_INCH / (self.end - self.start)
 
 
-def _lanes_of(events: Sequence[Event], width: float) -> _Lanes:
-    """Rows for the streams that these events ran on, over the time from the first to the last; `width` in inches."""
+def _lanes_of(events: Sequence[Event]) -> _Lanes:
+    """Rows for the streams that these events ran on, over the time from the first to the last."""
     rows, top = {}, 0.0
     for stream in STREAMS:
         if any(e.stream == stream for e in events):
             height = _ROW_HEIGHT.get(stream, 1.0)
             rows[stream] = _Row(top + height / 2, height * _BAR)
             top += height
-    return _Lanes(min(e.start_us for e in events), max(e.end_us for e in events), width, rows, top)
+    return _Lanes(min(e.start_us for e in events), max(e.end_us for e in events), rows, top)
 
 
-def draw_bands(
-    words: Words,
-    bands: Sequence[Sequence[Event]],
-    above: Sequence[float],
-    width: float,
-    page: float = _WIDTH,
-) -> Bands:
+def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[float]) -> Bands:
     """A figure with one band below the other, on one axis of time.
 
     Args:
         bands: the events of each, those of one rank. above: inches that are free above each.
-        width: of the bands, in inches. page: of the figure.
     """
     shown = [event for events in bands for event in events]
-    lanes = _lanes_of(shown, width)
+    lanes = _lanes_of(shown)
     missing = sum(map(_arrows_left_out, bands))
-    head = sheet.head(words.title, words.text, _keys_of(shown, missing), width)
+    head = sheet.head(words.title, words.text, _keys_of(shown, missing), WIDTH)
     height = lanes.height * _ROW_INCHES
     bottom = _BOTTOM + sum(above) + len(bands) * height
-    figure, drawn = sheet.new_figure(page, head.height + bottom), []
+    figure, drawn = sheet.new_figure(sheet.PAGE, head.height + bottom), []
     for events, gap in zip(bands, above, strict=True):
         bottom -= gap + height
-        axes = sheet.axes_at(figure, _LEFT, bottom, width, height)
+        axes = sheet.axes_at(figure, LEFT, bottom, WIDTH, height)
         _frame_band(axes, lanes)
         _draw_band(axes, lanes, events)
         drawn.append(axes)
     axes.tick_params(axis="x", labelbottom=True, length=4)
     axes.set_xlabel(words.time, fontsize=style.TEXT_SIZE)
-    head.draw(figure, _LEFT)
+    head.draw(figure, LEFT)
     return Bands(figure, drawn)
 
 

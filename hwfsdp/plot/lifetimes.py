@@ -1,14 +1,15 @@
 """What becomes of each parameter group over time: a shard, being gathered, full, freed.
 
 One row per group, in the order in which they are first gathered (`hwfsdp.observe.lifetimes` says how that is read from the
-log). A thin line is a group of which the rank holds its shard only. Gathering begins with the copy-in and ends when the
-copy-out has filled the parameters; from then on the group is full, until the last of its storages is freed. A bar inside
-says when the group computed, so one sees what it was gathered for, how far ahead, and how long it stayed.
+log). A thin line is a group of which the rank holds its shard only. Gathering begins with the copy-in and ends with the
+all-gather. What was gathered early lies in its buffer until the copy-out has filled the parameters; from then on the
+group is full, until the last of its storages is freed. A bar inside says when the group computed, so one sees what it
+was gathered for, how far ahead, and how long it stayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -16,18 +17,21 @@ from matplotlib.figure import Figure
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import Event
 from hwfsdp.observe.lifetimes import Lifetime, find_lifetimes
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 
-_WIDTH, _MOST_FOR_NAMES, _BOTTOM, _ROW = 12.0, 3.2, 0.55, 0.24  # inches
+_MOST_FOR_NAMES, _BOTTOM, _ROW = 2.2, 0.55, 0.26  # inches
 _LOOKS = {
     "gathering": style.look_of_op("all_gather"),
+    "in its buffer": style.Look(style.mixed(style.GREEN, style.WHITE, 0.6)),
     "full": style.Look(style.YELLOW),
     "forward": style.look_of_op("forward"),
     "backward": style.look_of_op("backward"),
 }
-_HEIGHTS = {"gathering": 0.7, "full": 0.7, "forward": 0.34, "backward": 0.34}  # shares of a row
+_COMPUTE = ("forward", "backward")
+_HIGH, _LOW = 0.7, 0.34  # of a bar, and of one inside it, in shares of a row
 
 
 def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> Figure:
@@ -42,7 +46,7 @@ def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> 
     events = chosen(log, "plot_lifetimes", rank=rank, step=step)
     begin, end = min(e.start_us for e in events), max(e.end_us for e in events)
     groups: dict[str, list[Lifetime]] = {}
-    for lifetime in find_lifetimes(log.select(rank=rank)):
+    for lifetime in _told_apart(find_lifetimes(log.select(rank=rank)), log.select("all_gather", rank=rank)):
         if lifetime.start_us < end and lifetime.end_us > begin:
             groups.setdefault(lifetime.owner, []).append(lifetime)
     if not groups:
@@ -54,7 +58,7 @@ def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> 
         )
     names = sheet.column_of(groups, style.TEXT_SIZE, _MOST_FOR_NAMES)
     left = sheet.MARGIN + names + 0.1
-    width = _WIDTH - left - sheet.MARGIN
+    width = sheet.PAGE - left - sheet.MARGIN
     title = f"Parameter groups of rank {rank}, {name_of_steps(events)}"
     head = sheet.head(title, _text(groups), _keys(), width)
     figure, axes = sheet.page(head, left, width, len(groups) * _ROW + 0.1, _BOTTOM)
@@ -66,9 +70,22 @@ def plot_lifetimes(log: EventLog, *, rank: int = 0, step: int | None = None) -> 
     for row, (owner, lifetimes) in enumerate(groups.items()):
         _draw_states(axes, row, lifetimes, begin, end)
         for event in events:
-            if event.owner == owner and event.op in ("forward", "backward"):
+            if event.owner == owner and event.op in _COMPUTE:
                 _draw_bar(axes, row, event.start_us, event.end_us, event.op)
     return figure
+
+
+def _told_apart(lifetimes: Sequence[Lifetime], gathers: Sequence[Event]) -> Iterator[Lifetime]:
+    """Of what is gathering, the time after the all-gather: the group lies in its buffer, and waits to be copied out."""
+    for each in lifetimes:
+        ends = [
+            e.end_us for e in gathers if e.owner == each.owner and each.start_us <= e.start_us < each.end_us
+        ]
+        if each.state == "gathering" and ends and max(ends) < each.end_us:
+            yield each._replace(end_us=max(ends))
+            yield each._replace(state="in its buffer", start_us=max(ends))
+        else:
+            yield each
 
 
 def _text(groups: dict[str, list[Lifetime]]) -> str:
@@ -81,8 +98,9 @@ def _text(groups: dict[str, list[Lifetime]]) -> str:
 def _keys() -> list[Artist]:
     """The legend's."""
     return [
-        sheet.line_key("sharded: this rank's rows only", color=style.GREYS[2], linewidth=1.2),
-        sheet.key(_LOOKS["gathering"], "gathering"),
+        sheet.line_key("sharded: own rows only", color=style.GREYS[2], linewidth=1.2),
+        sheet.key(_LOOKS["gathering"], "being gathered"),
+        sheet.key(_LOOKS["in its buffer"], "gathered, in its buffer"),
         sheet.key(_LOOKS["full"], "full"),
         sheet.line_key("freed", linestyle="none", marker="v", color=style.BLACK, markersize=4),
         sheet.key(_LOOKS["forward"], "in its forward"),
@@ -104,6 +122,6 @@ def _draw_states(axes: Axes, row: int, lifetimes: Sequence[Lifetime], begin: flo
 
 
 def _draw_bar(axes: Axes, row: int, start: float, end: float, what: str) -> None:
-    height, zorder = _HEIGHTS[what], 3.0 if what in ("forward", "backward") else 2.0
+    height, zorder = (_LOW, 3.0) if what in _COMPUTE else (_HIGH, 2.0)
     corner, size = (start / 1e3, row - height / 2), ((end - start) / 1e3, height)
     sheet.add_box(axes, corner, size, _LOOKS[what], f"row {row} {what}", zorder=zorder)

@@ -19,14 +19,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from hwfsdp.errors import UsageError
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 Curve = Sequence[float]
 
 _COLORS = (style.SKY_BLUE, style.VERMILION, style.BLACK, style.GREEN, style.PURPLE, style.BLUE, style.ORANGE)
 _DASHES = ("solid", (0.0, (4.0, 2.0)), (0.0, (1.0, 1.6)), (0.0, (6.0, 1.5, 1.0, 1.5)))
 _MARKERS = "os^Dv<>"
-_WIDEST, _THINNEST = 8.0, 1.6  # points
+_WIDEST, _THINNEST = 7.0, 1.6  # points
 _LOOKS_EQUAL = 0.005  # of the range of all curves: about the width of a line
 
 
@@ -40,7 +40,9 @@ def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
         UsageError: there is no curve, or one without values.
     """
     _check(curves)
-    figure = Figure(figsize=(9.0, 5.0), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))
+    figure = Figure(
+        figsize=(sheet.PAGE, 4.6), dpi=sheet.DPI, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15)
+    )
     axes = figure.add_subplot()
     labels = _labels(curves)
     for place, (name, curve) in enumerate(curves.items()):

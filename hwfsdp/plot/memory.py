@@ -1,102 +1,150 @@
 """Bytes alive on one rank over time, one area per kind: what a step holds, and when it holds most.
 
-The kinds that come and go are stacked on those that stay, except that unsharded parameters lie at the very
-bottom: the closed form of their peak (`accounting.peak_unsharded_bytes`) is a height from zero, and their area must
-reach a line at that height and not pass it. What lies on them may. Any other expectation is a height of the whole stack.
+What stays lies at the bottom: sharded parameters, optimizer states, and gradients as shards, which stay from a group's
+backward to the end of the step. On them stands what comes and goes, so its teeth do not move what stays. Whole
+parameters are the lowest of these: the closed form of their peak (`accounting.peak_unsharded_bytes`) is drawn as a
+dashed line so many bytes above what stays, and their area must reach that line and not pass it. What lies on them may.
+
+A strip above the areas says when the rank was in its forward, its backward and its optimizer. Several logs are panels
+on the same two axes, each from its own beginning.
 
 Areas have steps, not slopes: a sample holds until the next one. Samples are taken where the recorder looks
 (collectives, resized storages, optimizer steps), so what dies of its own shows in the sample after its death.
 Activations are no kind and are not in the picture.
+
+Samples have the host's time. Where the host computes, that is when things happen. A GPU's host runs ahead of it, so
+there samples are better drawn in their order, without times and without the strip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.events import Sample
-from hwfsdp.observe.memory import KINDS
+from hwfsdp.observe.events import Event, Sample
 from hwfsdp.plot import sheet, style
 
-_HEIGHT, _LEFT, _AXES_WIDTH, _AXES_HEIGHT, _BOTTOM = 5.2, 0.85, 7.6, 3.9, 0.6  # inches
-_COLUMN_GAP = 0.15
-_AXES_POINTS = _AXES_HEIGHT * style.POINTS_PER_INCH
-_LOWEST = "unsharded_param"
-_LEGEND_LINE = 15.5  # points from one entry of the legend to the next
-_LINE_OF_TEXT = 12.0  # points from one label of an expected value to the next
+STAY = ("sharded_param", "optimizer_state", "sharded_grad")
+COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce_scatter_buffer")
+
+_LEFT, _BOTTOM = 0.75, 0.55  # inches
+_ONE, _OF_SEVERAL = 2.9, 1.7  # inches of a panel that is alone, and of one of several
+_ABOVE, _STRIP = 0.5, 0.17  # inches: above a panel, and of them for the strip of phases
+_DASHES = ((5, 3), (2, 2), (8, 2, 2, 2), (1, 1))  # of expected values, in their order
+
+
+class _Phase(NamedTuple):
+    """Forward, backward or optimizer of the rank, from when to when, in µs."""
+
+    op: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """The samples of one rank, ready to draw.
+    """The samples of one rank, ready to draw; times in µs.
 
     Attributes:
-        times: µs, one per sample, and the end of the recording.
+        times: one per sample, and the end of the recording.
         heights: kind → bytes at these times, from the lowest area to the highest.
-        peak: the first sample with the most bytes.
-        top: bytes at the upper end of the axis; unit: of the axis.
+        peak: the first sample with the most bytes, and how many these are.
+        phases: of the strip.
     """
 
     times: list[float]
     heights: dict[str, list[int]]
-    peak: Sample
-    top: float
-    unit: style.ByteUnit
+    peak: tuple[float, int]
+    phases: list[_Phase]
 
     @property
-    def peak_bytes(self) -> int:
-        return _total(self.peak)
+    def bases(self) -> list[int]:
+        """Bytes of what stays, at these times."""
+        stay = [heights for kind, heights in self.heights.items() if kind in STAY]
+        return [sum(found[place] for found in stay) for place in range(len(self.times))]
+
+    def in_order(self) -> _Stack:
+        """The same, a millisecond from one sample to the next, and no phases: nothing says when these were."""
+        places = [1e3 * place for place in range(len(self.times))]
+        return _Stack(places, self.heights, (places[self.times.index(self.peak[0])], self.peak[1]), [])
+
+    def at_peak(self, kind: str) -> int:
+        return self.heights[kind][self.times.index(self.peak[0])]
 
 
-class _Line(NamedTuple):
-    """An expected value: its label, its height in units of the axis and in points, the label's in points."""
-
-    text: str
-    height: float
-    points: float
-    label_points: float
-
-
-def plot_memory(log: EventLog, *, rank: int = 0, expected: Mapping[str, int] | None = None) -> Figure:
+def plot_memory(
+    logs: EventLog | Mapping[str, EventLog],
+    *,
+    rank: int = 0,
+    expected: Mapping[str, int] | None = None,
+    kinds: Collection[str] | None = None,
+    title: str = "",
+    text: str = "",
+    in_order: bool = False,
+) -> Figure:
     """Stacked areas of bytes by kind, with the peak of their sum; kinds always zero are left out.
 
     Args:
+        logs: one, or several by name, which share their axes.
         rank: whose samples.
-        expected: name → bytes, each a dashed line at that height, named beside it.
+        expected: name → bytes of whole parameters; each a dashed line so far above what stays, named beside it.
+        kinds: to draw; by default all.
+        title, text: of the picture; by default whose memory this is.
+        in_order: one sample after the other, as long as each other, instead of on an axis of time.
 
     Raises:
         UsageError: the rank has no samples, or no bytes in any of them.
     """
-    stack = _stacked(log, rank, expected or {})
-    lines = _lines(expected or {}, stack)
-    left, legend = _legend_place(stack, lines)
-    figure = sheet.new_figure(left + legend, _HEIGHT)
-    axes = sheet.axes_at(figure, _LEFT, _BOTTOM, _AXES_WIDTH, _AXES_HEIGHT)
-    _frame(axes, stack)
-    _draw_areas(axes, stack)
-    _draw_peak(axes, stack)
-    for line in lines:
-        _draw_line(axes, line)
-    most = style.format_bytes(stack.peak_bytes)
-    head = sheet.head(
-        f"Memory of rank {rank} without activations: at most {most} at once", "", (), left + legend
+    named = {"": logs} if isinstance(logs, EventLog) else dict(logs)
+    stacks = {name: _stacked(log, rank, kinds, from_zero=len(named) > 1) for name, log in named.items()}
+    stacks = {name: stack.in_order() if in_order else stack for name, stack in stacks.items()}
+    most = max(stack.peak[1] for stack in stacks.values())
+    expected = expected or {}
+    highest = max(most, *(max(s.bases) + n for s in stacks.values() for n in (0, *expected.values())))
+    unit, width = style.byte_unit(highest), sheet.PAGE - _LEFT - sheet.MARGIN
+    title = title or f"Memory of rank {rank} without activations: at most {style.format_bytes(most)} at once"
+    head = sheet.head(title, text, [*_keys(stacks), *_line_keys(expected)], width)
+    panel = _ONE if len(stacks) == 1 else _OF_SEVERAL
+    bottom = _BOTTOM + len(stacks) * (_ABOVE + panel) - 0.15
+    figure = sheet.new_figure(sheet.PAGE, head.height + bottom)
+    begin, end = min(s.times[0] for s in stacks.values()), max(s.times[-1] for s in stacks.values())
+    for name, stack in stacks.items():
+        bottom -= _ABOVE + panel
+        axes = sheet.axes_at(figure, _LEFT, bottom + 0.15, width, panel)
+        axes.set_xlim(begin / 1e3, end / 1e3)
+        axes.set_ylim(0.0, 1.06 * highest / unit.nbytes)
+        axes.set_ylabel(f"bytes alive [{unit.name}]" if not name else unit.name, fontsize=style.TEXT_SIZE)
+        style.open_frame(axes)
+        axes.tick_params(axis="x", labelbottom=False, bottom=not in_order)
+        _draw_areas(axes, stack, unit)
+        _draw_expected(axes, stack, expected, unit)
+        _draw_phases(axes, stack.phases, 1e3 * width / (end - begin), panel)
+        _draw_peak(axes, stack, unit, name, timed=not in_order)
+    axes.tick_params(axis="x", labelbottom=not in_order)
+    since = "the recording" if len(stacks) == 1 else "each recording"
+    unit_of_x = (
+        "collectives and allocations in the order of issue →" if in_order else f"ms since {since} began"
     )
+    axes.set_xlabel(unit_of_x, fontsize=style.TEXT_SIZE)
     head.draw(figure, _LEFT)
-    _draw_legend(figure, axes, left)
     return figure
 
 
-def _stacked(log: EventLog, rank: int, expected: Mapping[str, int]) -> _Stack:
+def _stacked(log: EventLog, rank: int, kinds: Collection[str] | None, from_zero: bool) -> _Stack:
     samples = log.samples.get(rank, [])
-    peak = max(samples, key=_total, default=Sample(0.0, {}))  # of several, the first
-    if not _total(peak):
+    found = {kind for sample in samples for kind, nbytes in sample.bytes_by_kind.items() if nbytes}
+    found = found if kinds is None else found & set(kinds)
+    if not found:
         recorded = "Record a step of a model that fully_shard was applied to."
         raise UsageError(
             f"plot_memory(rank={rank})",
@@ -104,111 +152,94 @@ def _stacked(log: EventLog, rank: int, expected: Mapping[str, int]) -> _Stack:
             got="samples without bytes" if samples else f"samples of the ranks {sorted(log.samples)}",
             remedy=recorded if samples else "Choose one of these.",
         )
-    found = {kind for sample in samples for kind, nbytes in sample.bytes_by_kind.items() if nbytes}
-    order = [_LOWEST, *(kind for kind in KINDS if kind != _LOWEST), *sorted(found - set(KINDS))]
-    last = samples[-1]
-    end = max((e.end_us for e in log.events if e.rank == rank), default=last.us)
-    shown = [*samples, Sample(max(end, last.us, samples[0].us + 1.0), last.bytes_by_kind)]
-    heights = {k: [s.bytes_by_kind.get(k, 0) for s in shown] for k in order if k in found}
-    highest = max(_total(peak), *expected.values()) if expected else _total(peak)
-    return _Stack([s.us for s in shown], heights, peak, 1.06 * highest, style.byte_unit(highest))
+    known = (*STAY, *COME_AND_GO)
+    order = [kind for kind in (*known, *sorted(found - set(known))) if kind in found]
+    events, last = log.select(rank=rank), samples[-1]
+    end = max(max((e.end_us for e in events), default=0.0), last.us, samples[0].us + 1.0)
+    shown = [*samples, Sample(end, last.bytes_by_kind)]
+    heights = {kind: [s.bytes_by_kind.get(kind, 0) for s in shown] for kind in order}
+    totals = [sum(found) for found in zip(*heights.values(), strict=True)]
+    highest = totals.index(max(totals))  # of several, the first
+    zero = shown[0].us if from_zero else 0.0
+    phases = [_Phase(op, begin - zero, end - zero) for op, begin, end in _phases(events)]
+    return _Stack([s.us - zero for s in shown], heights, (shown[highest].us - zero, totals[highest]), phases)
 
 
-def _total(sample: Sample) -> int:
-    return sum(sample.bytes_by_kind.values())
+def _phases(events: Sequence[Event]) -> list[_Phase]:
+    """What follows each other of one op is one phase; what lies within another, such as recomputation, is none."""
+    phases: list[_Phase] = []
+    spans = [e for e in events if e.op in ("forward", "backward", "optimizer")]
+    for event in sorted(spans, key=lambda e: (e.start_us, -e.dur_us)):
+        last = phases[-1] if phases else None
+        if last is None or event.start_us >= last.end and event.op != last.op:
+            phases.append(_Phase(event.op, event.start_us, event.end_us))
+        elif event.op == last.op:
+            phases[-1] = last._replace(end=max(last.end, event.end_us))
+    return phases
 
 
-def _frame(axes: Axes, stack: _Stack) -> None:
-    style.open_frame(axes)
-    axes.set_xlim(stack.times[0] / 1e3, stack.times[-1] / 1e3)
-    axes.set_ylim(0.0, stack.top / stack.unit.nbytes)
-    axes.set_xlabel("ms since the recording began", fontsize=style.TEXT_SIZE)
-    axes.set_ylabel(f"bytes alive [{stack.unit.name}]", fontsize=style.TEXT_SIZE)
+def _keys(stacks: Mapping[str, _Stack]) -> list[Patch]:
+    """Kinds from the lowest area to the highest; of a stack that is alone, with their bytes at the peak."""
+    kinds = dict.fromkeys(kind for stack in stacks.values() for kind in stack.heights)
+    known = [kind for kind in (*STAY, *COME_AND_GO) if kind in kinds]
+    labels = {kind: kind for kind in (*known, *(kind for kind in kinds if kind not in known))}
+    if len(stacks) == 1:
+        [stack] = stacks.values()
+        labels = {kind: f"{kind}: {style.format_bytes(stack.at_peak(kind))}" for kind in labels}
+    return [sheet.key(style.look_of_kind(kind), label) for kind, label in labels.items()]
 
 
-def _draw_areas(axes: Axes, stack: _Stack) -> None:
+def _line_keys(expected: Mapping[str, int]) -> list[Line2D]:
+    return [
+        sheet.line_key(f"{name}: {style.format_bytes(nbytes)}", color=style.BLACK, linestyle=(0, dashes))
+        for (name, nbytes), dashes in zip(expected.items(), cycle(_DASHES), strict=False)
+    ]
+
+
+def _draw_areas(axes: Axes, stack: _Stack, unit: style.ByteUnit) -> None:
     times = [us / 1e3 for us in stack.times]
     lower = [0.0] * len(times)
     for kind, heights in stack.heights.items():
-        upper = [low + nbytes / stack.unit.nbytes for low, nbytes in zip(lower, heights, strict=True)]
+        upper = [low + nbytes / unit.nbytes for low, nbytes in zip(lower, heights, strict=True)]
         look = style.look_of_kind(kind)
         hatched = style.filled(look, style.mixed(look.color, style.BLACK, 0.25))
         # Without a line, since an area without height must not leave one; the edge colors the hatch.
-        area: dict[str, Any] = {"step": "post", "linewidth": 0.0, "label": _label(stack, kind)}
-        axes.fill_between(times, lower, upper, **hatched, **area)
+        axes.fill_between(times, lower, upper, **hatched, step="post", linewidth=0.0, label=kind)
         lower = upper
     # What lasts too short for an area to be seen is a line at least.
     axes.plot(times, lower, drawstyle="steps-post", color=style.GREYS[3], linewidth=0.5, gid="total")
 
 
-def _label(stack: _Stack, kind: str) -> str:
-    return f"{kind}: {style.format_bytes(stack.peak.bytes_by_kind.get(kind, 0))}"
+def _draw_phases(axes: Axes, phases: Sequence[_Phase], inches_per_ms: float, height: float) -> None:
+    """The strip above the frame; a phase is named where there is room for it."""
+    transform, y = axes.get_xaxis_transform(), 1.0 + 0.03 / height
+    for op, start, end in phases:
+        look, size = style.look_of_op(op), ((end - start) / 1e3, _STRIP / height)
+        more: dict[str, Any] = {"transform": transform, "clip_on": False}
+        sheet.add_box(axes, (start / 1e3, y), size, look, f"phase {op}", **more)
+        if sheet.inches(op, style.SMALL_SIZE) + 0.08 < size[0] * inches_per_ms:
+            middle = ((start + end) / 2e3, y + size[1] / 2)
+            style.draw_label(axes, middle, op, look.color, hatched=bool(look.hatch), transform=transform)
 
 
-def _draw_peak(axes: Axes, stack: _Stack) -> None:
-    """A dot on the peak, and a line up to its name above the frame."""
-    at, height, top = stack.peak.us / 1e3, stack.peak_bytes / stack.unit.nbytes, axes.get_ylim()[1]
-    axes.plot([at], [height], "o", color=style.BLACK, markersize=5, zorder=5, clip_on=False, gid="peak")
-    axes.plot([at, at], [height, top], color=style.BLACK, linewidth=0.8, zorder=5, clip_on=False)
-    share = (stack.peak.us - stack.times[0]) / (stack.times[-1] - stack.times[0])
-    side = "left" if share < 0.15 else "right" if share > 0.85 else "center"
-    text = f"peak: {style.format_bytes(stack.peak_bytes)} at {style.format_ms(stack.peak.us)}"
-    sheet.note(axes, text, (at, top), (0, 3), ha=side, va="bottom", color="black")
+def _draw_peak(axes: Axes, stack: _Stack, unit: style.ByteUnit, name: str, timed: bool) -> None:
+    """A dot on the peak, and what it is above the frame; of several panels, behind the name."""
+    us, nbytes = stack.peak
+    look: dict[str, Any] = {"color": style.BLACK, "zorder": 5, "clip_on": False, "gid": "peak"}
+    axes.plot([us / 1e3], [nbytes / unit.nbytes], "o", markersize=5, **look)
+    above = (0.06 + _STRIP) * style.POINTS_PER_INCH if stack.phases else 3.0
+    more: dict[str, Any] = {"xycoords": "axes fraction", "va": "bottom", "color": "black"}
+    said = f"peak: {style.format_bytes(nbytes)}" + (f" at {style.format_ms(us)}" if timed else "")
+    sheet.note(axes, said, (1.0, 1.0), (0, above), ha="right", **more)
+    if name:
+        sheet.note(axes, name, (0.0, 1.0), (0, above), ha="left", weight="bold", **more)
 
 
-def _lines(expected: Mapping[str, int], stack: _Stack) -> list[_Line]:
-    """Ascending; labels that would touch are moved apart."""
-    points_per_byte = _AXES_POINTS / stack.top
-    ascending = sorted(expected.items(), key=lambda item: item[1])
-    heights = [nbytes * points_per_byte for _, nbytes in ascending]
-    places = sheet.moved_apart(heights, _LINE_OF_TEXT, _AXES_POINTS)
-    names = [f"{name}: {style.format_bytes(nbytes)}" for name, nbytes in ascending]
-    values = [nbytes / stack.unit.nbytes for _, nbytes in ascending]
-    return list(map(_Line, names, values, heights, places))
-
-
-def _draw_line(axes: Axes, line: _Line) -> None:
-    """Dashed, with its label to the right of the frame."""
-    axes.axhline(
-        line.height,
-        color=style.BLACK,
-        linewidth=1.2,
-        linestyle=(0, (5, 3)),
-        zorder=4,
-        gid=line.text,
-        path_effects=[withStroke(linewidth=2.6, foreground=style.WHITE)],
-    )
-    offset = _COLUMN_GAP * style.POINTS_PER_INCH, line.label_points - line.points
-    at, coords = (1.0, line.height), ("axes fraction", "data")
-    tie = sheet.tied({"linewidth": 0.6, "shrinkB": 0})
-    sheet.note(axes, line.text, at, offset, xycoords=coords, color="black", **tie)
-
-
-def _legend_place(stack: _Stack, lines: Sequence[_Line]) -> tuple[float, float]:
-    """Where the legend begins and how much width is needed from there, in inches.
-
-    It stands above the labels of `lines`, or, where one of them is too high for that, to their right.
-    """
-    entries = max(style.text_width(_label(stack, kind), style.TEXT_SIZE) for kind in stack.heights) + 45.0
-    labels = max((style.text_width(line.text, style.TEXT_SIZE) for line in lines), default=0.0) + 15.0
-    frame = _LEFT + _AXES_WIDTH + _COLUMN_GAP
-    bottom = _AXES_POINTS - _LEGEND_LINE * (len(stack.heights) + 1.5)
-    if all(line.label_points < bottom for line in lines):
-        return frame, max(entries, labels) / style.POINTS_PER_INCH
-    return frame + labels / style.POINTS_PER_INCH + _COLUMN_GAP, entries / style.POINTS_PER_INCH
-
-
-def _draw_legend(figure: Figure, axes: Axes, left: float) -> None:
-    """The kinds from the highest area to the lowest, with their bytes at the peak."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        title="bytes at the peak",
-        alignment="left",
-        bbox_to_anchor=(left / figure.get_figwidth(), (_BOTTOM + _AXES_HEIGHT) / _HEIGHT),
-        fontsize=style.TEXT_SIZE,
-        title_fontsize=style.TEXT_SIZE,
-        handleheight=1.2,
-        **sheet.LEGEND,
-    )
+def _draw_expected(axes: Axes, stack: _Stack, expected: Mapping[str, int], unit: style.ByteUnit) -> None:
+    """Dashed lines that follow what stays, so many bytes above it."""
+    times, bases = [us / 1e3 for us in stack.times], stack.bases
+    for (name, nbytes), dashes in zip(expected.items(), cycle(_DASHES), strict=False):
+        level = [(base + nbytes) / unit.nbytes for base in bases]
+        line: dict[str, Any] = {"color": style.BLACK, "linewidth": 1.2, "linestyle": (0, dashes), "zorder": 4}
+        rim = [withStroke(linewidth=2.6, foreground=style.WHITE)]
+        axes.plot(times, level, drawstyle="steps-post", gid=name, path_effects=rim, **line)

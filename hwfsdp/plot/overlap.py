@@ -19,7 +19,7 @@ from hwfsdp.observe.events import Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import chosen, name_of_steps
 
-_WIDTH, _BOTTOM, _ROW, _LEFT = 9.5, 0.55, 0.42, 0.9  # inches
+_BOTTOM, _ROW, _LEFT = 0.55, 0.42, 0.9  # inches
 _LOOKS = {
     "compute": style.Look(style.SKY_BLUE),
     "hidden": style.Look(style.GREEN, "..."),
@@ -65,7 +65,7 @@ def plot_overlap(log: EventLog, *, step: int | None = None) -> Figure:
     start, end = min(e.start_us for e in events), max(e.end_us for e in events)
     ranks = sorted({e.rank for e in events})
     shares = {rank: shares_of([e for e in events if e.rank == rank], start, end) for rank in ranks}
-    width = _WIDTH - _LEFT - sheet.MARGIN
+    width = sheet.PAGE - _LEFT - sheet.MARGIN
     keys = [sheet.key(_LOOKS[name], label) for name, label in _LABELS.items()]
     title = f"Where the time of {name_of_steps(events)} went"
     head = sheet.head(title, _text(shares, end - start), keys, width)

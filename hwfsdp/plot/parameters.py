@@ -1,6 +1,6 @@
 """The table of a model's parameters as a picture: `layout.explain`, with this rank's rows drawn.
 
-A line per parameter, in blocks, one per parameter group. The strip at the right is the dimension that is cut, from its
+A line per parameter, below the name of its parameter group. The strip at the right is the dimension that is cut, from its
 first row to its last: what this rank holds is filled, padding that it sends behind them is hatched. The bar beside it
 is the share of the parameter in the bytes of the model, so that one sees which parameters matter. Groups that are alike
 in everything but their name, such as the blocks of a transformer, are drawn once.
@@ -21,11 +21,11 @@ from hwfsdp.errors import UsageError
 from hwfsdp.layout.explain import Block, Explanation, ParamRow, fold, name_within_group
 from hwfsdp.plot import sheet, style
 
-_LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 2.4, 1.3  # inches
-_MOST_FOR_NAMES = 3.4  # inches
+_LINE, _GROUP_GAP, _COLUMN_GAP, _STRIP, _SHARE = 0.24, 0.16, 0.2, 1.9, 0.7  # inches
+_MOST_FOR_NAMES = 2.2  # inches
 _OWN, _OTHERS, _PADDING = style.Look(style.BLUE), style.Look(style.GREYS[1]), style.Look(style.WHITE, "/////")
 _SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)")  # a placement that cuts, as torch's versions write it
-_HEADS = ("group", "parameter", "shape", "dtype", "placement")
+_HEADS = ("parameter", "shape", "dtype", "placement")
 
 
 def plot_parameters(explanation: Explanation) -> Figure:
@@ -42,12 +42,12 @@ def plot_parameters(explanation: Explanation) -> Figure:
             remedy="Explain a model whose parameters fully_shard has sharded.",
         )
     blocks = fold(explanation.rows)
-    cells = [[_cells(block, row, place) for place, row in enumerate(block.rows)] for block in blocks]
+    cells = [[_cells(row) for row in block.rows] for block in blocks]
     widths = _widths(cells)
     columns = [sum(widths[:i]) + i * _COLUMN_GAP for i in range(len(widths) + 1)]
     inner = columns[-1] + _STRIP + _COLUMN_GAP + _SHARE + 0.5
     head = sheet.head(_title(explanation), _text(explanation, blocks), _keys(), inner)
-    height = sum(len(block.rows) for block in blocks) * _LINE + len(blocks) * _GROUP_GAP + _LINE
+    height = sum(len(block.rows) + 1 for block in blocks) * _LINE + len(blocks) * _GROUP_GAP + _LINE
     figure, axes = sheet.page(head, sheet.MARGIN, inner, height, bottom=sheet.MARGIN)
     sheet.blank(axes, inner, height)
     share = columns[-1] + _STRIP + _COLUMN_GAP
@@ -58,6 +58,9 @@ def plot_parameters(explanation: Explanation) -> Figure:
     for block, lines in zip(blocks, cells, strict=True):
         y += _GROUP_GAP
         axes.plot([0, inner], [y - _GROUP_GAP / 2] * 2, color=style.GREYS[1], linewidth=0.8)
+        group = sheet.fitting(block.name, style.TEXT_SIZE, inner / 2)
+        sheet.say(axes, 0.0, y + _LINE / 2, group, color=style.BLACK)
+        y += _LINE
         for row, line in zip(block.rows, lines, strict=True):
             for x, text, width in zip(columns, line, widths, strict=False):
                 sheet.say(axes, x, y + _LINE / 2, sheet.fitting(text, style.TEXT_SIZE, width))
@@ -75,9 +78,9 @@ def _widths(cells: Sequence[Sequence[tuple[str, ...]]]) -> list[float]:
     ]
 
 
-def _cells(block: Block, row: ParamRow, place: int) -> tuple[str, ...]:
+def _cells(row: ParamRow) -> tuple[str, ...]:
     shape = " × ".join(map(str, row.shape))
-    return (block.name if place == 0 else "", name_within_group(row), shape, row.dtype, row.placement)
+    return (f"   {name_within_group(row)}", shape, row.dtype, row.placement)
 
 
 def _bytes(row: ParamRow) -> int:

@@ -20,7 +20,7 @@ from matplotlib.patheffects import withStroke
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 11.0, 4.6, 0.85, 0.55, 5.6, 0.95, 0.3  # inches
+_HEIGHT, _LEFT, _RIGHT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 4.0, 0.8, 0.3, 0.55, 4.4, 0.65, 0.34  # inches
 _CAPTION_LINE = 0.17  # inches
 _DIAMOND: dict[str, Any] = {"marker": "D", "color": style.BLACK, "markersize": 6}
 
@@ -70,11 +70,11 @@ def plot_scaling(
     """
     _check(points)
     ordered = sorted(points, key=lambda p: p.gpus)
-    inner = _WIDTH - _LEFT - sheet.MARGIN
+    inner = sheet.PAGE - _LEFT - sheet.MARGIN
     head = sheet.head(title, _text(ordered, device), _keys(measured, device), inner)
     lines = sheet.broken(caption, inner)
     bottom = _BOTTOM + (0.15 + len(lines) * _CAPTION_LINE if lines else 0.0)
-    figure = sheet.new_figure(_WIDTH, head.height + _HEIGHT + bottom)
+    figure = sheet.new_figure(sheet.PAGE, head.height + _HEIGHT + bottom)
     large = sheet.axes_at(figure, _LEFT, bottom, _LARGE, _HEIGHT)
     _draw_speed(large, ordered, measured)
     large.set_xlabel(f"{device}s", fontsize=style.TEXT_SIZE)
@@ -92,11 +92,11 @@ def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint], 
     panels: tuple[tuple[str, Callable[[ScalingPoint], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
         (f"GiB per {device}", lambda p: p.memory_gib),
-        ("exposed communication, % of the step", lambda p: 100.0 * p.exposed_fraction),
+        ("exposed communication, %", lambda p: 100.0 * p.exposed_fraction),
     )
     for row, (name, value) in enumerate(panels):
         y = bottom + (2 - row) * (height + _ROW_GAP)
-        axes = sheet.axes_at(figure, left, y, _WIDTH - left - sheet.MARGIN, height)
+        axes = sheet.axes_at(figure, left, y, sheet.PAGE - left - _RIGHT, height)
         _draw_panel(axes, points, name, value)
         axes.tick_params(axis="x", labelbottom=row == 2)
         axes.set_xlabel(f"{device}s" if row == 2 else "", fontsize=style.TEXT_SIZE)
@@ -198,7 +198,7 @@ def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(0.0, top)
     axes.set_xlim(gpus[0] / 1.25, gpus[-1] * 1.25)
-    room = axes.get_position().width * _WIDTH * style.POINTS_PER_INCH
+    room = axes.get_position().width * sheet.PAGE * style.POINTS_PER_INCH
     shown = [gpus[0]]
     for count in gpus:  # as many as stand beside each other
         if _distance(shown[-1], count, gpus, room) > style.text_width(str(count), style.TEXT_SIZE) + 8.0:

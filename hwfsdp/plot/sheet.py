@@ -1,8 +1,13 @@
-"""A sheet of paper: places in inches, a head of title, text and keys, and names that fit.
+"""A sheet of paper: places in inches, a head of title, text and keys, names that fit, and how it is saved.
 
 matplotlib places axes in shares of the figure and looks for room afterwards. The pictures here do the opposite: a row
-is as high as its text needs, a column of names as wide as its longest name, and the sheet as large as all of it. So
+is as high as its text needs, a column of names as wide as its longest name, and the sheet as high as all of it. So
 whatever there is to draw, one group or sixty, letters keep their size and never lie on each other.
+
+Note [A page has one width]
+    Pages of the site, of GitHub and of notebooks shrink what is wider than their column, letters included. So every
+    picture is at most `PAGE` inches wide, which is the site's column of 736 pixels, and no letter is smaller than
+    `style.SMALL_SIZE`, 9 pixels there. Files have twice the pixels, for screens that have them and for enlarging.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -17,10 +24,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from PIL import Image
 
 from hwfsdp.plot import style
 
-MARGIN = 0.25  # inches
+PAGE, MARGIN = 8.2, 0.2  # inches
+DPI = 180  # pixels per inch: two for each pixel of a page
+_COLORS = 128  # of a file: more than are told apart, and a third of the bytes
 _TITLE_BASELINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.17, 0.20  # inches
 _KEY_SIZE = style.TEXT_SIZE - 1.0  # points
 _KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters
@@ -96,7 +106,17 @@ def _width_of_keys(labels: Sequence[str], columns: int) -> float:
 
 def new_figure(width: float, height: float) -> Figure:
     """A figure of this size in inches, whose places are given in inches too (`axes_at`)."""
-    return Figure(figsize=(width, height))
+    return Figure(figsize=(width, height), dpi=DPI)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture of the documents: PNG, as wide as the page, two pixels for each of its."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    image = Image.open(drawn)
+    page = Image.new("RGB", (max(image.width, round(DPI * PAGE)), image.height), style.WHITE)
+    page.paste(image)
+    page.quantize(_COLORS, dither=Image.Dither.NONE).save(path, optimize=True, dpi=(DPI, DPI))
 
 
 def axes_at(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:

@@ -19,7 +19,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.observe.accounting import FP32_ADAM, StateBytes, Strategy, model_state_bytes
 from hwfsdp.plot import sheet, style
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 8.6, 4.0, 0.95, 0.55  # inches; the height is the frame's
+_HEIGHT, _LEFT, _BOTTOM = 3.6, 0.85, 0.55  # inches; the height is the frame's
 _LINE_OF_TEXT = 13.0  # points
 _NAMES = {
     Strategy.DDP: "DDP",
@@ -78,16 +78,16 @@ def plot_model_states(
         strategy: {n: closed(strategy, n) for n in found} for strategy, found in possible.items() if found
     }
     ends = {strategy: _name(strategy, line, shards) for strategy, line in lines.items()}
-    names = sheet.column_of(ends.values(), style.TEXT_SIZE, 4.0) + 0.5
+    names = sheet.column_of(ends.values(), style.TEXT_SIZE, 3.0) + 0.4
     elements = sum(math.prod(shape) for shape in shapes)
     states = ", ".join(f"{name} {nbytes}" for name, nbytes in per_element._asdict().items())
     text = f"{_count(elements)} parameters, {sum(per_element)} bytes each ({states})"
     if measured:
         worst = max((m.nbytes - closed(m.strategy, m.world_size) for m in measured), key=abs)
         text += f"; filled markers: {len(measured)} measured, {_agreement(worst)}"
-    head = sheet.head("Model states of a rank", text, (), _WIDTH + names - _LEFT)
-    figure = sheet.new_figure(_WIDTH + names, head.height + _HEIGHT + _BOTTOM)
-    axes = sheet.axes_at(figure, _LEFT, _BOTTOM, _WIDTH - _LEFT, _HEIGHT)
+    head = sheet.head("Model states of a rank", text, (), sheet.PAGE - _LEFT - sheet.MARGIN)
+    figure = sheet.new_figure(sheet.PAGE, head.height + _HEIGHT + _BOTTOM)
+    axes = sheet.axes_at(figure, _LEFT, _BOTTOM, sheet.PAGE - names - _LEFT, _HEIGHT)
     head.draw(figure, _LEFT)
     values = [nbytes for line in lines.values() for nbytes in line.values()]
     _frame(axes, sizes, [*values, *(m.nbytes for m in measured)])

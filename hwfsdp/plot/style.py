@@ -23,7 +23,7 @@ BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 GREYS = ("#F4F4F4", "#D9D9D9", "#8C8C8C", "#4D4D4D")  # from background to text
 SEVEN = (SKY_BLUE, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)  # of ranks and groups, by their number
 
-TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.0, 7.0  # points
+TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 9.0, 7.5  # points
 POINTS_PER_INCH = 72.0
 
 
@@ -146,9 +146,15 @@ def _three_digits(value: float) -> str:
 
 
 def draw_label(
-    axes: Axes, at: tuple[float, float], text: str, face: str, size: float = SMALL_SIZE, hatched: bool = True
+    axes: Axes,
+    at: tuple[float, float],
+    text: str,
+    face: str,
+    size: float = SMALL_SIZE,
+    hatched: bool = True,
+    **more: Any,
 ) -> None:
-    """Text in the middle of an area of color `face`; on a hatch it gets a rim of that color."""
+    """Text in the middle of an area of color `face`; on a hatch it gets a rim of that color. `more`: of matplotlib."""
     axes.text(
         *at,
         text,
@@ -158,6 +164,7 @@ def draw_label(
         va="center_baseline",
         zorder=4.0,
         path_effects=[withStroke(linewidth=2.5, foreground=face)] if hatched else None,
+        **more,
     )
 
 

@@ -21,9 +21,9 @@ from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.choice import name_of_steps
-from hwfsdp.plot.lanes import Words, draw_bands
+from hwfsdp.plot.lanes import WIDTH, Words, draw_bands
 
-_WIDTH, _GAP = 12.4, 0.14  # inches
+_GAP = 0.14  # inches
 _RECORD = "Record a step first."
 
 
@@ -33,24 +33,26 @@ def plot_timeline(
     start_us: float | None = None,
     end_us: float | None = None,
     step: int | None = None,
+    title: str = "",
 ) -> Figure:
     """Bands of ranks, rows of streams, bars of events, arrows of dependencies.
 
     Args:
         start_us, end_us: draw only what ran between these times, cut at them; by default all of it.
         step: draw only events of this optimizer step (`Event.step`).
+        title: by default, whose streams these are.
 
     Raises:
         UsageError: nothing is left to draw.
     """
     events = _selected(log, start_us, end_us, step)
     by_rank = {rank: [e for e in events if e.rank == rank] for rank in sorted({e.rank for e in events})}
-    words = Words(_title(events), _subtitle(events), "ms since the recording began")
+    words = Words(title or _title(events), _subtitle(events), "ms since the recording began")
     gaps = [0.0, *[_GAP] * (len(by_rank) - 1)]
-    figure, bands = draw_bands(words, list(by_rank.values()), gaps, _WIDTH)
+    figure, bands = draw_bands(words, list(by_rank.values()), gaps)
     for axes, (rank, of_rank) in zip(bands, by_rank.items(), strict=True):
         axes.set_ylabel(f"rank {rank}", fontsize=style.TEXT_SIZE, weight="bold")
-        axes.yaxis.set_label_coords(-1.0 / _WIDTH, 0.5)
+        axes.yaxis.set_label_coords(-1.06 / WIDTH, 0.5)
         _draw_step_ends(axes, of_rank, named=axes is bands[0])
     return figure
 

@@ -18,7 +18,7 @@ from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.plot import sheet, style
 
-_WIDTH, _BOTTOM, _BAR, _GAP, _MOST_FOR_NAMES = 11.0, 0.55, 0.26, 0.22, 3.0  # inches
+_BOTTOM, _BAR, _GAP, _MOST_FOR_NAMES = 0.55, 0.26, 0.22, 2.2  # inches
 _EXPECTED = style.Look(style.WHITE)
 _WORDS = style.SMALL_SIZE + 1  # points
 
@@ -69,7 +69,7 @@ def plot_traffic(log: EventLog, expected: Mapping[str, Mapping[str, int]]) -> Fi
     bars = [bar for op in ops for bar in _bars(op, measured, expected)]
     names = sheet.column_of((bar.name for bar in bars), style.TEXT_SIZE, _MOST_FOR_NAMES)
     left = sheet.MARGIN + names + 0.1
-    width = _WIDTH - left - sheet.MARGIN
+    width = sheet.PAGE - left - sheet.MARGIN
     looks = [sheet.key(style.look_of_op(op), op) for op in ops]
     head = sheet.head("Bytes of a step, by collective", _text(measured, expected), looks, width)
     figure, axes = sheet.page(head, left, width, len(bars) * _BAR + len(ops) * _GAP, _BOTTOM)

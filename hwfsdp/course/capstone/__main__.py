@@ -13,6 +13,7 @@ from hwfsdp.course.capstone import picture
 from hwfsdp.course.capstone.homework import FILE, FOLDER, read_homework, solution_path, starter_of
 from hwfsdp.course.manifest import find_course
 from hwfsdp.errors import UsageError
+from hwfsdp.plot import sheet
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"wrote {path.relative_to(course.root)}")
         return 0
     if list(arguments) == ["picture"]:
-        picture.draw().savefig(course.root / "exercises" / FOLDER / "picture.png")
+        sheet.save(picture.draw(), course.root / "exercises" / FOLDER / "picture.png")
         return 0
     print(__doc__, file=sys.stderr)
     return 2

@@ -16,13 +16,18 @@ from hwfsdp.course.stations.clocked import GPUS, HOST, Runner, stack_of_blocks, 
 from hwfsdp.course.stations.facts import homeworks_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.eventlog import Interval, union
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 from hwfsdp.virtual.run import simulate
 
 ROWS = {
     "all_gather": (2.1, "all-gather"),
     "compute": (1.05, "compute"),
     "reduce_scatter": (0.0, "reduce-scatter"),
+}
+LOOKS = {
+    "all_gather": style.Look(style.GREEN),
+    "compute": style.Look(style.BLUE),
+    "reduce_scatter": style.Look(style.VERMILION),
 }
 
 
@@ -72,27 +77,35 @@ def _drawn_steps() -> Any:
 def draw() -> Figure:
     """Two strips on one axis of time: the backward only, where task 3 makes the difference."""
     both = launch(_drawn_steps, 1)[0]
-    figure = Figure(figsize=(10.0, 4.6), dpi=140)
     longest = max(step.end_ms - step.backward_ms for step in both)
     titles = ("without task 3: every gather and every reduction is waited for", "with task 3")
-    for index, (step, title) in enumerate(zip(both, titles, strict=True)):
-        axes = figure.add_axes((0.115, 0.56 - 0.45 * index, 0.87, 0.33))
+    left, strip, gap = 1.15, 1.0, 0.35  # inches
+    keys = [sheet.key(look, ROWS[row][1]) for row, look in LOOKS.items()]
+    text = "The backward of the wide model, on the virtual host of the grader."
+    head = sheet.head("What task 3 is for", text, keys, sheet.PAGE - left - sheet.MARGIN)
+    bottom = 0.5 + len(both) * (strip + gap)
+    figure = sheet.new_figure(sheet.PAGE, head.height + bottom)
+    head.draw(figure, left)
+    for step, title in zip(both, titles, strict=True):
+        bottom -= strip + gap
+        axes = sheet.axes_at(figure, left, bottom, sheet.PAGE - left - sheet.MARGIN, strip)
         _draw_strip(axes, step, f"{title}: {step.end_ms - step.backward_ms:.0f} ms", longest)
-        axes.tick_params(labelbottom=index == 1)
-    axes.set_xlabel("ms since the backward began", fontsize=style.TEXT_SIZE + 1, loc="left")
+        axes.tick_params(labelbottom=step is both[-1])
+    axes.set_xlabel("ms since the backward began", fontsize=style.TEXT_SIZE)
     return figure
 
 
 def _draw_strip(axes: Axes, step: Step, title: str, longest: float) -> None:
-    axes.set_title(title, loc="left", fontsize=style.TITLE_SIZE)
+    axes.set_title(title, loc="left", fontsize=style.TEXT_SIZE + 1)
     for row, (y, _) in ROWS.items():
-        color = style.GREYS[2] if row == "compute" else style.look_of_op(row).color
         for start, end in step.busy[row]:
             if end > step.backward_ms:
                 left = max(start, step.backward_ms) - step.backward_ms
-                axes.broken_barh([(left, end - step.backward_ms - left)], (y, 0.85), color=color, linewidth=0)
+                axes.broken_barh(
+                    [(left, end - step.backward_ms - left)], (y, 0.85), color=LOOKS[row].color, linewidth=0
+                )
     axes.set_yticks([y + 0.42 for y, _ in ROWS.values()], [name for _, name in ROWS.values()])
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE + 1)
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE)
     axes.set_xlim(0, longest)
     axes.set_ylim(-0.1, 3.05)
     axes.spines[:].set_visible(False)

@@ -1,26 +1,31 @@
-"""07: three micro-batches under three settings, recorded on two ranks; events in the order in which rank 0 issued them."""
+"""07: three micro-batches under three settings, recorded on two ranks; events in the order in which rank 0 issued them.
+
+A collective reaches from its call to the wait for it (`plot.issued`).
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
-from hwfsdp.course.pictures.drawing import box, clear, headline
+from hwfsdp.course.pictures.drawing import headline
 from hwfsdp.features.door import fully_shard
 from hwfsdp.features.steering import FSDPModule
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.events import Event, active
 from hwfsdp.observe.recording import record
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
+from hwfsdp.plot.issued import Issued, draw_issued, issued
 
 LAYERS, MICRO_BATCHES, WIDTH = 3, 3, 8
 GROUP_BYTES = (WIDTH * WIDTH + WIDTH) * 4
-ROWS = {"all_gather": 2.0, "forward": 1.0, "backward": 1.0, "reduce_scatter": 0.0}  # y of the bars
-ALIVE = -1.75  # y of the line for no whole group
+WHOLE, TITLE = style.Look(style.YELLOW), style.TEXT_SIZE + 1.0
+OPS = ("all_gather", "forward", "backward", "reduce_scatter")  # of the legend
 
 
 class Setting(NamedTuple):
@@ -73,44 +78,53 @@ def _step(model: nn.Module, setting: Setting) -> list[int]:
 
 
 def draw() -> Figure:
-    """A strip for each setting."""
+    """A strip for each setting, and below it how many groups were whole."""
     recordings = launch(record_settings, 2)[0]
-    figure = Figure(figsize=(10.0, 8.2), dpi=140)
-    longest = max(len(_drawn(recorded)) for recorded in recordings)
-    for index, (setting, recorded) in enumerate(zip(SETTINGS, recordings, strict=True)):
-        axes = figure.add_axes((0.125, 0.695 - 0.315 * index, 0.865, 0.235))
-        _draw_strip(axes, setting, recorded, longest)
-    larger: dict[str, Any] = {"fontsize": style.TEXT_SIZE + 1, "color": style.GREYS[3]}
-    figure.text(0.125, 0.018, "order of issue on rank 0 →", **larger)
+    found = [_drawn(recorded) for recorded in recordings]
+    keys = [sheet.key(style.look_of_op(op), op) for op in OPS] + [sheet.key(WHOLE, "whole groups")]
+    text = "Order of issue on rank 0, from left to right. A collective reaches to the wait for it."
+    left, strip, alive, gap = 1.1, 0.72, 0.5, 0.62  # inches
+    head = sheet.head("Three micro-batches of three layers", text, keys, sheet.PAGE - left - sheet.MARGIN)
+    bottom = len(SETTINGS) * (strip + alive + gap) + 0.1
+    figure = sheet.new_figure(sheet.PAGE, head.height + bottom)
+    head.draw(figure, left)
+    width, longest = sheet.PAGE - left - sheet.MARGIN, max(map(len, found))
+    for setting, recorded, events in zip(SETTINGS, recordings, found, strict=True):
+        bottom -= strip + gap
+        axes = sheet.axes_at(figure, left, bottom, width, strip)
+        draw_issued(axes, events, longest)
+        counts = [sum(each.event.op == op for each in events) for op in ("all_gather", "reduce_scatter")]
+        headline(axes, f"{setting.title}: {counts[0]} gathers, {counts[1]} reductions", 18, fontsize=TITLE)
+        bottom -= alive
+        below = sheet.axes_at(figure, left, bottom, width, alive)
+        _draw_alive(below, recorded, events, longest)
+        _draw_micro_batches((axes, below), recorded, events)
     return figure
 
 
-def _drawn(recorded: Recorded) -> list[Event]:
-    """What has a bar: collectives, and the compute of the layers, without the root's span around it."""
-    return [e for e in recorded.events if e.op in ROWS and e.owner.isdecimal()]
+def _drawn(recorded: Recorded) -> list[Issued]:
+    """Collectives, and the compute of the layers, without the root's span around it."""
+    return issued([e for e in recorded.events if e.owner.isdecimal()])
 
 
-def _draw_strip(axes: Axes, setting: Setting, recorded: Recorded, longest: int) -> None:
-    events = _drawn(recorded)
-    counts = [sum(e.op == op for e in events) for op in ("all_gather", "reduce_scatter")]
-    title = f"{setting.title}: {counts[0]} gathers, {counts[1]} reductions"
-    clear(axes, (0, longest), (ALIVE, 3.1))
-    headline(axes, title, 20)
-    for place, event in enumerate(events):
-        at, color = (place + 0.06, ROWS[event.op]), style.look_of_op(event.op).color
-        box(axes, at, color, event.owner, size=(0.88, 0.8), fontsize=9, edgecolor="none")
-    places = [sum(e.seq < end for e in events) for end in (0, *recorded.ends)]
+def _draw_micro_batches(strips: tuple[Axes, Axes], recorded: Recorded, events: Sequence[Issued]) -> None:
+    places = [sum(each.event.seq < end for each in events) for end in (0, *recorded.ends)]
     for micro, (start, stop) in enumerate(zip(places, places[1:], strict=False)):
-        name = f"micro-batch {micro + 1}" + (", synchronized" if micro == MICRO_BATCHES - 1 else "")
-        axes.text((start + stop) / 2, 3.15, name, ha="center", va="bottom", fontsize=style.TEXT_SIZE + 1)
-        axes.plot([stop, stop], [ALIVE, 3.4], color=style.GREYS[2], linewidth=0.8, linestyle=(0, (4, 3)))
-    heights = [ALIVE + 0.42 * _alive(recorded, event) for event in events] + [ALIVE]
-    look: dict[str, Any] = {"step": "post", "color": style.SKY_BLUE, "linewidth": 0}
-    axes.fill_between(range(len(heights)), ALIVE, heights, **look)
-    names = ("all-gather", "compute", "reduce-scatter", "whole groups\nalive (0 to 3)")
-    axes.set_yticks((2.4, 1.4, 0.4, ALIVE + 0.6), names, fontsize=style.TEXT_SIZE + 1)
+        sheet.note(strips[0], f"micro-batch {micro + 1}", ((start + stop) / 2, 0.0), (0, 6), ha="center")
+        for axes in strips:
+            axes.axvline(stop, color=style.GREYS[2], linewidth=0.8, linestyle=(0, (4, 3)), clip_on=False)
+
+
+def _draw_alive(axes: Axes, recorded: Recorded, events: Sequence[Issued], places: int) -> None:
+    heights = [_alive(recorded, each.event) for each in events] + [0]
+    axes.fill_between(range(len(heights)), 0, heights, step="post", color=WHOLE.color, linewidth=0)
+    axes.set_xlim(0, places)
+    axes.set_ylim(0, LAYERS + 0.3)
+    style.open_frame(axes)
+    axes.spines[["left"]].set_visible(False)
+    axes.set_xticks([])
+    axes.set_yticks([LAYERS / 2], ["whole groups\n(0 to 3)"])
     axes.tick_params(length=0)
-    axes.axhline(ALIVE, color=style.GREYS[2], linewidth=0.8)
 
 
 def _alive(recorded: Recorded, event: Event) -> int:

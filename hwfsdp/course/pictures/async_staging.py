@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from hwfsdp.course.pictures.drawing import box, clear, say
-from hwfsdp.plot import style
+from hwfsdp.course.pictures.drawing import box, clear, headline, say
+from hwfsdp.plot import sheet, style
 
 LEFT = 2.3  # where time begins
 
@@ -22,9 +22,9 @@ class Bar(NamedTuple):
     look: style.Look
 
 
-STEP, COPY, WRITE = style.look_of_op("forward"), style.look_of_op("copy_in"), style.look_of_op("optimizer")
+STEP, COPY, WRITE = style.Look(style.SKY_BLUE), style.look_of_op("copy_in"), style.Look(style.GREYS[3])
 WAIT = style.look_of_op("wait")
-LENT = style.Look(style.ORANGE)
+LENT = style.Look(style.YELLOW)
 
 
 def synchronous() -> list[Bar]:
@@ -52,8 +52,9 @@ def asynchronous() -> list[Bar]:
 
 def draw() -> Figure:
     """Lanes from left to right in time."""
-    figure = Figure(figsize=(10.0, 4.3), dpi=140)
-    axes = figure.add_axes((0.02, 0.13, 0.96, 0.83))
+    figure = sheet.new_figure(sheet.PAGE, 3.5)
+    axes = figure.add_axes((0.02, 0.14, 0.96, 0.76))
+    headline(axes, "What training waits for: a save at once, and one in the background", weight="bold")
     clear(axes, (0, LEFT + 9.6), (4.6, -0.25))
     names = {0: "save", 1.55: "async_save", 2.55: "its thread", 3.55: "buffers"}
     for line, name in names.items():
@@ -62,13 +63,14 @@ def draw() -> Figure:
         at, size = (LEFT + bar.begin + 0.02, bar.line), (bar.length - 0.04, 0.8)
         fontsize = style.TEXT_SIZE if bar.length < 0.8 else style.TEXT_SIZE + 1
         edge = style.edge_of(bar.look)
-        box(axes, at, bar.look.color, bar.text, size=size, fontsize=fontsize, edgecolor=edge)
+        look = {"edgecolor": edge, "hatch": bar.look.hatch or None}
+        box(axes, at, bar.look.color, bar.text, size=size, fontsize=fontsize, **look)
     begin, end = LEFT + 2, LEFT + 2.5
     for x in (begin, end):
         axes.plot([x, x], [1.4, 4.45], color=style.GREYS[2], linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     caption = (
-        "Numbers are steps. The second async_save comes before the first save has ended, and waits for that. Its copy goes into "
-        "the same buffers."
+        "Numbers are steps. The second async_save comes before the first save has ended, and waits for it:\n"
+        "its copy goes into the same buffers."
     )
-    figure.text(0.02, 0.045, caption, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+    figure.text(0.02, 0.03, caption, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
     return figure

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.state import FSDPState
 from hwfsdp.course.pictures.timelines import Place, draw_strips, simulated, training
+from hwfsdp.plot import sheet
 
 LANES = ("all_gather", "compute", "reduce_scatter")
 OPS = ("all_gather", "copy_out", "forward", "backward", "copy_in", "reduce_scatter", "optimizer")
@@ -41,6 +42,6 @@ def draw() -> Figure:
         "Each reduction under the next backward": overlapped,
         "And the next gather under this backward": simulated(training),
     }
-    figure = Figure(figsize=(10.0, 7.0), dpi=150)
-    draw_strips(figure, strips, Place(0.105, 0.71, 0.885, 0.225, 0.305), LANES, OPS)
+    figure = sheet.new_figure(sheet.PAGE, 5.7)
+    draw_strips(figure, strips, Place(0.135, 0.71, 0.85, 0.225, 0.305), LANES, OPS)
     return figure

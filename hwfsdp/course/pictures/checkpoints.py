@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from hwfsdp.checkpoint.boxes import Box, intersection, within
 from hwfsdp.core.sharding import chunk_extents
 from hwfsdp.course.pictures.drawing import box, clear, headline, say
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 ROWS, SAVED, LOADED = 7, 3, 2  # rows of the tensor, ranks that saved it, ranks that load it
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)
@@ -47,7 +47,7 @@ def parts(ranks: int) -> list[Box]:
 
 def draw() -> Figure:
     """Boxes above, the commit below."""
-    figure = Figure(figsize=(10.0, 5.6), dpi=140)
+    figure = sheet.new_figure(sheet.PAGE, 4.6)
     axes = figure.add_axes((0.02, 0.40, 0.96, 0.53))
     _draw_boxes(axes)
     axes = figure.add_axes((0.02, 0.03, 0.96, 0.27))
@@ -56,14 +56,14 @@ def draw() -> Figure:
 
 
 def _draw_boxes(axes: Axes) -> None:
-    clear(axes, (0, 13.4), (4.0, 0))
+    clear(axes, (0, 15.6), (4.0, 0))
     headline(axes, f"{ROWS} rows, saved by {SAVED} ranks, loaded by {LOADED}")
-    left, y = 2.0, 0.25
+    left, y = 2.55, 0.25
     say(axes, (0, y + HEIGHT / 2), "saved", style.TEXT_SIZE + 1)
     for rank, part in enumerate(parts(SAVED)):
         _draw_rows(axes, left, y, part, COLORS[rank])
         middle = left + part.offset[0] + part.shape[0] / 2
-        say(axes, (middle, y - 0.17), f"chunk of rank {rank}", ha="center")
+        say(axes, (middle, y - 0.17), f"chunk {rank}", ha="center")
     for rank, part in enumerate(parts(LOADED)):
         y = 1.7 + rank * 1.4
         say(axes, (0, y + HEIGHT / 2), f"loaded by rank {rank}", style.TEXT_SIZE + 1)
@@ -95,14 +95,14 @@ def _draw_rows(axes: Axes, left: float, y: float, part: Box, color: str) -> None
 def _draw_commit(axes: Axes) -> None:
     clear(axes, (0, 12.6), (3.1, 0))
     headline(axes, "The commit, and what a load finds after a crash between two operations")
-    left, width = 1.55, 1.57
+    left, width = 1.1, 1.64
     for number, step in enumerate(STEPS):
-        at, size = (left + number * width + 0.08, 0.15), (width - 0.16, 0.95)
-        small = style.TEXT_SIZE - 0.6
+        at, size = (left + number * width + 0.04, 0.15), (width - 0.08, 0.95)
+        small = style.SMALL_SIZE
         box(axes, at, style.GREYS[0], step.name, size=size, fontsize=small, edgecolor=style.GREYS[2])
     for line, name in enumerate(("killed", "power cut")):
         y = 1.45 + line * 0.75
-        say(axes, (0, y + 0.25), name, style.TEXT_SIZE + 1)
+        say(axes, (0, y + 0.25), name)
         found = [step.kill if line == 0 else step.power for step in STEPS]
         begin = left
         for save, same in groupby(enumerate(found), key=lambda each: each[1]):

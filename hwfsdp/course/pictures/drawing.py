@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patheffects import withStroke
 
 from hwfsdp.plot import style
 
@@ -47,7 +48,8 @@ def box(
     axes.add_patch(Rectangle(at, *size, **look))
     if text:
         middle = at[0] + size[0] / 2, at[1] + size[1] / 2
-        say(axes, middle, text, fontsize, ha="center", color=style.ink_on(color))
+        rim = [withStroke(linewidth=2.5, foreground=color)] if look.get("hatch") else None
+        say(axes, middle, text, fontsize, ha="center", color=style.ink_on(color), path_effects=rim)
 
 
 def padding(axes: Axes, at: Point) -> None:

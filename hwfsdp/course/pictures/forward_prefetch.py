@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from hwfsdp.core.state import FSDPState
 from hwfsdp.course.pictures.drawing import arrow
 from hwfsdp.course.pictures.timelines import HEIGHT, Place, draw_strips, inference, simulated
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 from hwfsdp.virtual.run import Simulation
 
 LANES = ("copy", "all_gather", "compute")
@@ -26,8 +26,8 @@ def draw() -> Figure:
         "Each gather starts when its block needs it": without,
         "The next gather starts before the block computes": ahead,
     }
-    figure = Figure(figsize=(10.0, 5.2), dpi=150)
-    *_, last = draw_strips(figure, strips, Place(0.085, 0.585, 0.9, 0.315, 0.455), LANES, OPS)
+    figure = sheet.new_figure(sheet.PAGE, 4.3)
+    *_, last = draw_strips(figure, strips, Place(0.1, 0.585, 0.885, 0.315, 0.455), LANES, OPS)
     _draw_arrows(last, ahead)
     return figure
 

@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 from hwfsdp.course.pictures.drawing import caption, headline, patches
 from hwfsdp.observe.accounting import GroupSizes, StateBytes, Strategy, bytes_sent, mesh_shape
 from hwfsdp.observe.accounting import model_state_bytes, strategy_traffic
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 # ranks; of them in one host, for HSDP; the ZeRO paper's example
 RANKS, SHARDS, PARAMETERS = 64, 8, 7_500_000_000
 SHAPES = [(PARAMETERS,)]
+GIB = 2**30
 MIXED = StateBytes(2, 2, 12)  # bytes per element: bf16 parameters and gradients, Adam with an fp32 copy
 NAMES = {
     Strategy.DDP: "DDP",
@@ -33,14 +34,14 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 def draw() -> Figure:
     """Left bytes that a rank holds, right bytes that it sends; a bar for each strategy."""
-    figure = Figure(figsize=(9.4, 4.5), dpi=150)
-    left = figure.add_axes((0.075, 0.155, 0.40, 0.62))
-    right = figure.add_axes((0.575, 0.155, 0.40, 0.62))
+    figure = sheet.new_figure(sheet.PAGE, 3.9)
+    left = figure.add_axes((0.07, 0.155, 0.40, 0.62))
+    right = figure.add_axes((0.56, 0.155, 0.40, 0.62))
     held = [_states(strategy) for strategy in Strategy]
-    _draw_bars(left, "Model states of a rank, GB", held, STATES)
+    _draw_bars(left, "Model states of a rank, GiB", held, STATES)
     sent = [_sent(strategy) for strategy in Strategy]
     looks = {op.replace("_", "-"): style.look_of_op(op) for op in COLLECTIVES}
-    _draw_bars(right, "Sent by a rank in a step, GB", sent, looks)
+    _draw_bars(right, "Sent by a rank in a step, GiB", sent, looks)
     text = f"{PARAMETERS / 1e9:g} billion parameters on {RANKS} ranks, mixed precision with Adam"
     caption(figure, text, 0.02, style.TEXT_SIZE)
     return figure
@@ -68,8 +69,8 @@ def _draw_bars(axes: Axes, title: str, stacks: list[list[int]], looks: dict[str,
                 "edgecolor": style.edge_of(look),
                 "hatch": look.hatch,
             }
-            axes.bar(place, part / 1e9, 0.7, bottom, linewidth=0.5, **drawn)
-            bottom += part / 1e9
+            axes.bar(place, part / GIB, 0.7, bottom, linewidth=0.5, **drawn)
+            bottom += part / GIB
         above: dict[str, Any] = {
             "textcoords": "offset points",
             "ha": "center",
@@ -79,8 +80,8 @@ def _draw_bars(axes: Axes, title: str, stacks: list[list[int]], looks: dict[str,
     axes.set_xticks(range(len(stacks)), list(NAMES.values()))
     axes.tick_params(axis="x", length=0, labelsize=style.TEXT_SIZE + 0.5)
     axes.set_xlim(-0.6, len(stacks) - 0.4)
-    axes.set_ylim(0.0, 1.1 * max(map(sum, stacks)) / 1e9)
+    axes.set_ylim(0.0, 1.1 * max(map(sum, stacks)) / GIB)
     axes.legend(
         handles=patches(looks), loc="lower center", bbox_to_anchor=(0.5, 1.03), ncol=3, frameon=False,
-        fontsize=style.TEXT_SIZE, columnspacing=1.2, handletextpad=0.5,
+        fontsize=style.TEXT_SIZE, columnspacing=1.0, handletextpad=0.4, handlelength=1.4,
     )  # fmt: skip

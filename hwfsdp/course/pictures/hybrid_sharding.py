@@ -16,7 +16,7 @@ from hwfsdp.features.door import fully_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
 from hwfsdp.observe.recording import record
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 WIDTH, LAYERS = 64, 3
 SHAPES = (MeshShape(1, 4), MeshShape(2, 2), MeshShape(4, 1))
@@ -51,9 +51,9 @@ def record_shapes() -> list[Sent]:
 def draw() -> Figure:
     """Left the grid, right the bytes."""
     sent = launch(record_shapes, 4)[0]
-    figure = Figure(figsize=(9.8, 4.5), dpi=140)
-    _draw_grid(figure.add_axes((0.01, 0.03, 0.53, 0.87)))
-    _draw_bytes(figure.add_axes((0.645, 0.14, 0.345, 0.74)), sent)
+    figure = sheet.new_figure(sheet.PAGE, 3.8)
+    _draw_grid(figure.add_axes((0.01, 0.03, 0.53, 0.86)))
+    _draw_bytes(figure.add_axes((0.6, 0.14, 0.39, 0.74)), sent)
     return figure
 
 
@@ -78,8 +78,8 @@ def _draw_grid(axes: Axes) -> None:
         x = 4.9 * place + 1.5
         _draw_exchange(axes, (x, 2.25), (x, 3.95), style.ORANGE)
         say(axes, (x + 0.25, 3.1), "all-reduce\nof these rows", color=style.BLACK)
-    text = "inside: whole parameters and gradients of a group.   across: this rank's rows of gradients."
-    say(axes, (-2.3, 6.75), text, va="baseline")
+    text = "inside: whole parameters and gradients of a group\nacross: this rank's rows of gradients"
+    say(axes, (-2.3, 6.75), text)
 
 
 def _draw_exchange(axes: Axes, start: Point, end: Point, color: str) -> None:
@@ -88,21 +88,21 @@ def _draw_exchange(axes: Axes, start: Point, end: Point, color: str) -> None:
 
 def _draw_bytes(axes: Axes, sent: list[Sent]) -> None:
     """A bar for each axis of each arrangement."""
-    headline(axes, "sent by rank 0 in a step", weight="bold")
+    headline(axes, "sent by rank 0 in a step", 4, weight="bold")
     top = max(sum(each.by_op.values()) for each in sent)
     for index, each in enumerate(sent):
-        for offset, ops, name in ((-0.2, INSIDE, "inside"), (0.2, ACROSS, "across")):
+        for offset, ops, name in ((-0.23, INSIDE, "inside"), (0.23, ACROSS, "across")):
             bottom = 0
             for op in ops:
                 height, look = each.by_op[op], style.look_of_op(op)
                 if height:
-                    axes.bar(index + offset, height, 0.36, bottom=bottom, color=look.color)
+                    axes.bar(index + offset, height, 0.38, bottom=bottom, color=look.color)
                 bottom += height
             text, at = f"{style.format_bytes(bottom)}\n{name}", (index + offset, bottom + top * 0.015)
-            say(axes, at, text, style.SMALL_SIZE + 0.5, ha="center", va="bottom", color=style.BLACK)
+            say(axes, at, text, style.SMALL_SIZE, ha="center", va="bottom", color=style.BLACK)
     for op in (*INSIDE, *ACROSS):
         axes.bar(0, 0, color=style.look_of_op(op).color, label=op.replace("_", "-"))
-    axes.legend(loc="upper right", fontsize=style.SMALL_SIZE + 0.5, frameon=False, handlelength=1.2)
+    axes.legend(loc="upper right", fontsize=style.SMALL_SIZE, frameon=False, handlelength=1.2)
     ticks = [
         f"{shape.replicate} × {shape.shard}\n{name}" for (shape, _), name in zip(sent, NAMES, strict=True)
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from hwfsdp.core.sharding import Extent, chunk_extents
 from hwfsdp.course.pictures.drawing import box, caption, clear, say
 from hwfsdp.layout.init_shards import row_generator
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 ROWS, COLUMNS, SEED, NAME = 5, 6, 7, "layers.0.weight"
 WORLD_SIZES = (1, 2, 4)
@@ -40,7 +40,7 @@ def per_row(extent: Extent) -> Tensor:
 
 def draw() -> Figure:
     """Left the obvious way, right the one that knows no ranks."""
-    figure = Figure(figsize=(9.6, 3.7), dpi=150)
+    figure = sheet.new_figure(sheet.PAGE, 3.2)
     _draw_panel(figure.add_axes((0.01, 0.12, 0.485, 0.86)), "One generator per rank", per_rank)
     _draw_panel(figure.add_axes((0.51, 0.12, 0.485, 0.86)), "One generator per row", per_row)
     text = "A line is a row, with its number; a cell is a number that was drawn. Left, ranks hold copies of each other's noise."
@@ -70,4 +70,4 @@ def _draw_rank(axes: Axes, x: float, rank: int, extent: Extent, rows: Tensor) ->
         first = top + extent.start
         box(axes, (x, first), "none", size=(COLUMNS, extent.length), linewidth=1.2)
         at = x + COLUMNS + 0.2, first + extent.length / 2
-        say(axes, at, f"rank {rank}", style.SMALL_SIZE + 1, rotation=270, color=style.GREYS[2])
+        say(axes, at, f"rank {rank}", style.SMALL_SIZE + 1, rotation=270)

@@ -16,7 +16,7 @@ from hwfsdp.features.door import fully_shard
 from hwfsdp.features.steering import checked_state
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.recording import record
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 WIDTH, RANKS = 512, 2
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -29,7 +29,7 @@ LOOKS = {"float32": style.Look(style.BLUE), "bfloat16": style.Look(style.ORANGE,
 NAMES = {
     "shard": "shard,\nwhich is kept",
     "all_gather": "all-gather",
-    "whole": "whole weight,\nin forward and backward",
+    "whole": "whole weight,\nwhile it is there",
     "gradient": "whole gradient",
     "reduce_scatter": "reduce-scatter",
     "sharded gradient": "gradient of the shard,\nfor the optimizer",
@@ -81,20 +81,20 @@ def _stop(name: str, tensor: Tensor) -> Stop:
 def draw() -> Figure:
     """A column for each policy, a bar for each stop, as long as it has bytes."""
     columns = launch(record_stops, RANKS)[0]
-    figure = Figure(figsize=(10.0, 4.6), dpi=140)
     longest = max(stop.nbytes for stops in columns for stop in stops)
+    left, each, height = 1.5, 2.12, 3.0  # inches
+    text = f"nn.Linear({WIDTH}, {WIDTH}, bias=False) on {RANKS} ranks, recorded on rank 0; time goes down."
+    head = sheet.head("One weight in a step, under three policies", text, patches(LOOKS, style.WHITE), 6.0)
+    figure = sheet.new_figure(sheet.PAGE, head.height + height + 0.35)
+    head.draw(figure, left)
     for index, (title, stops) in enumerate(zip(POLICIES, columns, strict=True)):
-        axes = figure.add_axes((0.17 + 0.278 * index, 0.13, 0.262, 0.8))
+        axes = sheet.axes_at(figure, left + index * (each + 0.08), 0.1, each, height)
         _draw_column(axes, title, stops, longest, named=index == 0)
-    handles = patches(LOOKS, style.WHITE)
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.16, 0.0), ncols=2, frameon=False)
-    text = f"nn.Linear({WIDTH}, {WIDTH}, bias=False) on {RANKS} ranks, as recorded on rank 0; time goes down"
-    figure.text(0.99, 0.035, text, ha="right", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
     return figure
 
 
 def _draw_column(axes: Axes, title: str, stops: list[Stop], longest: int, named: bool) -> None:
-    headline(axes, title, 6, fontsize=style.TITLE_SIZE - 1.5)
+    headline(axes, title, 4, fontsize=style.TEXT_SIZE + 1)
     for place, stop in enumerate(stops):
         look = LOOKS[stop.dtype]
         axes.barh(-place, stop.nbytes, 0.62, color=look.color, hatch=look.hatch, edgecolor=style.WHITE)
@@ -102,7 +102,7 @@ def _draw_column(axes: Axes, title: str, stops: list[Stop], longest: int, named:
         say(axes, (stop.nbytes, -place), text, color=style.BLACK)
     axes.set_yticks([-place for place in range(len(stops))], [NAMES[s.name] if named else "" for s in stops])
     axes.set_xticks([])
-    axes.set_xlim(0, 1.32 * longest)
+    axes.set_xlim(0, 1.4 * longest)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color(style.GREYS[2])
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE + 0.5)
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from hwfsdp.core import form as storage
 from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
 from hwfsdp.course.pictures.drawing import box, clear, headline, say
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 SHAPE, RANKS = (5, 3), 3
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN)  # of ranks
@@ -26,7 +26,7 @@ class Moment(NamedTuple):
 
 def draw() -> Figure:
     """Left the rows of each rank; right the bytes of one rank, moment after moment."""
-    figure = Figure(figsize=(9.6, 4.2), dpi=150)
+    figure = sheet.new_figure(sheet.PAGE, 3.6)
     _draw_rows(figure.add_axes((0.02, 0.04, 0.47, 0.82)))
     _draw_states(figure.add_axes((0.575, 0.17, 0.405, 0.69)))
     return figure

@@ -13,7 +13,7 @@ from torch import Tensor
 from hwfsdp.comm import ring
 from hwfsdp.course.pictures.drawing import arrow, box, caption, clear, headline
 from hwfsdp.launcher.ranks import launch
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 RANKS = 4
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.PURPLE)  # of what ranks give
@@ -23,9 +23,9 @@ PITCH, ROW = 5.0, 2.3  # from one rank to the next, from one step to the next; a
 def draw() -> Figure:
     """Left an all-gather, right a reduce-scatter; a row is a step, a column is a rank."""
     walks = launch(walk, RANKS)
-    figure = Figure(figsize=(9.6, 4.4), dpi=150)
-    left = figure.add_axes((0.055, 0.12, 0.44, 0.73))
-    right = figure.add_axes((0.555, 0.12, 0.44, 0.73))
+    figure = sheet.new_figure(sheet.PAGE, 3.8)
+    left = figure.add_axes((0.065, 0.12, 0.43, 0.73))
+    right = figure.add_axes((0.565, 0.12, 0.43, 0.73))
     steps = ["start", *(f"step {step}" for step in range(1, RANKS))]
     _frame(left, "All-gather: blocks are passed on", steps)
     _frame(right, "Reduce-scatter: sums are passed on", steps)
@@ -91,7 +91,7 @@ def _frame(axes: Axes, title: str, rows: list[str]) -> None:
     axes.xaxis.tick_top()
     axes.set_xticks([rank * PITCH + 2 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
     axes.set_yticks([step * ROW + 0.5 for step in range(RANKS)], rows)
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE + 1, labelcolor=style.GREYS[3])
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
 
 
 def _draw_blocks(axes: Axes, rank: int, step: int, held: Tensor) -> None:

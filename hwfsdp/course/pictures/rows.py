@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from hwfsdp.core.sharding import chunk_extents, chunk_length
 from hwfsdp.course.pictures.drawing import box, caption, clear, padding, say
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 RANKS = 4
 CASES = (8, 7, 6, 5, 2)  # rows
@@ -17,14 +17,14 @@ PITCH, ROW = 2.5, 1.45  # from rank to rank, from case to case; a row of the ten
 
 def draw() -> Figure:
     """A line for each number of rows, in it a full chunk for each rank."""
-    figure = Figure(figsize=(9.4, 4.6), dpi=150)
-    axes = figure.add_axes((0.19, 0.11, 0.80, 0.80))
-    clear(axes, (-0.1, RANKS * PITCH + 2.15), (len(CASES) * ROW - 0.3, -0.15))
+    figure = sheet.new_figure(sheet.PAGE, 4.0)
+    axes = figure.add_axes((0.185, 0.11, 0.81, 0.80))
+    clear(axes, (-0.1, RANKS * PITCH + 2.6), (len(CASES) * ROW - 0.3, -0.15))
     axes.xaxis.tick_top()
     axes.set_xticks([rank * PITCH + 1 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
     names = [f"{n} rows, chunks of {chunk_length(n, RANKS)}" for n in CASES]
     axes.set_yticks([line * ROW + 0.5 for line in range(len(CASES))], names)
-    axes.tick_params(length=0, labelsize=style.TEXT_SIZE + 1.5, labelcolor=style.GREYS[3])
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE + 0.5, labelcolor=style.GREYS[3])
     for line, n in enumerate(CASES):
         _draw_case(axes, line * ROW, n)
     caption(
@@ -46,4 +46,4 @@ def _draw_case(axes: Axes, y: float, n: int) -> None:
             else:
                 padding(axes, at)
     lengths = " + ".join(str(extent.length) for extent in extents)
-    say(axes, (RANKS * PITCH, y + 0.5), f"{lengths} = {n}", style.TEXT_SIZE + 1)
+    say(axes, (RANKS * PITCH, y + 0.5), f"{lengths} = {n}")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Shard
 from hwfsdp.compat import strided_shard
 from hwfsdp.course.pictures.drawing import box, caption, clear, padding, say
 from hwfsdp.layout.extents import nested_extent, orders_of_cuts
-from hwfsdp.plot import style
+from hwfsdp.plot import sheet, style
 
 ROWS, MESH, NAMES = 7, (3, 2), ("fsdp", "tp")
 COLORS = (style.SKY_BLUE, style.ORANGE, style.GREEN, style.YELLOW, style.PURPLE, style.VERMILION)  # of ranks
@@ -20,7 +20,7 @@ LINE, GAP = 2.1, 0.34  # from cut to cut; between pieces
 
 def draw() -> Figure:
     """Left tensor parallelism cuts first, right FSDP does."""
-    figure = Figure(figsize=(9.6, 4.4), dpi=150)
+    figure = sheet.new_figure(sheet.PAGE, 3.8)
     after: list[Placement] = [strided_shard(0, MESH[1]), Shard(0)]
     before: list[Placement] = [Shard(0), Shard(0)]
     titles = ("[StridedShard(0, split_factor=2), Shard(0)]", "[Shard(0), Shard(0)]")

@@ -123,13 +123,12 @@ def draw_strips(
         exposed = simulation.exposed_comm_fraction * simulation.step_seconds * 1e3
         text = f"{title}: {simulation.step_seconds * 1e3:.1f} ms, {exposed:.1f} ms exposed, "
         text += f"peak {simulation.peak_allocated_gib:.2f} GiB"
-        headline(axes, text, 6, fontsize=style.TEXT_SIZE + 2, weight="bold")
+        headline(axes, text, 6, fontsize=style.TEXT_SIZE + 1)
     found[-1].set_xlabel("ms", fontsize=style.TEXT_SIZE, color=style.GREYS[3])
     handles = [Patch(facecolor=style.look_of_op(op).color, label=NAMES[op]) for op in ops]
     corner = (place.left - 0.005, 0.0)
-    figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=7, frameon=False, fontsize=9
-    )
+    narrow: dict[str, Any] = {"fontsize": style.TEXT_SIZE - 1, "handlelength": 1.4, "columnspacing": 1.2}
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=7, frameon=False, **narrow)
     return found
 
 

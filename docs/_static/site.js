@@ -1,0 +1,30 @@
+// Pictures are enlarged by a click or by Enter, and predictions get a box to write in. What is written stays in the page.
+function enlarge(picture) {
+  const dialog = document.createElement("dialog");
+  dialog.className = "enlarged";
+  const copy = document.createElement("img");
+  copy.src = picture.currentSrc || picture.src;
+  copy.alt = picture.alt;
+  dialog.append(copy);
+  dialog.addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => { dialog.remove(); picture.focus(); });
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  for (const picture of document.querySelectorAll("article img")) {
+    if (picture.closest("a")) continue;  // it leads somewhere
+    picture.tabIndex = 0;
+    picture.addEventListener("click", () => enlarge(picture));
+    picture.addEventListener("keydown", (event) => { if (event.key === "Enter") enlarge(picture); });
+  }
+  for (const answer of document.querySelectorAll("details.predict")) {
+    const box = document.createElement("textarea");
+    box.className = "prediction";
+    box.rows = 2;
+    box.placeholder = "Your prediction";
+    box.setAttribute("aria-label", "Your prediction");
+    answer.before(box);
+  }
+});

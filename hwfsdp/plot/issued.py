@@ -1,0 +1,67 @@
+"""What a rank issued, in order: to the right is later, and no length is a time.
+
+A span of compute takes one place. A collective begins at its place and ends where the rank waits for it: it may run all
+the while, so what stands below it is what may hide it. One that the rank waits for at once hides behind nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+
+from hwfsdp.observe.events import COLLECTIVES, Event
+from hwfsdp.plot import sheet, style
+
+ROWS = {"all_gather": 0, "forward": 1, "backward": 1, "reduce_scatter": 2}  # from above
+_NAMES = ("all_gather", "compute", "reduce_scatter")
+_HEIGHT = 0.84  # of a bar, in rows
+
+
+class Issued(NamedTuple):
+    """An event, and the places from which to which it is drawn."""
+
+    event: Event
+    begin: int
+    end: int
+
+
+def issued(events: Sequence[Event]) -> list[Issued]:
+    """Collectives and innermost spans of compute, in order, each with its places."""
+    shown = [e for e in events if e.op in ROWS and not _is_outer(e, events)]
+    return [Issued(e, place, _end(e, place, shown, events)) for place, e in enumerate(shown)]
+
+
+def _is_outer(event: Event, events: Sequence[Event]) -> bool:
+    """Whether a span of compute has another of its kind inside."""
+    inside = (e for e in events if e.op == event.op and e.seq > event.seq and e.end_us <= event.end_us)
+    return event.op not in COLLECTIVES and any(inside)
+
+
+def _end(event: Event, place: int, shown: Sequence[Event], events: Sequence[Event]) -> int:
+    if event.op not in COLLECTIVES:
+        return place + 1
+    waits = [e.seq for e in events if e.op == "wait" and event.seq in e.after]
+    return max(place + 1, sum(e.seq < waits[0] for e in shown)) if waits else len(shown)
+
+
+def draw_issued(axes: Axes, found: Sequence[Issued], places: int) -> None:
+    """A row for gathers, one for compute, one for reductions, as far as there are any; `places` wide."""
+    rows = 1 + max((ROWS[each.event.op] for each in found), default=1)
+    axes.set_xlim(0, places)
+    axes.set_ylim(rows, -0.1)
+    axes.spines[:].set_visible(False)
+    axes.set_xticks([])
+    axes.set_yticks([row + _HEIGHT / 2 for row in range(rows)], _NAMES[:rows])
+    axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
+    for event, begin, end in found:
+        draw_box(axes, (begin, ROWS[event.op]), end - begin, style.look_of_op(event.op), event.owner)
+
+
+def draw_box(axes: Axes, at: tuple[float, float], length: float, look: style.Look, text: str) -> None:
+    """A bar of so many places, with a word in it."""
+    x, y = at
+    sheet.add_box(axes, (x + 0.04, y), (length - 0.08, _HEIGHT), look, f"issued {text}")
+    hatched = bool(look.hatch)
+    style.draw_label(axes, (x + length / 2, y + _HEIGHT / 2), text, look.color, style.TEXT_SIZE, hatched)
