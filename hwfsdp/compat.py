@@ -125,8 +125,7 @@ def applied_to(module: nn.Module) -> Collection[str]:
 
     A wrapper may forward attributes to the module that it wraps; what was applied to that one is not meant.
     """
-    applied: Collection[str] = module.__dict__.get(REGISTRY_KEY, ())
-    return applied
+    return set(module.__dict__.get(REGISTRY_KEY, ()))
 
 
 def note_applied(module: nn.Module, name: str) -> None:
