@@ -343,11 +343,13 @@ PROMISES.add(
     "groups on several meshes train as FSDP2's do",
     {name: functools.partial(parity, c) for name, c in CASES.items()},
     ranks=4,
+    fast=["meshes: two of four", "meshes: hybrid experts", "kept after forward", "accumulate nb"],
 )
 PROMISES.add(
     "experts in parallel train as FSDP2's do, and as the model that is not sharded",
     {name: functools.partial(parity_with_unsharded, c) for name, c in PARALLEL.items()},
     ranks=4,
+    fast=["uneven experts in parallel"],
 )
 
 
@@ -388,6 +390,7 @@ PROMISES.add(
         if c.scenario in (train, prefetching) and name not in MOVES_LESS
     },
     ranks=4,
+    fast=["meshes: two of four"],
 )
 
 
@@ -509,6 +512,7 @@ PROMISES.add(
         "hwfsdp's own": through_the_store,
     },
     ranks=4,
+    fast=["state dicts", "hwfsdp's own"],
 )
 
 

@@ -415,7 +415,7 @@ def test_what_no_page_can_be_made_of_is_refused_in_one_line(
         said_by(capsys, "trace", "export", *files, *files, "--to", "html"), "or two to compare; got 4"
     )
     assert_refused(
-        said_by(capsys, "trace", "export", *files, "--to", "html", "--out", files[1]), "another file"
+        said_by(capsys, "trace", "export", *files, "--to", "html", "--out", files[1]), "a file other than"
     )
     assert_refused(said_by(capsys, "trace", "export", files[0], "--to", "html", "--rank", 7), "ranks [0]")
     assert list(tmp_path.glob("*.html")) == []

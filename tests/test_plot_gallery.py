@@ -43,7 +43,7 @@ from hwfsdp.plot.timeline import plot_timeline
 from hwfsdp.plot.traffic import plot_traffic
 
 DOCS = Path(__file__).parent.parent / "docs"
-ROOMS = {path.stem for path in Path(plot.__file__).parent.glob("[!_]*.py")}
+ROOMS = {path.stem for path in Path(plot.__file__).parent.glob("[!_]*") if path.suffix in (".py", "")}
 
 
 @pytest.fixture(scope="module")

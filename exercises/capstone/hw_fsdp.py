@@ -10,23 +10,20 @@ from `hwfsdp`. Left out: meshes of several axes, the meta device, offloading, pa
     pre_forward, post_forward, pre_backward, post_backward      the hooks that call these methods
 
 Note [Memory that comes and goes]
-    Autograd keeps the weights of a forward for the backward. If each gather made a new tensor, the old ones would stay alive
-    and nothing would ever be freed. So a whole parameter is always the same tensor, and only its storage is resized.
-    Autograd also counts writes. It refuses a weight that was written to after autograd kept it. Gathers write to `gathered`,
-    modules compute with `unsharded_param`. The two share a storage, but not the count of writes, because of `.data`.
+    Autograd keeps the weights of a forward for the backward. If each gather made a new tensor, the old ones would stay alive.
+    So a whole parameter is always the same tensor, and only its storage is resized. Autograd also counts writes, and refuses a
+    weight that was written to after autograd kept it. Gathers write to `gathered`, modules compute with `unsharded_param`. The
+    two share a storage, but not the count of writes, because of `.data`.
 
 Note [Who hands over the gradients]
     During a forward, modules do not compute with `unsharded_param`. `RegisterPostBackwardFunction`, an identity, returns another
     tensor for it, and modules compute with that. Autograd runs the function's backward once, when the gradients of all these
-    parameters are complete, whatever the module's inputs are. So an embedding needs no special care, nor does a module that
-    runs twice. There is one exception, reentrant checkpointing inside a module: its forward keeps no graph, and its
-    recomputation finds `unsharded_param` registered. Then the gradient is in `unsharded_param.grad`, and post-backward takes it
-    from there.
+    parameters are complete, whatever the module's inputs are. So an embedding and a module that runs twice need no special care.
+    With reentrant checkpointing inside a module, recomputation finds `unsharded_param`. Post-backward takes its `grad` then.
 
 Note [Whose memory]
-    Memory belongs to the stream on which it was allocated. Once Python lets it go, this stream may reuse it, even if another
-    stream still reads it. So a buffer that another stream reads is kept (`copied_out`, `reductions`) until its own stream has
-    waited for that reader.
+    Memory belongs to the stream that allocated it. Once Python lets it go, this stream may reuse it, even if another stream still
+    reads it. So a buffer is kept (`copied_out`, `reductions`) until its own stream has waited for the reader.
 """
 
 from __future__ import annotations
