@@ -16,7 +16,7 @@ HEART = Path(hwfsdp.core.__file__).parent
 CHAPTERS = re.findall(r"^    (\w+)  +\S", hwfsdp.core.__doc__ or "", re.MULTILINE)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return alone.run(programs.both, request.param)
 
