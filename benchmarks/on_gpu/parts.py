@@ -110,7 +110,11 @@ def commands(device: str, out: Path) -> list[Step]:
 def sanitizer(device: str, out: Path) -> list[Step]:
     """One small step under compute-sanitizer; on the CPU the step by itself."""
     step = [sys.executable, "-m", "benchmarks.on_gpu.small", device]
-    environ = {**one_gpu(device), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environ = {
+        **one_gpu(device),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",  # a fake store has nothing to check collectives with
+    }
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     why = "compute-sanitizer was not found; it comes with the CUDA toolkit."
     why = "It watches what runs on a GPU." if device == "cpu" else why
