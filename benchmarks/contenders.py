@@ -20,9 +20,8 @@ from benchmarks.timing import Action, Laps, stopwatch
 
 BATCH = 64
 HWFSDP, FSDP2, DDP, UNSHARDED = "hwfsdp", "FSDP2", "DDP", "unsharded"
-OWN_ADAMW = (
-    "hwfsdp, its AdamW"  # hwfsdp with `hwfsdp.optim.AdamW`; everybody else steps with `torch.optim.AdamW`
-)
+# hwfsdp with `hwfsdp.optim.AdamW`; all others step with `torch.optim.AdamW`.
+OWN_ADAMW = "hwfsdp, its AdamW"
 FORWARD_BACKWARD, STEP = "fwd+bwd", "full step"
 
 

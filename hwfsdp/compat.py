@@ -38,9 +38,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 DispatchMode = TorchDispatchMode  # sees every operator that is called in its block
 StridedShard = _StridedShard  # the placement of a DTensor that later axes of its mesh have cut before
 
-LATE_IMPORT = (
-    "torch._dynamo"  # the first DTensor or optimizer of a process imports it, which takes half a second
-)
+# The first DTensor or optimizer of a process imports it, which takes half a second.
+LATE_IMPORT = "torch._dynamo"
 
 # torch's own FSDP2, and `replicate`, which is built on it: these modules keep torch's names
 INSIDE_FSDP2 = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp")
@@ -197,7 +196,7 @@ def calls_in_progress(modules: Sequence[nn.Module]) -> int:
 
 
 def remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Takes a forward hook away, whoever has the handle that came with its registration."""
+    """Remove a forward hook from a module without its handle."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]

@@ -22,7 +22,7 @@ lesson.begin()
 # <details class="predict"><summary>Compare with your prediction</summary>
 #
 # 1. **12 bytes**: the weight and Adam's two moments.
-# 2. **Step 13**: the last whole save is that of step 12.
+# 2. **Step 13**: the last complete save was made after step 12.
 #
 # </details>
 # %% [markdown]

@@ -444,9 +444,8 @@ class Promises:
     """
 
     def __init__(self) -> None:
-        self.checks: dict[tuple[int, bool], dict[str, dict[str, Check]]] = (
-            {}
-        )  # by ranks, is long, promise, case
+        # By number of ranks and whether they are long; then by promise and case.
+        self.checks: dict[tuple[int, bool], dict[str, dict[str, Check]]] = {}
 
     def add(
         self, promise: str, checks: dict[str, Check], ranks: int = 2, fast: Iterable[str] | None = None

@@ -162,19 +162,18 @@ def test_models_of_one_and_eight_billion_parameters_fit_beside_each_other() -> N
 def test_the_closed_form_is_what_a_stack_of_linear_layers_needs() -> None:
     """Two blocks of one MLP 4 → 8 → 4 in fp32, 76 parameters, over two ranks; nothing is padded, the root has none."""
     shards, whole = 2 * 2 * 76 // 2, 76
-    numels = (
-        shards + whole + 2 * whole + whole + whole
-    )  # with gradients; whole, two gathers, a reduction, gradients
+    # Shards with their gradients; whole parameters, two gathers, a reduction, whole gradients.
+    numels = shards + whole + 2 * whole + whole + whole
     assert gpu.closed_form(gpu.Case("tiny", Shape(2, 4, 8), 2, 1)) == 4 * numels
 
 
 def test_the_page_says_that_nothing_ran_on_a_gpu_until_something_has(tmp_path: Path) -> None:
     page.keep(tmp_path, "dry", "races", RESULT)
     text = (tmp_path / "gpu.md").read_text()
-    assert "Nothing of hwfsdp has run on a real GPU yet" in text and "1 passed / ‹b›" in text
+    assert "hwfsdp has not run on a real GPU yet" in text and "1 passed / ‹b›" in text
     page.keep(tmp_path, "gpu", "races", RESULT)
     text = (tmp_path / "gpu.md").read_text()
-    assert "Nothing of hwfsdp" not in text
+    assert "has not run on a real GPU" not in text
     assert f"Not run on a GPU yet: {', '.join(name for name in PARTS if name != 'races')}." in text
     assert json.loads((tmp_path / "gpu.json").read_text()) == dict.fromkeys(("dry", "gpu"), {"races": RESULT})
 

@@ -408,7 +408,7 @@ def waits() -> dict[str, list[str]]:
         if log.happens_before(first, packing):
             found.append(f"{both[1]} is packed after the reduction of {both[0]}")
         if not all(log.happens_before(each, next_packing) for each in (first, second)):
-            found.append(f"more reductions in flight than those of blocks.{block}")
+            found.append(f"more reductions in flight than the two of blocks.{block}")
     return {"waits": found}
 
 
@@ -419,7 +419,7 @@ PROMISES.add("the reductions of one module do not wait for each other", {"two gr
 
 
 def clip_by_mesh(training: Training) -> None:
-    """The norm of all gradients, from that of each mesh: torch's clip_grad_norm_ takes tensors of one mesh."""
+    """Clip by the norm of all gradients, computed mesh by mesh: torch's clip_grad_norm_ takes tensors of one mesh."""
     training.loss(0).backward()
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for param in training.model.parameters():

@@ -1,7 +1,7 @@
-"""Runs the parts, one process for each of their commands, and keeps what they said: gpu.json, and gpu.md beside it.
+"""Runs the parts, one process per command, and writes the results to gpu.json and gpu.md.
 
-A part has ten minutes. What it says goes to runs/gpu/PART.log while it runs; when time is up, the rest of it is "late", and what
-was done before counts. A part that is run again replaces what was known of it on that kind of device.
+A part has ten minutes. Its output goes to runs/gpu/PART.log. When time is up, the commands that are left are "late", and the finished
+ones count. When a part runs again, its new results replace the old ones of that kind of device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def last_word(text: str, status: str) -> str:
 
 
 def run_part(name: str, device: str) -> dict[str, Any]:
-    """All commands of a part; what they print is kept in its log."""
+    """Run all commands of a part. Its log keeps their output."""
     log, until = LOGS / f"{name}.log", time.monotonic() + LIMIT
     log.write_text("")
     shutil.rmtree(LOGS / "checkpoint", ignore_errors=True)

@@ -17,28 +17,30 @@ from benchmarks.report import tables
 MARK = {"held": "✓", "failed": "**failed**", "late": "**out of time**", "left out": "left out"}
 ABOUT = """# On a GPU
 
-`make gpu` runs all that only a GPU can show, each part within ten minutes, and writes this page. It needs one GPU, and takes the first
-Python whose torch sees it: that of `make setup`, else the one it is started with; else it makes one, which needs a package registry.
+`make gpu` runs all tests and measurements that need a GPU, each part within ten minutes, and writes this page. One GPU is enough. The
+command uses the first Python whose torch sees the GPU: first the Python of `make setup`, then the Python that started it. If neither
+sees the GPU, `make setup` installs a torch that does, which needs a package registry.
 
 ```sh
 make gpu                        # all parts
 make gpu PARTS="races speed"    # some of them
-make gpu DRY=1                  # on the CPU: tries out everything but the calls of CUDA
+make gpu DRY=1                  # on the CPU: tries everything except the calls of CUDA
 ```
 """
-NEVER = """**Nothing of hwfsdp has run on a real GPU yet.** What follows is the dry run: the same commands with the device "cpu". It shows
-that they work; it says nothing about CUDA, and its times mean nothing.
+NEVER = """**hwfsdp has not run on a real GPU yet.** Below is the dry run: the same commands with the device "cpu". It shows that the commands
+work. It says nothing about CUDA, and its times mean nothing.
 """
 HOW = """## How one GPU shows what many do
 
-NCCL refuses two ranks on one GPU. So a rank is alone in a process group of torch's that only pretends to have others, and the
-collectives make up what those would send, on the stream that they are called on (`tests/pretended.py`, `benchmarks/gpu.py`). Streams,
-events, buffers and copies are those of many GPUs; the wire is not. Both libraries get the same, so their bits can be compared. In
-the part `worlds` every collective of a GPU is late, and memory begins as NaNs; in `races` each stream is late in turn, by up to 10 ms
-wherever it may be, and freed memory is written to. Real NCCL runs with one rank only; what needs two GPUs is left out with a sentence.
+NCCL refuses two ranks on one GPU. So one rank runs alone, in a process group that pretends to have other ranks. Each collective makes up
+what the other ranks would send, on the stream that called it (`tests/pretended.py`, `benchmarks/gpu.py`). The streams, events, buffers
+and copies are the same as on many GPUs. Only the network is missing. hwfsdp and FSDP2 get the same data, so their bits can be compared.
 
-No part shows: NCCL between GPUs, several nodes, CUDA graphs, `torch.compile` on a GPU. With a gradient divide factor FSDP2 has NCCL
-multiply before it sums; hwfsdp divides after the sum, so that the last bits may differ there.
+In the part `worlds`, every collective on a GPU is late, and new memory is filled with NaNs. In `races`, each stream in turn is late by up to
+10 ms, and freed memory is overwritten. Real NCCL runs with one rank only. A test that needs two GPUs is left out, and the page says so.
+
+No part shows NCCL between GPUs, several nodes, CUDA graphs or `torch.compile` on a GPU. With a gradient divide factor, FSDP2 lets NCCL
+multiply before the sum. hwfsdp divides after the sum, so the last bits may differ.
 """
 
 

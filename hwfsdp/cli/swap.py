@@ -55,7 +55,7 @@ def _swap(args: argparse.Namespace) -> int:
 
 
 def within_the_program(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of those who have started the program."""
+    """Return the traceback without the frames of `hwfsdp swap` and `runpy`."""
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         frames = frames.tb_next
     return frames

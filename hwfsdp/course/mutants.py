@@ -114,9 +114,8 @@ def mutants(text: str) -> Iterator[Mutant]:
     """
     code = _Code(text)
     seen = {ast.dump(code.tree)}
-    nobodys = {
-        node.value for node in code.nodes if isinstance(node, ast.Expr)
-    }  # calls whose result is not taken
+    # Calls whose result is not used.
+    nobodys = {node.value for node in code.nodes if isinstance(node, ast.Expr)}
     changes = [
         change
         for node in code.nodes

@@ -41,8 +41,8 @@ class ShardPlacementResult:
 
     Attributes:
         placement: `Shard(dim)`; None: `Shard(0)`.
-        mesh_info: the mesh, 1D, or 2D with names, as that of `fully_shard(mesh=…)`. What torch's `FSDPMeshInfo` says is taken,
-            too, and so is torch's own result in the place of this one.
+        mesh_info: the mesh, 1D or 2D with names, as in `fully_shard(mesh=…)`; torch's `FSDPMeshInfo` works, too. torch's own
+            `ShardPlacementResult` works in the place of this class.
     """
 
     placement: Shard | None
@@ -59,9 +59,8 @@ def check_params(call: Call) -> None:
     if ask is None:
         return
     placements: dict[nn.Parameter, Any] = {}
-    known: dict[int, tuple[Any, ShardMesh]] = (
-        {}
-    )  # by id, with the description itself, so that the id stays its own
+    # By id of a mesh's description. The description is kept beside the mesh, so that its id is not given away.
+    known: dict[int, tuple[Any, ShardMesh]] = {}
     for index, (param, fqn, _) in enumerate(call.found):
         result = placements[param] = ask(param)
         if hasattr(result, "mesh_info"):
@@ -75,8 +74,8 @@ def check_params(call: Call) -> None:
 
 
 def choose(call: Call) -> None:
-    """A group for each mesh, if there are others than that of the call."""
-    call.states.append(MeshesState)  # after that of `steering`, whose lists come first
+    """Make a group for each mesh, if parameters have other meshes than the call's."""
+    call.states.append(MeshesState)  # after `steering`, whose lists come first
     if all(mesh is call.ranks for mesh in call.meshes):
         return
     make_group = call.make_group
@@ -156,7 +155,7 @@ def check_ranks(mesh: DeviceMesh, around: DeviceMesh, subject: str) -> None:
         expected, got = f"a mesh with this rank, {dist.get_rank()}", f"one of ranks {sorted(ranks)}"
     elif len(ranks) % shared or len(others) % shared:
         expected = (
-            f"ranks that fit those of fully_shard(mesh=…), {sorted(others)}: all meshes cut from one grid"
+            f"ranks that fit the mesh of fully_shard(mesh=…), {sorted(others)}: all meshes cut from one grid"
         )
         got = f"{sorted(ranks)}, which overlap"
     if expected:
@@ -272,7 +271,7 @@ class MeshGroups(ParamGroup):
         return any(part.has_late_gradients for part in self.parts)
 
     def post_backward(self) -> None:
-        """The last group first. Their reductions wait for those of other modules, not for each other."""
+        """Start with the last group. The reductions wait for reductions of other modules, not for each other."""
         comm_ctx, most = self.comm_ctx, self.comm_ctx.max_reductions
         if self.has_late_gradients:
             with moment("post_backward_rs_wait", self):

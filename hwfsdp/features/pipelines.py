@@ -1,10 +1,10 @@
-"""What torch's pipeline stages ask of a sharded module, said before its first forward in a stage. Seam: the state.
+"""Checks before a model's first forward in one of torch's pipeline stages. Seam: the state.
 
-A zero-bubble schedule splits each backward in two: one for the inputs, and later one for the weights, which it looks up among the
-parameters that the module has when the first begins. If these are shards, torch finds no weights, and leaves their gradients out
-without a word. So the parameters have to stay whole from the forward on; the schedule itself gathers and frees them.
+A zero-bubble schedule splits each backward in two. The first computes the gradients of the inputs, a later one the gradients of the
+weights. The first looks up the weights among the module's parameters. If these are shards at that time, torch finds no weights, and
+leaves out their gradients without a word. So the parameters must stay whole from the forward on. The schedule gathers and frees them.
 
-A stage knows the modules of torch's `FSDPModule` only. After `hwfsdp.install()`, ours are known (`switch`).
+A stage recognizes only modules of torch's `FSDPModule`. After `hwfsdp.install()` it recognizes ours, too (`switch`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class StagedState(FSDPState):
         return args, kwargs
 
     def check_stage(self, stages: ModuleType) -> None:
-        """
+        """Look up the stage and the schedule that run this forward; warn if the stage does not know our modules.
+
         Raises:
-            UsageError: this forward is that of a stage whose schedule would lose gradients of this model.
+            UsageError: the schedule would lose gradients of this model.
         """
         stage = running(_STAGES, "submod")
         schedule = running(_SCHEDULES, "pipeline_order") if stage is not None else None

@@ -42,9 +42,8 @@ from hwfsdp.launcher.worker import (
 )
 
 COLLECTIVE_TIMEOUT = 300.0  # seconds, where `launch` is given no timeout; gloo's own default is half an hour
-_ASKED_FIRST = (
-    10.0  # more seconds for a collective than for all: ranks that hang are asked where, before they give up
-)
+# Seconds that a collective has beyond the whole call: ranks that hang are asked where they are before they give up.
+_ASKED_FIRST = 10.0
 
 _running: list[list[Rank]] = []  # of the calls under way
 

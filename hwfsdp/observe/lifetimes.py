@@ -23,10 +23,8 @@ from typing import NamedTuple
 from hwfsdp.observe.events import Event
 
 STATES = ("sharded", "gathering", "full", "freed")
-_FILLING = {
-    True: ("gathering",),
-    False: ("gathering", "full"),
-}  # states in which a group allocates its whole memory
+# Whether the log has copy-outs → the states in which a group allocates its whole memory.
+_FILLING = {True: ("gathering",), False: ("gathering", "full")}
 
 
 class Lifetime(NamedTuple):

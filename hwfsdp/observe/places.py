@@ -8,7 +8,7 @@ Left out are torch, Python's library, the folders of hwfsdp that start processes
 heart through which every event passes: who waits for a gather is of interest, not that a wait is one of a stream. Of methods that
 call each other under one name, as a feature's calls the heart's, the innermost is shown.
 
-The log keeps no source. It keeps a checksum of each file, so that whoever shows a line later knows whether it is still that one.
+The log keeps no source. It keeps a checksum of each file. A program that shows a line later can see whether the file has changed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Places:
 
 
 def checksums(codes: Iterable[str]) -> dict[str, int]:
-    """By file that these places name, the CRC-32 of what is in it now; without those that cannot be read.
+    """Return the CRC-32 of each file that these places name, as it is now. Files that cannot be read are left out.
 
     Files are read when a log is written, not while it is recorded: ranks that grade may open few of them.
     """

@@ -1,4 +1,4 @@
-"""Watches a training from outside: the losses, gradients and parameters of each step, whoever wrote its loop. Runs on each rank.
+"""Watches the training loop of another program: losses, gradients and parameters of each step. Runs on each rank.
 
     torchrun --nproc-per-node 2 tests/clients/watch.py FOLDER MODULE CASE…                  on torch's FSDP2
     torchrun --nproc-per-node 2 -m hwfsdp swap tests/clients/watch.py FOLDER MODULE CASE…   on ours

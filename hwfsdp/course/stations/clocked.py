@@ -177,9 +177,8 @@ def _in_flight(log: EventLog) -> int:
     """The most reductions at once that compute had not waited for, counted whenever one starts."""
     reductions = [e for e in log.select(*(op for op in COLLECTIVES if op != "all_gather"))]
     stream_of = {e.seq: e.stream for e in log.events}
-    over: dict[int, int] = (
-        {}
-    )  # by seq of a reduction: the seq of the first wait for it, or for a later one on its stream
+    # By seq of a reduction: the seq of the first wait for it, or for a later one on its stream.
+    over: dict[int, int] = {}
     for wait in log.select("wait", stream="compute"):
         for each in reductions:
             if any(seq >= each.seq and stream_of[seq] == each.stream for seq in wait.after):

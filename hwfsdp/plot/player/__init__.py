@@ -8,9 +8,9 @@ The page itself is `page.html`, `style.css`, and the scripts, which the browser 
 
     format      numbers as people read them
     looks       colors and hatches
-    events      a log unpacked, with what one asks of it
+    events      a log unpacked, with its indexes
     reasons     why compute stood still, in a sentence
-    state       the one cursor, the window of time, who is looked at; tells the panes
+    state       the cursor, the window of time, the chosen rank; tells the panes
     chart       what panes share: a canvas that is sharp, an axis of time
     timeline    ranks and their streams
     memory      bytes by kind

@@ -1,7 +1,7 @@
-"""A log as the page reads it: columns of numbers, and tables of the texts that they count in.
+"""A log in the form that the page reads: columns of numbers, and tables of the texts behind the numbers.
 
-A record per event would be most of the page. So each attribute is one list over all events, and whatever repeats (names of
-ops, groups, places) is a number in a table. Times are µs, to a tenth.
+One record per event would make the page large. So each attribute is one list over all events. Texts that repeat (names of ops,
+groups, places) are numbers into a table. Times are µs, to a tenth.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The functions that issued a log's events, with their text, as it stands on this machine now.
+"""The functions that issued a log's events, with their text on this machine.
 
-A log says file, line and function of each place (`observe.places`), and a checksum of each file. A file that is not here, or that has
-changed since, is not shown: a line number into another text points at the wrong line. Then the page says the place and why
+A log has the file, line and function of each place (`observe.places`), and a checksum of each file. If a file is missing here or has
+changed, the page does not show it, because the line number would point at the wrong line. The page then names the place and says why
 there is no text.
 """
 

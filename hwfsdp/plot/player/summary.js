@@ -1,5 +1,5 @@
 "use strict";
-// The head of the page: the run in numbers, and moments worth a look. Below the panes, the same as tables, for who does not see them.
+// The head of the page: the run in numbers, and moments worth a look. Below the panes stand the same facts as tables, for readers who cannot see the panes.
 
 class Summary {
   constructor(state, comparison) {
