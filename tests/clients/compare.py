@@ -81,7 +81,7 @@ LAUNCHES = (
     Launch(
         "with_lightning", ("lightning",), 2, ("trainer", "accumulation", "fabric", "fabric_bf16", "resume")
     ),
-    Launch("with_torchtitan", ("torchtitan",), 2, ("dense",)),
+    Launch("with_torchtitan", ("torchtitan",), 2, ("dense", "expert_parallel")),
     Launch("with_torchtune", ("torchtune",), 2, ("full", "recomputed", "optimizer_in_backward", "lora")),
 )
 

@@ -31,6 +31,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed import utils as distributed  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 STEPS, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 2048
@@ -80,9 +81,8 @@ class RandomTokens(BaseDataLoader):
         self.generator.set_state(state["generator"])
 
 
-def debug_model() -> Trainer.Config:
-    """Its flex attention has no backward on CPUs; torchtitan has another kind."""
-    config = llama3_debugmodel()
+def train(config: Trainer.Config) -> None:
+    """A debug model. Its flex attention has no backward on CPUs; torchtitan has another kind."""
     for _, _, layer, name in [*config.model_spec.model.traverse(FlexAttention.Config)]:
         setattr(layer, name, ScaledDotProductAttention.Config())
     config.dump_folder = tempfile.mkdtemp()
@@ -90,14 +90,22 @@ def debug_model() -> Trainer.Config:
     config.training.local_batch_size, config.training.seq_len, config.training.steps = ROWS, LENGTH, STEPS
     config.debug.seed = 1
     config.parallelism.spmd_backend = "partial_dtensor"
-    return config
-
-
-def dense() -> None:
-    """Llama 3 debug model, bf16, selective checkpointing"""
-    trainer = debug_model().build()
+    trainer = config.build()
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # torch's FSDP2 has no divide factors over gloo
     trainer.train()
     trainer.close()
+
+
+def dense() -> None:
+    """Llama 3 debug model, bf16, selective checkpointing"""
+    train(llama3_debugmodel())
+
+
+def expert_parallel() -> None:
+    """Qwen3 debug model, its experts over two ranks"""
+    config = qwen3_moe_debug()
+    config.training.disable_cuda_graphs = True
+    config.parallelism.expert_parallel_degree = 2
+    train(config)
