@@ -169,7 +169,8 @@ def nameless() -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0], "cpu")
 
 
-MESHES: dict[str, Callable[[], tuple[DeviceMesh, DeviceMesh]]] = {  # of dense parameters, and of experts
+# Of dense parameters, of experts, and of the experts' second layer if it has another.
+MESHES: dict[str, Callable[[], tuple[DeviceMesh, ...]]] = {
     "two of four": lambda: (grid((4,), ("dp",)), expert_grid()["efsdp"]),
     "without names": lambda: (grid((4,), ("dp",)), nameless()),
     "four around two": lambda: (expert_grid()["efsdp"], grid((4,), ("dp",))),
@@ -177,6 +178,7 @@ MESHES: dict[str, Callable[[], tuple[DeviceMesh, DeviceMesh]]] = {  # of dense p
     "hybrid experts": lambda: (grid((4,), ("dp",)), grid((2, 2))),
     "hybrid around experts": lambda: (grid((2, 2)), grid((2, 2))["shard"]),
     "both hybrid": lambda: (grid((2, 2)), grid((2, 2), ("copies", "parts"))),
+    "three": lambda: (grid((4,), ("dp",)), expert_grid()["efsdp"], expert_grid()["ep"]),
 }
 
 
@@ -216,24 +218,24 @@ def on_meshes(
     **options: Any,
 ) -> Any:
     """A package's fully_shard. With `parallel`, experts are dealt out before, and sums are divided by all ranks."""
-    dense, sparse = MESHES[kind]()
+    dense, *sparse = MESHES[kind]()
     found = [each for each in nn.ModuleList(module if isinstance(module, list) else [module]).modules()]
     experts = [each for each in found if isinstance(each, Experts) and not isinstance(each.up, DTensor)]
     for each in experts if parallel else ():
         deal_out(each, by_axes)
-    chosen = {param for each in experts for param in each.parameters()}
     if by_axes:
-        result: Any = torchs.ShardPlacementResult(placement, info_by_axes())
+        results: list[Any] = [torchs.ShardPlacementResult(placement, info_by_axes())]
     elif package is hwfsdp and not torchs_result:
-        result = hwfsdp.ShardPlacementResult(placement, sparse)
+        results = [hwfsdp.ShardPlacementResult(placement, mesh) for mesh in sparse]
     else:
-        result = torchs.ShardPlacementResult(placement, info_of(sparse))
+        results = [torchs.ShardPlacementResult(placement, info_of(mesh)) for mesh in sparse]
+    chosen = {each.up: results[0] for each in experts} | {each.down: results[-1] for each in experts}
     package.fully_shard(
         module,
         mesh=dense,
         mp_policy=package.MixedPrecisionPolicy(**policy or {}),
         offload_policy=package.CPUOffloadPolicy(pin_memory=False) if offload else package.OffloadPolicy(),
-        shard_placement_fn=lambda param: result if param in chosen else None,
+        shard_placement_fn=chosen.get,
         **options,
     )
     for each in (module if isinstance(module, list) else [module]) if parallel else ():
