@@ -30,7 +30,6 @@ from models import Model
 
 DEVICE = pretended.DEVICE or "cpu"
 ROWS = 12  # of the whole batch; 1, 2, 3 and 4 ranks get equal parts
-WRAPS = ("root", "blocks", "nested")
 Policy = dict[str, Any]
 Shape = tuple[int, ...]
 

@@ -152,17 +152,7 @@ class SaveQueue:
             self.last.wait()
 
 
-_queue = SaveQueue()
-
-
-def start_save(state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
-    """`store.async_save`."""
-    return _queue.start(state_dict, group, target)
-
-
-def end_save_before(agreement: Agreement) -> None:
-    """Wait for the save that is under way. If a rank has not seen its error, raise it on all ranks."""
-    _queue.end_before(agreement)
+queue = SaveQueue()
 
 
 def finish_saves() -> None:
@@ -171,7 +161,7 @@ def finish_saves() -> None:
     Raises:
         Its error, if nobody waited for it.
     """
-    _queue.finish()
+    queue.finish()
 
 
 def _report_at_exit() -> None:

@@ -19,13 +19,12 @@ import io
 import pickle
 import pickletools
 import re
-from enum import EnumMeta
+from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from hwfsdp.checkpoint.archives import find_damage
 from hwfsdp.checkpoint.boxes import Box, find_fault
@@ -87,46 +86,30 @@ class Manifest(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes objects of DCP's metadata classes, and of no other; the classes stay what they are."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.given: dict[int, tuple[Any, dict[str, Any]]] = {}  # what could be changed, with what was in it
+    """Makes stand-ins for the objects of DCP's metadata classes, and nothing of any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """A new class each time: a pickle may change what it is given."""
         if name not in _ALLOWED.get(module, ()):
             raise _Refused(f"{module}.{name}, which was not run")
-        if name == "_get_layout":
-            return lambda layout: {"torch.strided": torch.strided}[layout]
-        found = super().find_class(module, name)
-        if isinstance(found, type):
-            for thing in (found, *(found if isinstance(found, EnumMeta) else ())):
-                self.given.setdefault(id(thing), (thing, dict(vars(thing))))
-        return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _Refused(f"a persistent id, {pid!r}")
-
-    def load(self) -> Any:
-        try:
-            result = super().load()
-        finally:
-            changed = [thing for thing, was in self.given.values() if _put_back(thing, was)]
-        if changed:
-            raise _Refused(f"a change of {changed[0]!r}, which was undone")
-        return result
+        if module == "torch":  # dtypes and torch.Size, which have no attributes to change
+            return getattr(torch, name)
+        return type(name, (OrderedDict if name == "OrderedDict" else _StandIn,), {})
 
 
-def _put_back(thing: Any, was: dict[str, Any]) -> bool:
-    """Make attributes of a class, or of a member of an enum, what they were; return whether they were others."""
-    now = dict(vars(thing))
-    added = now.keys() - was.keys()
-    changed = {name: value for name, value in was.items() if now.get(name) is not value}
-    for name in added:
-        delattr(thing, name)
-    for name, value in changed.items():
-        setattr(thing, name, value)
-    return bool(added or changed)
+class _StandIn:
+    """The fields of one object of DCP's metadata."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        # TensorProperties has a tuple, which begins with the dtype; the other classes have their fields by name
+        vars(self).update({"dtype": state[0]} if isinstance(state, tuple) else state)
+
+
+def _kind_of(thing: Any) -> str:
+    return type(thing).__name__ if isinstance(thing, _StandIn) else "something else"
 
 
 class _Refused(Exception):
@@ -151,7 +134,7 @@ def read_metadata(directory: Path) -> Manifest:
     _check_digest(path, data)
     try:
         _check_opcodes(data)
-        metadata = _Unpickler(data).load()
+        metadata = _Unpickler(io.BytesIO(data)).load()
     except _Refused as error:
         raise CheckpointError(
             str(path),
@@ -161,7 +144,7 @@ def read_metadata(directory: Path) -> Manifest:
         ).at(path) from None
     except Exception as error:
         raise _damaged(path, "a pickle of DCP's metadata", _one_line(error)) from error
-    if not isinstance(metadata, Metadata):
+    if _kind_of(metadata) != "Metadata":
         raise _damaged(path, "DCP's Metadata", type(metadata).__name__)
     try:
         entries = _entries_of(path, metadata)
@@ -215,14 +198,18 @@ def _one_line(error: Exception) -> str:
 # --- Structure ---------------------------------------------------------------------------------------------
 
 
-def _entries_of(path: Path, metadata: Metadata) -> dict[str, Stored]:
+def _entries_of(path: Path, metadata: Any) -> dict[str, Stored]:
     """Every tensor and value, once the metadata turned out to be consistent."""
-    places = {(_text(index.fqn), index.offset): info for index, info in metadata.storage_data.items()}
+    # the index of a value has no offset
+    places = {
+        (_text(index.fqn), getattr(index, "offset", None)): info
+        for index, info in metadata.storage_data.items()
+    }
     entries: dict[str, Stored] = {}
     for key, entry in metadata.state_dict_metadata.items():
         boxes: list[Box | None] = [None]
         stored = Stored(None, (), [])
-        if isinstance(entry, TensorStorageMetadata):
+        if _kind_of(entry) == "TensorStorageMetadata":
             stored = Stored(_dtype(entry.properties.dtype), _sizes(entry.size), [])
             boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
             fault = (
@@ -230,7 +217,7 @@ def _entries_of(path: Path, metadata: Metadata) -> dict[str, Stored]:
             )
             if fault:
                 raise _damaged(path, f"chunks that make up the shape {stored.shape}", fault, _text(key))
-        elif not isinstance(entry, BytesStorageMetadata):
+        elif _kind_of(entry) != "BytesStorageMetadata":
             raise _damaged(path, "a tensor or a value", type(entry).__name__, key)
         for box in boxes:
             info = places.get((key, box and box.offset))

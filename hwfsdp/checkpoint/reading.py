@@ -29,6 +29,7 @@ from hwfsdp.checkpoint.plan import box_of
 from hwfsdp.checkpoint.tensors import bytes_of, identity_of, part_of
 from hwfsdp.checkpoint.traverse import Path as KeyPath
 from hwfsdp.checkpoint.traverse import refuse, show
+from hwfsdp.checkpoint.views import overlaps_itself, view_of
 
 _PIECE_BYTES = 4 << 20  # of a span that is read at once
 _THREADS = min(4, os.cpu_count() or 1)
@@ -227,14 +228,7 @@ def _check_overlaps(found: Match, parts: dict[KeyPath, Tensor]) -> None:
 
 
 def _may_overlap(locals_: list[Tensor]) -> bool:
-    """Whether two elements, of one tensor or of two, may be in the same place."""
-    spans = []
-    for local in locals_:
-        extent = 0
-        for step, n in sorted((step, n) for n, step in zip(local.shape, local.stride()) if n > 1):
-            if step <= extent:
-                return True
-            extent += step * (n - 1)
-        spans.append((local.data_ptr(), local.data_ptr() + (extent + 1) * local.element_size()))
-    spans.sort()
-    return any(start < end for (_, end), (start, _) in zip(spans, spans[1:]))
+    """Whether two elements, of one tensor or of two, may be in the same place; all are in one storage."""
+    views = sorted(map(view_of, locals_), key=lambda view: view[:2])
+    neighbors = zip(views, views[1:])
+    return any(map(overlaps_itself, views)) or any(view.end > after.begin for view, after in neighbors)

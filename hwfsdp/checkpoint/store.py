@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from hwfsdp.checkpoint import saves
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.background import SaveHandle, end_save_before, finish_saves, start_save
+from hwfsdp.checkpoint.background import SaveHandle, finish_saves, queue
 from hwfsdp.checkpoint.matching import Match, fill, match
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.reading import read_tensors
@@ -84,7 +84,7 @@ def save(
             was there before is as it was.
     """
     agreement = Agreement(process_group, "save")
-    end_save_before(agreement)
+    queue.end_before(agreement)
     return save_agreed(agreement, state_dict, Target(Path(path).absolute(), overwrite, keep))
 
 
@@ -110,7 +110,7 @@ def async_save(
     Raises:
         The error of the asynchronous save before this one, if nobody waited for it.
     """
-    return start_save(state_dict, process_group, Target(Path(path).absolute(), overwrite, keep))
+    return queue.start(state_dict, process_group, Target(Path(path).absolute(), overwrite, keep))
 
 
 def load(

@@ -126,7 +126,7 @@ def _width(view: View, pitch: int) -> int:
 
 def _block(views: list[View]) -> Block:
     begin, end = min(view.begin for view in views), max(view.end for view in views)
-    if len(views) == 1 and views[0].nbytes < end - begin and not _overlaps_itself(views[0]):
+    if len(views) == 1 and views[0].nbytes < end - begin and not overlaps_itself(views[0]):
         return _close_up(views[0])
     # Offsets are counted in elements, so the largest of them has to fit between the beginning and each view.
     begin -= begin % max(view.dtype.itemsize for view in views)
@@ -137,7 +137,7 @@ def _close_up(view: View) -> Block:
     return Block([view], view.begin, view.nbytes, closed_up=True)
 
 
-def _overlaps_itself(view: View) -> bool:
+def overlaps_itself(view: View) -> bool:
     """Whether two indices may lead to the same element, expanded dims aside."""
     reach = 0
     for step, n in sorted((step, n) for n, step in zip(view.stored, view.stride) if n > 1):

@@ -14,7 +14,7 @@ backward starts ahead go from the last to the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,18 @@ class OfEach:
             setattr(part, self.name, value)
 
 
+def _in_each(method: Callable[[ParamGroup], None]) -> Callable[[MeshGroups], None]:
+    """Make a method that calls the method of this name of each group."""
+
+    name = method.__name__
+
+    def call(groups: MeshGroups) -> None:
+        for part in groups.each():
+            getattr(part, name)()
+
+    return call
+
+
 class MeshGroups(ParamGroup):
     """The groups of one call, in the place of one: what the schedule asks of it, it asks of each.
 
@@ -230,41 +242,16 @@ class MeshGroups(ParamGroup):
             with moment("part", part):
                 yield part
 
-    # --- parameters ---
-
-    def unshard(self) -> None:
-        for part in self.each():
-            part.unshard()
-
-    def wait_for_gather(self) -> None:
-        for part in self.each():
-            part.wait_for_gather()
-
-    def copy_out(self) -> None:
-        for part in self.each():
-            part.copy_out()
-
-    def reshard(self) -> None:
-        for part in self.each():
-            part.reshard()
-
-    def drop_gather(self) -> None:
-        for part in self.each():
-            part.drop_gather()
-
-    def post_forward(self) -> None:
-        for part in self.each():
-            part.post_forward()
-
-    def adopt_registered(self) -> None:
-        for part in self.each():
-            part.adopt_registered()
+    unshard = _in_each(ParamGroup.unshard)
+    wait_for_gather = _in_each(ParamGroup.wait_for_gather)
+    copy_out = _in_each(ParamGroup.copy_out)
+    reshard = _in_each(ParamGroup.reshard)
+    drop_gather = _in_each(ParamGroup.drop_gather)
+    post_forward = _in_each(ParamGroup.post_forward)
+    adopt_registered = _in_each(ParamGroup.adopt_registered)
+    expect_grads = _in_each(ParamGroup.expect_grads)
 
     # --- gradients ---
-
-    def expect_grads(self) -> None:
-        for part in self.each():
-            part.expect_grads()
 
     @property
     def has_late_gradients(self) -> bool:

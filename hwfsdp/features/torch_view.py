@@ -19,15 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from hwfsdp import compat
-from hwfsdp.core.context import FSDPCommContext, Phase
-from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.context import Phase
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import RefusedError
 from hwfsdp.features.call import Call
@@ -61,15 +60,8 @@ class ParamView:
     def __init__(self, param: FSDPParam) -> None:
         self._param = param
 
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        return self._param.sharded_param
-
-    @property
-    def unsharded_param(self) -> nn.Parameter | None:
-        return self._param.unsharded_param
-
-    _unsharded_param = unsharded_param
+    sharded_param = property(attrgetter("_param.sharded_param"))
+    unsharded_param = _unsharded_param = property(attrgetter("_param.unsharded_param"))
 
 
 class HookView(NamedTuple):
@@ -92,21 +84,10 @@ class ViewedState(FSDPState):
         self._pre_forward_hook_handle: Any = HookView(self.modules, self._pre_forward)
         self._post_forward_hook_handle: Any = HookView(self.modules, self._post_forward)
 
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self.policy
-
-    @property
-    def _comm_ctx(self) -> FSDPCommContext:
-        return self.comm_ctx
-
-    @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        return self.groups
-
-    @property
-    def _fsdp_param_group(self) -> ParamGroup | None:
-        return self.group
+    _mp_policy = property(attrgetter("policy"))
+    _comm_ctx = property(attrgetter("comm_ctx"))
+    _fsdp_param_groups = property(attrgetter("groups"))
+    _fsdp_param_group = property(attrgetter("group"))
 
     @property
     def _state_ctx(self) -> SharedView:

@@ -553,7 +553,7 @@ def test_metadata_does_not_change_the_classes_it_is_made_of(thing: str, tmp_path
     path = saved(tmp_path / "c")
     good = (path / ".metadata").read_bytes()
     put_metadata(path, thing.encode("latin-1"))
-    with pytest.raises(CheckpointError, match="got a change of .*, which was undone"):
+    with pytest.raises(CheckpointError, match="DCP's"):
         dcp.load({}, path)
     put_metadata(path, good)
     assert not hasattr(torchs.Metadata, "mine")

@@ -51,12 +51,6 @@ def stage(state_dict: Any, **options: Any) -> Any:
     return StateDictStager(**options).stage(state_dict)
 
 
-def staged_bytes(state_dict: Any) -> int:
-    stager = StateDictStager()
-    stager.stage(state_dict)
-    return stager.nbytes
-
-
 # --- What is shared stays shared ---------------------------------------------------------------------------
 
 BASE = torch.arange(24, dtype=torch.float64)

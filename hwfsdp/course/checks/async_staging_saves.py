@@ -139,7 +139,7 @@ def probe_saves(report: Report, seed: int) -> None:
             attempt(report, "errors", lambda: _errors(seed, folder))
         finally:
             stage.gate.set()
-            background._queue.last = None  # whatever became of it, the end of this process need not tell
+            background.queue.last = None  # whatever became of it, the end of this process need not tell
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
