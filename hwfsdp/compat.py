@@ -23,6 +23,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hwfsdp.core.compat import address_of as address_of
@@ -44,10 +45,8 @@ LATE_IMPORT = "torch._dynamo"
 # torch's own FSDP2, and `replicate`, which is built on it: these modules keep torch's names
 INSIDE_FSDP2 = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp")
 
-NATIVE_MODULES = (
-    "torch._C",
-    "torch._subclasses",
-)  # their functions can switch off the modes that watch operators
+# Their functions can switch off the modes that watch operators.
+NATIVE_MODULES = ("torch._C", "torch._subclasses")
 
 
 def empty_from_group(

@@ -123,9 +123,8 @@ class RankError(FSDPError, RuntimeError):
         got = in_one_line(self.got)
         if self.reason == "late" and self.table:
             got = got.partition(" (")[0]  # the table says better who waits for whom
-        if got.startswith(
-            "CollectiveError: "
-        ):  # of its own three answers, those that say what failed, and how
+        if got.startswith("CollectiveError: "):
+            # It says itself what was expected, found, and to do. Keep what failed, and how.
             what, _, why = got.partition(": expected ")
             got = what if self.table or not why else f"{what}: {why.partition('; got ')[2]}"
         return f"rank {self.rank}{verb} {got.removesuffix('.')}. {self.remedy}"

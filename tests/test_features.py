@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import models
 from hwfsdp import features, fully_shard, launch
+from hwfsdp.errors import UnsupportedError
 from oracles import fresh, wrap
 
 
@@ -54,8 +56,8 @@ def test_a_model_trains_to_the_same_bits_without_a_feature_that_it_does_not_use(
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
-def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
-    """This rank's gradients with the feature that the page writes, and those of both ranks' batches without sharding."""
+def with_clipping(**options: Any) -> Any:
+    """A sharded model, with the feature that the page writes."""
     text = re.search(r"`features/clipping.py`:\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert text is not None
     module = ModuleType("hwfsdp.features.clipping")
@@ -63,7 +65,12 @@ def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
     sys.modules[module.__name__] = module
     place = features.FEATURES.index("reductions") + 1
     features.FEATURES = (*features.FEATURES[:place], "clipping", *features.FEATURES[place:])  # type: ignore[assignment]
-    model: Any = wrap(fresh(models.uneven), fully_shard, "blocks")
+    return wrap(fresh(models.uneven), functools.partial(fully_shard, **options), "blocks")
+
+
+def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
+    """This rank's gradients with the feature that the page writes, and those of both ranks' batches without sharding."""
+    model = with_clipping()
     model(*model.inputs(4, dist.get_rank())).sum().backward()
     plain = fresh(models.uneven)
     for rank in range(2):
@@ -78,3 +85,13 @@ def test_the_feature_written_in_the_page_of_architecture_does_what_the_page_says
         assert any((expected.abs() > 1).any() for _, expected in found)
         for grad, expected in found:
             torch.testing.assert_close(grad, expected.clamp(-1, 1))
+
+
+def refusal_under_hybrid_sharding() -> str:
+    with pytest.raises(UnsupportedError) as refused:
+        with_clipping(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    return str(refused.value)
+
+
+def test_the_feature_of_the_page_does_not_take_the_all_reduce_of_hybrid_sharding_away() -> None:
+    assert all("HybridReducer" in text for text in launch(refusal_under_hybrid_sharding, 2))

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hwfsdp.checkpoint.traverse import Path, refuse, show
 from hwfsdp.compat import (
     device_types,
     group_of_sharded_tensor,
     is_sharded_tensor,
+    is_traceable_wrapper_subclass,
     local_of,
 )
 from hwfsdp.errors import UnsupportedError, UsageError

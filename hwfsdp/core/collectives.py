@@ -20,7 +20,7 @@ Note [Why flat buffers outlive their use]
     owning stream has waited for the reader. We need nothing else, not even `record_stream`. The references also bound the buffers
     in flight. There are four kinds of memory:
 
-    - A gather's buffer is owned by copy. It is kept until copy has waited for the copy-out.
+    - A gather's buffer is owned by copy. It is kept until copy has waited for the copy-out. So is what a form made besides.
     - A reduction's input is owned by compute. It is kept until compute has waited for the reduction.
     - Whole parameters are allocated, read and freed on compute only.
     - The gradients of shards are owned by reduce-scatter. It waits for compute before each reduction, so the optimizer has already
@@ -138,9 +138,9 @@ class Mean(NamedTuple):
 def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sum: bool = False) -> Mean:
     """How to average over so many ranks in this dtype.
 
-    fp32 and bf16 have range to spare, and the backend divides while it reduces. In fp16
-    the sum may overflow, and dividing first may underflow. So fp16, and every other dtype, is divided in part before the sum and in
-    part after it: for 8 ranks by 4 and by 2, for 6 ranks by 4 and by 1.5.
+    fp32 and bf16 have range to spare, and the backend divides while it reduces. In fp16 the sum may overflow, and dividing first
+    may underflow. So fp16, and every other dtype, is divided in part before the sum and in part after it: for 8 ranks by 4 and
+    by 2, for 6 ranks by 4 and by 1.5.
 
     Args:
         divide_by: another divisor than the number of ranks. only_sum: the backend must not divide.

@@ -150,9 +150,8 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
     """
     if local.dtype != like.dtype:
         return dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
-    made: DTensor = DTensor.__new__(
-        DTensor, local, like._spec, requires_grad=False
-    )  # its __init__ does nothing
+    # DTensor's __init__ does nothing, so it is not called.
+    made: DTensor = DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
     return made
 
 

@@ -125,7 +125,7 @@ class Form:
         """Make the unsharded parameter from `outputs`. Here it lies there already."""
 
     def free(self) -> None:
-        """Gives the memory of the whole parameter back, unless it is to stay; nothing happens if that was done."""
+        """Give the memory of the whole parameter back, unless it is to stay. Nothing happens if that was done."""
         if self.gathered is not None and not self.param.keeps_memory:
             free(self.gathered)
 

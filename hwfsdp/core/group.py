@@ -134,9 +134,11 @@ class ParamGroup:
             wholes = [memory for param in self.params for memory in param.form.outputs()]
             with moment("copy_out", self.transport, "compute", (gathered.flat,), wholes):
                 collectives.copy_out(gathered.flat, gathered.sizes, wholes)
-            self.comm_ctx.keep_until_copied_out(gathered)
             for param in self.params:
                 param.to_unsharded()
+            self.comm_ctx.keep_until_copied_out(
+                gathered
+            )  # last: a form may have read more, made on the copy stream
 
     def reshard(self) -> None:
         """The modules have the shards afterwards; the whole parameters' memory is free. A gather stays in flight."""

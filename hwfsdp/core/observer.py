@@ -54,7 +54,7 @@ slot: Observer | None = None
 
 
 def put(observer: Observer | None) -> Observer | None:
-    """Puts an instrument into the slot, or takes it out; returns the one that was there, for the new one to call."""
+    """Put an instrument into the slot, or take it out. Return the one that was there, so that the new one can call it."""
     global slot
     before, slot = slot, observer
     return before

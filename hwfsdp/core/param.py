@@ -236,18 +236,18 @@ class FSDPParam:
         if self.state is not ShardedState.SHARDED:
             return
         param, layout, before = self.places[0].registered(), self.layout, type(self.local)
-        if (
-            not isinstance(param, DTensor)
-            or (param.shape, tuple(param.placements)) != (layout.global_shape, layout.placements)
-            or tuple(local_of(param).shape) != tuple(layout.local_shape)
-        ):
+        cut = tuple(layout.global_shape), tuple(layout.placements), tuple(layout.local_shape)
+        found: object = f"{type(param).__name__} of shape {tuple(param.shape)}"
+        if isinstance(param, DTensor):
+            found = tuple(param.shape), tuple(param.placements), tuple(local_of(param).shape)
+        if found != cut:
             raise UsageError(
                 f"parameter {self.fqn!r}",
-                expected=f"a DTensor of shape {tuple(layout.global_shape)}, placements {layout.placements}",
-                got=f"{type(param).__name__} of shape {tuple(param.shape)}"
-                + (f", placements {param.placements}" if isinstance(param, DTensor) else ""),
+                expected=f"a DTensor of shape, placements, local shape {cut}",
+                got=str(found),
                 remedy="Assign DTensors that are cut as this parameter is, such as those of the model's own state_dict.",
             )
+        assert isinstance(param, DTensor)
         if param is not self.sharded_param:
             compat.inherit_grad_dtype(param, self.sharded_param)
             self.sharded_param = param

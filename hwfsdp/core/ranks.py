@@ -129,12 +129,12 @@ class Transport:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
-        """Fills `whole` [W * n] with every rank's `part` [n], in rank order; `part` is this rank's place in it."""
+        """Fill `whole` [W * n] with every rank's `part` [n], in rank order; `part` is this rank's place in it."""
         work: Work | None = dist.all_gather_single(whole, part, group=self.ranks.group, async_op=async_op)
         return work
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, operation: Any, async_op: bool) -> Work | None:
-        """Sets `part` [n] to this rank's part of the reduction of every rank's `whole` [W * n]."""
+        """Set `part` [n] to this rank's part of the reduction of every rank's `whole` [W * n]."""
         work: Work | None = dist.reduce_scatter_single(
             part, whole, operation, group=self.ranks.group, async_op=async_op
         )

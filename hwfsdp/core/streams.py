@@ -17,8 +17,8 @@ Note [What a wait costs]
 
 Note [Deferred work]
     `Stream.then` takes the work that follows a collective as a function: for example the cast of its result. A device runs the
-    function at once, in stream order. The CPU keeps it until somebody waits for the stream, or until the end of the backward. Every rank waits at the same points of its program, so such a function may
-    issue a collective.
+    function at once, in stream order. The CPU keeps it until the host waits for the stream, or until the end of the backward.
+    Every rank waits at the same points of its program, so such a function may issue a collective.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Stream(ABC):
 
     @abstractmethod
     def then(self, function: Callable[[], None]) -> None:
-        """Runs `function` here, in order (Note [Deferred work]). Called inside `run`."""
+        """Run `function` here, in order (Note [Deferred work]). Called inside `run`."""
 
     def settle(self) -> None:
         """Run the deferred work. A device defers nothing (Note [Deferred work])."""
@@ -186,7 +186,7 @@ class HostStream(Stream):
         self.finish(self.issued)
 
     def finish(self, ticket: int) -> None:
-        """Blocks until the first `ticket` entries ever queued are done.
+        """Block until the first `ticket` entries ever queued are done.
 
         If one fails, the functions after it are dropped, up to the next collective: their input never came.
         """

@@ -8,8 +8,9 @@ feature is a module with one or more of four functions:
     choose(call)         put a part of its own in the place of one of the heart's
     joined(call, state)  the module is sharded now
 
-The heart knows none of them. Take one out of the list, and what it adds is missing; the rest works. (One feature asks for another:
-the all-reduce of `hybrid_sharding` goes through `custom_collectives`.)
+The heart knows none of them. Take one out of the list, and models that do not use it train as before. What asks for it then does
+nothing, or fails. Features build on each other: states derive from the state of `recovery`, reducers from the one of `reductions`.
+So a feature that is taken out of the list stays in the folder.
 
     The call
     call                one call of `fully_shard`: what is asked for, and the parts that will do it

@@ -26,14 +26,14 @@ _NAMES = {  # of moments that FSDP2 calls otherwise
     "copy_out": "all_gather_copy_out",
     "finish_backward": "root_post_backward_callback",
 }
-_OTHERS = (
+_OTHERS = (  # FSDP2 does not show them
     "copy_in",
     "reduce_scatter",
     "all_reduce",
     "wait_for_reduction",
     "post_backward",
     "part",
-)  # it does not show
+)
 _OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # of states that have one
 _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", "root_pre_forward")
 

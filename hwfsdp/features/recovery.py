@@ -41,9 +41,8 @@ from hwfsdp.features.reductions import SteeredReducer
 optimizer_steps = 0
 _counting = False
 
-Callbacks = dict[
-    tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"
-]  # None: that of the root itself
+# By root and state; the state is None for the callback of the root itself.
+Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"]
 
 
 def choose(call: Call) -> None:
@@ -232,7 +231,8 @@ class RecoveringState(FSDPState):
 
         Gathers in flight are left to whoever comes next, who has time to wait for them (`free_stale`).
         """
-        # also of other models on the same wire: their reductions would end here, too, after their zero_grad
+        # Models that share this communication context are broken off, too. Otherwise their reductions would end here, and add
+        # gradients after their zero_grad.
         callbacks = callbacks_of(self.comm_ctx)
         broken = dict.fromkeys(root for root, _ in callbacks)
         for root in broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from hwfsdp.core.group import ParamGroup, Reducer, divided
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import FSDPState
 from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.errors import UsageError
 from hwfsdp.features.call import Call
 
 
@@ -39,6 +41,21 @@ class SteeredReducer(Reducer):
         self.force_sum = self.reduce_unused = False
         self.hook: Callable[[Tensor], None] | None = None
         self.hook_stream: Stream | None = None
+
+    def divide_by(self, factor: float) -> None:
+        """Set `divide_factor`.
+
+        Raises:
+            UsageError: 0, or not a number.
+        """
+        if not isinstance(factor, int | float) or not factor or not math.isfinite(factor):
+            raise UsageError(
+                "set_gradient_divide_factor",
+                expected="a finite number other than 0",
+                got=repr(factor),
+                remedy="The number of ranks makes it a mean, 1 a sum.",
+            )
+        self.divide_factor = factor
 
     def mean(self, dtype: torch.dtype) -> Mean:
         shards = self.group.mesh.size

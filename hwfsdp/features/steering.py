@@ -20,7 +20,7 @@ from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.streams import DeviceStream, StreamEvent
-from hwfsdp.errors import RefusedError, UsageError
+from hwfsdp.errors import RefusedError, UsageError, WrongTypeError
 from hwfsdp.features.call import Call
 from hwfsdp.features.custom_collectives import CustomCollectives
 from hwfsdp.features.finalization import ManualFinalization
@@ -85,9 +85,8 @@ class SteeredState(FSDPState):
             return
         root.post_optim_event = None
         on_compute = StreamEvent(streams.compute, event)
-        if (
-            observer.slot is not None
-        ):  # nothing says after what the user recorded it: after all of compute so far
+        if observer.slot is not None:
+            # Nobody knows where the user recorded the event. The recording takes it to follow all of compute so far.
             observer.slot.recorded(on_compute)
         streams.copy.wait(on_compute)
 
@@ -181,9 +180,13 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed)
         self._state().root.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients over the ranks are divided by, in place of the number of ranks."""
+        """What sums of gradients over the ranks are divided by, in place of the number of ranks.
+
+        Raises:
+            UsageError: 0, or not a number.
+        """
         for reducer in self._reducers(recurse=False):
-            reducer.divide_factor = factor
+            reducer.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`; warns."""
@@ -259,12 +262,14 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed)
         Groups below one root share them: the largest number that any of them was given counts.
 
         Raises:
-            TypeError: not an int. UsageError: below 1.
+            WrongTypeError: not an int. UsageError: below 1.
         """
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
-            raise TypeError(
-                f"set_reduce_scatter_max_input_buffers: expected an int; got {max_input_buffers!r}. "
-                "Pass the number of buffers."
+            raise WrongTypeError(
+                "set_reduce_scatter_max_input_buffers",
+                expected="an int",
+                got=repr(max_input_buffers),
+                remedy="Pass the number of buffers.",
             )
         if max_input_buffers < 1:
             raise UsageError(

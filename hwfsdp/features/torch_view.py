@@ -40,9 +40,8 @@ def choose(call: Call) -> None:
 def joined(call: Call, state: FSDPState) -> None:
     """So can groups."""
     assert isinstance(state, ViewedState)
-    for group in filter(
-        None, {state.group, *state.groups}
-    ):  # the first stands for several if there are several meshes
+    # `state.group` stands for several groups if there are several meshes.
+    for group in filter(None, {state.group, *state.groups}):
         vars(group)["fsdp_params"] = [ParamView(param) for param in group.params]
         vars(group)["pre_backward"] = partial(ViewedState.begin_backward, state)
 

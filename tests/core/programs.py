@@ -160,7 +160,7 @@ class Watched:
 
 
 def observed() -> tuple[list[str], dict[str, int]]:
-    """Gathers and reductions of the second step, in order; and the bytes of whole parameters at five moments."""
+    """Gathers, copy-outs and reductions of the second step, in order; and the bytes of whole parameters at five moments."""
     from hwfsdp.core import observer, state
 
     torch.manual_seed(0)
@@ -194,7 +194,9 @@ def observed() -> tuple[list[str], dict[str, int]]:
         assert found is not None and found.group is not None
         gathered = [p.form.gathered for p in found.group.params]
         sizes[found.module_fqn] = sum(g.nbytes for g in gathered if g is not None)
-    return [s for s in watched.seen if s.startswith(("all_gather", "reduce")) and "waits" not in s], {
+    return [
+        s for s in watched.seen if s.startswith(("all_gather", "copy_out", "reduce")) and "waits" not in s
+    ], {
         **alive,
         **sizes,
     }

@@ -42,6 +42,12 @@ def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backw
     assert [s for s in seen if s.startswith("all_gather")] == [
         f"all_gather {name}" for name in names + names[:0:-1]
     ]
+    forward = [s for s in seen if s.startswith(("all_gather", "copy_out"))][:8]
+    for here, there in zip(names, names[1:]):
+        assert forward.index(f"all_gather {there}") < forward.index(f"copy_out {here}"), "gathered ahead"
+    backward = [s for s in seen if s.startswith(("all_gather", "copy_out"))][8:]
+    for here, there in zip(names[:0:-1], names[-2:0:-1]):
+        assert backward.index(f"all_gather {there}") < backward.index(f"copy_out {here}"), "gathered ahead"
     assert [s for s in seen if s.startswith("reduce")] == [f"reduce_scatter {name}" for name in names[::-1]]
     root, block = alive[""], alive["blocks.0"]
     assert alive["between steps"] == alive["after backward"] == 0
