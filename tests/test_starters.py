@@ -15,18 +15,18 @@ import pytest
 import hwfsdp
 from hwfsdp import UsageError
 from hwfsdp.course.manifest import find_course
-from hwfsdp.course.provided import Provided, described
-from hwfsdp.course.starters import Hole, render
+from hwfsdp.course.provided import Definition, described
+from hwfsdp.course.starters import render
 
 PACKAGE = Path(hwfsdp.__file__).parent
 
 
-def hole(name: str) -> Hole:
+def hole(name: str) -> Definition:
     """`module.function`, or `module.Class.method`, of the package."""
     module, _, function = name.removeprefix("core.").partition(".")
     folder = "core." if name.startswith("core.") else ""
     source = PACKAGE / f"{folder}{module}".replace(".", "/")
-    return Hole(f"hwfsdp.{folder}{module}", source.with_suffix(".py").read_text(), function)
+    return Definition(f"hwfsdp.{folder}{module}", source.with_suffix(".py").read_text(), function)
 
 
 SHARDING = [
@@ -121,7 +121,7 @@ DESCRIBED = {
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_a_name_of_the_package_is_described_as_it_is_defined(name):
-    assert described(Provided("hwfsdp.given", GIVEN, name)) == DESCRIBED[name]
+    assert described(Definition("hwfsdp.given", GIVEN, name)) == DESCRIBED[name]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_name_of_the_package_is_described_as_it_is_defined(name):
 )
 def test_a_name_that_is_not_in_the_module_is_refused(name, remedy):
     with pytest.raises(UsageError, match=f"calls: hwfsdp.given:{name}: .*{remedy}"):
-        described(Provided("hwfsdp.given", GIVEN, name))
+        described(Definition("hwfsdp.given", GIVEN, name))
 
 
 def test_signatures_of_the_course_say_what_python_says():

@@ -1,5 +1,7 @@
 """Starters, solutions and pictures of the exercises; see `workbook`.
 
+Of the exercises and the homework ("capstone"):
+
 python -m hwfsdp.course write            writes starters and solutions
 python -m hwfsdp.course check [NN …]     says what does not hold, of these exercises or of all
 python -m hwfsdp.course pictures [NN …]  draws their pictures
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from hwfsdp.course import grader_report, workbook
+from hwfsdp.course.commands import everything, wanted_exercise
 from hwfsdp.course.manifest import Course, Exercise, find_course
 from hwfsdp.course.pool import grading_pool
 from hwfsdp.errors import UsageError
@@ -23,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     """Do what the first argument says; return the exit status."""
     verb, *numbers = arguments or ("",)
     course = find_course()
-    chosen = [course.exercise(number) for number in numbers] or list(course.exercises)
+    chosen = [wanted_exercise(course, number) for number in numbers] or everything(course)
     if verb == "write":
         for path in workbook.write(course):
             print(f"wrote {path.relative_to(course.root)}")
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
                 sheet.save(importlib.import_module(name).draw(), exercise.folder / "picture.png")
         return 0
     if verb == "mutants":
-        return _mutants(course, chosen if numbers else grader_report.everything(course))
+        return _mutants(course, chosen)
     print(__doc__, file=sys.stderr)
     return 2
 
@@ -65,7 +68,7 @@ def _mutants(course: Course, chosen: Sequence[Exercise]) -> int:
             print(f"    survived: {each}", flush=True)
         for where in report.false_failures:
             print(f"    failed: {where}", flush=True)
-    if len(chosen) == len(grader_report.everything(course)):
+    if len(chosen) == len(everything(course)):
         (course.root / "docs" / "grading.md").write_text(grader_report.written(reports))
     return 1 if any(report.rate.survived or report.false_failures for report in reports) else 0
 

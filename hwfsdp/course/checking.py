@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hwfsdp.course.capstone.grading import grade_capstone
 from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.certificate import STATION, write_certificate
 from hwfsdp.course.commands import wanted_exercise
@@ -38,13 +37,9 @@ def check(
     options = Options(mine=mine or exercise.is_station, seed=seed)
     warm_up()
     before = Progress.load(course).measured if submission is None else {}
-    result: Grade
-    if isinstance(exercise, Homework):
-        result = grade_capstone(folder, course, options)
-    else:
-        result = grade(exercise, folder, course, options)
-        if submission is None:
-            _remember(course, result)
+    result = grade(exercise, folder, course, options)
+    if submission is None and not isinstance(exercise, Homework):
+        _remember(course, result)
     result.seconds = time.monotonic() - began
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))

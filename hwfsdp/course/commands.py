@@ -65,6 +65,12 @@ def wanted_exercise(course: Course, number: str) -> Exercise:
     return read_homework(course) if Path(number).name == FOLDER else course.exercise(number)
 
 
+def everything(course: Course) -> list[Exercise]:
+    """Everything that is graded by running it: the exercises, and the homework if the course has it."""
+    homework = [read_homework(course)] if (course.root / "exercises" / FOLDER).is_dir() else []
+    return [*course.exercises, *homework]
+
+
 def hint(number: str, as_json: bool) -> int:
     """Print the hints seen so far, and one more."""
     course = find_course()

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 from hwfsdp.course import checklist
+from hwfsdp.course.capstone.homework import Homework
+from hwfsdp.course.capstone.rules import NEEDED
 from hwfsdp.course.capstone.rules import check_rules as check_file
 from hwfsdp.course.diagnose import explain_broken, explain_failure
 from hwfsdp.course.manifest import Course, Exercise
@@ -30,6 +32,7 @@ from hwfsdp.errors import UsageError
 
 STATION_SECONDS = 20.0  # of one run of a station, which trains several models
 STATION_ALL_SECONDS = 60.0  # of all runs of a station
+HOMEWORK_ALL_SECONDS = 40.0  # of all runs of the homework: there are more of them than in an elective
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,13 @@ def checks_of(exercise: Exercise) -> tuple[Check, ...]:
     Raises:
         UsageError: they do not fit its manifest.
     """
-    checks = checklist.checks_of(exercise.number)
-    if sum(check.points for check in checks) != exercise.points:
+    checks = checklist.checks_of(exercise.number, *(("bonus", "ours") if exercise.bonus else ()))
+    points, most = sum(check.points for check in checks), exercise.points + exercise.bonus
+    if points != most:
         raise UsageError(
             f"checks of exercise {exercise.number}",
-            expected=f"{exercise.points} points in all",
-            got=str(sum(check.points for check in checks)),
+            expected=f"{most} points in all",
+            got=str(points),
             remedy="Change the manifest or the checks.",
         )
     return checks
@@ -104,7 +108,9 @@ def grade(
     if source.text is None or not is_started(exercise, source.text):
         return result
     try:
-        if exercise.is_station:
+        if isinstance(exercise, Homework):
+            overlay, times = _homework(exercise, source, options)
+        elif exercise.is_station:
             overlay, times = own_file(exercise, source, options)
             result.before = _before(exercise, course) if options.mine else []
         else:
@@ -113,9 +119,9 @@ def grade(
         if exercise.is_station and runs is not None:
             ranks.runs = runs
         submitted = overlay.submitted
-        paths, holes = [s.path for s in submitted], [p.name for s in submitted for p in s.places]
+        names = [p.name for s in submitted for p in s.places] or exercise.hole_names
         result.measured = ranks.measured
-        run_checks(result, ranks, paths, holes, on_check, options)
+        run_checks(result, ranks, [s.path for s in submitted], names, on_check, options)
     except Finding as finding:
         reject(result, finding)
     result.seconds, result.printed = time.monotonic() - began, "".join(printed)
@@ -128,14 +134,25 @@ def own_file(exercise: Exercise, source: Source, options: Options) -> tuple[Over
     Raises:
         Finding: it is not Python, uses what it may not, or says that the station is not the learner's work.
     """
-    assert source.text is not None, "a file that is there"
-    if is_given(exercise.number, source.text):
+    if is_given(exercise.number, source.text or ""):
         message = f"{source.path.name} says that hwfsdp catchup wrote station {exercise.number}."
         raise Finding("caught-up", message)
     check_file(source, needed={})
     all_seconds = STATION_ALL_SECONDS * (2 if options.mine else 1)  # with the checks of earlier stations
     times = Times(options.run_seconds or STATION_SECONDS, all_seconds, options.repeat)
-    return Overlay({}, (Submitted(source.path.stem, str(source.path), source.text, ()),)), times
+    return _alone(source.path.stem, source), times
+
+
+def _homework(homework: Homework, source: Source, options: Options) -> tuple[Overlay, Times]:
+    """The same for the homework."""
+    check_file(source, NEEDED)
+    times = Times(options.run_seconds or RUN_SECONDS, HOMEWORK_ALL_SECONDS, options.repeat)
+    return _alone(homework.number, source), times
+
+
+def _alone(name: str, source: Source) -> Overlay:
+    """A file that stands by itself, under this name."""
+    return Overlay({}, (Submitted(name, str(source.path), source.text or "", ()),))
 
 
 def _before(exercise: Exercise, course: Course) -> list[CheckResult]:
@@ -217,7 +234,10 @@ def run_checks(
             raise checked.finding
         if checked.finding and not options.thorough:
             break
-    result.status = "passed" if all(passed.values()) else "failed"
+    required = [
+        checked.passed for checked in every if checked.check.id in passed and not checked.check.is_bonus
+    ]
+    result.status = "passed" if all(required) else "failed"
 
 
 def _with_needed(only: str | None, checks: Sequence[Check]) -> set[str]:

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 import torch.version
 
-from hwfsdp.course.capstone.homework import Homework, read_homework
+from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.grade import Options
-from hwfsdp.course.killrate import KillRate, hole_mutants, kill, solved
+from hwfsdp.course.killrate import KillRate, hole_mutants, kill
 from hwfsdp.course.manifest import Course, Exercise
 from hwfsdp.course.pages import template
 from hwfsdp.course.pool import grading_pool
 from hwfsdp.course.run import WORLD_SIZE
 from hwfsdp.course.stations.stages import LAST, stage
+from hwfsdp.course.submission import solution
 from hwfsdp.course.verdict import Grade
 
 WORLD_SIZES, SEEDS = range(1, 5), range(20)
@@ -53,14 +54,14 @@ class ExerciseReport:
 def examine(course: Course, exercises: Sequence[Exercise]) -> Iterator[ExerciseReport]:
     """Grade all mutants of each exercise, and its right answers over numbers of ranks and seeds. This takes long."""
     for exercise in exercises:
-        rate = kill(course, exercise, hole_mutants(course, exercise))
+        rate = kill(course, exercise, hole_mutants(exercise))
         report = ExerciseReport(exercise, answers_to(course, exercise), rate)
         _find_false_failures(course, report)
         yield report
 
 
 def _find_false_failures(course: Course, report: ExerciseReport) -> None:
-    texts = {"the reference": solved(course, report.exercise)}
+    texts = {"the reference": solution(report.exercise)}
     texts |= {f"right answer {number}": text for number, text in enumerate(report.answers.right)}
     in_turn = cycle(texts.items())
     sizes = [WORLD_SIZE] if report.exercise.is_station else WORLD_SIZES
@@ -89,13 +90,8 @@ def answers_to(course: Course, exercise: Exercise) -> Answers:
     wrong = [each for each in found if each.misconception != shapes.RIGHT]
     if exercise.is_station:
         return Answers(len(wrong), [stage(each) for each in range(int(exercise.number), LAST)])
-    text = solved(course, exercise)
+    text = solution(exercise)
     return Answers(len(wrong), [each.text(text) for each in found if each not in wrong])
-
-
-def everything(course: Course) -> list[Exercise]:
-    """Everything that is graded by running it: the exercises and the homework."""
-    return [*course.exercises, read_homework(course)]
 
 
 def written(reports: Sequence[ExerciseReport]) -> str:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import Homework, solution_path
 from hwfsdp.course.grade import Options
 from hwfsdp.course.manifest import Course, Exercise
 from hwfsdp.course.mutants import Mutant, mutants
@@ -67,11 +66,6 @@ class KillRate:
         )
 
 
-def solved(course: Course, exercise: Exercise) -> str:
-    """The right answer that mistakes are made in: of an exercise, or of the homework."""
-    return solution_path(course).read_text() if isinstance(exercise, Homework) else solution(exercise)
-
-
 # a range that a profiler shows, and nothing else in the same statement; without it no number is another
 RANGE = re.compile(r"\s*with [\w.]*(profiled|profiler_range|record_function)\([^()]*\):.*")
 
@@ -94,9 +88,9 @@ def _functions_at(station: int) -> dict[str, str]:
     return {name: holes.extract(text, name) for name in holes.functions(text)}
 
 
-def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
+def hole_mutants(exercise: Exercise) -> list[HoleMutant]:
     """List all mutants of these functions, in order. Mutants that only drop a profiler's range are left out."""
-    text = solved(course, exercise)
+    text = solution(exercise)
     found = []
     for name in function_names(exercise):
         hole = holes.extract(text, name)
@@ -107,9 +101,9 @@ def hole_mutants(course: Course, exercise: Exercise) -> list[HoleMutant]:
     return found
 
 
-def hole_sample(course: Course, exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
+def hole_sample(exercise: Exercise, count: int, seed: int) -> list[HoleMutant]:
     """`count` of them by chance (or all, if there are fewer), in their order."""
-    found = hole_mutants(course, exercise)
+    found = hole_mutants(exercise)
     chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
     return [found[index] for index in sorted(chosen)]
 
@@ -126,7 +120,7 @@ def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str,
 
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
     """Grade mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
-    rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solved(course, exercise)
+    rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solution(exercise)
     judge = exercise  # whose checks are run
     if exercise.is_station and exercise.number != "02":  # nothing needs 02
         judge = course.exercise(LAST)

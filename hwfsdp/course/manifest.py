@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hwfsdp
-from hwfsdp.course.provided import Provided
-from hwfsdp.course.refusals import refused
-from hwfsdp.course.starters import Hole
+from hwfsdp.course.provided import Definition
+from hwfsdp.course.refusals import misread, refused
 from hwfsdp.errors import UsageError
 
 PACKAGE = Path(hwfsdp.__file__).parent
@@ -53,6 +52,10 @@ class Place(NamedTuple):
         module, _, name = text.partition(":")
         return cls(module, name)
 
+    def definition(self) -> Definition:
+        """With the module's text, as it is on disk now."""
+        return Definition(self.module, module_source(self.module), self.name)
+
 
 @dataclass(frozen=True)
 class Exercise:
@@ -61,6 +64,7 @@ class Exercise:
     Attributes:
         number: two digits. topic: the folder's name without the number; for an elective also the name of the learner's file
             and of the module with the checks.
+        points: without `bonus`, which only the homework has.
         places: of the holes, in the order in which they are to be filled; a station has none.
         hints: from a nudge to nearly the answer.
         calls: what of the package the docstrings of the holes name; starters have the signatures.
@@ -74,6 +78,7 @@ class Exercise:
     hints: tuple[str, ...]
     folder: Path
     calls: tuple[Place, ...] = ()
+    bonus: int = 0
 
     @property
     def directory(self) -> str:
@@ -109,14 +114,14 @@ class Exercise:
         return [place.name for place in self.places]
 
     @cached_property
-    def holes(self) -> list[Hole]:
+    def holes(self) -> list[Definition]:
         """With the package's source, as it is on disk now."""
-        return [Hole(place.module, module_source(place.module), place.name) for place in self.places]
+        return [place.definition() for place in self.places]
 
     @cached_property
-    def provided(self) -> list[Provided]:
+    def provided(self) -> list[Definition]:
         """The definitions that `calls` names, with the package's source as it is on disk now."""
-        return [Provided(place.module, module_source(place.module), place.name) for place in self.calls]
+        return [place.definition() for place in self.calls]
 
 
 class Course(NamedTuple):
@@ -201,7 +206,9 @@ def read_manifest(path: Path) -> Exercise:
         UsageError: something is missing in it, or of the wrong kind.
     """
     number, _, topic = path.parent.name.partition("_")
-    try:
+    expected = "title, points and hints; file of a station, or holes, perhaps calls (module:name)"
+    remedy = "Compare with the file of another exercise."
+    with misread(f"manifest {path.parent.name}/{path.name}", expected, remedy):
         found = tomllib.loads(path.read_text())
         is_station = found.get("file") == OWN_FILE
         places = () if is_station else tuple(map(Place.parse, _texts(found["holes"])))
@@ -209,13 +216,6 @@ def read_manifest(path: Path) -> Exercise:
         texts = _texts(tomllib.loads((path.parent / HINTS).read_text())["hints"])
         hints = tuple(map(flowed, texts))
         calls = tuple(map(Place.parse, _texts(found["calls"]))) if "calls" in found else ()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"manifest {path.parent.name}/{path.name}",
-            expected="title, points and hints; file of a station, or holes, perhaps calls (module:name)",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Compare with the file of another exercise.",
-        ) from None
     return Exercise(number, topic, title, points, places, hints, path.parent, calls)
 
 

@@ -13,8 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from hwfsdp.course.capstone.grading import graded_homework
-from hwfsdp.course.capstone.homework import FOLDER
+from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.grade import Options
 from hwfsdp.course.manifest import Course, Exercise, find_course
 from hwfsdp.course.run import PATIENCE, warm_up
@@ -56,11 +55,9 @@ def _begin(workers: int) -> None:
 
 def _grade(root: Path, number: str, text: str, options: Options) -> Grade:
     course = find_course(root)
-    if number == FOLDER:
-        return graded_homework(course, text, options)
-    return graded(course.exercise(number), course, text, options)
+    return graded(wanted_exercise(course, number), course, text, options)
 
 
 def _find_problems(root: Path, number: str) -> list[str]:
     course = find_course(root)
-    return list(grading_problems(course, course.exercise(number)))
+    return list(grading_problems(course, wanted_exercise(course, number)))

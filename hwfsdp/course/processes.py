@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 MEMORY = 4 << 30  # bytes of a rank, besides what it was forked with
 FILE = 1 << 30  # bytes of the largest file
@@ -58,16 +59,30 @@ def close_pipes() -> None:
                 os.close(fd)
 
 
+class Process(NamedTuple):
+    """A process that has not ended, and its relatives."""
+
+    pid: int
+    parent: int
+    group: int
+
+
+def running() -> Iterator[Process]:
+    """All processes; none if the system does not tell."""
+    for path in _PROC.glob("[0-9]*/stat"):
+        try:
+            state, parent, group, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if state != "Z":
+            yield Process(int(path.parent.name), int(parent), int(group))
+
+
 def descendants(pid: int) -> list[int]:
     """All descendants of a process; empty if the system does not tell."""
     children: dict[int, list[int]] = {}
-    for path in _PROC.glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    for process in running():
+        children.setdefault(process.parent, []).append(process.pid)
     found, todo = [], [pid]
     while todo:
         below = children.get(todo.pop(), [])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.course.manifest import Course, Exercise
+from hwfsdp.course.refusals import write_whole
 from hwfsdp.course.stations.stages import is_given
 from hwfsdp.course.submission import find_source, is_started
 from hwfsdp.course.verdict import Grade
@@ -67,12 +67,9 @@ class Progress:
         A course that may only be read can be worked with all the same; a line on standard error says so.
         """
         path = _file(self.course)
-        draft = path.with_suffix(f".{os.getpid()}")
+        kept = {"hints": self.hints, "grades": self.grades, "measured": self.measured}
         try:
-            path.parent.mkdir(exist_ok=True)
-            kept = {"hints": self.hints, "grades": self.grades, "measured": self.measured}
-            draft.write_text(json.dumps(kept, indent=1))
-            draft.replace(path)
+            write_whole(path, [json.dumps(kept, indent=1)])
         except OSError as error:
             print(f"hwfsdp: progress is not kept in {path.parent}: {error.strerror}", file=sys.stderr)
 

@@ -30,8 +30,8 @@ _TIED = "\0"  # a space that no line is broken at
 _SHORT = 60  # characters of a value
 
 
-class Provided(NamedTuple):
-    """A name of the package.
+class Definition(NamedTuple):
+    """Something that a module of the package defines.
 
     Attributes:
         module: for example "hwfsdp.streams"; source: its text. name: of a function, a class, or one of a class's
@@ -42,8 +42,13 @@ class Provided(NamedTuple):
     source: str
     name: str
 
+    @property
+    def owner(self) -> str:
+        """The class of a method or attribute; "" for what stands in the module itself."""
+        return self.name.rpartition(".")[0]
 
-def block(names: Sequence[Provided]) -> list[str]:
+
+def block(names: Sequence[Definition]) -> list[str]:
     """Comment lines with all of them, under their modules; none for no names.
 
     Raises:
@@ -65,14 +70,14 @@ def _wrapped(text: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def described(name: Provided) -> str:
+def described(name: Definition) -> str:
     """Its kind in one word, then its signature or type.
 
     Raises:
         UsageError: it is not in its module.
     """
     body: Sequence[ast.stmt] = holes.parsed(name.source).body
-    owner, _, last = name.name.rpartition(".")
+    owner, last = name.owner, name.name.rpartition(".")[2]
     for part in owner.split(".") if owner else ():
         body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == part), [])
     for node in body:

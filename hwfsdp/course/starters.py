@@ -20,25 +20,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from hwfsdp.course import holes, provided
+from hwfsdp.course.provided import Definition
 
 WIDTH = 110  # of a line
-
-
-class Hole(NamedTuple):
-    """A function or method of a module.
-
-    Attributes:
-        module: its name, for example "hwfsdp.core.sharding"; source: its text. name: of the function, in the module.
-    """
-
-    module: str
-    source: str
-    name: str
-
-    @property
-    def owner(self) -> str:
-        """The class of a method; "" for a function."""
-        return self.name.rpartition(".")[0]
 
 
 class Import(NamedTuple):
@@ -60,12 +44,12 @@ class Import(NamedTuple):
 
 
 def render(
-    chosen: Sequence[Hole],
+    chosen: Sequence[Definition],
     label: str,
     title: str,
     *,
     solved: bool,
-    calls: Sequence[provided.Provided] = (),
+    calls: Sequence[Definition] = (),
 ) -> str:
     """The text of a starter, or of its solution.
 
@@ -90,7 +74,7 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-def _class_docstring(chosen: Sequence[Hole], owner: str) -> list[str]:
+def _class_docstring(chosen: Sequence[Definition], owner: str) -> list[str]:
     """The docstring of a class, as in its module: it lists the attributes."""
     source = next(hole.source for hole in chosen if hole.owner == owner)
     for node in ast.walk(holes.parsed(source)):
@@ -100,12 +84,12 @@ def _class_docstring(chosen: Sequence[Hole], owner: str) -> list[str]:
     return []
 
 
-def _text(hole: Hole, label: str, solved: bool) -> str:
+def _text(hole: Definition, label: str, solved: bool) -> str:
     source = hole.source if solved else holes.blank(hole.source, hole.name, label)
     return holes.extract(source, hole.name)
 
 
-def _import_lines(chosen: Sequence[Hole]) -> list[str]:
+def _import_lines(chosen: Sequence[Definition]) -> list[str]:
     """Python's first, then others, then the package; sorted, one line per module."""
     needed = sorted({found for hole in chosen for found in _imports(hole, chosen)})
     lines = [f"import {found.renamed}" for found in needed if not found.module]
@@ -124,7 +108,7 @@ def _origin(line: str) -> int:
     return 2 if package == "hwfsdp" else int(package not in sys.stdlib_module_names)
 
 
-def _imports(hole: Hole, chosen: Sequence[Hole]) -> Iterator[Import]:
+def _imports(hole: Definition, chosen: Sequence[Definition]) -> Iterator[Import]:
     """The imports that a hole's function needs, body included."""
     tree = holes.parsed(hole.source)
     imported = {found.alias: found for found in _imported(tree)}
@@ -137,7 +121,7 @@ def _imports(hole: Hole, chosen: Sequence[Hole]) -> Iterator[Import]:
             yield Import(hole.module, name, name)
 
 
-def _used(hole: Hole) -> set[str]:
+def _used(hole: Definition) -> set[str]:
     """Names that the function's text refers to."""
     text = holes.extract(hole.source, hole.name)
     indented = "if True:\n" + text if text[:1].isspace() else text

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hwfsdp.course import holes, starters
+from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.manifest import Exercise
 from hwfsdp.course.overlay import Submitted
+from hwfsdp.course.refusals import read_text
 from hwfsdp.course.stations.stages import LAST, stage
 from hwfsdp.course.verdict import Finding
 from hwfsdp.errors import UsageError
@@ -36,21 +38,7 @@ def find_source(exercise: Exercise, folder: Path) -> Source:
     path = nested if nested.exists() or not flat.exists() else flat
     if not path.exists():
         return Source(path, None)
-    try:
-        if not path.is_file():
-            raise OSError(0, "something that is no file")
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise OSError(0, f"more than {LARGEST:,} bytes")
-        return Source(path, content.decode("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"submission {path}",
-            expected="a file of Python, in UTF-8",
-            got=getattr(error, "strerror", None) or "bytes that are not UTF-8",
-            remedy="Check the file, how it was saved, and its permissions.",
-        ) from None
+    return Source(path, read_text(path, f"submission {path}", "a file of Python, in UTF-8", LARGEST))
 
 
 def check_folder(folder: Path, exercises: tuple[Exercise, ...]) -> None:
@@ -76,13 +64,15 @@ def is_started(exercise: Exercise, text: str) -> bool:
 
     A file that is not Python has been worked on, and so has a file of stations that is not as it was given.
     """
-    given = starter(exercise)
-    if text.splitlines() == given.splitlines() or exercise.is_station:
-        return text.splitlines() != given.splitlines()
+    if exercise.is_station:
+        return text.splitlines() != starter(exercise).splitlines()
     try:
-        if any(not _is_blank(node) for node in _defined(exercise, text).values()):
+        found = _defined(exercise, text)
+        if any(not _is_blank(node) for node in found.values()):
             return True
-        return bool(_effects(exercise, text) - _effects(exercise, given))
+        if isinstance(exercise, Homework):
+            return not found
+        return bool(_effects(exercise, text) - _effects(exercise, starter(exercise)))
     except NOT_PYTHON:
         return True
 
@@ -94,11 +84,17 @@ def starter(exercise: Exercise) -> str:
         return kept.read_text()
     if exercise.is_station:
         return stage(0)
+    if isinstance(exercise, Homework):
+        text = solution(exercise)
+        for task in exercise.tasks:
+            for name in task.holes:
+                text = holes.blank(text, name, task.label)
+        return text
     return _cut_out(exercise, solved=False)
 
 
 def solution(exercise: Exercise) -> str:
-    """The starter, filled in: with the package's bodies, or as it is after the last station.
+    """The starter, filled in: with the package's bodies, as it is after the last station, or our homework.
 
     Raises:
         UsageError: this is a student's edition.
@@ -112,6 +108,8 @@ def solution(exercise: Exercise) -> str:
         )
     if exercise.is_station:
         return stage(LAST)
+    if isinstance(exercise, Homework):
+        return exercise.solution_path.read_text()
     return _cut_out(exercise, solved=True)
 
 
@@ -132,11 +130,7 @@ def inspect(exercise: Exercise, source: Source) -> Submitted:
         compile(source.text, path, "exec", dont_inherit=True)
         found = _defined(exercise, source.text)
     except NOT_PYTHON as error:
-        line = getattr(error, "lineno", None)
-        where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
-        what = getattr(error, "msg", None) or str(error) or "nested too deeply"
-        message = f"{source.path.name}, {where}{what}."
-        raise Finding("not-python", message) from None
+        raise not_python(source, error) from None
     wanted = _defined(exercise, starter(exercise))
     for place in exercise.places:
         node = found.get(place.name)
@@ -150,9 +144,17 @@ def inspect(exercise: Exercise, source: Source) -> Submitted:
     return Submitted(exercise.number, path, source.text, exercise.places)
 
 
+def not_python(source: Source, error: BaseException) -> Finding:
+    """What the parser said of a file."""
+    line = getattr(error, "lineno", None)
+    where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
+    what = getattr(error, "msg", None) or str(error) or "nested too deeply"
+    return Finding("not-python", f"{source.path.name}, {where}{what}.")
+
+
 def _defined(exercise: Exercise, text: str) -> dict[str, ast.FunctionDef]:
     """The functions of the exercise that a file defines, the last one of a name."""
-    names = {place.name for place in exercise.places}
+    names = set(exercise.hole_names)
     return {
         name: node
         for name, node in holes.definitions(text)

@@ -72,6 +72,11 @@ class Check(NamedTuple):
     judge: Judge
     needs: tuple[str, ...] = ()
 
+    @property
+    def is_bonus(self) -> bool:
+        """Whether its points are beyond those of its exercise, which can be passed without it."""
+        return self.id.startswith(("bonus.", "ours."))
+
 
 @dataclass
 class CheckResult:
@@ -132,9 +137,15 @@ class Grade:
 
     @property
     def score(self) -> int:
-        if self.status == "error":
-            return 0
-        return sum(result.check.points for result in self.results if result.passed)
+        return self._points(is_bonus=False)
+
+    @property
+    def bonus(self) -> int:
+        return self._points(is_bonus=True)
+
+    def _points(self, is_bonus: bool) -> int:
+        counted = [r.check for r in self.results if r.passed and r.check.is_bonus == is_bonus]
+        return 0 if self.status == "error" else sum(check.points for check in counted)
 
     @property
     def max_score(self) -> int:
@@ -148,12 +159,13 @@ class Grade:
     @property
     def has_everything(self) -> bool:
         """Whether there is nothing more to get."""
-        return self.status == "passed"
+        return self.status == "passed" and self.bonus == self.exercise.bonus
 
     @property
     def points(self) -> str:
         """The points in words."""
-        return f"{self.score} of {self.max_score} points"
+        more = f" and {self.bonus} of {self.exercise.bonus} bonus points" if self.exercise.bonus else ""
+        return f"{self.score} of {self.max_score} points{more}"
 
     def as_dict(self) -> dict[str, Any]:
         checks = [result.as_dict() for result in self.shown_results]
@@ -162,10 +174,12 @@ class Grade:
                 check["max_points"] = 0
             if self.status == "error" or result not in self.results:
                 check["points"] = 0
+        most = self.exercise.bonus
         return {
             "exercise": self.exercise.number,
             "score": self.score,
             "max_score": self.max_score,
+            **({"bonus": self.bonus, "max_bonus": most} if most else {}),
             "status": self.status,
             "checks": checks,
             "seconds": round(self.seconds, 3),

@@ -1,6 +1,6 @@
 """Starters and solutions: written from the package, or from the reference of all stations, and checked against these.
 
-    python -m hwfsdp.course write     writes my_fsdp.py and */*.py of exercises/ and solutions/
+    python -m hwfsdp.course write     writes my_fsdp.py and */*.py of exercises/ and solutions/; of the homework, the starter
     python -m hwfsdp.course check     says what does not hold; part of `make check`
 
 What has to hold:
@@ -20,8 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hwfsdp.course import holes
+from hwfsdp.course.commands import everything
 from hwfsdp.course.grade import Options, grade
 from hwfsdp.course.manifest import Course, Exercise, module_source
+from hwfsdp.course.overlay import blanked
+from hwfsdp.course.refusals import outdated, update
 from hwfsdp.course.submission import solution, starter
 from hwfsdp.course.verdict import Grade
 from hwfsdp.errors import UsageError
@@ -32,7 +35,7 @@ SEED = 20
 def files(course: Course) -> dict[Path, str]:
     """The right contents of both folders: every starter and solution, by path."""
     texts = {}
-    for exercise in course.exercises:
+    for exercise in everything(course):
         texts[course.root / "exercises" / exercise.target] = starter(exercise)
         texts[course.root / "solutions" / exercise.target] = solution(exercise)
     return texts
@@ -40,13 +43,7 @@ def files(course: Course) -> dict[Path, str]:
 
 def write(course: Course) -> list[Path]:
     """Write what differs; return where."""
-    changed = []
-    for path, text in files(course).items():
-        if not path.exists() or path.read_text() != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-            changed.append(path)
-    return changed
+    return update(files(course))
 
 
 def problems(course: Course) -> Iterator[str]:
@@ -54,11 +51,9 @@ def problems(course: Course) -> Iterator[str]:
     try:
         yield from _owners(course)
         yield from _restored(course)
-        for path, text in files(course).items():
-            if not path.exists():
-                yield f"{path.relative_to(course.root)} is missing. Run: make exercises"
-            elif path.read_text() != text:
-                yield f"{path.relative_to(course.root)} is not what the package gives. Run: make exercises"
+        for path in outdated(files(course)):
+            what = "not what the package gives" if path.exists() else "missing"
+            yield f"{path.relative_to(course.root)} is {what}. Run: make exercises"
     except (UsageError, SyntaxError) as error:
         yield str(error)
 
@@ -74,13 +69,7 @@ def _owners(course: Course) -> Iterator[str]:
 
 def _restored(course: Course) -> Iterator[str]:
     """Blank everything in the package and put back what the solutions have."""
-    originals: dict[str, str] = {}
-    blank: dict[str, str] = {}
-    for exercise in course.exercises:
-        for place in exercise.places:
-            originals.setdefault(place.module, module_source(place.module))
-            text = blank.get(place.module, originals[place.module])
-            blank[place.module] = holes.blank(text, place.name, exercise.number)
+    texts = blanked(course.exercises)
     for exercise in course.exercises:
         path = course.root / "solutions" / exercise.target
         solved = path.read_text() if path.exists() else ""
@@ -90,9 +79,9 @@ def _restored(course: Course) -> Iterator[str]:
             except UsageError as error:
                 yield f"solutions/{exercise.directory}: {error}"
                 continue
-            blank[place.module] = holes.splice(blank[place.module], place.name, body)
-    for module, original in originals.items():
-        if blank[module] != original:
+            texts[place.module] = holes.splice(texts[place.module], place.name, body)
+    for module, text in texts.items():
+        if text != module_source(module):
             yield f"{module} is not restored by the solutions. Run: make exercises"
 
 
@@ -102,7 +91,7 @@ def grading_problems(course: Course, exercise: Exercise) -> Iterator[str]:
     if (started.status, started.score) != ("not_started", 0):
         yield f"{exercise.number}: the starter is {started.status} with {started.score} points, not not_started."
     full = graded(exercise, course, solution(exercise))
-    if full.status != "passed" or full.score != exercise.points:
+    if not full.has_everything:
         yield f"{exercise.number}: the solution gets {full.score} of {exercise.points} points: {failures(full)}"
     for place in exercise.places:
         text = holes.blank(solution(exercise), place.name, exercise.number)

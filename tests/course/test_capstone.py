@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from hwfsdp.course import holes
+from hwfsdp.course import holes, workbook
 from hwfsdp.course.capstone import overlap
-from hwfsdp.course.capstone.grading import HomeworkGrade, graded_homework
-from hwfsdp.course.capstone.homework import Task, read_homework, solution_path, starter_of
+from hwfsdp.course.capstone.homework import Task, read_homework
 from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.grade import Options
-from hwfsdp.course.killrate import hole_mutants, solved
+from hwfsdp.course.killrate import hole_mutants
 from hwfsdp.course.manifest import find_course
-from hwfsdp.course.submission import Source
-from hwfsdp.course.verdict import Finding
+from hwfsdp.course.submission import Source, solution, starter
+from hwfsdp.course.verdict import Finding, Grade
 from hwfsdp.course.workbook import failures
 from suites import fast_are, long
 
@@ -28,14 +27,15 @@ from answers.shapes import RIGHT as IS_RIGHT  # noqa: E402
 from answers.shapes import Answer, read  # noqa: E402
 
 COURSE = find_course(Path(__file__))
-SOLUTION = solution_path(COURSE).read_text()
+HOMEWORK = read_homework(COURSE)
+SOLUTION = solution(HOMEWORK)
 WRONG = [each for each in read("homework.txt") if each.misconception != IS_RIGHT]
 RIGHT = [each for each in read("homework.txt") if each.misconception == IS_RIGHT]
 README = (COURSE.root / "exercises" / "capstone" / "README.md").read_text()
 
 
-def graded(text: str, seed: int = 20, world_size: int = 2, only: str | None = None) -> HomeworkGrade:
-    return graded_homework(COURSE, text, Options(seed=seed, world_size=world_size, only=only))
+def graded(text: str, seed: int = 20, world_size: int = 2, only: str | None = None) -> Grade:
+    return workbook.graded(HOMEWORK, COURSE, text, Options(seed=seed, world_size=world_size, only=only))
 
 
 def named(value: object) -> str | None:
@@ -50,10 +50,8 @@ def test_our_file_gets_all_points_and_all_bonuses(seed: int, world_size: int) ->
     assert (found["exercise"], found["max_score"], found["max_bonus"]) == ("capstone", 10, 9)
 
 
-def test_the_starter_is_not_started_and_is_our_file_with_holes() -> None:
-    homework = read_homework(COURSE)
-    text = starter_of(homework, SOLUTION)
-    assert (COURSE.root / "exercises" / "capstone" / "hw_fsdp.py").read_text() == text
+def test_the_starter_is_not_started_and_keeps_the_rules() -> None:
+    text = starter(HOMEWORK)
     result = graded(text)
     assert (result.status, result.score, result.bonus) == ("not_started", 0, 0)
     check_rules(Source(Path("hw_fsdp.py"), text))
@@ -103,21 +101,19 @@ def test_the_skeleton_filled_in_by_another_hand_gets_the_points_of_its_tasks() -
     assert uneven is not None and "AssertionError" in uneven.message
 
 
-def passed(result: HomeworkGrade) -> list[str]:
+def passed(result: Grade) -> list[str]:
     return [r.check.id for r in result.results if r.passed]
 
 
-def graded_with(written: set[str]) -> HomeworkGrade:
+def graded_with(written: set[str]) -> Grade:
     """The starter with these functions written."""
-    homework = read_homework(COURSE)
-    left = [Task(task.label, tuple({*task.holes} - written)) for task in homework.tasks]
-    return graded(starter_of(replace(homework, tasks=tuple(left)), SOLUTION))
+    left = [Task(task.label, tuple({*task.holes} - written)) for task in HOMEWORK.tasks]
+    return graded(starter(replace(HOMEWORK, tasks=tuple(left))))
 
 
 @pytest.mark.long
 def test_the_first_functions_of_the_starter_earn_the_first_points() -> None:
-    holes_ = read_homework(COURSE).hole_names
-    written = {name for name in holes_ if name.startswith(("FSDPParam", "FSDPModule"))}
+    written = {name for name in HOMEWORK.hole_names if name.startswith(("FSDPParam", "FSDPModule"))}
     first = ["capstone.parse", "capstone.shard", "capstone.gather"]
     assert passed(graded_with(written)) == first
     written |= {"RegisterPostBackwardFunction.forward", "pre_forward", "post_forward"}
@@ -150,7 +146,7 @@ def test_the_shell_that_the_readme_begins_runs() -> None:
     shell = next(text for text in re.findall(r"```python\n(.*?)```", README, re.S) if "hw_fsdp" in text)
     text = f"{shell}layer.wait_for_unshard()\nprint(layer(torch.ones(2, 4)).shape)\n"
     run = subprocess.run(
-        [sys.executable, "-c", text], cwd=solution_path(COURSE).parent, capture_output=True, text=True
+        [sys.executable, "-c", text], cwd=HOMEWORK.solution_path.parent, capture_output=True, text=True
     )
     assert run.stdout.splitlines() == ["torch.Size([20]) True", "torch.Size([2, 5])"], run.stderr
 
@@ -200,11 +196,10 @@ def test_a_file_without_a_function_that_is_asked_for_is_told_which(function: str
 
 
 def test_every_function_of_the_tasks_has_mutants_that_compile() -> None:
-    homework = read_homework(COURSE)
-    found = hole_mutants(COURSE, homework)
-    assert {each.hole for each in found} >= set(homework.hole_names) - {
+    found = hole_mutants(HOMEWORK)
+    assert {each.hole for each in found} >= set(HOMEWORK.hole_names) - {
         "RegisterPostBackwardFunction.forward"
     }
     for each in found[:: max(1, len(found) // 20)]:
-        mutated = holes.splice(solved(COURSE, homework), each.hole, each.mutant.text)
+        mutated = holes.splice(SOLUTION, each.hole, each.mutant.text)
         compile(mutated, "hw_fsdp.py", "exec")

@@ -15,8 +15,7 @@ import cloudpickle
 import pytest
 
 from hwfsdp.course import landlock, privileges
-from hwfsdp.course.capstone.grading import graded_homework
-from hwfsdp.course.capstone.homework import solution_path
+from hwfsdp.course.capstone.homework import read_homework
 from hwfsdp.course.confinement import limits_in_force
 from hwfsdp.course.doors import Doors
 from hwfsdp.course.grade import Options, grade
@@ -287,8 +286,9 @@ COPIED = f"""{MAKES_STREAMS}
 
 @pytest.mark.parametrize("lines, told", [(FASTER, "_time"), (COPIED, "__doc__")], ids=["asked", "copied"])
 def test_the_homework_cannot_reach_the_clock_that_times_it(lines: str, told: str) -> None:
-    before, after = solution_path(COURSE).read_text().split(MAKES_STREAMS)
-    result = graded_homework(COURSE, before + lines + after, Options(seed=2))
+    homework = read_homework(COURSE)
+    before, after = homework.solution_path.read_text().split(MAKES_STREAMS)
+    result = graded(homework, COURSE, before + lines + after, Options(seed=2))
     assert (result.score, result.bonus) == (0, 0) and f"looks into a stream ({told})" in described(result)
 
 

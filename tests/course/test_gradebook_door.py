@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import FILE, FOLDER, read_homework, solution_path
+from hwfsdp.course.capstone.homework import FILE, FOLDER, read_homework
 from hwfsdp.course.lab.bugs import CHOSEN, read_bugs
 from hwfsdp.course.lab.seals import read_key
 from hwfsdp.course.manifest import OWN_FILE, PACKAGE, find_course
@@ -31,7 +31,9 @@ HANGING = SOLVED.replace(BEGIN, BEGIN + LEAVES_OUT)
 HALF = starter(ROWS).replace(
     'raise NotImplementedError("TODO(01): padded_rows")', "return -(-n // world_size)"
 )
-HALF_CAPSTONE = holes.blank(solution_path(COURSE).read_text(), "FSDPModule._backward_prefetch", FOLDER)
+HALF_CAPSTONE = holes.blank(
+    read_homework(COURSE).solution_path.read_text(), "FSDPModule._backward_prefetch", FOLDER
+)
 
 
 def answered(evidence: str, *questions: str) -> str:
@@ -59,7 +61,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len({SOLVED, HANGING, HALF, starter(ROWS)}) == 4
     hand_in(
         root / "class" / "ada",
-        {OWN_FILE: SOLVED, capstone: solution_path(COURSE).read_text(), lab: answered("0", *CHOSEN)},
+        {
+            OWN_FILE: SOLVED,
+            capstone: read_homework(COURSE).solution_path.read_text(),
+            lab: answered("0", *CHOSEN),
+        },
     )
     shutil.copytree(given, root / "class" / "bob")
     hand_in(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import launch
 from hwfsdp.course.capstone import cases
-from hwfsdp.course.capstone.homework import solution_path
+from hwfsdp.course.capstone.homework import read_homework
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.stations import laws
 from hwfsdp.course.stations.course import BREAKING, CHANGING
@@ -24,7 +24,7 @@ from hwfsdp.course.stations.facts import homeworks_shard, torchs, trained
 from hwfsdp.course.stations.scenarios import Scenario
 from suites import long
 
-PATH = solution_path(find_course(Path(__file__)))
+PATH = read_homework(find_course(Path(__file__))).solution_path
 
 
 def homework() -> Any:

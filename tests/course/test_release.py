@@ -19,7 +19,8 @@ from suites import fast_are
 
 from hwfsdp import UsageError
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import FOLDER, solution_path
+from hwfsdp.course.capstone.homework import FOLDER
+from hwfsdp.course.commands import wanted_exercise
 from hwfsdp.course.manifest import OWN_FILE, PACKAGE, Exercise, compiled_body, find_course, module_source
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.edition import body_of, write_edition
@@ -263,9 +264,7 @@ def test_a_course_that_is_handed_out_in_parts_has_the_later_holes_blank_all_the_
 
 
 def solved_of(number: str) -> str:
-    if number == FOLDER:
-        return solution_path(COURSE).read_text()
-    exercise = COURSE.exercise(number)
+    exercise = wanted_exercise(COURSE, number)
     return stage(int(number)) if exercise.is_station else solution(exercise)
 
 

@@ -2,7 +2,7 @@
 
 The learner's `hw_fsdp.py` supplies all of FSDP but streams and collectives. What it is held against is torch's FSDP2.
 
-    homework   its manifest, its file, its starter
+    homework   its manifest, and where its files are
     rules      what the file may use and has to define
     cases      the models that it is tried on
     witness    sees every operator: memory alive, and who reads it when
@@ -10,7 +10,4 @@ The learner's `hw_fsdp.py` supplies all of FSDP but streams and collectives. Wha
     clock      the same on virtual machines
     judges     task 1 and the bonuses
     overlap    tasks 2 and 3
-    checks     all of them
-    grading    the grade
-    picture    what its README shows
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from hwfsdp.core.sharding import padded_local_numel
 from hwfsdp.course.capstone import cases
 from hwfsdp.course.capstone.overlap import FORWARD_PEAK
+from hwfsdp.course.capstone.rules import check_rules
 from hwfsdp.course.capstone.runs import probe_parts, two_halves
 from hwfsdp.course.findings import compare, told
 from hwfsdp.course.misconceptions import MISCONCEPTIONS
@@ -24,6 +26,7 @@ from hwfsdp.course.stations import laws, scenarios
 from hwfsdp.course.stations.course import THREE, memory_of, plainly
 from hwfsdp.course.stations.machines import compare_peak, figures, refuse_races
 from hwfsdp.course.stations.scenarios import Scenario
+from hwfsdp.course.submission import Source
 from hwfsdp.course.verdict import Finding
 
 Data = dict[str, Any]
@@ -98,6 +101,12 @@ def compare_traffic(found: laws.Facts, scenario: Scenario, seed: int) -> None:
 
 
 # --- Task 1 ------------------------------------------------------------------------------------------------
+
+
+def judge_file(ranks: Ranks, seed: int) -> None:
+    """By its text alone."""
+    submitted = ranks.overlay.submitted[0]
+    check_rules(Source(Path(submitted.path), submitted.text))
 
 
 def judge_shards(ranks: Ranks, seed: int) -> None:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import ast
 import symtable
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
-
 from hwfsdp.course import holes, rules
 from hwfsdp.course.manifest import module_source
-from hwfsdp.course.submission import NOT_PYTHON, Source
+from hwfsdp.course.rules import Use
+from hwfsdp.course.submission import NOT_PYTHON, Source, not_python
 from hwfsdp.course.verdict import Finding
 
 ALLOWED = ("hwfsdp.streams", "hwfsdp.collectives")
@@ -40,13 +39,6 @@ NEEDED = {  # functions by name, with the arguments that the grader, or the home
 }
 
 
-class Use(NamedTuple):
-    """Something of the file that it should do without: what, and in which line."""
-
-    what: str
-    line: int
-
-
 def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) -> None:
     """Read the file as Python would.
 
@@ -63,10 +55,7 @@ def check_rules(source: Source, needed: Mapping[str, Sequence[str]] = NEEDED) ->
         compile(source.text, name, "exec", dont_inherit=True)
         defined = dict(holes.definitions(source.text))
     except NOT_PYTHON as error:
-        line = getattr(error, "lineno", None)
-        where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
-        what = getattr(error, "msg", None) or str(error) or "nested too deeply"
-        raise Finding("not-python", f"{name}, {where}{what}.") from None
+        raise not_python(source, error) from None
     for function, arguments in needed.items():
         if function not in defined:
             raise Finding("missing", f"{name} does not define {function}.", function, "nothing")

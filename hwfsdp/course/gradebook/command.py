@@ -28,7 +28,6 @@ from hwfsdp.course.gradebook.formats import (
     pieces,
     try_writing,
     write,
-    write_text,
 )
 from hwfsdp.course.gradebook.formats.github import announce
 from hwfsdp.course.gradebook.grading import NOT_GRADED, ClassRun, Settings
@@ -37,7 +36,7 @@ from hwfsdp.course.gradebook.late import LatePolicy
 from hwfsdp.course.gradebook.progress_bar import ProgressBar
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.manifest import find_course
-from hwfsdp.course.refusals import refused
+from hwfsdp.course.refusals import refused, write_whole
 from hwfsdp.course.report import MARKS, Style
 from hwfsdp.errors import UsageError
 
@@ -228,7 +227,7 @@ def _finish(book: Gradebook, output: Output, as_json: bool, single: bool) -> int
     if output.reports:
         with _saying_how_to_go_on(output):
             for result in book.results():
-                write_text(output.reports / f"{file_name(result.name)}.html", render_student(result, book))
+                write_whole(output.reports / f"{file_name(result.name)}.html", render_student(result, book))
     return _status(book, plain=output.format is None and single)
 
 

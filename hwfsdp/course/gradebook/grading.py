@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.course.grade import checks_of
-from hwfsdp.course.gradebook import extras
 from hwfsdp.course.gradebook.archives import Limits
 from hwfsdp.course.gradebook.hidden_inputs import Inputs, draw_inputs, secret_inputs
 from hwfsdp.course.gradebook.jobs import Order, Outcome, Pool
 from hwfsdp.course.gradebook.journal import Journal, Key, make_folder, remove_folder
 from hwfsdp.course.gradebook.late import implausible, match_times
+from hwfsdp.course.gradebook.layout import EXTRAS
 from hwfsdp.course.gradebook.results import UNKNOWN, Result
 from hwfsdp.course.gradebook.submissions import Collected, Handed, collect, find_submissions, printable
 from hwfsdp.course.manifest import PACKAGE, Course, Exercise
@@ -115,7 +115,7 @@ class ClassRun:
         self.handed = find_submissions(paths, course.exercises, settings.single, settings.left_out)
         self.submitted = match_times(settings.submitted, self.handed)
         self.version = course_version(course)
-        self.extras = extras.available(course)
+        self.extras = [name for name in EXTRAS if (course.root / "exercises" / name).is_dir()]
         self.targets = {e.number: e.target for e in course.exercises} | dict(zip(self.extras, self.extras))
         self._hidden = secret_inputs(settings.secret) if settings.secret is not None else None
         self._pending: dict[str, _Pending] = {}

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, Self
 
 from hwfsdp.course.gradebook.hidden_inputs import ENVIRONMENT
 from hwfsdp.course.manifest import PACKAGE
-from hwfsdp.course.processes import end_all_below
+from hwfsdp.course.processes import end_all_below, running
 from hwfsdp.course.run import patience
 
 SILENCE = 240.0  # seconds, times patience: a worker that says nothing for longer is ended
@@ -129,25 +129,13 @@ class Worker:
             end_all_below(self.process.pid)
             self.process.kill()
             self.process.wait()
-        for pid in _of_group(self.process.pid):  # its server, if it died before that
+        left = [each.pid for each in running() if each.group == self.process.pid]
+        for pid in left:  # its server, if it died before that
             end_all_below(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.output.close()
         self.errors.close()
-
-
-def _of_group(group: int) -> list[int]:
-    """Processes of a process group; empty where the system does not tell."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if int(fields[2]) == group and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 class Pool:

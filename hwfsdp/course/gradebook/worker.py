@@ -52,10 +52,10 @@ def main(root: str) -> None:
 
 
 def _grade(order: dict[str, Any], course: Course, say: Any, runs: Runs) -> dict[str, Any]:
+    from hwfsdp.course.commands import wanted_exercise
     from hwfsdp.course.grade import Options, grade
-    from hwfsdp.course.gradebook.extras import grade_extra
     from hwfsdp.course.gradebook.grading import unreadable
-    from hwfsdp.course.gradebook.layout import EXTRAS
+    from hwfsdp.course.lab.grading import grade_lab
     from hwfsdp.errors import UsageError
 
     chosen = {name: order[name] for name in ("world_size", "run_seconds") if order.get(name) is not None}
@@ -65,10 +65,9 @@ def _grade(order: dict[str, Any], course: Course, say: Any, runs: Runs) -> dict[
     def on_check(check: CheckResult) -> None:
         say(check=check.as_dict())
 
-    if order["what"] in EXTRAS:
-        extra = grade_extra(order["what"], folder, course, options, on_check)
-        return {"done": extra.as_dict(), "provisional": extra.provisional}
-    exercise = course.exercise(order["what"])
+    if order["what"] == "lab":
+        return {"done": grade_lab(folder, course).as_dict()}
+    exercise = wanted_exercise(course, order["what"])
     try:
         result = grade(exercise, folder, course, options, on_check, runs=runs)
     except UsageError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.course.lab.bugs import Bug
+from hwfsdp.course.refusals import read_text
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.validate import printable, shown
 
@@ -51,7 +52,8 @@ def read_answers(path: Path, bugs: Iterable[Bug]) -> dict[str, Answers]:
     """
     known = [bug.directory for bug in bugs]
     try:
-        found = tomllib.loads(_read_text(path))
+        text = read_text(path, f"answers {path}", "a text in UTF-8", LARGEST) if path.exists() else ""
+        found = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         what = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _refused(path, "TOML", printable(what), "Compare with the file as it was given.") from None
@@ -85,24 +87,6 @@ def _read_value(path: Path, name: str, value: Any) -> str:
     if type(value) is str and len(value) <= 100:
         return value.strip()
     raise _refused(path, f"one number or short text as {name}", shown(value), "Put names in quotes.")
-
-
-def _read_text(path: Path) -> str:
-    """Nothing if there is no file."""
-    try:
-        if not path.exists():
-            return ""
-        if not path.is_file():
-            raise OSError(0, "something that is no file")
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise OSError(0, f"more than {LARGEST:,} bytes")
-        return content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        got = getattr(error, "strerror", None) or "bytes that are not UTF-8"
-        remedy = "Check the file, how it was saved, and its permissions."
-        raise _refused(path, "a text in UTF-8", got, remedy) from None
 
 
 def _refused(path: Path, expected: str, got: str, remedy: str) -> UsageError:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hwfsdp.course.manifest import Course, is_named
+from hwfsdp.course.refusals import misread
 from hwfsdp.errors import UsageError
 
 LETTERS = "ABCDEFGH"
@@ -152,7 +153,8 @@ def find_bug(bugs: tuple[Bug, ...], number: str) -> Bug:
 
 def _read_bug(path: Path) -> Bug:
     directory = path.parent.name
-    try:
+    expected = "title, symptom, look, shows, evidence, cause and fix"
+    with misread(f"{directory}/bug.toml", expected, "Compare with the file of another bug."):
         found = tomllib.loads(path.read_text(encoding="utf-8"))
         asked = dict(found["evidence"])
         evidence = Evidence(_text(asked.pop("question")), str(asked.pop("kind")), asked)
@@ -161,13 +163,6 @@ def _read_bug(path: Path) -> Bug:
         look = tuple(map(_text, found["look"]))
         if evidence.kind not in KINDS:
             raise ValueError(f"kind {evidence.kind!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{directory}/bug.toml",
-            expected="title, symptom, look, shows, evidence, cause and fix",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Compare with the file of another bug.",
-        ) from None
     title, symptom, shows = texts
     hangs = found.get("ends") == "never"
     return Bug(directory, title, symptom, look, shows, evidence, choices, hangs, path.parent)

@@ -57,7 +57,6 @@ class LabGrade:
     status: str = "not_started"
     problem: str = ""
     seconds: float = 0.0
-    provisional = False  # its runs are the course's own scripts, and are repeated until they agree
 
     @property
     def score(self) -> int:

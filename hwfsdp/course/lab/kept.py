@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from typing import Any
 
 from hwfsdp.course.manifest import Course
+from hwfsdp.course.refusals import write_whole
 
 
 def load(course: Course, name: str) -> dict[str, Any]:
@@ -21,9 +21,5 @@ def load(course: Course, name: str) -> dict[str, Any]:
 
 def save(course: Course, name: str, found: dict[str, Any]) -> None:
     """Save the file as a whole, so that an interrupted command leaves the old one. A read-only course saves nothing."""
-    path = course.root / ".hwfsdp" / name
     with suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(found, indent=1))
-        draft.replace(path)
+        write_whole(course.root / ".hwfsdp" / name, [json.dumps(found, indent=1)])

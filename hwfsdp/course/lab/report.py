@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug
-from hwfsdp.course.report import Style, printable, shown_path
+from hwfsdp.course.report import MARKS, Style, printable, shown_path
 
 if TYPE_CHECKING:
     from hwfsdp.course.lab.grading import LabCheck, LabGrade
     from hwfsdp.course.lab.running import Run
     from hwfsdp.observe.eventlog import EventLog
 
-_MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "grey")}
 _INDENT = " " * 4
 OF_BUG = 3  # points
 
@@ -154,7 +153,7 @@ def judged(grade: LabGrade, titles: Mapping[str, str], style: Style) -> str:
 
 
 def _check_lines(check: LabCheck, style: Style) -> Iterator[str]:
-    mark, color = _MARKS[check.passed]
+    mark, color = MARKS[check.passed]
     yield f"  {style.paint(mark, color)} {check.id.partition('.')[2]}"
     if check.actual and check.message and check.actual not in check.message:  # the choice, in full
         yield from style.wrapped(check.actual)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from hwfsdp.course.lab.bugs import CHOSEN, Bug, lab_folder
 from hwfsdp.course.manifest import Course
-from hwfsdp.errors import UsageError
+from hwfsdp.course.refusals import misread
 
 FILE = "seals.toml"
 
@@ -63,19 +63,13 @@ def read_seals(course: Course, bugs: Iterable[Bug]) -> dict[str, Seal]:
         UsageError: the file is missing or damaged.
     """
     path = lab_folder(course) / FILE
-    try:
+    remedy = "Take exercises/lab from the course again."
+    with misread(f"{path.name} of the lab", "the seals of all bugs", remedy):
         found = tomllib.loads(path.read_text())
         tables = {bug.directory: found[bug.directory] for bug in bugs}
         return {
             name: Seal(name, *(str(table[f]) for f in Seal._fields[1:])) for name, table in tables.items()
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path.name} of the lab",
-            expected="the seals of all bugs",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Take exercises/lab from the course again.",
-        ) from None
 
 
 def written(seals: list[Seal]) -> str:
@@ -94,13 +88,7 @@ def read_key(course: Course) -> dict[str, dict[str, str]]:
         UsageError: it is not there, or damaged.
     """
     path: Path = course.root / "solutions" / "lab" / "key.toml"
-    try:
+    expected = "solutions/lab/key.toml with a cause and a fix for each bug"
+    with misread("the key of the lab", expected, "Only the instructor's edition has it."):
         found = tomllib.loads(path.read_text())
         return {name: {q: str(table[q]) for q in CHOSEN} for name, table in found.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            "the key of the lab",
-            expected="solutions/lab/key.toml with a cause and a fix for each bug",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Only the instructor's edition has it.",
-        ) from None

@@ -19,6 +19,7 @@ from hwfsdp.course.lab.bugs import CHOSEN, LETTERS, Bug, lab_folder, read_bugs
 from hwfsdp.course.lab.evidence import measure, run_to_the_end_or_hang
 from hwfsdp.course.lab.running import Run
 from hwfsdp.course.manifest import Course
+from hwfsdp.course.refusals import outdated, update
 from hwfsdp.errors import UsageError
 
 _WIDTH = 120
@@ -74,20 +75,14 @@ def run_all(bugs: Sequence[Bug], scripts: Mapping[str, Path]) -> dict[str, Run]:
 
 def write(course: Course) -> list[Path]:
     """Write what differs; return where."""
-    changed = []
-    for path, text in written_files(course, measured_values(course)).items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
-            changed.append(path)
-    return changed
+    return update(written_files(course, measured_values(course)))
 
 
 def problems(course: Course) -> Iterator[str]:
     """What does not hold, one line each."""
     values = measured_values(course)
-    for path, text in written_files(course, values).items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            yield f"{path.relative_to(course.root)} is not what it would be now. Run: python -m hwfsdp.course.lab"
+    for path in outdated(written_files(course, values)):
+        yield f"{path.relative_to(course.root)} is not what it would be now. Run: python -m hwfsdp.course.lab"
     bugs = read_bugs(course)
     runs = run_all(bugs, mended_scripts(course))
     for bug in bugs:

@@ -25,8 +25,8 @@ import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hwfsdp.course import holes
 from hwfsdp.course.manifest import PACKAGE, Course, Exercise, compiled_body, module_source
+from hwfsdp.course.overlay import blanked
 from hwfsdp.course.refusals import check_new_folder
 from hwfsdp.course.release import bodies
 from hwfsdp.course.release.leaks import find_leaks, secrets_of
@@ -133,16 +133,12 @@ def _travelling(root: Path, left_out: Sequence[str]) -> Iterator[str]:
 
 def _blank_package(course: Course, out: Path) -> None:
     """All holes blank in the text, their bodies compiled beside it."""
-    texts: dict[str, str] = {}
     package = out / "hwfsdp"
     (package / bodies.FOLDER.name).mkdir()
-    for exercise in course.exercises:
-        for place in exercise.places:
-            module, name = place
-            original = module_source(module)
-            texts[module] = holes.blank(texts.get(module, original), name, exercise.number)
-            compiled_body(place, package).write_bytes(bodies.pack(body_of(module, original, name)))
-    for module, text in texts.items():
+    for place in [place for exercise in course.exercises for place in exercise.places]:
+        body = body_of(place.module, module_source(place.module), place.name)
+        compiled_body(place, package).write_bytes(bodies.pack(body))
+    for module, text in blanked(course.exercises).items():
         package.joinpath(*module.split(".")[1:]).with_suffix(".py").write_text(text + _FILL)
     shutil.copyfile(PACKAGE / "course" / "release" / "bodies.py", package / "bodies.py")
 

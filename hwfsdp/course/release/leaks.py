@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import read_homework, solution_path, starter_of
+from hwfsdp.course.capstone.homework import read_homework
 from hwfsdp.course.manifest import PACKAGE, Course
 from hwfsdp.course.overlay import blanked
 from hwfsdp.course.stations.stages import LAST, stage
+from hwfsdp.course.submission import solution, starter
 
 _RUN = 3  # statements in a row that are no coincidence
 _SHORT = 12  # characters of a body that says nothing by itself
@@ -64,8 +65,8 @@ def secrets_of(course: Course) -> list[Secret]:
     also what stands in the package between its holes, and in the homework's starter.
     """
     homework = read_homework(course)
-    solved = solution_path(course).read_text()
-    given = _given(course, starter_of(homework, solved))
+    solved = solution(homework)
+    given = _given(course, starter(homework))
     bodies = [(homework.number, name, _statements_of(solved, name)) for name in homework.hole_names]
     secrets = [Secret(*each, frozenset(_runs_of(each[2]) - given)) for each in (*_of_stations(), *bodies)]
     for exercise in course.exercises:
@@ -90,10 +91,10 @@ def _of_stations() -> Iterator[tuple[str, str, tuple[str, ...]]]:
             known.add(body)
 
 
-def _given(course: Course, starter: str) -> set[tuple[str, ...]]:
-    """All runs of statements of the package, without what teaches and with its holes blank, and of the homework's starter."""
+def _given(course: Course, given: str) -> set[tuple[str, ...]]:
+    """All runs of statements of the package, without what teaches and with its holes blank, and of what else is given."""
     blank = blanked(course.exercises)
-    texts = [starter]
+    texts = [given]
     for path in PACKAGE.rglob("*.py"):
         module = ".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts))
         if not module.startswith("hwfsdp.course.") or module.startswith("hwfsdp.course.pictures."):

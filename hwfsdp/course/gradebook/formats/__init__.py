@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from hwfsdp.course.gradebook.book import Data, Gradebook
 from hwfsdp.course.gradebook.formats import classroom50, github, gradescope, nbgrader, plain, table
 from hwfsdp.course.gradebook.html_pages import render_class
 from hwfsdp.course.gradebook.results import Result
+from hwfsdp.course.refusals import draft_of, write_whole
 from hwfsdp.errors import UsageError
 
 
@@ -88,24 +88,13 @@ def write(book: Gradebook, name: str, out: Path, folder: bool = False) -> list[P
     """
     each = FORMATS[name].each
     if not folder:
-        return [write_text(out, pieces(book, name))]
+        return [write_whole(out, pieces(book, name))]
     check_form(name, book.count(), folder)
     assert each is not None, "check_form has refused"
     return [
-        write_text(out / file_name(result.name) / FORMATS[name].file, [_text(each(result, book))])
+        write_whole(out / file_name(result.name) / FORMATS[name].file, [_text(each(result, book))])
         for result in book.results()
     ]
-
-
-def write_text(path: Path, texts: Iterable[str]) -> Path:
-    """Write a text beside its place and move it there, so that a reader finds the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft(path)
-    with draft.open("w", encoding="utf-8", newline="") as file:
-        for text in texts:
-            file.write(text)
-    os.replace(draft, path)
-    return path
 
 
 def try_writing(path: Path) -> None:
@@ -115,12 +104,8 @@ def try_writing(path: Path) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _draft(path).touch()
-    _draft(path).unlink()
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f".{path.name}.draft")
+    draft_of(path).touch()
+    draft_of(path).unlink()
 
 
 def file_name(name: str) -> str:

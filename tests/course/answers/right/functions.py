@@ -19,7 +19,6 @@ Collectives and streams come from `hwfsdp`. Everything else is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,116 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, StreamSet, after_backward, streams_for
 
-Shape = Sequence[int]
 Places = list[tuple[nn.Module, str]]  # modules, and names in them
-
-
-# --- 01 Rows -----------------------------------------------------------------------------------------------
-
-
-def padded_rows(n: int, world_size: int) -> int:
-    """Count the rows that each of `world_size` ranks sends for a parameter of `n` rows, padding included."""
-    return -(-n // world_size)
-
-
-def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the first row that `rank` keeps, and the row after its last one. A rank without rows keeps `(n, n)`."""
-    rows = padded_rows(n, world_size)
-    return min(rank * rows, n), min((rank + 1) * rows, n)
-
-
-# --- 02 Rings ----------------------------------------------------------------------------------------------
-
-
-def ring_all_gather(whole: Tensor, part: Tensor) -> None:
-    """Fill `whole`, [W * n], with the `part`, [n], of every rank, in the order of ranks.
-
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    pieces = pieces_of(whole, world_size)
-    pieces[rank].copy_(part)
-    for step in range(world_size - 1):
-        pass_on(pieces[(rank - step) % world_size], pieces[(rank - step - 1) % world_size])
-
-
-def ring_reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    """Fill `part`, [n], with the sum of all ranks' pieces for this rank; `whole`, [W * n], has a piece for each and stays.
-
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    pieces = pieces_of(whole, world_size)
-    total = pieces[(rank - 1) % world_size]
-    for step in range(world_size - 1):
-        arrived = torch.empty_like(part)
-        pass_on(total, arrived)
-        total = arrived.add_(pieces[(rank - step - 2) % world_size])
-    part.copy_(total)
-
-
-def pieces_of(whole: Tensor, world_size: int) -> list[Tensor]:
-    """Return `world_size` views of equal size that make up a flat tensor."""
-    return list(whole.view(world_size, -1).unbind()) if whole.numel() else [whole] * world_size
-
-
-def pass_on(sent: Tensor, received: Tensor) -> None:
-    """Send a tensor to the next rank of the ring, and receive one from the previous rank, at the same time."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    to_next = dist.P2POp(dist.isend, sent, (rank + 1) % world_size)
-    from_previous = dist.P2POp(dist.irecv, received, (rank - 1) % world_size)
-    for work in dist.batch_isend_irecv([to_next, from_previous]):
-        work.wait()
-
-
-# --- 03 Replicas -------------------------------------------------------------------------------------------
-
-
-def replicate(model: nn.Module) -> nn.Module:
-    """Make each backward average the gradients of `model` over the ranks, which all keep the whole model; return it."""
-
-    def average(parameter: nn.Parameter) -> None:
-        # What earlier backwards added is the same on all ranks, so the mean of the sum is the sum with the new mean.
-        dist.all_reduce(parameter.grad)
-        parameter.grad.div_(dist.get_world_size())
-
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(average)
-    return model
-
-
-# --- 05 Closed forms -----------------------------------------------------------------------------------------
-
-
-def traffic(shapes: Sequence[Shape], strategy: str, world_size: int, shards: int = 1) -> dict[str, int]:
-    """Count the bytes that one training step in float32 moves, by collective, each time the whole tensor that it works on.
-
-    Args:
-        shapes: of all parameters. strategy: "ddp", "zero1", "zero2", "zero3" (which is FSDP), or "hybrid".
-        shards: for "hybrid", how many ranks share one copy of the parameters.
-    """
-    moved = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-    if world_size == 1:
-        return moved
-    if strategy == "ddp":
-        return moved | {"all_reduce": 4 * sum(math.prod(shape) for shape in shapes)}
-    ranks = shards if strategy == "hybrid" else world_size
-    part = 4 * sum(part_size(shape, ranks) for shape in shapes)
-    if ranks > 1:
-        gathers = 1 if strategy in ("zero1", "zero2") else 2
-        moved |= {"all_gather": gathers * ranks * part, "reduce_scatter": ranks * part}
-    if ranks < world_size:
-        moved["all_reduce"] = part
-    return moved
-
-
-def part_size(shape: Shape, world_size: int) -> int:
-    """Count the elements of a full chunk of a parameter."""
-    return padded_rows(shape[0], world_size) * math.prod(shape[1:]) if shape else 1
 
 
 # --- 03 Fully sharded ----------------------------------------------------------------------------------------
@@ -426,6 +320,11 @@ def finish_reduction(root: Root) -> None:
     root.reduction = None
 
 
+def part_size(shape: torch.Size, world_size: int) -> int:
+    """Count the elements of a full chunk of a parameter."""
+    return padded_rows(shape[0], world_size) * math.prod(shape[1:]) if shape else 1
+
+
 def spread(flat: Tensor, parts: Tensor) -> None:
     """Copy a flat tensor into a tensor with one line for each rank, from the first line on."""
     size = parts.shape[1]
@@ -586,23 +485,3 @@ def after_whole_backward(root: Root) -> None:
     finish_reduction(root)
     expect(root, [])
     root.rows_ready = None
-
-
-# --- Given --------------------------------------------------------------------------------------------------
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return nested lists, tuples and dicts with what `function` makes of everything in them."""
-    if isinstance(tree, dict):
-        return {key: tree_map(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        made = [tree_map(function, value) for value in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
-    return function(tree)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return everything in nested lists, tuples and dicts, from left to right."""
-    leaves: list[Any] = []
-    tree_map(leaves.append, tree)
-    return leaves

@@ -16,7 +16,6 @@ Collectives and streams come from `hwfsdp`. Everything else is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,103 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
 
-Shape = Sequence[int]
 Places = list[tuple[nn.Module, str]]  # modules, and names in them
-
-
-# --- 01 Rows -----------------------------------------------------------------------------------------------
-
-
-def padded_rows(n: int, world_size: int) -> int:
-    """Count the rows that each of `world_size` ranks sends for a parameter of `n` rows, padding included."""
-    return -(-n // world_size)
-
-
-def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the first row that `rank` keeps, and the row after its last one. A rank without rows keeps `(n, n)`."""
-    full = padded_rows(n, world_size)
-    return min(rank * full, n), min((rank + 1) * full, n)
-
-
-# --- 02 Rings ----------------------------------------------------------------------------------------------
-
-
-def ring_all_gather(whole: Tensor, part: Tensor) -> None:
-    """Fill `whole`, [W * n], with the `part`, [n], of every rank, in the order of ranks.
-
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = whole.view(world_size, -1)
-    parts[rank].copy_(part)
-    for at in range(rank, rank - world_size + 1, -1):
-        pass_on(parts[at % world_size], parts[(at - 1) % world_size])
-
-
-def ring_reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    """Fill `part`, [n], with the sum of all ranks' pieces for this rank; `whole`, [W * n], has a piece for each and stays.
-
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    pieces = whole.view(world_size, -1)
-    total = pieces[rank - 1].clone()
-    for at in range(rank - 2, rank - world_size - 1, -1):
-        received = torch.empty_like(total)
-        pass_on(total, received)
-        total = received.add_(pieces[at % world_size])
-    part.copy_(total)
-
-
-def pass_on(sent: Tensor, received: Tensor) -> None:
-    """Send a tensor to the next rank of the ring, and receive one from the previous rank, at the same time."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    to_next = dist.P2POp(dist.isend, sent, (rank + 1) % world_size)
-    from_previous = dist.P2POp(dist.irecv, received, (rank - 1) % world_size)
-    for work in dist.batch_isend_irecv([to_next, from_previous]):
-        work.wait()
-
-
-# --- 03 Replicas -------------------------------------------------------------------------------------------
-
-
-def replicate(model: nn.Module) -> nn.Module:
-    """Make each backward average the gradients of `model` over the ranks, which all keep the whole model; return it."""
-
-    def average(param: Tensor) -> None:
-        dist.all_reduce(param.grad)
-        param.grad /= dist.get_world_size()
-
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(average)
-    return model
-
-
-# --- 05 Closed forms -----------------------------------------------------------------------------------------
-
-
-def traffic(shapes: Sequence[Shape], strategy: str, world_size: int, shards: int = 1) -> dict[str, int]:
-    """Count the bytes that one training step in float32 moves, by collective, each time the whole tensor that it works on.
-
-    Args:
-        shapes: of all parameters. strategy: "ddp", "zero1", "zero2", "zero3" (which is FSDP), or "hybrid".
-        shards: for "hybrid", how many ranks share one copy of the parameters.
-    """
-
-    def padded(ranks: int) -> int:
-        return sum(4 * ranks * padded_rows(shape[0], ranks) * math.prod(shape[1:]) for shape in shapes)
-
-    shards = {"ddp": 1, "hybrid": shards}.get(strategy, world_size)
-    gathers = 1 if strategy in ("zero1", "zero2") else 2
-    return {
-        "all_gather": gathers * padded(shards) if shards > 1 else 0,
-        "reduce_scatter": padded(shards) if shards > 1 else 0,
-        "all_reduce": padded(shards) // shards if world_size > shards else 0,
-    }
 
 
 # --- 03 Fully sharded ----------------------------------------------------------------------------------------
@@ -415,23 +322,3 @@ def fully_shard(
                 places.setdefault(param, []).append((owner, name))
     Unit(module, places, mp_policy, keep=not reshard_after_forward)
     return module
-
-
-# --- Given --------------------------------------------------------------------------------------------------
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return nested lists, tuples and dicts with what `function` makes of everything in them."""
-    if isinstance(tree, dict):
-        return {key: tree_map(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        made = [tree_map(function, value) for value in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
-    return function(tree)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return everything in nested lists, tuples and dicts, from left to right."""
-    leaves: list[Any] = []
-    tree_map(leaves.append, tree)
-    return leaves

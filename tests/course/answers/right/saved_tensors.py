@@ -30,109 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
 
-Shape = Sequence[int]
 Places = list[tuple[nn.Module, str]]  # modules, and names in them
-
-
-# --- 01 Rows -----------------------------------------------------------------------------------------------
-
-
-def padded_rows(n: int, world_size: int) -> int:
-    """Count the rows that each of `world_size` ranks sends for a parameter of `n` rows, padding included."""
-    return -(-n // world_size)
-
-
-def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the first row that `rank` keeps, and the row after its last one. A rank without rows keeps `(n, n)`."""
-    chunk = padded_rows(n, world_size)
-    return min(rank * chunk, n), min((rank + 1) * chunk, n)
-
-
-# --- 02 Rings ----------------------------------------------------------------------------------------------
-
-
-def ring_all_gather(whole: Tensor, part: Tensor) -> None:
-    """Fill `whole`, [W * n], with the `part`, [n], of every rank, in the order of ranks.
-
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = whole.view(world_size, -1)
-    parts[rank].copy_(part)
-    for step in range(world_size - 1):
-        pass_on(parts[(rank - step) % world_size], parts[(rank - step - 1) % world_size])
-
-
-def ring_reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    """Fill `part`, [n], with the sum of all ranks' pieces for this rank; `whole`, [W * n], has a piece for each and stays.
-
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    pieces = whole.view(world_size, -1)
-    # A sum starts at the rank after its owner's, and travels once around, to end at its owner.
-    total = pieces[(rank - 1) % world_size].clone()
-    for step in range(1, world_size):
-        received = torch.empty_like(total)
-        pass_on(total, received)
-        total = received.add_(pieces[(rank - 1 - step) % world_size])
-    part.copy_(total)
-
-
-def pass_on(sent: Tensor, received: Tensor) -> None:
-    """Send a tensor to the next rank of the ring, and receive one from the previous rank, at the same time."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    to_next = dist.P2POp(dist.isend, sent, (rank + 1) % world_size)
-    from_previous = dist.P2POp(dist.irecv, received, (rank - 1) % world_size)
-    for work in dist.batch_isend_irecv([to_next, from_previous]):
-        work.wait()
-
-
-# --- 03 Replicas -------------------------------------------------------------------------------------------
-
-
-def replicate(model: nn.Module) -> nn.Module:
-    """Make each backward average the gradients of `model` over the ranks, which all keep the whole model; return it."""
-
-    world_size = dist.get_world_size()
-
-    def average(param: nn.Parameter) -> None:
-        dist.all_reduce(param.grad)
-        param.grad.div_(world_size)
-
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(average)
-    return model
-
-
-# --- 05 Closed forms -----------------------------------------------------------------------------------------
-
-
-def traffic(shapes: Sequence[Shape], strategy: str, world_size: int, shards: int = 1) -> dict[str, int]:
-    """Count the bytes that one training step in float32 moves, by collective, each time the whole tensor that it works on.
-
-    Args:
-        shapes: of all parameters. strategy: "ddp", "zero1", "zero2", "zero3" (which is FSDP), or "hybrid".
-        shards: for "hybrid", how many ranks share one copy of the parameters.
-    """
-    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
-    if world_size == 1:
-        return moved
-    if strategy == "ddp":
-        moved["all_reduce"] = 4 * sum(map(math.prod, shapes))
-        return moved
-    ranks = shards if strategy == "hybrid" else world_size
-    part = 4 * sum(padded_rows(shape[0] if shape else 1, ranks) * math.prod(shape[1:]) for shape in shapes)
-    if ranks > 1:
-        moved["all_gather"] = ranks * part * (1 if strategy in ("zero1", "zero2") else 2)
-        moved["reduce_scatter"] = ranks * part
-    if ranks < world_size:
-        moved["all_reduce"] = part
-    return moved
 
 
 # --- 03 Fully sharded ----------------------------------------------------------------------------------------
@@ -721,23 +623,3 @@ def fully_shard(
     module._unit = Unit(weights, type(module).__name__, mp_policy, reshard_after_forward)
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     return module
-
-
-# --- Given --------------------------------------------------------------------------------------------------
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return nested lists, tuples and dicts with what `function` makes of everything in them."""
-    if isinstance(tree, dict):
-        return {key: tree_map(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        made = [tree_map(function, value) for value in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
-    return function(tree)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return everything in nested lists, tuples and dicts, from left to right."""
-    leaves: list[Any] = []
-    tree_map(leaves.append, tree)
-    return leaves

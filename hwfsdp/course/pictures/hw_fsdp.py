@@ -1,4 +1,4 @@
-"""Capstone: a step on the virtual host with our homework, and with its overlap taken out; times as the grader has them."""
+"""The homework: a step on the virtual host with our homework, and with its overlap taken out; times as the grader has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hwfsdp.course import holes
-from hwfsdp.course.capstone.homework import solution_path
+from hwfsdp.course.capstone.homework import read_homework
 from hwfsdp.course.manifest import find_course
 from hwfsdp.course.stations.clocked import GPUS, HOST, Runner, stack_of_blocks, watched_kernels
 from hwfsdp.course.stations.facts import homeworks_shard
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 def steps() -> list[Step]:
     """Without overlap, and with it. In a process of its own, for there is no process group in a virtual world."""
-    text = solution_path(find_course()).read_text()
+    text = read_homework(find_course()).solution_path.read_text()
     nothing = "def _backward_prefetch(self):\n        pass\n"
     waiting = (
         holes.extract(text, "FSDPModule.reduce_gradients").rstrip()
