@@ -51,15 +51,15 @@ def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
 def ring_all_gather(whole: Tensor, part: Tensor) -> None:
     """Fill `whole`, [W * n], with the `part`, [n], of every rank, in the order of ranks.
 
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
+    A rank sends only to the next rank, receives only from the previous one, and sends no more bytes than it must.
     """
     raise NotImplementedError("TODO(02): ring_all_gather")
 
 
 def ring_reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    """Fill `part`, [n], with the sum of all ranks' pieces for this rank; `whole`, [W * n], has a piece for each and stays.
+    """Fill `part`, [n], with the sum of all ranks' pieces for this rank; `whole`, [W * n], has a piece for each rank.
 
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
+    A rank sends only to the next rank, receives only from the previous one, and sends no more bytes than it must.
     """
     raise NotImplementedError("TODO(02): ring_reduce_scatter")
 
@@ -77,7 +77,7 @@ def pass_on(sent: Tensor, received: Tensor) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """Make each backward average the gradients of `model` over the ranks, which all keep the whole model; return it."""
+    """Make each backward average the gradients of `model` over the ranks. Every rank keeps all of `model`. Return it."""
 
     raise NotImplementedError("TODO(03): replicate")
 
@@ -86,7 +86,7 @@ def replicate(model: nn.Module) -> nn.Module:
 
 
 def traffic(shapes: Sequence[Shape], strategy: str, world_size: int, shards: int = 1) -> dict[str, int]:
-    """Count the bytes that one training step in float32 moves, by collective, each time the whole tensor that it works on.
+    """Count the bytes that one training step in float32 moves, by collective. A call counts the whole tensor that it works on.
 
     Args:
         shapes: of all parameters. strategy: "ddp", "zero1", "zero2", "zero3" (which is FSDP), or "hybrid".

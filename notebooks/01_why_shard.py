@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 01 · Why shard
 #
-# An 8B model has weights of 15 GiB in bf16, and a GPU has 80. So why does training it not fit on that GPU?
+# The weights of an 8B model take 15 GiB in bf16, and a GPU has 80 GiB. So why can one GPU not train this model?
 #
 # **Write down two numbers before you go on:** how many GiB does one GPU need for weights, gradients and optimizer state of an
 # 8-billion-parameter model, trained in mixed precision with Adam? And how many when 64 GPUs share all three?
@@ -20,7 +20,8 @@ lesson.begin()
 # %% [markdown]
 # <details class="predict"><summary>Compare with your prediction</summary>
 #
-# 1. **120 GiB** on one GPU: 8.03 billion parameters of 16 bytes, 2 for the weight, 2 for its gradient, 12 for the optimizer.
+# 1. **120 GiB** on one GPU: 8.03 billion parameters, with 16 bytes each: 2 for the weight, 2 for its gradient, 12 for the
+#    optimizer.
 # 2. **1.87 GiB** when 64 GPUs share all three.
 #
 # </details>
@@ -28,7 +29,7 @@ lesson.begin()
 # %% [markdown]
 # ## Arithmetic
 #
-# The model is Llama 3's shape of 8B, built on the meta device: its tensors have shapes and no memory.
+# The model has the shapes of Llama 3 8B. We build it on the meta device, where tensors have shapes and no memory.
 
 # %%
 import torch
@@ -68,9 +69,9 @@ for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
 # %% [markdown]
 # Compare your two numbers. Look for three things in the picture:
 #
-# - The lines of ZeRO-1 and ZeRO-2 become flat, because some of the state is not cut. However many GPUs you buy, the weights
-#   stay whole.
-# - The line of ZeRO-3 falls by half with every doubling. Nothing stays whole, so the line never becomes flat.
+# - The lines of ZeRO-1 and ZeRO-2 become flat, because some of the state is not cut. With any number of GPUs, each GPU holds
+#   all weights.
+# - The line of ZeRO-3 falls by half with every doubling. All three kinds of state are cut, so the line never becomes flat.
 # - Hybrid sharding (HSDP) cuts within 8 ranks and makes copies beyond them. It saves less memory; notebook 08 shows what you
 #   get in return.
 
@@ -78,7 +79,7 @@ for strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3):
 # ## The ledger
 #
 # A closed form is only a formula. Does a real run obey it? Here one, two and four ranks on this machine shard a small GPT, and
-# take two steps with Adam. During the second step the ledger reads from the storages themselves which bytes are alive, by kind.
+# take two steps with Adam. During the second step, the ledger reads from the tensors' storages which bytes are alive, by kind.
 
 # %%
 from hwfsdp import fully_shard, launch, record
@@ -115,7 +116,7 @@ measured = [
 plot_model_states(sizes, (1, 2, 4, 8), measured=measured)
 
 # %% [markdown]
-# The filled markers are measured. They lie on the line. (Here everything is fp32: 4 + 4 + 8 bytes.)
+# The filled markers are measured, and they lie on the line of ZeRO-3. (Here everything is fp32: 4 + 4 + 8 bytes.)
 #
 # ## What it costs
 #
@@ -128,11 +129,11 @@ from hwfsdp.plot.memory import plot_memory
 plot_memory({f"{ranks} ranks": logs[ranks] for ranks in (2, 4)})
 
 # %% [markdown]
-# What stays between steps lies at the bottom: with four ranks it is half of what it is with two. The light blue teeth on top are
-# whole parameters, one block at a time. The buffers above them carry these parameters from rank to rank, and the gradients back.
-# The teeth are as large with four ranks as with two. So FSDP needs on each GPU the model divided by the number of ranks,
-# **plus a block or two**, plus activations. The rest of this course is about these teeth: when they come, when they go, and how
-# computing hides the time that they take to come.
+# The bottom part stays between steps. It is half as high with four ranks as with two. The light blue teeth on top are whole
+# parameters, one block at a time. The buffers above them carry these parameters from rank to rank, and the gradients back. The
+# teeth are as large with four ranks as with two. So FSDP needs on each GPU the model divided by the number of ranks, **plus a
+# block or two**, plus activations. The rest of this course is about these teeth: when ranks gather parameters, when they free
+# them, and how compute hides the time of the gathers.
 #
 # **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself:** station 01
 # (`exercises/01_rows`), and the closed forms of station 05 (`exercises/05_groups`).

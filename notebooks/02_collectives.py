@@ -4,7 +4,7 @@
 # FSDP gathers parameters before it computes with them, and reduces gradients afterwards. Both are *collectives*: calls that all
 # ranks make together. What does each rank hold before the call, and what after it? How much must it send?
 #
-# **Write down two numbers before you go on.** Eight ranks all-reduce 1 GB of gradients: each has a gigabyte, and needs the sum
+# **Write down two numbers before you go on.** Eight ranks all-reduce 1 GB of gradients: each rank has 1 GB, and needs the sum
 # of all eight. How many GB must one rank send? And how many with a thousand ranks?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
@@ -29,8 +29,8 @@ lesson.begin()
 # ## Two that FSDP needs
 #
 # Four processes run on this machine. Each is a rank and has its own tensor. They call the two collectives of
-# `hwfsdp.comm.ring`, which use only sends and receives. The pictures show the numbers that came back. The plot raises an error
-# if a result is wrong.
+# `hwfsdp.comm.ring`, which use only sends and receives. The pictures show the numbers that the ranks really got. The plot
+# raises an error if a result is wrong.
 
 # %%
 import torch
@@ -73,15 +73,15 @@ lesson.explore(
 
 # %% [markdown]
 # **Reduce-scatter**: every rank has a full set of numbers, and gets the sum of one part. This happens to a gradient after its
-# backward. Each rank has computed a gradient of the whole parameter from its own data, and needs only the rows that its
+# backward. Each rank has computed a gradient of the whole parameter from its own data. But it needs only the rows that its
 # optimizer updates.
 #
 # The two are mirror images. Read the second picture from right to left and turn sums into copies: that gives the first picture.
 #
 # ## And one that it avoids
 #
-# Plain data parallelism calls **all-reduce**: every rank gets the whole sum. This is not a third algorithm. It is the two
-# above, one after the other:
+# Plain data parallelism calls **all-reduce**: every rank gets the whole sum. A ring does this with the two collectives above,
+# one after the other:
 
 
 # %%
@@ -174,8 +174,8 @@ for ranks in (2, 4, 8, 64, 1000):
     )
 
 # %% [markdown]
-# Your two numbers are 1.75 GB and 1.998 GB. A rank's traffic does not grow without limit when ranks are added. It approaches
-# the size of the tensor (twice that for all-reduce) and stays below it. So a thousand ranks need no faster links than ten.
+# Your two numbers are 1.75 GB and 1.998 GB. With more and more ranks, a rank sends almost the size of the tensor (almost twice
+# the size for all-reduce), and never more. So a thousand ranks need no faster links than ten.
 #
 # But the number of steps grows: there are W − 1 of them, one after the other. With small tensors the steps cost more than the
 # bytes, so libraries use trees and other algorithms ([Thakur, Rabenseifner and Gropp,
@@ -184,7 +184,7 @@ for ranks in (2, 4, 8, 64, 1000):
 #
 # ## A sum has an order
 #
-# The sum of block a is made in the order of ranks 1, 2, 3, 0, and the sum of block b in the order 2, 3, 0, 1. In floating point
+# For block a, the ring adds in the order of ranks 1, 2, 3, 0. For block b, it adds in the order 2, 3, 0, 1. In floating point
 # the order matters. Here are four ranks, each with the same number for all four blocks:
 
 
@@ -209,8 +209,8 @@ for rank, (single, double) in enumerate(launch(reduce_four_blocks, 4)):
 # Notebook 05 uses that.
 #
 # Two more things can go wrong. First, ranks depend on each other: if one rank calls another collective than its neighbors, or
-# none, they wait for it forever. Second, if a ring passes blocks on in a wrong order, all numbers may arrive, but at the wrong
-# ranks. So each picture above checks its numbers.
+# none, the neighbors wait forever. Second, if a ring passes blocks on in a wrong order, all numbers may arrive, but at the
+# wrong ranks. So the code of each picture above checks the numbers.
 #
 # ## In FSDP
 #
@@ -243,11 +243,11 @@ for event in launch(step_over_the_ring, 3)[0].select("send"):
 
 # %% [markdown]
 # There are six collectives, with two sends each. Layer 0 has 96 rows of 128 B, and a third of them travels at a time. Layer 1
-# has 32 rows of 384 B, which three does not divide. So 11 rows travel at a time, and one of these 33 is padding, which is sent
-# like the others; notebook 03 shows where it is. Layer 1 is gathered again in backward, because its whole weight was freed
-# after forward. Notebooks 04 and 05 explain why, and why layer 0 is gathered *before* the gradient of layer 1 is reduced.
+# has 32 rows of 384 B, and 3 does not divide 32. So 11 rows travel at a time, and one of these 33 rows is padding. Notebook 03
+# shows where the padding lies. Layer 1 is gathered again in backward, because its whole weight was freed after forward.
+# Notebooks 04 and 05 explain why, and why layer 0 is gathered *before* the gradient of layer 1 is reduced.
 #
 # By default `hwfsdp` does not use this ring: on the CPU of one machine ranks read each other's memory, and GPUs have NCCL.
-# Input and output are the same.
+# Their inputs and outputs are the same as the ring's.
 #
 # **Next:** [03, the life of one parameter](03_one_parameter.ipynb). **Write it yourself:** station 02 (`exercises/02_ring`).

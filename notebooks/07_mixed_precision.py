@@ -5,9 +5,8 @@
 # bf16?
 #
 # **Write down two numbers before you go on.** In a step every parameter is gathered twice, and its gradient is reduced once.
-# Parameters now travel in bf16 instead of fp32, and gradients are still reduced in fp32. What fraction of the bytes is left?
-# The second number: a weight is 1.0, and a hundred steps of SGD each subtract 0.001. What is the weight afterwards if it is
-# kept in bf16?
+# First: parameters travel in bf16 instead of fp32, and gradients are still reduced in fp32. What fraction of the bytes is left?
+# Second: a weight is 1.0, and a hundred steps of SGD each subtract 0.001. What is the weight afterwards if it is kept in bf16?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -24,7 +23,7 @@ lesson.begin()
 # <details class="predict"><summary>Compare with your prediction</summary>
 #
 # 1. **Two thirds**: of 4 + 4 + 4 bytes for each parameter, 2 + 2 + 4 are left.
-# 2. **1.0**: in bf16 the next number below it is 0.996, and each step is too small to get there.
+# 2. **1.0**: in bf16 the next number below 1.0 is 0.996, and each step is too small to get there.
 #
 # </details>
 
@@ -42,8 +41,8 @@ mixed_precision.draw()
 
 # %% [markdown]
 # The stored weight (first line) and the numbers of the optimizer (last line) are fp32 under every policy. Only the lines
-# between them change: the gather, the compute of forward and backward, the reduction. So a policy never changes the precision
-# of the update itself.
+# between them change: the gather, the compute of forward and backward, the reduction. So no policy changes the precision of the
+# update.
 #
 # ## What travels
 #
@@ -130,12 +129,12 @@ for name, total in totals.items():
 
 # %% [markdown]
 # Two thirds are left, not half: 2 + 2 + 4 bytes of 4 + 4 + 4 for each parameter. Half is left if gradients are reduced in bf16,
-# too. That happens if a policy does not set `reduce_dtype`: gradients are then reduced in the dtype in which backward leaves
-# them. So do not forget to set it.
+# too. This happens if a policy does not set `reduce_dtype`: then gradients are reduced in the dtype that backward gives them.
+# So always set `reduce_dtype`.
 #
 # ## What is kept
 #
-# This is the ledger of rank 0. In the last line there is no policy: the model itself was cast to bf16 before it was sharded.
+# This is the ledger of rank 0. In the last line, the model itself was cast to bf16 before it was sharded.
 
 # %%
 logs["model cast to bf16"] = launch(
@@ -148,12 +147,12 @@ for name, log in logs.items():
     print(f"{name:<25}" + "".join(f"{peak[kind]:>17,}" for kind in kinds))
 
 # %% [markdown]
-# A policy halves only the memory that comes and goes; everything that stays keeps its size. Casting the model halves all of it.
-# So why use a policy?
+# A policy halves only the memory of whole parameters, which comes and goes. A cast of the model halves every column. So why use
+# a policy?
 #
 # ## Master weights
 #
-# The answer is your second number. The weight of this layer is 1.0, its gradient is 1.0, and the learning rate is 0.001.
+# Your second number is the answer. The weight of this layer is 1.0, its gradient is 1.0, and the learning rate is 0.001.
 
 # %%
 from torch import nn
@@ -188,8 +187,8 @@ for name, weight in launch(under_each, 2, hundred_steps)[0].items():
 
 # %% [markdown]
 # In bf16 a hundred steps changed nothing. The next bf16 number below 1.0 is 0.99609, 1/256 away, and a step of less than half
-# that distance is rounded back. Forward and backward can tolerate this. An update cannot, because training consists of many
-# small steps in one direction.
+# that distance is rounded back. Forward and backward can tolerate such rounding. Updates cannot, because training consists of
+# many small steps in one direction.
 #
 # A weight in full precision beside a copy in low precision is called a *master weight* ([Micikevicius et al.,
 # 2018](https://arxiv.org/abs/1710.03740)). FSDP gets it for free: the master is the shard, 1/W of the model, and the gather
@@ -221,15 +220,15 @@ def imitate(kept_in, policy, steps=200):
 plot_losses(launch(under_each, 2, imitate)[0])
 
 # %% [markdown]
-# Computing in bf16 costs almost nothing here: two curves lie on each other. Keeping weights in bf16 costs much of the learning,
-# because many steps are too small for their weight and are lost. There is no error and no NaN. You only see that the loss falls
-# too slowly.
+# To compute in bf16 costs almost nothing here: two curves lie on each other. To keep weights in bf16 costs much of the
+# learning, because many steps are too small for their weight and are lost. There is no error and no NaN. You only see that the
+# loss falls too slowly.
 #
 # ## A sum has a dtype, too
 #
 # Gradients are added up in two places: over the ranks, and over micro-batches. Every addition in bf16 rounds to 8 significant
-# bits. Here 4 ranks each make a gradient of about 0.8 per micro-batch. These gradients are known bf16 numbers, so fp64 gives
-# their exact mean, and every difference from it comes from the sums.
+# bits. Here 4 ranks each make a gradient of about 0.8 per micro-batch. We know these gradients, so fp64 gives their exact mean.
+# Every difference from this mean comes from the sums.
 
 # %%
 import torch.distributed as dist
@@ -269,9 +268,9 @@ for count, (low, full) in table.items():
     )
 
 # %% [markdown]
-# With one micro-batch the error is a few roundings, and many trainings would not notice it. With 512 the sum has become much
-# larger than its terms. Beside 256, bf16 numbers are 2 apart; each new term is less than half of that, so the sum no longer
-# changes. The origin of the terms makes no difference: a ring of 1000 ranks adds 999 times. So use
+# With one micro-batch the error is a few roundings, and many trainings would not notice it. With 512 micro-batches the sum has
+# become much larger than its terms. Above 256, bf16 numbers are 2 apart. Each new term is less than half of 2, so the sum no
+# longer changes. A sum over ranks has the same problem: a ring of 1000 ranks adds 999 times. So use
 # `reduce_dtype=torch.float32`. `fully_shard` uses it for the sums between micro-batches as well, not only on the wire.
 #
 # ## What is not cast
@@ -301,8 +300,8 @@ for place, (taken, given) in launch(
 print("257 in bf16:", torch.tensor(257).to(BF16).item())
 
 # %% [markdown]
-# In bf16, token 257 would become token 256. Outputs keep their dtype unless the policy has an `output_dtype`. The GPT above has
-# one, fp32, for the whole model, so its loss is computed in full precision.
+# In bf16, token 257 would become token 256. Outputs keep their dtype unless the policy has an `output_dtype`. The policies
+# above have `output_dtype` fp32, so the GPT's loss is computed in full precision.
 #
 # **Try:** cast the model to bf16 and train with a learning rate ten times as high. Does it learn now? Why does this not solve
 # the problem?

@@ -5,8 +5,8 @@
 # Which rows of a weight does a rank hold in the end?
 #
 # **Write down two answers before you go on.** Ranks 0 to 3 form a grid of 2 × 2: rank 1 is dp 0, tp 1. A weight of 8 rows is
-# cut over tp. Then FSDP cuts the part on each rank over dp. Which rows does rank 1 hold? Now take a weight of 7 rows on a grid
-# of dp 3 × tp 2, cut in the same order: how many rows does the rank at dp 2, tp 0 hold?
+# cut over tp. Then FSDP cuts each part over dp. Which rows does rank 1 hold? Now take a weight of 7 rows on a grid of dp 3 × tp
+# 2, cut in the same order: how many rows does the rank at dp 2, tp 0 hold?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -38,14 +38,14 @@ plot_mesh({"dp": 2, "tp": 2}, node=2)
 # %% [markdown]
 # TP communicates in the middle of every layer, and compute waits for it. So the ranks of a TP group lie within a node, next to
 # each other: on the inner axis. FSDP communicates once per layer, ahead of time, and can cross nodes: it uses the outer axis.
-# So FSDP cuts *last*, but stands *first* in the mesh. Everything below follows from this.
+# So FSDP cuts *last*, but its axis is the *first* of the mesh. Everything below follows from this.
 #
 # ## On four ranks
 #
 # We use a perceptron. TP cuts the rows of its first layer, so each rank computes some of the hidden values. It cuts the columns
 # of the second layer, so each rank uses the values that it has ([Megatron-LM](https://arxiv.org/abs/1909.08053)). torch's own
-# `parallelize_module` does this. Then FSDP cuts what it finds. There are 14 hidden values; each tp rank has 7, which two does
-# not divide.
+# `parallelize_module` does this. Then FSDP cuts the part on each rank. There are 14 hidden values. Each tp rank has 7 of them,
+# and 2 does not divide 7.
 
 # %%
 from collections import OrderedDict
@@ -102,8 +102,8 @@ print(ran[1][0])
 #
 # - `_S(0, 2), S(0)` of `up.weight`: tp has cut dim 0, and dp has cut dim 0 *when it was already in 2 pieces*. This is a
 #   `StridedShard`, and the 2 is its split factor.
-# - `S(0), S(1)` of `down.weight`: tp has cut another dim, so the order does not matter.
-# - `S(0), R` of `down.bias`: tp has not cut it, so both ranks of a tp group hold the same.
+# - `S(0), S(1)` of `down.weight`: tp has cut dim 1, so the order of the cuts does not matter.
+# - `S(0), R` of `down.bias`: tp has not cut the bias, so both ranks of a tp group hold the same rows.
 
 # %%
 plot_sharding(ran[0][1], {"dp": 2, "tp": 2})
@@ -111,14 +111,14 @@ plot_sharding(ran[0][1], {"dp": 2, "tp": 2})
 # %% [markdown]
 # On the left are the whole tensors, with the ranks that own their parts. On the right is what each rank holds, with its
 # padding. Read the first line from left to right: ranks 0, 2, 1, 3. **The order of ranks is not the order of rows.** Ranks 0
-# and 2 are the FSDP group of the first half, ranks 1 and 3 of the second. FSDP gathers a half, never the whole, and need not
-# know which half it is.
+# and 2 are the FSDP group of the first half, ranks 1 and 3 the group of the second. FSDP gathers one half, never the whole, and
+# need not know which half.
 #
 # ## What goes wrong otherwise
 #
 # Nothing goes wrong until a program needs to know which rows these are, for example to load a checkpoint on other GPUs, or to
-# show you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their placements say. The
-# oracle is the same training step without any cut.
+# show you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their placements say. We
+# compare both with the same training step without any cut.
 
 # %%
 from hwfsdp.layout import unshard_strided
@@ -141,7 +141,8 @@ for how, whole in {
     )
 
 # %% [markdown]
-# In the order of ranks, the shape is right, all numbers are there, and no library complains. But it is a different model.
+# In the order of ranks, the shape is right, all numbers are there, and no library complains. But the result is a different
+# model.
 #
 # ## Cut by cut
 #
@@ -154,17 +155,17 @@ from hwfsdp.course.pictures import strided_shards
 strided_shards.draw()
 
 # %% [markdown]
-# (The picture says fsdp for dp.) The left side shows the true order, tp first. The right side shows FSDP first, which plain
-# `[Shard(0), Shard(0)]` would mean. Mesh and rows are the same, but the owners differ. Your second answer is in the last line
-# on the left: rank (2, 0) gets nothing. tp 0 has four rows for three ranks, which makes chunks of 2, 2 and nothing. The *third*
-# rank of that group gets nothing, while (2, 1) has a row.
+# (The picture says fsdp for dp.) On the left, tp cuts first, as above. On the right, FSDP cuts first. This is what plain
+# `[Shard(0), Shard(0)]` means. Mesh and rows are the same, but the owners differ. Your second answer is in the last line on the
+# left: rank (2, 0) gets nothing. tp 0 has four rows for three ranks, which makes chunks of 2, 2 and nothing. The *third* rank
+# of that group gets nothing, while (2, 1) has a row.
 #
 # ## The name is a trap
 #
 # "Strided" describes the result from outside: together, the ranks of one dp index hold stripes of the tensor, here 0 1 and 4.
-# So you might step through the tensor, give each dp index its stripes, and let tp divide them. That looks right. The oracle is
-# nested chunking with `torch.chunk`: cut what tp keeps again. Each way takes a few lines; they stand side by side in
-# `hwfsdp/course/cuts.py`. Before you run the cell, guess for which sizes the second is wrong.
+# So you might step through the tensor, give each dp index its stripes, and let tp divide them. That looks right. The cell
+# compares this way, and the way of the placements, with nested chunking: `torch.chunk` cuts the chunks of `torch.chunk`. Both
+# ways stand side by side in `hwfsdp/course/cuts.py`. Before you run the cell, guess for which sizes the stripes are wrong.
 
 # %%
 from itertools import product
@@ -191,8 +192,8 @@ for question in (8, 2, 2, (0, 1)), (7, 3, 2, (2, 0)):
 
 # %% [markdown]
 # Stripes pass every test with sizes that divide evenly, and most tests use only such sizes. `local_extent_of` works with
-# integers only, and makes the cuts in their order. It reads the order from the placements; the split factor exists for this
-# purpose.
+# integers only, and makes the cuts in their order. It reads this order from the placements. This is why the split factor
+# exists.
 #
 # Move through some sizes, and watch rank 4, which is (2, 0). FSDP makes the last cut in the first line, and TP in the second.
 
@@ -221,10 +222,11 @@ lesson.explore(draw, rows=(12, 11, 10, 9, 8, 7))
 # rank owns.
 #
 # An empty shard needs care in two places. First, its offset must differ from the offset of every real shard, or two shards of a
-# checkpoint claim the same place. Here it is the number of rows, where no row is. Second, collectives want padding at the end
-# of a shard, but in the whole tensor this padding would be in the *middle*. So cut it off before you put a tensor together.
+# checkpoint claim the same place. Here its offset is the number of rows: no row starts there. Second, collectives want padding
+# at the end of a shard, but in the whole tensor this padding would lie in the *middle*. So cut it off before you put a tensor
+# together.
 #
-# **Try:** each rank computes the sum of squares of what it holds, and all ranks add these up. For which parameter above does
-# this count something twice, and how do its placements show it?
+# **Try:** each rank computes the sum of squares of what it holds, and all ranks add these up. Which parameter above is counted
+# twice, and how do its placements show this?
 #
 # **Next:** [10, checkpoints](10_checkpoints.ipynb). **Write it yourself:** elective 12 (`exercises/12_strided_shards`).

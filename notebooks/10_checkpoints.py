@@ -4,8 +4,8 @@
 # A rank dies during a save. What is the checkpoint now: the old one, the new one, or a mixture?
 #
 # **Write down two numbers before you go on.** A GPT has P parameters in fp32 and is trained with Adam. How many bytes does its
-# checkpoint need for each parameter? The second: a run saves after every 6 steps, and a rank is killed during the save after
-# step 18. With which step does the resumed run begin?
+# checkpoint need for each parameter? Second: a run saves after every 6 steps, and a rank is killed during the save after step
+# 18. With which step does the resumed run begin?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -26,9 +26,9 @@ lesson.begin()
 #
 # </details>
 # %% [markdown]
-# ## A run that nothing happens to
+# ## A run without an accident
 #
-# Two ranks train a small GPT for 24 steps. We compare all other curves with this one.
+# Two ranks train a small GPT for 24 steps. We compare all other loss curves with the curve of this run.
 
 # %%
 import json
@@ -64,7 +64,7 @@ print(
 #
 # Now the same run saves after every 6 steps. We have changed rank 0: in its third save it writes half of the first piece of
 # data, and then sends itself SIGKILL. No program can catch this signal: no handler runs, no file is closed, nothing is cleaned
-# up. Rank 0 also has to declare a save complete, so it is the worst rank to lose.
+# up. Rank 0 also completes each save, so it is the worst rank to lose.
 
 
 # %%
@@ -108,9 +108,9 @@ def show(path):
 show(folder)
 
 # %% [markdown]
-# There are three folders, one for each save that began. The third has no `manifest.json`: the manifest is written after every
-# rank has reported that its file is on the disk, and rank 0 did not get so far. `CURRENT` is replaced after that, so it still
-# names the second save. The remains of the third are garbage, and nothing ever reads them.
+# There are three folders, one for each save that began. The third has no `manifest.json`: a save writes its manifest after
+# every rank has reported that its file is on the disk, and rank 0 died earlier. `CURRENT` is replaced after the manifest, so it
+# still names the second save. The remains of the third are garbage, and no load reads them.
 #
 # The usual way to lose a run is to write the new checkpoint over the old one. Then the dead rank would have left a file with
 # rows of two different steps, and a loader that compares no checksums would accept it.
@@ -130,10 +130,11 @@ print(f"  {found.nbytes:,} bytes, {found.nbytes / parameters:.2f} for each param
 
 # %% [markdown]
 # Here are your two numbers. For each parameter the checkpoint keeps the weight and Adam's two moments, 4 + 4 + 4 bytes.
-# Headers, the state of the random generators and Adam's step counts are the rest. Gradients are not kept, because the next step
-# makes new ones. And only six steps are lost: the last complete save is from step 12, so the run begins with step 13.
+# Headers, the state of the random generators and Adam's step counts take the few remaining bytes. Gradients are not saved,
+# because the next step makes new ones. And only six steps are lost: the last complete save is from step 12, so the run begins
+# with step 13.
 #
-# ## It goes on
+# ## Resume
 #
 # We make two copies of the folder as the accident left it. One resumes with two ranks, as before; the other with four. No
 # conversion is needed: each rank reads the blocks that overlap with its new part, and the batch of 8 rows is divided again.
@@ -171,13 +172,13 @@ plot_losses(
 
 # %% [markdown]
 # The curves lie on each other. On two ranks they are equal to the last bit: weights, both moments, Adam's step counts, and the
-# position in the data all came back. Without any one of them, the curves would part after step 12. On four ranks sums are added
-# in another order, so the last digits may differ; the legend says by how much. (The axis counts steps from 0.)
+# position in the data all came back. If one of these were missing, the curves would part after step 12. On four ranks sums are
+# added in another order, so the last digits may differ; the legend says by how much. (The axis counts steps from 0.)
 #
 # ## Who holds what
 #
-# Why can four ranks read what two wrote? The file does not say "rank 0's part". It says which box of which tensor it holds.
-# Here is one weight of the model, on two ranks and on four:
+# Why can four ranks read what two wrote? A file does not say "rank 0's part". It says which box of which tensor it holds. Here
+# is one weight of the model, on two ranks and on four:
 
 # %%
 from torch.distributed.tensor import Shard
@@ -207,7 +208,7 @@ for path in (folder, copy):
 show(copy)
 
 # %% [markdown]
-# The resumed run has removed what the dead run left, and has written its own saves, with four files each.
+# The resumed run has removed the remains of the dead run, and has written its own saves, with four files each.
 #
 # ## One bit
 #
@@ -235,7 +236,7 @@ except CheckpointError as error:
 
 # %% [markdown]
 # The message names the file, the tensor, and the position. `load` makes the same comparison before it returns any value, so a
-# run cannot resume from a damaged save by accident. But the save before it is intact, and you can load it by its name:
+# run cannot resume from a damaged save by accident. But the previous save is intact, and you can load it by its name:
 
 # %%
 try:

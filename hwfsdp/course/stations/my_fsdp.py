@@ -68,7 +68,7 @@ def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
 def ring_all_gather(whole: Tensor, part: Tensor) -> None:
     """Fill `whole`, [W * n], with the `part`, [n], of every rank, in the order of ranks.
 
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
+    A rank sends only to the next rank, receives only from the previous one, and sends no more bytes than it must.
     """
     # @02
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -82,9 +82,9 @@ def ring_all_gather(whole: Tensor, part: Tensor) -> None:
 
 
 def ring_reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    """Fill `part`, [n], with the sum of all ranks' pieces for this rank; `whole`, [W * n], has a piece for each and stays.
+    """Fill `part`, [n], with the sum of all ranks' pieces for this rank; `whole`, [W * n], has a piece for each rank.
 
-    A rank sends to the next rank and receives from the previous one, nothing else, and no more than it must.
+    A rank sends only to the next rank, receives only from the previous one, and sends no more bytes than it must.
     """
     # @02
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -112,7 +112,7 @@ def pass_on(sent: Tensor, received: Tensor) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """Make each backward average the gradients of `model` over the ranks, which all keep the whole model; return it."""
+    """Make each backward average the gradients of `model` over the ranks. Every rank keeps all of `model`. Return it."""
 
     # @03
     def average(param: Tensor) -> None:
@@ -133,7 +133,7 @@ def replicate(model: nn.Module) -> nn.Module:
 
 
 def traffic(shapes: Sequence[Shape], strategy: str, world_size: int, shards: int = 1) -> dict[str, int]:
-    """Count the bytes that one training step in float32 moves, by collective, each time the whole tensor that it works on.
+    """Count the bytes that one training step in float32 moves, by collective. A call counts the whole tensor that it works on.
 
     Args:
         shapes: of all parameters. strategy: "ddp", "zero1", "zero2", "zero3" (which is FSDP), or "hybrid".
@@ -242,23 +242,23 @@ class FSDPParam:
 
     def take_grad(self) -> None:
         # @07
-        """Add what a backward has left at the whole parameter to `grad`."""
+        """Add the gradient that a backward has left at the whole parameter to `grad`."""
         new, self.whole.grad = self.whole.grad, None
         assert new is not None
         new = new.to(self.reduce_dtype or new.dtype)
         self.grad = new if self.grad is None else self.grad + new
         # @06
-        # |         """Move what a backward has left at the whole parameter to `grad`."""
+        # |         """Move the gradient that a backward has left at the whole parameter to `grad`."""
         # |         new, self.whole.grad = self.whole.grad, None
         # |         assert new is not None
         # |         self.grad = new.to(self.reduce_dtype or new.dtype)
         # @03
-        # |         """Move what a backward has left at the whole parameter to `grad`."""
+        # |         """Move the gradient that a backward has left at the whole parameter to `grad`."""
         # |         self.grad, self.whole.grad = self.whole.grad, None
         # @end
 
     def hand_out_grad(self) -> Tensor:
-        """Return `grad` as [W, chunk * rest], a row for each rank, the padding zero. It is None afterwards."""
+        """Return `grad` as [W, chunk * rest], a row for each rank, with zeros for padding. Afterwards `grad` is None."""
         assert self.grad is not None
         rows = self.grad.new_zeros(self.gathered.shape)
         rows.view(-1)[: self.grad.numel()] = self.grad.flatten()
@@ -340,11 +340,11 @@ class Context:
     # @08
     def begin_iteration(self) -> None:
         # @10
-        """Let gathers wait for what the optimizer writes, and note the order of forwards anew."""
+        """Let gathers wait for the optimizer's writes, and start a new list of forwards."""
         # @09
-        # |         """Let gathers wait for what the optimizer writes, and note the order of forwards anew."""
+        # |         """Let gathers wait for the optimizer's writes, and start a new list of forwards."""
         # @08
-        # |         """Let gathers wait for what the optimizer writes."""
+        # |         """Let gathers wait for the optimizer's writes."""
         # @end
         self.gathers.wait(self.compute.record())
         # @09
@@ -362,7 +362,7 @@ class Context:
     # @end
     # @10
     def finish_reduction(self) -> None:
-        """Let compute wait for the reduction in flight. Then the shards have their gradients, and the buffer is let go."""
+        """Let compute wait for the reduction in flight, and drop its buffer. Then the shards have their gradients."""
         if self.reducing is not None:
             self.compute.wait(self.reducing.done)
             self.reducing = None
@@ -370,7 +370,7 @@ class Context:
     # @04
     # @end
     def finish_backward(self) -> None:
-        """At the end of a backward, reduce what is left, and free what is still whole."""
+        """At the end of a backward, reduce the gradients that are left, and free the groups that are still whole."""
         for group in self.groups:
             group.finish_backward()
         # @10
@@ -496,20 +496,20 @@ class ParamGroup:
     @torch.no_grad()
     def reduce(self) -> None:
         # @10
-        """Start to average over the ranks the gradients that there are. One reduction is in flight at a time."""
+        """Start to average this group's gradients over the ranks. One reduction is in flight at a time."""
         ctx, params = self.context, [param for param in self.params if param.grad is not None]
         if not params or ctx is None:
             return
         ctx.finish_reduction()
         flat = torch.cat([param.hand_out_grad() for param in params], dim=1)
         # @08
-        # |         """Average over the ranks the gradients that there are."""
+        # |         """Average this group's gradients over the ranks."""
         # |         ctx, params = self.context, [param for param in self.params if param.grad is not None]
         # |         if not params or ctx is None:
         # |             return
         # |         flat = torch.cat([param.hand_out_grad() for param in params], dim=1)
         # @05
-        # |         """Average over the ranks the gradients that there are, in one collective."""
+        # |         """Average this group's gradients over the ranks, in one collective."""
         # |         params = [param for param in self.params if param.grad is not None]
         # |         if not params:
         # |             return
@@ -519,7 +519,7 @@ class ParamGroup:
         # |         for param, piece in zip(params, mean.split([p.padded.numel() for p in params]), strict=True):
         # |             param.add_to_shard(piece)
         # @04
-        # |         """Average over the ranks the gradients that there are."""
+        # |         """Average this group's gradients over the ranks."""
         # |         for param in self.params:
         # |             if param.grad is not None:
         # |                 param.reduce()
@@ -594,7 +594,7 @@ class ParamGroup:
     # @end
     # @04
     def watch(self, value: Any) -> Any:
-        """Return an input as it is, but so that this group hears when its gradient is there."""
+        """Return a view of an input, and let this group know when the view's gradient is there."""
         if not (isinstance(value, Tensor) and value.requires_grad):
             return value
         own, key = value.view_as(value), object()
@@ -603,7 +603,7 @@ class ParamGroup:
         return own
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Free the parameters after a forward, and have them gathered when a gradient of its output is there."""
+        """Free the parameters after a forward, and gather them again when a gradient of its output is there."""
         ctx = self.context
         assert ctx is not None
         # @07
@@ -659,7 +659,7 @@ class ParamGroup:
         # @end
 
     def take(self, param: FSDPParam) -> None:
-        """Take the gradient of a parameter; autograd has summed up all uses of it."""
+        """Take the gradient of a parameter; autograd has added up the gradients of all its uses."""
         param.take_grad()
         self.arrived(param)
 
@@ -683,7 +683,7 @@ class ParamGroup:
         # @end
 
     def finish_backward(self) -> None:
-        """At the end of a backward, do what waited for a gradient that did not come."""
+        """At the end of a backward, finish this group if it waits for a gradient, or has one that is not reduced."""
         # @08
         self.gathering = None
         # @04
@@ -698,7 +698,7 @@ class ParamGroup:
 
     # @03
     # |     def post_forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
-    # |         """Free the parameters after a forward, and have them gathered when the gradient of its output is there."""
+    # |         """Free the parameters after a forward, and gather them again when the gradient of its output is there."""
     # |         self.reshard()
     # |         if output.requires_grad:
     # |             output.register_hook(self.pre_backward)
@@ -718,7 +718,7 @@ class ParamGroup:
 
 # @07
 class FSDPModule(nn.Module):
-    """What every sharded module also is."""
+    """The second base class of every sharded module: its two switches."""
 
     fsdp_group: ParamGroup
 
