@@ -8,6 +8,7 @@ Exercises and notebooks are copied, since Sphinx reads only what is below docs/.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import tomllib
@@ -131,7 +132,7 @@ def copy_notebooks(app: Any = None) -> None:
     folder.mkdir(exist_ok=True)
     paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     for path in paths:
-        _write(folder / path.name, path.read_text())
+        _write(folder / path.name, _with_note_in_notebook(path))
     _write(
         folder / "index.md",
         "# Notebooks\n\nEach has one idea, and was run from top to bottom as it stands here. Run them yourself: "
@@ -147,7 +148,8 @@ def copy_exercises(app: Any = None) -> None:
         copy = Path(__file__).parent / page.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         below = _PAGES_BELOW.get(page.parent.name, "")
-        _write(copy, page.read_text() + "\n".join(_hints(page.parent / ".hints.toml")) + below)
+        text = _with_note(page.read_text(), "\n".join(_how_to_run(page.parent)))
+        _write(copy, text + "\n".join(_hints(page.parent / ".hints.toml")) + below)
         for picture in page.parent.glob("*.png"):
             shutil.copyfile(picture, copy.parent / picture.name)
 
@@ -159,6 +161,37 @@ _PAGES_BELOW = {
         "lab": ["*/README"],
     }.items()
 }
+
+
+def _with_note(text: str, note: str) -> str:
+    """A page with a note below its title."""
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n```{{admonition}} Run this\n:class: tip\n\n{note}\n```\n{rest}" if note else text
+
+
+def _with_note_in_notebook(path: Path) -> str:
+    """A notebook whose first cell says how to run it."""
+    notebook = json.loads(path.read_text())
+    first = notebook["cells"][0]
+    note = (
+        f"`.venv/bin/jupyter lab notebooks/{path.name}` opens this notebook. Here you see its code and its last output. "
+        "Change the numbers and run it again."
+    )
+    first["source"] = _with_note("".join(first["source"]), note)
+    return json.dumps(notebook, ensure_ascii=False, indent=1) + "\n"
+
+
+def _how_to_run(folder: Path) -> Iterator[str]:
+    """Where the learner writes, and what to type; nothing for a page that lists exercises."""
+    number, _, topic = folder.name.partition("_")
+    if folder.parent.name == "lab" and number.isdigit():
+        yield f"`hwfsdp lab {int(number)} --run` runs the script under the recorder. Write your answers into"
+        yield f"`exercises/lab/answers.toml`; `hwfsdp lab check {int(number)}` judges them."
+    elif folder.name == "capstone" or number.isdigit():
+        own = {"capstone": "hw_fsdp.py"}.get(folder.name, f"{topic}.py")
+        file = f"{folder.name}/{own}" if (folder / own).exists() else "my_fsdp.py"
+        exercise = int(number) if number.isdigit() else folder.name
+        yield f"Write in `exercises/{file}`. `hwfsdp check {exercise}` grades it. `hwfsdp hint {exercise}` shows a hint."
 
 
 def _hints(path: Path) -> Iterator[str]:

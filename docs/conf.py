@@ -10,12 +10,15 @@ sys.path.insert(0, str(DOCS))
 
 import hwfsdp  # noqa: E402
 
-project, author = "hwfsdp", "the authors of hwfsdp"
+project, author = "hwfsdp", "The hwfsdp authors"
+copyright = "The hwfsdp authors"
 version = release = hwfsdp.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "book"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "book", "finish"]
 exclude_patterns = ["_build", "README.md"]
+templates_path = ["_templates"]
 html_theme = "furo"
 html_title = "hwfsdp"
+html_additional_pages = {"404": "404.html"}
 html_static_path = ["_static"]
 html_css_files, html_js_files = ["site.css"], ["site.js"]  # pictures that a click enlarges, boxes for predictions
 nb_execution_mode = "off"  # notebooks come with what they showed

@@ -129,7 +129,7 @@ from hwfsdp.plot.memory import plot_memory
 plot_memory({f"{ranks} ranks": logs[ranks] for ranks in (2, 4)})
 
 # %% [markdown]
-# The bottom part stays between steps. It is half as high with four ranks as with two. The light blue teeth on top are whole
+# The bottom part stays between steps. It is half as high with four ranks as with two. The blue teeth on top are whole
 # parameters, one block at a time. The buffers above them carry these parameters from rank to rank, and the gradients back. The
 # teeth are as large with four ranks as with two. So FSDP needs on each GPU the model divided by the number of ranks, **plus a
 # block or two**, plus activations. The rest of this course is about these teeth: when ranks gather parameters, when they free

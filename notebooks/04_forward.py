@@ -179,7 +179,7 @@ plot_memory(
 )
 
 # %% [markdown]
-# The light blue teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
+# The blue teeth are whole weights: six teeth, one for each layer. (If the gap between two is too short to see, two look
 # like one.) They reach the line and do not pass it, however many layers the model has. The green areas are the flat buffers of
 # gathers: the buffer of the computing layer, from which its weights were copied, and the buffer of the next layer. The group
 # ahead exists *only* as a buffer. It becomes weights when its turn comes.

@@ -1,11 +1,15 @@
-"""The site's pages: their Python runs, and a broken link fails the build and is named with its place."""
+"""The site: the Python of its pages runs, a broken link fails the build and is named, and pages look right in a browser."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from sybil import Sybil
 from sybil.document import Document
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+from browser import browser, find_browser
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.state import FSDPState
 
@@ -55,7 +60,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
 def test_a_broken_link_fails_the_build_of_the_site_and_is_named(tmp_path: Path) -> None:
     pages, site = tmp_path / "pages", tmp_path / "site"
     pages.mkdir()
-    for each in ("conf.py", "book.py"):
+    for each in ("conf.py", "book.py", "finish.py"):
         (pages / each).write_text(
             (DOCS / each).read_text().replace("extensions = [", 'extensions = ["myst_nb"]; _ = [')
         )
@@ -66,3 +71,107 @@ def test_a_broken_link_fails_the_build_of_the_site_and_is_named(tmp_path: Path) 
     )
     assert built.returncode != 0
     assert "index.md:3" in built.stderr and "nowhere.md" in built.stderr
+
+
+# --- In a browser ------------------------------------------------------------------------------------------
+
+PAGE = f"""# A page
+
+A *rank* keeps a shard. Each rank has one.
+
+```python
+{"a_long_name = " + " + ".join(f"part_{number}" for number in range(20))}
+```
+"""
+NOT_OURS = 'app.connect("builder-inited", write_book)'  # the book: minutes of this test's time
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A site of three pages and one exercise, made as `make docs` makes its own."""
+    root = tmp_path_factory.mktemp("checkout")
+    pages, built = root / "docs", root / "host" / "course" / "hwfsdp"
+    shutil.copytree(DOCS / "_static", pages / "_static", ignore=shutil.ignore_patterns("demo.*"))
+    shutil.copytree(DOCS / "_templates", pages / "_templates")
+    shutil.copytree(ROOT / "exercises" / "01_rows", root / "exercises" / "01_rows")
+    for each in ("conf.py", "finish.py", "glossary.md", "copyright.md"):
+        shutil.copy(DOCS / each, pages)
+    for each in ("LICENSE", "CITATION.cff"):
+        shutil.copy(ROOT / each, root)
+    book = (DOCS / "book.py").read_text()
+    assert NOT_OURS in book
+    (pages / "book.py").write_text(book.replace(NOT_OURS, "pass"))
+    for each in ("tutorial", "howto"):
+        (pages / f"{each}.md").write_text(PAGE)
+    (pages / "index.md").write_text("# First\n\n```{toctree}\n:glob:\n\n*\nexercises/01_rows/README\n```\n")
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(pages), str(built)]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return built
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """A host with the site at some depth, which answers with its 404 page as GitHub Pages does."""
+
+    class Host(SimpleHTTPRequestHandler):
+        error_message_format = (site / "404.html").read_text().replace("%", "%%")
+
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments, directory=str(site.parent.parent))  # type: ignore[arg-type]
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Host)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/course/hwfsdp"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium")
+def test_pages_fit_a_phone_link_the_glossary_and_are_found_again_from_any_address(
+    site: Path, address: str, tmp_path: Path
+) -> None:
+    with browser(tmp_path) as tab:
+        tab.look(400, 900)
+        tab.open(f"{address}/tutorial.html")
+        assert tab.run("document.documentElement.scrollWidth") == 400
+        assert tab.run(
+            "[...document.querySelectorAll('article pre')].every(p => p.scrollWidth <= p.clientWidth)"
+        )
+        links = "[...document.querySelectorAll('article a.term')]"
+        assert tab.run(f"{links}.map(link => link.textContent)") == ["rank", "shard"]
+        assert tab.run(f"{links}.every(link => link.title && link.href.includes('glossary.html#term-'))")
+        host = address.removesuffix("course/hwfsdp")
+        assert [
+            request for request in tab.requests if not request.startswith((host, "data:", "about:"))
+        ] == []
+        tab.open(f"{address}/exercises/01_rows/README.html")
+        assert "hwfsdp check 1" in tab.run("document.querySelector('article .admonition').textContent")
+        for gone in ("gone.html", "exercises/gone/deep.html"):
+            tab.open(f"{address}/{gone}")
+            assert tab.run("document.querySelector('h1').textContent") == "There is no such page"
+            assert tab.run("document.querySelector('article a').href") == f"{address}/index.html"
+            assert (
+                tab.run("getComputedStyle(document.querySelector('input.search-again')).borderRadius")
+                == "4px"
+            )
+
+
+REMOTES = {
+    "git@github.com:ada/hwfsdp.git": "https://github.com/ada/hwfsdp",
+    "https://ada:secret@git.example.org/course/hwfsdp.git": "https://git.example.org/course/hwfsdp",
+    "ssh://git@git.example.org:2222/course/hwfsdp": "https://git.example.org/course/hwfsdp",
+    "/home/ada/hwfsdp": "",
+    "": "",
+}
+
+
+def test_the_footer_names_the_repository_without_a_user_or_a_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    from finish import web_address
+
+    assert {remote: web_address(remote) for remote in REMOTES} == REMOTES

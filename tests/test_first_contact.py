@@ -5,6 +5,7 @@ Faults are real ones: a namespace without loopback, a module in the way that doe
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,26 @@ def test_help_has_every_verb_below_a_heading(capsys: pytest.CaptureFixture[str])
     verbs = re.findall(r"^    (\w+) +\w", listed, re.MULTILINE)
     choices = next(list(a.choices) for a in build_parser()._actions if a.dest == "verb" and a.choices)
     assert verbs == choices and "VERB" not in listed.partition("hwfsdp VERB")[0]
+
+
+def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser, and those of its verbs and their actions."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from parsers_below(each)
+
+
+def test_every_help_fits_a_terminal_of_80_columns_and_says_what_its_verb_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parsers = list(parsers_below(build_parser()))
+    assert {"hwfsdp", "hwfsdp trace export", "hwfsdp checkpoint"} <= {parser.prog for parser in parsers}
+    helps = [parser.format_help() for parser in parsers]
+    assert [line for text in helps for line in text.splitlines() if len(line) > 80] == []
+    assert [parser.prog for parser in parsers if not parser.description] == []
 
 
 # --- hwfsdp doctor -----------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-// Pictures are enlarged by a click or by Enter, and predictions get a box to write in. What is written stays in the page.
+// Pictures are enlarged by a click or by Enter, blocks of code know their columns, and predictions get a box to write in. The text
+// in the box stays in the page.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
   dialog.className = "enlarged";
@@ -18,6 +19,9 @@ document.addEventListener("DOMContentLoaded", () => {
     picture.tabIndex = 0;
     picture.addEventListener("click", () => enlarge(picture));
     picture.addEventListener("keydown", (event) => { if (event.key === "Enter") enlarge(picture); });
+  }
+  for (const block of document.querySelectorAll("article div.highlight pre")) {
+    block.style.setProperty("--columns", Math.max(...block.textContent.split("\n").map((line) => line.length)));
   }
   for (const answer of document.querySelectorAll("details.predict")) {
     const box = document.createElement("textarea");

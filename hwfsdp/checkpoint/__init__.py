@@ -1,48 +1,48 @@
-"""State dicts that are moved, compared, saved.
+"""Move, compare and save state dicts.
 
     from hwfsdp import checkpoint
 
-    checkpoint.save(state_dict, path)           # every rank; whole or not at all
+    checkpoint.save(state_dict, path)           # on every rank; a save is complete or does not count
     checkpoint.load(state_dict, path)           # in place, into any sharding, at any world size
     handle = checkpoint.async_save(state_dict, path)
     checkpoint.verify(path), checkpoint.inspect(path)
 
-Rooms, in reading order:
+Modules, in reading order:
 
-    traverse      what a state dict is: leaves at paths, in containers that keep their types
+    traverse      the tree of a state dict: leaves at paths, in containers that keep their types
     tensors       questions about one tensor; ShardedTensor, which torch had before DTensor
-    state_dict    gathered, offloaded, copied, compared
+    state_dict    gather, offload, copy and compare state dicts
     links         messages between two ranks
-    agreement     all ranks, or none
+    agreement     steps that succeed on all ranks, or on none
     distribute    whole tensors into shards, on every rank or from one
-    views         which bytes of a storage are copied together
-    objects       what a deep copy would copy
+    views         bytes of a storage that are copied together
+    objects       the values that a deep copy would copy
     staging       copies to save from, while training goes on
     boxes         parts of tensors: integers only
-    values        what is not a tensor, as JSON
-    manifest      what is in a save, and where
-    blocks        its files, each block with a checksum
-    plan          who writes what
-    saves         the directory: which save counts, and which may go
+    values        values that are no tensors, as JSON
+    manifest      the list of a save's contents, and their places
+    blocks        files of a save, each block with a checksum
+    plan          which rank writes which part
+    saves         the directory: the save that counts, and the saves that may go
     optimizer_state  the state that an optimizer will have
     meta          from the meta device straight into shards
     matching      a save and a state dict to load it into
-    reading       its values, checked, in new memory
+    reading       values of a save, checked, in new memory
     saving        a save, step by step
     background    a save, while training goes on
-    verification  looking at a checkpoint without loading it
+    verification  checking a checkpoint without loading it
     store         the public functions: save, load, async_save, verify, inspect
-    archives      zip files of torch.save, intact or not; directories of them, replaced as a whole
-    partition     the PART format: who holds what
-    part_files    its files, checked
-    part_targets  what they are loaded into
+    archives      checks of torch.save's zip files; directories of them, replaced as a whole
+    partition     the PART format: which rank holds which part
+    part_files    files of the PART format, checked
+    part_targets  models and optimizers that a PART checkpoint fills
     parts         its public functions: save, load, load_into
-    dcp_metadata  torch's own format: what it says about itself, read without running any of it
+    dcp_metadata  metadata of torch's own format, read without running code
     dcp           its public functions: save, load
     convert       from one format to another
-    commands      what `hwfsdp checkpoint` prints
+    commands      the output of `hwfsdp checkpoint`
 
-Nothing is imported before it is asked for: a process that only reads a checkpoint need not know how to gather one.
+Modules are imported at their first use: a process that only reads a checkpoint does not import the code that gathers one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """All ranks, or none.
 
-A checkpoint is written by many ranks, and any of them may fail, die, or hang at any moment. Whatever happens to one has
-to be known to all, soon and by name. So ranks work in *steps*: each does its part, and reports to the first rank of the
-group, the leader; the leader decides, and answers each. If a part failed, the answer is that error, and every rank
-raises it; nobody goes on to the next step.
+Many ranks write a checkpoint, and any of them may fail, die or hang at any moment. All other ranks must learn this soon, with
+the name of the rank. So ranks work in *steps*. In a step, each rank does its part and reports to the leader, the first rank of
+the group. The leader decides and answers each rank. If a part failed, the answer is its error, and every rank raises it. No
+rank goes on to the next step.
 
     agreement = Agreement(group, "save")
     share = agreement.step("plan", work=describe_mine, decide=divide)      # on every rank
@@ -13,21 +13,22 @@ Messages are JSON. They go point to point over gloo, with a tag that belongs to 
 meet the collectives that training runs at the same time in another thread.
 
 Note [A star, not a ring]
-    When a rank dies, its connections break, and every rank that waits for it hears so at once. In a collective most ranks wait
-    for some neighbor, which is alive, and would learn of the death by a timeout, minutes later, and not whose. Here the
-    leader listens to each rank on its own connection: the one that breaks tells who died. It answers the others, who
-    listen to the leader from the beginning of the step, and can be stopped in the midst of their work (`check`).
+    When a rank dies, its connections break, and every rank that waits for it learns this at once. In a collective, most ranks
+    wait for a neighbor that is alive. They would learn of the death by a timeout, minutes later, without the name of the dead
+    rank. Here the leader listens to each rank on a connection of its own, so a broken connection names the dead rank. The
+    leader then answers the other ranks. They listen to the leader from the beginning of the step, and can stop in the middle
+    of their work (`check`).
 
 Note [Who is late]
-    gloo's own timeouts close every connection of the process, also those over which the news would have to travel. So
-    threads wait in gloo, and the waiting for them has the time limit. The leader has four fifths of the time that the
-    others have; otherwise they would blame it for waiting. A leader that was itself away for longer than they wait
-    finds all reports there, but nobody to answer, and must not decide as if there were.
+    A timeout of gloo closes every connection of the process, also those that would carry the news. So threads wait in gloo,
+    and the time limit is on waiting for these threads. The leader waits only four fifths of the others' time limit; otherwise
+    they would blame the leader for its waiting. A leader that was away for longer than the others wait finds all reports, but
+    the others are gone. Then it must not decide.
 
 Note [Sends that never end]
-    A send may be the first to notice that a rank has died. gloo marks the connection as broken then, but forgets this
-    send: it is not told, and waits for ever. So the leader, whose answer does not go out, asks whether the connection
-    still stands. Otherwise it would wait for a dead rank for as long as the others wait for the leader.
+    A send may be the first to notice that a rank has died. gloo then marks the connection as broken, but does not end this
+    send, which waits forever. So if the leader's answer does not go out, the leader tests the connection. Otherwise it would
+    wait for a dead rank as long as the others wait for the leader.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _KNOWN: dict[str, type[FSDPError]] = {
 
 
 class Abandoned(Exception):
-    """Another rank has failed: this one need not go on with its part."""
+    """Another rank has failed, so this rank can stop its part."""
 
 
 class Agreement:

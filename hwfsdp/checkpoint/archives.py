@@ -1,13 +1,12 @@
-"""Zip files of `torch.save`: is one intact, and would torch write the same again?
+"""Checks of `torch.save`'s zip files, and directories of them that are replaced as a whole.
 
-torch does not compare the checksums that it writes, and its reader does not read every archive as others do: where the
-central directory says that a record is a folder, which one flipped bit can do, it leaves the tensor as it was allocated.
-So the checksums are compared here, and records must be as torch writes them: stored, neither compressed nor
-encrypted, without attributes.
+torch writes checksums and does not compare them. Its reader also differs from other readers: if one flipped bit makes the
+central directory call a record a folder, torch leaves the tensor as it was allocated. So this module compares the checksums.
+Records must be as torch writes them: neither compressed nor encrypted, without attributes.
 
-A checkpoint of such files is a directory that appears as a whole: it is written beside, then put in place of the one before.
-What has the name at any moment is complete. On Linux the two directories exchange their names in one step; elsewhere
-there is a moment at which nothing has the name. What a killed process leaves beside it, the next one removes.
+A checkpoint of such files is a directory that appears as a whole. A save writes it under another name, and then puts it in the
+place of the old one. The directory with the name is always complete. On Linux the two directories exchange their names in one
+step; elsewhere there is a moment without any directory of this name. A killed save leaves a directory; the next save removes it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Saving while training goes on.
 
-The copy is all that training waits for; a thread does the rest, exactly as `save` would. One save is under way at a time:
-a call waits until the one before has ended, so that memory holds one copy and saves come in their order.
+Training waits only for the copy. A thread does the rest, exactly as `save` would. One save is under way at a time: a call
+waits until the previous save has ended. So memory holds one copy, and saves end in order.
 
 Note [Failures find a listener]
-    A save that fails in the background fails on all ranks, and somebody has to hear of it. `wait` raises its error. If
-    nothing called `wait`, the next save does. If there is none, the end of the process does: `finish_saves`, which `launch`
-    calls on its ranks, and at the exit of any other interpreter a message on standard error and the exit status 1, so that
-    the starter of the job knows.
+    A save that fails in the background fails on all ranks, and the program must learn of it. `wait` raises the error. Without
+    a call of `wait`, the next save raises it. Without a next save, the end of the process reports it: `launch` calls
+    `finish_saves` on its ranks, and any other interpreter exits with a message on standard error and the status 1.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 CRC-32 finds every error of a single bit and every burst of up to 32, and misses one of four billion others; it runs at a
 good part of the speed of memory, and it is in every Python. It is no protection against malice: anyone who can write the
-files can write the checksums, too. What protects from that is that nothing in the files is ever run.
+files can write the checksums, too. The protection against malice is another one: no code in the files is ever run.
 """
 
 from __future__ import annotations

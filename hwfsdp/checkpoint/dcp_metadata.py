@@ -1,10 +1,9 @@
 """A checkpoint of torch's DCP, read without trusting it.
 
 Such a checkpoint is a directory: a file `.metadata`, and files of *blobs*, one blob for each chunk of a tensor and for
-each value that is no tensor. The metadata is a pickle, and a pickle is a program: loading one that somebody has crafted
-runs whatever they wanted. So it is read by an unpickler that knows the few classes DCP's metadata is made of, and
-nothing else (`read_metadata`). What comes out is believed only as far as it was checked: chunks tile their tensors, and
-blobs lie in files of this directory.
+each value that is no tensor. The metadata is a pickle, and a pickle is a program: loading a crafted one runs its author's
+code. So `read_metadata` uses an unpickler that knows only the few classes of DCP's metadata. Its result is checked, too:
+chunks must tile their tensors, and blobs must lie in files of this directory.
 
 Blobs are zip files made by `torch.save`. They carry checksums, which `torch.load` ignores; here they are compared
 (`read_value`, `read_chunk`), so a flipped bit is an error and not a weight. Both are read with `weights_only=True`.

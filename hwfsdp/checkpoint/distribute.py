@@ -6,14 +6,14 @@ the whole, at the extent that `layout` gives it. Entries are matched by their pa
 optimizers for example, need not be flattened.
 
 Note [Agreeing before moving]
-    A rank that finds out halfway that a shape does not fit would leave the others in a collective, and everyone
-    with a mixture of two models. So `broadcast_state_dict` has three phases. *Plan*: the source sends what it is
-    going to send: paths, shapes, dtypes, and all that is not a tensor. *Agree*: each rank holds the plan against
-    its own state dict, and tells all others what it cannot do. If any rank, the source included, cannot, every rank
-    raises that same error, and nothing was touched. *Move*: one tensor at a time, through a buffer as large as the
-    largest, which is all the memory that a rank needs besides what it keeps.
+    If a rank found out halfway that a shape does not fit, it would leave the other ranks in a collective, and all ranks
+    with a mixture of two models. So `broadcast_state_dict` has three phases. *Plan*: the source announces paths, shapes and
+    dtypes, and sends all values that are not tensors. *Agree*: each rank compares the plan with its own state dict, and tells
+    all others which entries do not fit. If any rank, the source included, has such an entry, every rank raises the same
+    error, and nothing has changed. *Move*: tensors travel one at a time, through a buffer as large as the largest tensor.
+    A rank needs no other memory besides its own state dict.
 
-Left out: tensors that nobody asked for still travel, and gradients still to be summed (`Partial`) cannot be filled.
+Left out: tensors that no rank has asked for travel, too. Gradients that are still to be summed (`Partial`) cannot be filled.
 """
 
 from __future__ import annotations

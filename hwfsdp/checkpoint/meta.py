@@ -1,7 +1,7 @@
 """From the meta device straight into shards.
 
-A model that is built on the meta device and sharded there costs nothing. What is missing is memory for this rank's
-shards, and values for them, which a checkpoint has. So:
+A model that is built and sharded on the meta device costs nothing. It still needs memory for this rank's shards, and values
+from a checkpoint. So:
 
     with torch.device("meta"):
         model = GPT(config)

@@ -1,10 +1,10 @@
 """The files of a PART checkpoint, read with every check there is.
 
 Note [What the checks see]
-    Every record of the archive that a part is has a CRC-32, which torch writes and does not read; it is compared before
-    anything is loaded. What it does not cover is the archive's own structure. There, records have to be as torch writes
-    them (see `archives`); any other change makes the archive unreadable or changes nothing that is loaded. Damage by design is not detected,
-    since who can change the data can change the CRC. But it cannot run code: `weights_only=True` is not optional.
+    A part is a zip archive. Each of its records has a CRC-32, which torch writes and does not read. It is compared before
+    anything is loaded. It does not cover the structure of the archive. So records must be as torch writes them (see
+    `archives`); any other change makes the archive unreadable, or changes no loaded value. Deliberate damage is not
+    detected, since an attacker can change the CRC, too. But it cannot run code: `weights_only=True` is not optional.
 
 Left out: files that torch.save wrote before it wrote zip archives, and those written with CRCs turned off.
 """

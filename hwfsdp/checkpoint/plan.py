@@ -5,9 +5,9 @@ state dict and not one for each rank, and gives every box to one of the ranks th
 each to the rank with the fewest bytes so far. The outcome is the manifest, but for the checksums.
 
 Note [Replicas are compared]
-    What several ranks have is written by one. If it is not the same on all of them, something went wrong long before the
-    save, a forgotten reduction, weights drawn from different seeds, and a checkpoint of one rank's opinion would hide it.
-    So a rank sends a checksum of what others have as well, and the error names key and ranks.
+    If several ranks hold the same part, one of them writes it. If their copies differ, something went wrong long before the
+    save, such as a forgotten reduction or weights from different seeds. A checkpoint with one rank's copy would hide this. So a
+    rank also sends checksums of parts that other ranks hold, too. If they differ, the error names the key and the ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Values of a save, read into new memory: no byte without its checksum.
 
 Note [From boxes to bytes]
-    A chunk lies in its file row by row. What a rank needs of it is a box, and that may be scattered over the chunk, as
-    columns are. A box is therefore halved along its outermost dim until each piece spans few bytes; the blocks that
-    hold the span are read, checked, and the piece is cut out of them. Where all of a chunk goes to one place in
-    memory, as when the world size has not changed, it is read there at once.
+    A chunk lies in its file row by row. A rank needs a box of it, which may be scattered over the chunk, as columns are. So a
+    box is halved along its outermost dim until each piece spans few bytes. Then the blocks that hold the span are read and
+    checked, and the piece is cut out of them. If a whole chunk goes to one place in memory, for example with the same world
+    size as in the save, it is read there at once.
 """
 
 from __future__ import annotations

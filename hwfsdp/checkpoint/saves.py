@@ -10,13 +10,13 @@ A save is written into a directory of its own and touches nothing of the others.
 after it, the new one. Only then are old saves removed.
 
 Note [Who is still writing]
-    What a save that died leaves behind looks like one that is under way. The leader of a save holds a lock on the
-    checkpoint's directory, which ends with its process, however that ends. Who gets the lock knows that nobody else is
-    writing, and sweeps. Where the file system has no locks, two saves at the same time are the user's to prevent.
+    The files of a killed save look like a save that is under way. So the leader of a save holds a lock on the checkpoint's
+    directory. The lock ends with its process, however the process ends. A leader that gets the lock knows that no other save is
+    writing, and removes leftovers. If the file system has no locks, the user must prevent two saves at the same time.
 
 Note [Removing a save]
-    The manifest goes first. Whoever is interrupted then leaves an unfinished save, which counts for nothing and is
-    swept, not one that looks whole and has no data.
+    The manifest is removed first. If the removal is interrupted, it leaves an unfinished save, which does not count and is
+    removed later. It never leaves a save that looks complete and has no data.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Any
 
 def add_checkpoint(verbs: Any) -> None:
     """Add the verb `checkpoint` and its actions."""
-    checkpoint = verbs.add_parser("checkpoint", help="inspect, verify and convert checkpoints")
+    text = "inspect, verify and convert checkpoints"
+    checkpoint = verbs.add_parser("checkpoint", help=text, description=f"{text.capitalize()}.")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def add(action: str, text: str) -> argparse.ArgumentParser:

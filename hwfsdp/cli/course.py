@@ -21,8 +21,8 @@ def add_course(verbs: Any) -> None:
     course: argparse.ArgumentParser = verbs.add_parser(
         "course",
         help="write the course to a folder to work in",
-        description="Writes the exercises, the homework and the lab to a new folder. Only an installed package needs this: in a "
-        "checkout they are in exercises/.",
+        description="Write the exercises, the homework and the lab to a new folder. Only an installed package needs this: a checkout "
+        "has them in exercises/.",
     )
     course.set_defaults(run=_course)
     course.add_argument("out", type=Path, metavar="DIR", help="a new folder")

@@ -23,8 +23,8 @@ def add_demo(verbs: Any) -> None:
     demo = verbs.add_parser(
         "demo",
         help="train a small GPT with hwfsdp, with FSDP2 and unsharded; compare; draw",
-        description="Trains the same byte-level GPT three times on the CPU: with hwfsdp, with torch's FSDP2, and unsharded. Compares "
-        "losses, bytes and memory, and draws pictures.",
+        description="Train the same byte-level GPT three times on the CPU: with hwfsdp, with torch's FSDP2, and unsharded. Compare "
+        "losses, bytes and memory, and draw pictures.",
     )
     demo.set_defaults(run=_demo)
     add = demo.add_argument

@@ -24,7 +24,7 @@ def add_doctor(verbs: Any) -> None:
     doctor: argparse.ArgumentParser = verbs.add_parser(
         "doctor",
         help="check whether this machine can train",
-        description="Checks Python, torch, the network, ranks and GPUs, and says what to do if something is missing.",
+        description="Check Python, torch, the network, ranks and GPUs, and say what to do if something is missing.",
         epilog="Each line is ok, note (something optional is missing), or broken. Exit status: 1 if training does not work, "
         "else 0.",
     )
@@ -33,9 +33,16 @@ def add_doctor(verbs: Any) -> None:
     add(
         "--calibrate",
         action="store_true",
-        help="measure this machine for `hwfsdp simulate --device this-machine`, and compare a prediction with a run",
+        help="measure this machine; hwfsdp simulate then takes it as a device (--device this-machine)",
     )
-    add("--ranks", type=int, choices=range(1, 9), default=2, help="processes to start (default 2)")
+    add(
+        "--ranks",
+        type=int,
+        choices=range(1, 9),
+        metavar="N",
+        default=2,
+        help="processes to start, 1 to 8 (default 2)",
+    )
     add("--json", action="store_true", help="print JSON instead of text")
 
 

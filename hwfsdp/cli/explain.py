@@ -18,7 +18,7 @@ def add_explain(verbs: Any) -> None:
     explain: argparse.ArgumentParser = verbs.add_parser(
         "explain",
         help="show how the parameters of a model would be sharded",
-        description="Prints a table of the model's parameters, their groups, rows and padding. It starts no ranks and allocates no "
+        description="Print a table of the model's parameters, their groups, rows and padding. This starts no ranks and allocates no "
         "weights.",
     )
     explain.set_defaults(run=_explain)
@@ -26,7 +26,7 @@ def add_explain(verbs: Any) -> None:
     add(
         "model",
         metavar="MODEL",
-        help="name of a model, such as llama3-8b; or module:function, your own function that returns a model",
+        help="a model's name, such as llama3-8b, or module:function: your own function that returns a model",
     )
     count, number = whole(1, 1 << 20), whole(0, 1 << 20)
     add("--ranks", type=count, default=8, metavar="N", help="number of ranks (default 8)")
@@ -35,9 +35,9 @@ def add_explain(verbs: Any) -> None:
         "--wrap",
         nargs="+",
         metavar="CLASS",
-        help="shard each module of these classes by itself (default: the members of lists of equal modules)",
+        help="shard each module of these classes by itself (default: each layer of a list of equal layers)",
     )
-    add("--all", action="store_true", help="list every group, also equal ones")
+    add("--all", action="store_true", help="list every group, even if groups are equal")
     add("--json", action="store_true", help="print JSON instead of text")
     add("--png", type=Path, metavar="FILE", help="also draw the table")
 

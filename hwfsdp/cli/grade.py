@@ -17,7 +17,7 @@ def add_grade(verbs: Any) -> None:
     grade: argparse.ArgumentParser = verbs.add_parser(
         "grade",
         help="grade a submission or a class, and write a gradebook",
-        description="Grades submissions: folders, zip and tar archives, git checkouts. If DIR contains exercises, it is one "
+        description="Grade submissions: folders, zip and tar archives, git checkouts. If DIR contains exercises, it is one "
         "submission. Otherwise each entry of DIR is one.",
         epilog="Exit status: for one submission, 0 for full marks and 1 for less. For a class, or with --out or --format: 0 if "
         "everything could be read and graded, 1 if not.",
@@ -57,9 +57,14 @@ def _add_how(grade: argparse.ArgumentParser) -> None:
         "--secret",
         type=Path,
         metavar="FILE",
-        help="draw inputs and numbers of ranks from a secret file, or from HWFSDP_SECRET; reports for students then show no inputs",
+        help="draw inputs and numbers of ranks from this secret file, or from HWFSDP_SECRET; then reports show students no inputs",
     )
-    add("--timeout", type=seconds, metavar="S", help="time limit in seconds; what is left then is not graded")
+    add(
+        "--timeout",
+        type=seconds,
+        metavar="S",
+        help="time limit in seconds; exercises that are left then are not graded",
+    )
 
 
 def _add_output(grade: argparse.ArgumentParser) -> None:
@@ -83,8 +88,8 @@ def _add_lateness(grade: argparse.ArgumentParser) -> None:
         "--submitted",
         type=Path,
         metavar="FILE",
-        help="CSV of name,time (default: the newest entry of an archive, the commit of a checkout, or the newest file, although "
-        "students can change these times; an impossible time counts as the time of grading)",
+        help="CSV of name,time. Default: the time of the newest entry of an archive, of the commit, or of the newest file. "
+        "Students can change these times. An impossible time counts as the time of grading",
     )
 
 

@@ -15,17 +15,17 @@ def add_lab(verbs: Any) -> None:
     lab: argparse.ArgumentParser = verbs.add_parser(
         "lab",
         help="find the cause and the fix of real bugs, with evidence",
-        description="The lab has scripts that train wrongly. hwfsdp lab lists them, hwfsdp lab N shows one, hwfsdp lab N --run runs it "
-        "under the recorder, and hwfsdp lab check N judges your answers in exercises/lab/answers.toml.",
+        description="Find out why scripts train wrongly. hwfsdp lab lists the scripts. hwfsdp lab N shows one; with --run it runs under the "
+        "recorder. hwfsdp lab check N judges your answers in exercises/lab/answers.toml.",
         usage="hwfsdp lab [N [--run] | check [N] [--submission DIR]] [options]",
         epilog="Exit status of a check: 0 if every answer is right, 1 if not, 2 if the file cannot be used.",
     )
     lab.set_defaults(run=_lab)
     lab.add_argument(
-        "what", metavar="N|check", nargs="?", help="number or folder of a bug; or check, to judge answers"
+        "what", metavar="N|check", nargs="?", help="number or folder of a script; or check, to judge answers"
     )
     lab.add_argument(
-        "number", metavar="N", nargs="?", help="after check: number or folder of the bug (default: all)"
+        "number", metavar="N", nargs="?", help="after check: number or folder of the script (default: all)"
     )
     lab.add_argument(
         "--run",

@@ -26,9 +26,9 @@ def add_run_options(parser: argparse.ArgumentParser, steps: int, layers: int, di
     add = parser.add_argument
     add("--steps", type=positive, default=steps, help=f"optimizer steps (default {steps})")
     add("--batch", type=positive, default=8, help="sequences per rank and step (default 8)")
-    add("--seq-len", type=positive, default=seq_len, help=f"bytes per sequence ({seq_len})")
-    add("--layers", type=positive, default=layers, help=f"blocks (default {layers})")
-    add("--dim", type=positive, default=dim, help=f"width (default {dim})")
+    add("--seq-len", type=positive, default=seq_len, help=f"bytes per sequence (default {seq_len})")
+    add("--layers", type=positive, default=layers, help=f"transformer blocks (default {layers})")
+    add("--dim", type=positive, default=dim, help=f"width of the model (default {dim})")
     add("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 0.001)")
     add("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     add("--text", metavar="FILE", help="train on this text file (default: Python's help topics)")

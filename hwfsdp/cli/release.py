@@ -13,8 +13,8 @@ def add_release(verbs: Any) -> None:
     release: argparse.ArgumentParser = verbs.add_parser(
         "release",
         help="write the student's edition, without the answers",
-        description="Writes the student's edition of the course in the current folder: the same tree without solutions, and with the "
-        "TODOs empty in the package, too. Then searches it for answers.",
+        description="Write the student's edition of the course around the current folder: without solutions, and with the TODOs empty in "
+        "the package, too. Then search it for answers, and refuse if one is left.",
     )
     release.set_defaults(run=_release)
     release.add_argument("out", type=Path, metavar="OUT", help="a new folder")

@@ -26,8 +26,8 @@ def add_simulate(verbs: Any) -> None:
     simulate: argparse.ArgumentParser = verbs.add_parser(
         "simulate",
         help="predict a training step on virtual GPUs: speed, memory, communication",
-        description="Runs one sharded training step on virtual GPUs, in virtual time. It computes no values.",
-        epilog="Exit status: 1 if the step does not fit into the GPUs' memory, for a sweep if no step fits; else 0.",
+        description="Predict one sharded training step on virtual GPUs: its time, memory and communication. No values are computed.",
+        epilog="Exit status: 0 if the step fits into the GPUs' memory (in a sweep: if any step does), else 1.",
     )
     simulate.set_defaults(run=_simulate)
     _add_what(simulate)
@@ -45,7 +45,7 @@ def _add_what(simulate: argparse.ArgumentParser) -> None:
         "--model",
         default="llama3-8b",
         metavar="NAME",
-        help="name of a model (default llama3-8b), or module:function, your own function that returns a model or a step",
+        help="a model's name (default llama3-8b), or module:function: your own function that returns a model or a step",
     )
     add("--gpus", type=_count, default=8, metavar="N", help="number of GPUs (default 8)")
     add("--nodes", type=_count, metavar="M", help="number of machines (default: as few as possible)")
@@ -61,7 +61,8 @@ def _add_how(simulate: argparse.ArgumentParser) -> None:
         "--reshard-after-forward",
         type=_reshard,
         metavar="yes|no|N",
-        help="default: yes, except for the last block and the root",
+        help="free parameters after the forward, or keep them cut over N ranks "
+        "(default: yes, except for the last block and the root)",
     )
     add("--hsdp", action="store_true", help="shard within a node, replicate across nodes")
     add(

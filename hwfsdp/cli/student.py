@@ -22,11 +22,10 @@ _VERBS = {  # verb → module and function of hwfsdp.course, help
     "catchup": ("commands.catch_up", "write the earlier stations for you, and keep a copy of your file"),
 }
 _MORE = {  # what a verb's own help says besides
-    "check": "Runs your file on real ranks, and prints a verdict for each check: what holds, the evidence against what does not, and "
-    "one question.",
+    "check": "It runs your file on real ranks. For each check that fails, it shows the evidence and asks one question.",
     "hint": "There are three: a question, a direction, and numbered steps.",
-    "watch": "Press Ctrl-C to end it.",
-    "reset": "For a station this is my_fsdp.py, with all other stations in it.",
+    "watch": "Press Ctrl-C to end.",
+    "reset": "All stations share one file, my_fsdp.py, and are reset together.",
     "catchup": "It writes my_fsdp.py as it should be before station N. You give up the points of the stations that it writes.",
 }
 _NO_ARGUMENTS = {"verb", "parser", "run", "function"}  # not passed to the verb's function; all others are

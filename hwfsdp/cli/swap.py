@@ -18,9 +18,9 @@ def add_swap(verbs: Any) -> None:
     swap: argparse.ArgumentParser = verbs.add_parser(
         "swap",
         help="run a program that uses torch's FSDP2 on hwfsdp, unchanged",
-        description="Runs a script. When the script imports names of torch's FSDP2, it gets hwfsdp's. So do the processes that it "
-        "starts. Under torchrun: torchrun --nproc-per-node 2 -m hwfsdp swap train.py --lr 1e-4",
-        epilog=f"If another program starts your script, set PYTHONPATH={startup()}: it exchanges the names in every process.",
+        description="Run a script unchanged. When it imports FSDP2 from torch, it gets hwfsdp instead. So do the processes that it starts. "
+        "Under torchrun: torchrun OPTIONS -m hwfsdp swap train.py ARGS",
+        epilog=f"If another program starts your script, set PYTHONPATH={startup()}. This swaps FSDP2 in every process.",
     )
     swap.set_defaults(run=_swap)
     swap.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")

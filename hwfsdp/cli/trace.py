@@ -26,17 +26,17 @@ class _ParserWithScript(argparse.ArgumentParser):
 
 def add_trace(verbs: Any) -> None:
     """Adds the verb `trace` and its actions."""
-    text = "record a run, show what it moved, compare two"
+    text = "record a training run, show what it moved, compare two runs"
     trace = verbs.add_parser("trace", help=text, description=f"{text.capitalize()}.")
     actions = trace.add_subparsers(
         dest="action", required=True, metavar="ACTION", parser_class=_ParserWithScript
     )
     _add_run(actions)
-    show = _add(actions, "show", "show what a trace says, beside what closed forms say")
+    show = _add(actions, "show", "show what a trace measured, beside closed forms")
     show.add_argument("file", type=Path, metavar="FILE", help="a trace: .json or .json.gz")
     diff = _add(actions, "diff", "compare two traces; exit status 1 if counts or bytes differ")
     diff.add_argument("a", type=Path, metavar="A", help="a trace")
-    diff.add_argument("b", type=Path, metavar="B", help="another one")
+    diff.add_argument("b", type=Path, metavar="B", help="the trace to compare it with")
     _add_export(actions)
 
 
@@ -58,33 +58,33 @@ def _add_run(actions: Any) -> None:
         epilog="The script needs no change: it runs as torchrun would run it.",
     )
     add = run.add_argument
-    add("target", metavar="SCRIPT", help="a script that trains with fully_shard; or demo, a small GPT")
+    add("target", metavar="SCRIPT", help="a script that trains with fully_shard, or demo: a small GPT")
     ranks = whole(1, 1024)
     add("--ranks", type=ranks, default=2, metavar="N", help="processes to run it on (default 2)")
     add(
         "--steps",
         default="",
         metavar="N|A..B",
-        help="record N optimizer steps after the first two, or steps A to B, counted from 0 (default 2)",
+        help="record N optimizer steps after the first two (default 2), or steps A to B, counted from 0",
     )
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where each rank has a GPU")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has a GPU, else cpu")
     add(
         "--timeout",
         type=seconds,
         metavar="SECONDS",
-        help="for each collective of the default process group (default: the script's, or 300)",
+        help="time limit of a collective (default: the script's, or 300)",
     )
     add(
         "--implementation",
         metavar="NAME|FILE.py",
-        help="what shards the demo's model: hwfsdp, fsdp2, none, or a file of yours (default hwfsdp)",
+        help="for the demo: hwfsdp (default), fsdp2, none, or your own Python file",
     )
     add(
         "--out",
         type=Path,
         default=Path("trace.json"),
         metavar="FILE",
-        help="default trace.json; .json.gz is smaller",
+        help="file of the trace (default trace.json); .json.gz is smaller",
     )
 
 
@@ -96,28 +96,30 @@ def _add_export(actions: Any) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="a trace: .json or .json.gz; for a page that compares, two of them",
+        help="a trace: .json or .json.gz; two traces for a page that compares them",
     )
     add(
         "--to",
         required=True,
         choices=("html", "perfetto", "csv", "png", "svg"),
-        help="html: a player of the step, one file that any browser opens",
+        metavar="FORMAT",
+        help="html (a page that plays the step in any browser), perfetto, csv, png or svg",
     )
     add(
         "--picture",
         default="timeline",
         choices=("timeline", "memory", "lifetimes", "overlap", "traffic"),
-        help="which one, as png or svg (default timeline)",
+        metavar="PICTURE",
+        help="for png and svg: timeline (default), memory, lifetimes, overlap or traffic",
     )
     add(
         "--rank",
         type=int,
         metavar="R",
-        help="show this rank only (default: all; of memory and lifetimes, the first)",
+        help="show only this rank (default: all; for memory and lifetimes: the first)",
     )
-    add("--step", type=int, metavar="S", help="show this step only, counted from 0")
-    add("--out", type=Path, metavar="TARGET", help="default: FILE's name with another ending")
+    add("--step", type=int, metavar="S", help="show only this step, counted from 0")
+    add("--out", type=Path, metavar="TARGET", help="file to write (default: FILE with another ending)")
 
 
 def _act(args: argparse.Namespace) -> int:

@@ -23,15 +23,15 @@ def add_train(verbs: Any) -> None:
     train = verbs.add_parser(
         "train",
         help="train a byte-level GPT with hwfsdp, with FSDP2 or with your own file",
-        description="Trains a byte-level GPT. Starts its own ranks, or runs under torchrun. Shows the loss, averaged over all ranks, and "
-        "the L2 norm of the gradient of all parameters.",
+        description="Train a byte-level GPT on several ranks. The command starts the ranks, unless torchrun has. It prints the loss, "
+        "averaged over all ranks, and the L2 norm of all gradients.",
     )
     train.set_defaults(run=_train)
     add = train.add_argument
     add(
         "--ranks",
         type=options.positive,
-        help="processes to shard over (default 2; under torchrun, its number)",
+        help="processes to shard over (default 2; under torchrun: all of its processes)",
     )
     options.add_implementation(
         train,
@@ -46,7 +46,11 @@ def add_train(verbs: Any) -> None:
         choices=dtypes,
         help="dtype of gathers and compute (default float32)",
     )
-    add("--reshard-after-forward", choices=("yes", "no"), help="default: yes, except for the root")
+    add(
+        "--reshard-after-forward",
+        choices=("yes", "no"),
+        help="free parameters after the forward (default: yes, except for the root)",
+    )
     add("--trace", type=Path, metavar="FILE", help="write a trace of the last two steps (JSON)")
     saving = train.add_argument_group("saving", "With any of these options, SIGTERM saves and ends the run.")
     saving.add_argument(

@@ -3,7 +3,7 @@
     ring           all-gather and reduce-scatter from send and receive
     shared_memory  collectives between ranks of one machine
     history        what each rank called last
-    divergence     where ranks part
+    divergence     the first collective in which ranks differ
 
 A rank of one machine moves bytes through shared memory; every other rank uses `torch.distributed`.
 """

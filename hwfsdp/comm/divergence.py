@@ -15,8 +15,8 @@ Rows are numbers in the sequence of one process group. Ranks are columns; those 
 line would get too long.
 
 Note [Which one is at fault]
-    One missing call makes others wait, and these are missed by further ranks, in other process groups. So the rank to
-    name first is one that waits for nobody. Where all wait, they wait in a circle, and every link of it is shown.
+    If one rank misses a call, other ranks wait for it. They miss calls in other process groups, so more ranks wait. So the
+    rank to name first is a rank that waits for nobody. If all ranks wait, they wait in a circle, and the report shows all of it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _LEGEND = {
 
 
 class Report(NamedTuple):
-    """The known facts about one rank.
+    """The facts known about one rank.
 
     Attributes:
         calls: its last collectives, oldest first (`history.read`); None if it says nothing.
-        left: how it ended, as what follows "it", such as "raised KeyError: 'x'"; "" while it runs.
+        left: how it ended, for a sentence that begins with "it", such as "raised KeyError: 'x'"; "" while it runs.
         place: where it is, or was, in the user's code (`place_in`); "" if that is not known.
     """
 
@@ -65,10 +65,10 @@ class Report(NamedTuple):
 
 
 class _Parting(NamedTuple):
-    """The first collective of a process group that its ranks do not have in common.
+    """The first collective of a process group in which its ranks differ.
 
     Attributes:
-        calls: by rank, in rank order; None: not called. Ranks that nothing is known of are left out.
+        calls: by rank, in rank order; None: not called. Unknown ranks are left out.
     """
 
     group: str
@@ -123,7 +123,7 @@ def describe_divergence(reports: Sequence[Report]) -> str:
 
 
 def _comparable(reports: Sequence[Report]) -> list[Report]:
-    """Without the user's own collectives in groups where some ranks noted them and others could not: who does not record."""
+    """Leave out the user's own collectives in groups where some ranks recorded, and so noted them, and other ranks did not."""
     recorded: dict[str, set[bool]] = {}
     for report in reports:
         for group in {call.group for call in report.calls or ()}:
@@ -151,7 +151,7 @@ def _kind(call: Call) -> tuple[object, ...]:
 
 
 def _sequences(reports: Sequence[Report]) -> dict[str, dict[int, dict[int, Call]]]:
-    """By process group, rank and number: the calls. Of every member that is known and may have called there."""
+    """Sort the calls by process group, rank and number, for every known rank that may have called there."""
     groups = dict.fromkeys(call.group for report in reports for call in report.calls or ())
     found: dict[str, dict[int, dict[int, Call]]] = {}
     for group in groups:
@@ -165,7 +165,7 @@ def _sequences(reports: Sequence[Report]) -> dict[str, dict[int, dict[int, Call]
 
 
 def _is_known(report: Report, group: str, number: int) -> bool:
-    """Whether the rank's history goes back as far as this collective of the group, called or not."""
+    """True if the rank's history goes back to this collective of the group."""
     if report.calls is None or not report.calls:
         return report.calls is not None
     of_group = [call.number for call in report.calls if call.group == group]
@@ -173,7 +173,7 @@ def _is_known(report: Report, group: str, number: int) -> bool:
 
 
 def _partings(reports: Sequence[Report]) -> Iterable[_Parting]:
-    """At most one of each process group."""
+    """Find the first difference in each process group."""
     for group, by_rank in _sequences(reports).items():
         first = max((min(calls, default=1) for calls in by_rank.values()), default=1)
         last = max((max(calls, default=0) for calls in by_rank.values()), default=0)
@@ -185,18 +185,18 @@ def _partings(reports: Sequence[Report]) -> Iterable[_Parting]:
 
 
 def _order(parting: _Parting, by_rank: dict[int, Report]) -> tuple[bool, bool]:
-    """Note [Which one is at fault]: what comes first is said."""
+    """Sort key: the first one is reported (Note [Which one is at fault])."""
     at_fault = [rank for rank in parting.missing if _waits_in(by_rank[rank]) is None]
     return len(parting.kinds) < 2, not at_fault
 
 
 def _waits_in(report: Report) -> Call | None:
-    """The collective that a rank is in, or has failed in without going on to others; None if it has left."""
+    """Return the collective in which a rank waits, or which failed as its last one; None if the rank has ended."""
     return None if report.left else _stopped_in(report)
 
 
 def _stopped_in(report: Report) -> Call | None:
-    """As `_waits_in`, whether it has left or not."""
+    """Return the same as `_waits_in`, even if the rank has ended."""
     calls = report.calls or []
     done = max((call.serial for call in calls if call.state is State.DONE), default=0)
     stopped = [
@@ -208,13 +208,13 @@ def _stopped_in(report: Report) -> Call | None:
 
 
 def _matters(parting: _Parting, reports: Sequence[Report]) -> bool:
-    """Whether a rank stopped there, or later in that process group; else it was got over."""
+    """True if a rank stopped there, or later in this process group. Otherwise the ranks went on."""
     stopped = [call for report in reports if (call := _stopped_in(report)) is not None]
     return any(call.group == parting.group and call.number >= parting.number for call in stopped)
 
 
 def _last_waited_for(reports: Sequence[Report]) -> _Parting | None:
-    """The collective in which ranks wait although all of them called it, if there is one."""
+    """Return the collective in which ranks wait although all of them called it, if there is one."""
     waiting = [call for report in reports if (call := _waits_in(report)) is not None]
     if not waiting:
         return None
@@ -242,7 +242,7 @@ def _sentence(parting: _Parting, by_rank: dict[int, Report]) -> str:
 
 
 def _called(parting: _Parting, rank: int, apart: bool) -> str:
-    """The call of a rank there, with its size if other ranks called it with another size."""
+    """Name a rank's call, with its size if other ranks called it with another size."""
     call = parting.calls[rank]
     assert call is not None
     text = _what(call)
@@ -314,7 +314,7 @@ def _group_named(group: str) -> str:
 
 
 class _Row(NamedTuple):
-    """One line: who called this, and how far they got, by rank."""
+    """One line: a call, and its progress on each rank that made it."""
 
     number: int
     call: Call

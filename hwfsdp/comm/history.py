@@ -1,17 +1,17 @@
 """The last calls of each rank: a ring of notes about its collectives, always on.
 
-Ranks that do not call the same collectives in the same order wait for each other until time runs out, or fail with an
-error that knows one side only. So each rank notes what it calls, and `divergence` lays the notes of all ranks side by
-side. A note says what was called, by which parameter group, in which process group, and how far it got (`State`).
+Ranks that call different collectives wait for each other until the timeout, or fail with an error that knows one side only.
+So each rank notes its calls, and `divergence` compares the notes of all ranks. A note names the collective, its parameter
+group, its process group and its progress (`State`).
 
-FSDP's collectives are noted where they are called (`collectives`), the user's while a recording is active.
-Messages from one rank to another are not, nor what ranks agree upon by themselves.
+FSDP's collectives are noted where they are called (`collectives`). The user's collectives are noted while a recording is
+active. Messages between two ranks are not noted, nor the collectives that hwfsdp uses for its own agreements.
 
 Note [A ring that outlives its rank]
     A rank that was killed cannot be asked, and one that hangs may not answer. Under `launch` the ring of each rank lies
-    in a file whose path the caller passes in the environment, so the caller reads it whatever became of the rank. Elsewhere
-    it lies in ordinary memory. Ranks whose collectives fail exchange copies through the store in which they met
-    (`exchange`); under torchrun, whose store outlives the ranks, a thread of each rank waits there to be asked.
+    in a file. The caller passes its path in the environment, so it can read the ring even if the rank is gone. Elsewhere the
+    ring lies in ordinary memory. If a collective fails, the ranks exchange copies through the store of the process group
+    (`exchange`). Under torchrun the store outlives the ranks, so a thread of each rank waits there for questions.
 
 Note [What a note costs]
     About 2 µs: a line of text into a slot of fixed size, where the oldest note was; after that one byte whenever its
@@ -90,7 +90,7 @@ class Call(NamedTuple):
 
 
 class _Track:
-    """A process group: what to call it, and how many collectives were called in it."""
+    """A process group: its name, and the number of collectives called in it."""
 
     __slots__ = ("group", "label", "called", "called_by_user")
 
@@ -115,7 +115,7 @@ class Note:
             self._ring.memory[self._serial % SLOTS * SLOT] = state
 
     def watch(self, call: Callable[[], Any]) -> Any:
-        """`call()`, the user's own collective, whose work is the user's to wait for."""
+        """Call the user's own collective. The user waits for its work."""
         try:
             work = call()
         except BaseException:
@@ -174,7 +174,7 @@ def set_issuing(value: bool) -> None:
 
 
 def is_issuing() -> bool:
-    """Whether a collective of FSDP is being issued."""
+    """True while a collective of FSDP is being issued."""
     return _issuing
 
 

@@ -1,4 +1,4 @@
-"""Collectives between ranks of one machine: bytes through shared memory, words through Unix sockets.
+"""Collectives between ranks of one machine: bytes through shared memory, messages through Unix sockets.
 
 Ranks of one machine need no network. Each keeps blocks of memory that the others can read. The buffers of collectives
 lie in them. In a collective, a rank tells the others where its part is, and goes on. When the result is needed, it
@@ -11,17 +11,16 @@ The backend's own collectives copy each byte into the network stack and out agai
 compute for the cores. Here the rank itself copies it once (figures: docs/performance.md).
 
 Note [Words]
-    What ranks tell each other is a record of fixed size (`_Record`): the number of the collective, what it is, and
-    where its bytes lie. A record travels over a socket, so the kernel orders it after the bytes it is about, a rank that
-    waits sleeps, and a rank that died is noticed at once. Every rank checks that the others call the same collective
-    as itself. All of that would be missing from a flag in shared memory.
+    A message is a record of fixed size (`_Record`): the number of the collective, its kind, and the place of its bytes. It
+    travels over a socket. So the kernel orders it after its bytes, a waiting rank sleeps, and a dead rank is noticed at
+    once. Every rank checks that the others call the same collective. A flag in shared memory would give none of this.
 
 Note [When a block is free]
-    A block may be written again when the tensor in it is gone and all others have read it. Nobody waits for that: each
-    record also says up to which collective its sender has read, and after the last reduction of a backward ranks say so
-    at once. If no block is known to be free, another one is made; a training needs about four, of the size of its largest
-    flat buffer. They are kept, for touching new memory takes longer than copying. Only its owner decides about a block,
-    so ranks need not agree on anything.
+    A block may be written again when its tensor is gone and all other ranks have read it. No rank waits for this: each record
+    also says up to which collective its sender has read. After the last reduction of a backward, ranks say so at once. If no
+    block is known to be free, the rank makes another one. A training needs about four, each as large as its largest flat
+    buffer. Blocks are kept, because touching new memory takes longer than copying. Only the owner decides about a block,
+    so ranks need not agree.
 
 Note [The order of a sum]
     Sums of floating-point numbers depend on their order. To give what gloo gives, in every bit, parts are added in the
@@ -65,7 +64,7 @@ class Transfer(dist.Work):
 
     Args:
         read: reads what the other ranks give.
-        is_over: called when this one needs nothing more, be it that it was read, that this failed, or that nobody waits.
+        is_over: called when this rank needs nothing more: the input was read, the collective failed, or nobody waits.
     """
 
     def __init__(self, read: Callable[[], None], is_over: Callable[[], None]) -> None:
@@ -99,7 +98,7 @@ class Transfer(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[None]:
-        """Done when `wait` has returned. To be asked for before that."""
+        """Return a future that is done when `wait` has returned. Call this before `wait`."""
         self._future = self._future or torch.futures.Future()
         return self._future
 
@@ -109,14 +108,14 @@ class Transfer(dist.Work):
 
 
 def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
-    """The group to call for collectives of `group` over tensors on `device`.
+    """Return the group to call for collectives of `group` over tensors on `device`.
 
     Returns:
         A `SharedMemoryGroup` of the same ranks, if they are all on one machine, compute on its CPU, and `group` uses
         gloo; else `group`.
 
-    The first call for a group finds out together with its other ranks. `HWFSDP_SHARED_MEMORY=0` in the environment of
-    a rank means no.
+    All ranks of a group must make the first call together. If any rank has `HWFSDP_SHARED_MEMORY=0` in its environment,
+    the result is `group`.
     """
     group = group or dist.group.WORLD
     assert group is not None, "no process group"
@@ -124,12 +123,12 @@ def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessG
 
 
 def adds(op: object) -> bool:
-    """Whether reductions by this operation can run here: sums and means."""
+    """True if shared memory can reduce by this operation: sums and means."""
     return op in _REDUCE_OPS
 
 
 def allocate(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor that other ranks may read where it lies, contents undefined. Its memory is reused when it is gone."""
+    """Allocate a tensor that other ranks can read in place; its contents are undefined. Its memory is reused when it is gone."""
     return _pool.allocate(size, dtype)
 
 
@@ -182,7 +181,7 @@ class _Pool:
         return torch.frombuffer(buffer, dtype=dtype)[: prod(size)].view(*size)
 
     def _free(self, nbytes: int) -> int:
-        """Index of the smallest free block that is large enough, made if there is none."""
+        """Return the index of the smallest free block that is large enough; make one if there is none."""
         free = [(block.capacity, index) for index, block in enumerate(self.blocks) if block.is_free]
         if large_enough := [place for place in free if place[0] >= nbytes]:
             return min(large_enough)[1]
@@ -222,8 +221,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     they are shown to dispatch modes, such as the one that counts communication (`compat.show_collective`).
 
     Torch keeps tables of its groups: their backends, ranks, names. This group is in none of them, and is found in all: it
-    equals the group whose ranks it has. So a question about it has that group's answer, and whoever goes through a table,
-    as a profiler does, meets torch's own groups only.
+    equals torch's group of the same ranks. So torch answers questions about it as for that group, and code that walks through a
+    table, such as a profiler, finds only torch's own groups.
     """
 
     def __init__(self, neighbors: Neighbors, group: dist.ProcessGroup) -> None:
@@ -296,7 +295,7 @@ def _code(op: int, dtype: torch.dtype) -> int:
 
 
 def _described(call: int, nbytes: int, ranks: int) -> str:
-    """In words, with the bytes of the whole tensor, as `history` and tables have them; `nbytes`: of a rank's input."""
+    """Describe a call in words, with the bytes of the whole tensor, as `history` does. `nbytes`: of a rank's input."""
     op, dtype = divmod(call, len(_DTYPES))
     whole = nbytes * ranks if op == _OPS.index("all_gather") else nbytes
     return f"{_OPS[op]} of {whole:,} bytes of {_DTYPES[dtype]}"
@@ -421,7 +420,7 @@ class Neighbors:
 
     @property
     def _read(self) -> int:
-        """All collectives up to this number have been read here."""
+        """Return the number up to which this rank has read all collectives."""
         return next(iter(self._unread), self._issued + 1) - 1
 
     def _over(self, number: int, acknowledge: bool = False) -> None:
@@ -449,7 +448,7 @@ class Neighbors:
             raise RuntimeError(f"Connection closed by peer: rank {peer} of the group is gone") from error
 
     def _retry(self, peer: int, send: Callable[[], int]) -> None:
-        """Until there is room for it. Meanwhile this rank listens, since the others may be waiting for the same."""
+        """Retry until there is room for the record. Listen meanwhile, since the other ranks may wait for room, too."""
         while True:
             try:
                 send()
@@ -463,7 +462,7 @@ class Neighbors:
     # --- listening ---
 
     def catch_up(self) -> None:
-        """Take in what the others have told by now. Who has left reads no more."""
+        """Take in the messages that have arrived. A rank that has left reads no more."""
         while self._hear(0):
             pass
 
@@ -516,7 +515,7 @@ class Neighbors:
         return data
 
     def _sleep(self, peer: int, connection: socket.socket) -> None:
-        """Until there is something to receive."""
+        """Sleep until there is something to receive."""
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(min(self._timeout * 1e3, _LONGEST)):
@@ -525,7 +524,7 @@ class Neighbors:
     # --- leaving ---
 
     def leave(self) -> None:
-        """This rank reads no more."""
+        """Leave the group: this rank reads no more."""
         for connection in self._sockets.values() if os.getpid() == self._process else ():
             with contextlib.suppress(OSError):  # the other one has left before
                 connection.shutdown(socket.SHUT_WR)
@@ -598,7 +597,7 @@ def _machine() -> str:
 
 
 def _may_share_memory() -> bool:
-    """Whether the system lets this process have a block at all."""
+    """True if the system lets this process make a block."""
     try:
         _Block(_anonymous_file(mmap.PAGESIZE), mmap.PAGESIZE)
     except OSError:

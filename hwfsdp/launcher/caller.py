@@ -1,15 +1,15 @@
 """The ranks of one call, as their caller sees them: started, heard, blamed, ended.
 
 Note [Which rank failed first]
-    When a rank dies, its neighbours fail a moment later, because the connection to it breaks, and their errors are
-    about the connection. So after the first failure the others get a moment to fail too, and the one reported is
-    the first that is not about a lost peer.
+    When a rank dies, its connections break. So its neighbors fail a moment later, with errors about the connection. After
+    the first failure, the caller gives the other ranks a moment to fail, too. Then it reports the first failure that is not
+    about a lost connection.
 
 Note [Deadlocks]
-    When time runs out, ranks may hang or may only be slow, on a crowded machine for example. They are sure to hang if all that
-    run wait in collectives, not all in the same one (or for a rank that has returned), and none of them wakes for a while:
-    a collective ends when all its ranks have called it, and its end wakes them. Linux counts how often a thread was
-    given a processor and left it. Elsewhere nothing is sure.
+    When time runs out, ranks may hang, or may only be slow, for example on a crowded machine. They certainly hang under two
+    conditions: all running ranks wait in collectives, not all in the same one (or they wait for a rank that has returned),
+    and none of them wakes for a while. A collective ends when all its ranks have called it, and its end wakes them. Linux
+    counts how often a thread has left a processor, which shows whether it woke. On other systems nothing is certain.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def start_ranks(task: Task) -> list[Rank]:
 
 @contextmanager
 def _hidden_main() -> Iterator[None]:
-    """multiprocessing runs the caller's script again in each child; the function travels by value instead."""
+    """Hide the caller's script in the block: multiprocessing would run it again in each child. The function travels by value."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -156,7 +156,7 @@ class Caller:
             rank.failure = _Failure("died", f"a message that cannot be read: {error!r}")
 
     def take_in(self, rank: Rank, kind: str, content: Any) -> None:
-        """Do with a message what it is for."""
+        """Handle a message by its kind."""
         if kind == "print":
             self.write(content)
         elif kind == "return":
@@ -192,7 +192,7 @@ def _lost_peer(failure: _Failure) -> bool:
 
 
 def _is_consequence(failure: _Failure) -> bool:
-    """Whether a rank failed in a collective, be it because another had left."""
+    """True if a rank failed in a collective, perhaps because another rank had ended."""
     return _lost_peer(failure) or failure.got.startswith("CollectiveError: ")
 
 
@@ -209,7 +209,7 @@ def _first_failure(ranks: list[Rank]) -> RankError:
 
 
 class _Stand(NamedTuple):
-    """The place of a rank in its own words: the collective in which it waits, or ""; and its stack."""
+    """A rank's own report: the collective in which it waits, or "", and its stack."""
 
     waiting: str
     stack: str
@@ -256,7 +256,7 @@ def _time_out(ranks: list[Rank], timeout: float) -> RankError:
 
 
 def _is_deadlock(ranks: Sequence[Rank], stands: Mapping[int, _Stand]) -> bool:
-    """Whether the ranks wait for each other for sure (Note [Deadlocks])."""
+    """True if the ranks certainly wait for each other (Note [Deadlocks])."""
     waiting = {stand.waiting for stand in stands.values()}
     apart = len(waiting) > 1 or any(rank.finished for rank in ranks)
     if not apart or waiting & {"", _GONE, _SILENT}:
@@ -298,7 +298,7 @@ def _shortened(got: str) -> str:
 
 
 def end_ranks(ranks: list[Rank]) -> None:
-    """No rank outlives the call."""
+    """End all ranks, so that none outlives the call."""
     for rank in ranks:
         if not rank.finished and rank.process.is_alive():
             rank.process.kill()

@@ -4,9 +4,9 @@ The script needs no change. It finds the environment that torchrun sets, its own
 `__main__`. It may initialize the process group itself, leave that to `fully_shard`, or ask whether it is there.
 
 Note [Where a recording begins]
-    An optimizer's step tells that a step is over; then it is too early to begin, since torch is going through the hooks
-    that a recording adds to. So from then on the next forward of any module is watched, and begins or ends the
-    recording. Between these moments the script runs without any hook of ours in its modules.
+    A step is over when an optimizer has stepped. The recording cannot begin there, because torch is running the hooks that a
+    recording would add to. So it begins or ends at the next forward of any module. Between these moments, the modules of the
+    script have no hooks of ours.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from hwfsdp.observe.recording import record
 
 
 class Capture:
-    """Records some steps of whatever this process trains.
+    """Records some training steps of this process.
 
     Attributes:
-        log: what was recorded; None before the first step that is to be. steps: how many were finished, recorded or not.
+        log: the recording; None before the first step to record. steps: number of finished steps, recorded or not.
     """
 
     def __init__(self, wanted: Steps) -> None:
@@ -50,7 +50,7 @@ class Capture:
 
     @contextmanager
     def running(self) -> Iterator[Capture]:
-        """In the block, steps are counted and recorded."""
+        """Count and record steps inside the block."""
         handle = register_optimizer_step_post_hook(self._after_step)
         try:
             if self.wanted.first == 0:
@@ -117,7 +117,7 @@ def run_script(script: Path, arguments: list[str], rendezvous: Path, seconds: fl
 
 @contextmanager
 def _group_of_its_own(rendezvous: Path, seconds: float | None = None) -> Iterator[None]:
-    """In the block, `init_process_group` makes the group that it is asked for in place of the one that is there.
+    """Let the script's `init_process_group` inside the block replace the process group that is there.
 
     There is no port to meet at, so ranks meet in a file; everything else is as the script says, but for the time that
     collectives get, where somebody else said that.

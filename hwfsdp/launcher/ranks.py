@@ -10,9 +10,9 @@ Under torchrun the ranks exist already: there `launch` initializes the process g
 this process.
 
 Note [Asked to stop]
-    SIGTERM ends a process where it stands. Who has something to bring to an end first, wraps `launch` in `stoppable`, and
-    on the ranks the function in it, too: then the signal sets `stop_requested` instead, in the caller's process for all
-    its ranks, under torchrun for the rank that got it. What follows from it, the function decides.
+    SIGTERM ends a process at once. If your program must finish something first, wrap `launch` in `stoppable`, and wrap the
+    function on the ranks in it, too. Then the signal only sets `stop_requested`: in the caller's process for all its ranks,
+    under torchrun for the rank that got the signal. The function decides what to do then.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def run_ranks(
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """In the block, SIGTERM asks this process and its ranks to stop (Note [Asked to stop]).
+    """Let SIGTERM inside the block ask this process and its ranks to stop (Note [Asked to stop]).
 
     Only the main thread can take signals; in another one the block changes nothing.
     """

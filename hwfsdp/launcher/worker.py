@@ -62,9 +62,9 @@ class Task:
 
 
 class _Relay(io.TextIOBase):
-    """`sys.stdout` of a rank: what is printed appears at the caller's, be it a terminal, a test or a notebook.
+    """`sys.stdout` of a rank. Its output appears at the caller: in a terminal, a test or a notebook.
 
-    Only what Python prints; standard error, and what C++ or a child process writes, goes where the server's goes.
+    This holds for Python's output. Standard error, and the output of C++ and of child processes, go where the server's go.
     """
 
     def __init__(self, send: Callable[[Any], None], isatty: bool) -> None:
@@ -199,7 +199,7 @@ def init_process_group(
 
 
 def wait_for_connections() -> None:
-    """Return when all ranks are connected: one that left at once would break connections that others still make."""
+    """Wait until all ranks are connected. A rank that left earlier would break connections that others still make."""
     if dist.get_backend() == "gloo":
         dist.barrier()
 

@@ -4,29 +4,29 @@
     memory           what is alive, by kind, read from the storages themselves
     places           where in the program an event was issued
     events           what happened, when, on which stream
-    validate         values that a file says, checked before use
-    clocks           whose time a log is in, and one axis for several
+    validate         checks of values read from a file
+    clocks           clocks of ranks, and one time axis for all of them
     accounting       what a step costs, before it is run: bytes in closed form
-    run_info         what a log says of the run it is of
+    run_info         the description of a run inside its log
 
     A log
     lifetimes        when each parameter group was sharded, gathered, whole, freed
-    races            what is certain to be over before what, and where it is not
+    races            accesses to the same memory whose order is not certain
     perfetto         an event log as a file that ui.perfetto.dev opens
     eventlog         a finished recording: questions about it, and its file
 
     A recording
     hooks            hooks on all storages and optimizers
-    collectives      collectives of torch.distributed, seen where they are called
-    functional       functional collectives, seen at their operators
-    stream_clocks    what time it is on a stream
-    instrument       what a recording hears from the heart
+    collectives      wrappers that log the collectives of torch.distributed
+    functional       wrappers that log functional collectives
+    stream_clocks    the clock of each set of streams
+    instrument       reports from the heart to a recording
     recording        puts the instruments in place, takes them away again
-    onlooker         tells a recording of modules that have no instruments
+    onlooker         reports on modules that have no instruments
 
     What a log shows
-    tables           how text is laid out
-    findings         what moved, what should have, what was hidden, who was late
+    tables           text in columns
+    findings         a log in numbers: traffic, closed forms, overlap, stragglers
     findings_text    findings as text and JSON
     comparison       two logs side by side, as text and JSON
 

@@ -1,11 +1,11 @@
 """What a step costs, before it is run: bytes in closed form.
 
 The oracle for the ledger and the event log: everything here follows from shapes, dtypes and the world size.
-Bytes of a collective are those of the whole tensor it works on (the output of an all-gather, the input of a
+The bytes of a collective are the bytes of the whole tensor it works on (the output of an all-gather, the input of a
 reduce-scatter, padding included); `on_the_wire` turns them into what one rank sends.
 
-The second half compares strategies: what the states of a model cost a rank, and what a step moves, if parameters are
-sharded, or only gradients, or only the optimizer's state, or nothing. Left out: activations and temporary buffers.
+The second half compares strategies: sharded parameters, sharded gradients, a sharded optimizer state, or nothing sharded. For
+each it computes the bytes that a rank holds and the bytes that a step moves. Left out: activations and temporary buffers.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def on_the_wire(collective: str, nbytes: int, world_size: int) -> int:
 
 
 def peak_unsharded_bytes(kept: Sequence[GroupSizes], passing: Sequence[GroupSizes], world_size: int) -> int:
-    """The most bytes of unsharded parameters alive at once.
+    """Return the most bytes of unsharded parameters that are alive at once.
 
     Args:
-        kept: groups that are whole while others are: those that stay from forward to backward, and those of modules
-            around others. The root is both, by default.
+        kept: groups that stay whole while other groups compute: groups kept from forward to backward, and groups of
+            modules around others. The root is both, by default.
         passing: groups that are freed after use; the schedule holds one of them at a time.
     """
     sizes = [unsharded_bytes(g, world_size) for g in passing]
@@ -101,7 +101,7 @@ def peak_unsharded_bytes(kept: Sequence[GroupSizes], passing: Sequence[GroupSize
 
 
 class Strategy(Enum):
-    """Which model states are sharded; what is not is whole on every rank. The ZeRO stages are of arXiv:1910.02054.
+    """Which model states are sharded. Every rank holds the other states whole. The ZeRO stages are from arXiv:1910.02054.
 
     Attributes:
         DDP: none.
@@ -119,10 +119,10 @@ class Strategy(Enum):
 
 
 class MeshShape(NamedTuple):
-    """Of a 2D mesh, in the order of its axes.
+    """Shape of a 2D mesh, in the order of its axes.
 
     Attributes:
-        replicate: ranks that hold the same rows. shard: ranks that hold different ones.
+        replicate: number of ranks that hold the same rows. shard: number of ranks that hold different rows.
     """
 
     replicate: int

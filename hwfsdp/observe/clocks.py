@@ -1,15 +1,14 @@
-"""Whose time a log is in, and how logs of several clocks are put on one axis.
+"""Clocks of ranks, and how logs with several clocks get one time axis.
 
-Times in a log count from the beginning of its recording. What the host's clock said then is kept with the log
-(`RankClock`), so that logs can be put on one axis afterwards. Processes of one machine share that clock (`perf_counter` is
-the time since the machine was started), and nothing has to be measured. Between machines `measure_offset` compares the
-clocks by messages.
+Times in a log count from the beginning of its recording. The log also keeps the host's time at this beginning (`RankClock`),
+so that several logs can be put on one axis later. Processes of one machine share the host's clock (`perf_counter` is the time
+since the machine started), so nothing has to be measured. Between machines, `measure_offset` compares the clocks by messages.
 
 Note [Round trips]
-    A rank asks another for its time, and has the answer a round trip later. The other one looked at its clock in between, so
-    the middle of the round trip is off by half of it at most, whichever way was slower. Of several round trips
-    the shortest says most. (This is Cristian's algorithm: F. Cristian, Probabilistic clock synchronization, 1989.) What
-    drifts apart during a recording, some µs per second between good clocks, is left out.
+    A rank asks another rank for its time. The answer arrives one round trip later. The other rank read its clock at some moment
+    of this round trip. If we assume the middle, the error is at most half a round trip. The shortest of several round trips
+    gives the best estimate. (This is Cristian's algorithm: F. Cristian, Probabilistic clock synchronization, 1989.) Drift
+    during a recording is left out; good clocks drift by some µs per second.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ ROUND_TRIPS = 32
 
 
 class RankClock(NamedTuple):
-    """What a rank's times count from.
+    """The origin of a rank's times.
 
     Attributes:
-        origin_us: µs, what the machine's clock said when the recording began.
-        machine: tells clocks apart; ranks of one machine share it.
+        origin_us: time of the machine's clock when the recording began, µs.
+        machine: names the clock; ranks of one machine share it.
     """
 
     origin_us: float
@@ -43,7 +42,7 @@ class RankClock(NamedTuple):
 
 
 def read_clocks(about: Mapping[str, Any]) -> dict[int, RankClock]:
-    """The clocks that `EventLog.about` has, by rank; none in logs made by hand. Raises ValueError if they are no clocks."""
+    """Read the clocks from `EventLog.about`, by rank; empty for logs made by hand. Raises ValueError if an entry is no clock."""
     found = {}
     for key, clock in named("clocks", about.get("clocks", {})).items():
         where = f"clocks[{shown(key)}]"
@@ -59,16 +58,16 @@ _NUMBER = r"[0-9]{1,8}"
 
 
 def this_machine() -> str:
-    """What tells this machine, since it was started, from others."""
+    """Return a name of this machine and of its start, which no other machine has."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def shifts_to_one_axis(clocks: Mapping[int, RankClock]) -> dict[int, float]:
-    """What to add to the times of each rank, in µs, so that all count from the earliest origin.
+    """Return the µs to add to the times of each rank, so that all times count from the earliest origin.
 
-    Ranks on another clock than the first one cannot be compared with it (`measure_offset` was not asked); they are not
-    shifted against each other either, and count from their own origin.
+    A rank on another clock than the first rank cannot be compared with it, unless `measure_offset` was called. Such a rank is
+    not shifted: its times count from its own origin.
     """
     if not clocks:
         return {}
@@ -79,7 +78,7 @@ def shifts_to_one_axis(clocks: Mapping[int, RankClock]) -> dict[int, float]:
 
 
 class Offset(NamedTuple):
-    """How far the other rank's clock is ahead of this one's, in µs; wrong by `error_us` at most."""
+    """How far the other rank's clock is ahead of this rank's, in µs. The error is at most `error_us`."""
 
     us: float
     error_us: float
@@ -87,7 +86,7 @@ class Offset(NamedTuple):
 
 @contextmanager
 def pair_of(first: int, second: int, group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup]:
-    """A group of two ranks of `group`, which call this together; messages between others leave theirs out of step."""
+    """Make a process group of two ranks of `group`. Both must call this; messages of other ranks do not pass through it."""
     around: Any = group or dist.group.WORLD
     ranks = [dist.get_global_rank(around, rank) for rank in (first, second)]
     pair: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -100,7 +99,7 @@ def pair_of(first: int, second: int, group: dist.ProcessGroup | None) -> Iterato
 def measure_offset(
     peer: int, group: dist.ProcessGroup | None, now: Callable[[], float] = lambda: HostMark().us()
 ) -> Offset:
-    """Asks a rank for its time; meanwhile that one answers (`answer_with_time`). Note [Round trips].
+    """Ask a rank for its time, while that rank calls `answer_with_time`. See Note [Round trips].
 
     Args:
         peer: number of the rank in `group`, which sends CPU tensors; None: of all ranks.
@@ -121,7 +120,7 @@ def measure_offset(
 def answer_with_time(
     peer: int, group: dist.ProcessGroup | None, now: Callable[[], float] = lambda: HostMark().us()
 ) -> None:
-    """Answers the questions of a rank that measures its offset to this one; arguments as there."""
+    """Answer a rank that calls `measure_offset`. The arguments are the same."""
     question = torch.zeros(1)
     for _ in range(ROUND_TRIPS):
         dist.recv(question, group=group, group_src=peer)

@@ -1,6 +1,6 @@
-"""Collectives of `torch.distributed`, seen where they are called, and the waiting for their works.
+"""Wrappers that log the collectives of `torch.distributed`, and the waits for their works.
 
-A recording puts wrappers around the functions, which log every call (`recording` says what passes by).
+A recording puts wrappers around the functions; they log every call. `recording` lists the calls that they do not see.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ _IN_BATCHES = ("isend", "irecv")
 
 @contextmanager
 def watch_collectives() -> Iterator[None]:
-    """One wrapper per function, at both names it goes by.
+    """Make one wrapper per function, and put it at both of the function's names.
 
-    But for those of batches: torch tells sends from receives by comparing an operation's function, which may
-    be older than the recording, with the name in its own module.
+    Functions of batches keep one name. torch tells sends from receives: it compares an operation's function, which may be
+    older than the recording, with the name in its own module.
     """
     if isinstance(dist.all_reduce, _WatchedFunction):  # `watch_from_now_on`
         yield
@@ -97,7 +97,7 @@ def watch_collectives() -> Iterator[None]:
 
 
 def watch_from_now_on() -> None:
-    """Leaves the wrappers in place between recordings: a function taken now and called later is seen, too."""
+    """Leave the wrappers in place between recordings, so that a function imported now and called later is logged, too."""
     watch_collectives().__enter__()
 
 
@@ -187,9 +187,9 @@ def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorde
 
 
 def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
-    """Ends the event with its work; a call that blocked the host until then was a wait of the host, too."""
+    """End the event when its work ends. If the call blocked the host until then, log a wait of the host, too."""
     if isinstance(work, dist.Work):
-        if not recorder.stream:  # whoever called it waits by himself
+        if not recorder.stream:  # the caller waits
             recorder.in_flight[work] = draft
         if is_fake_work(work):
             draft.close()  # its stream is as late as the work takes
@@ -208,7 +208,7 @@ def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
 
 @contextmanager
 def watch_works(recorder: Recorder) -> Iterator[None]:
-    """Sees the waiting for works that are not of a stream, which knows by itself what it waits for."""
+    """Log waits for works that belong to no stream. A stream knows by itself what it waits for."""
     original = dist.Work.wait
 
     @functools.wraps(original)

@@ -1,7 +1,7 @@
 """Two logs side by side: did the same things happen, in the same order, and how long did they take?
 
-Only counts and bytes decide whether two runs did the same, and the order of events says where they part. Times never are
-the same twice; they are shown, not judged.
+Counts and bytes decide whether two runs did the same. The order of events shows where the runs begin to differ. Times differ
+from run to run, so they are shown and not judged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PerStep(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The same number of both logs."""
+    """One number, for both logs."""
 
     a: float
     b: float
@@ -36,10 +36,11 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Parting:
-    """The first event of a rank in which the two logs are not the same.
+    """The first event of a rank that differs between the two logs.
 
     Attributes:
-        rank: where; number: of the event in the rank's order of issue. a, b: the events; None where a log is over.
+        rank: the rank. number: of the event, in the rank's order of issue.
+        a, b: the event of each log; None if the log has ended.
     """
 
     rank: int
@@ -69,17 +70,17 @@ class Comparison:
 
     @property
     def differing_ops(self) -> list[str]:
-        """Those that were not called as often in a step, or not over as many bytes."""
+        """The ops whose calls or bytes per step differ."""
         return [op for op, (a, b) in self.ops.items() if a[:2] != b[:2]]
 
     @property
     def same_traffic(self) -> bool:
-        """The same ranks did as much of everything in a step, over as many bytes."""
+        """True if both logs have the same ranks, and the same calls and bytes of every op in a step."""
         return self.ranks[0] == self.ranks[1] and not self.differing_ops
 
 
 def compare(a: EventLog, b: EventLog) -> Comparison:
-    """Compares two logs: collectives and computation, not how often somebody waited."""
+    """Compare collectives and computation of two logs. The number of waits does not matter."""
     steps, totals = (_steps(a), _steps(b)), (_per_step(a), _per_step(b))
     ops = {op: (totals[0][op], totals[1][op]) for op in sorted({*totals[0], *totals[1]})}
     first, second = a.summary(), b.summary()
@@ -98,7 +99,7 @@ def compare(a: EventLog, b: EventLog) -> Comparison:
 
 
 def _is_work(event: Event) -> bool:
-    """Not so: waits, and the news that a flat buffer is gone, which are there or not as time would have it."""
+    """False for waits, and for reports that a flat buffer is gone: timing decides whether a log has them."""
     return event.op != "wait" and not (event.op == "free" and event.bytes == 0)
 
 
@@ -118,7 +119,7 @@ def _per_step(log: EventLog) -> defaultdict[str, PerStep]:
 
 
 def _first_parting(a: EventLog, b: EventLog, steps: int) -> Parting | None:
-    """In the first so many steps: by number in the order of issue, the earliest on any rank that both have."""
+    """Find the first difference within the first `steps` steps: the earliest in the order of issue, on any rank of both logs."""
     found = []
     for rank in sorted({*a.ranks} & {*b.ranks}):
         ours, theirs = _work_of(a, rank, steps), _work_of(b, rank, steps)
@@ -131,7 +132,7 @@ def _first_parting(a: EventLog, b: EventLog, steps: int) -> Parting | None:
 
 
 def _work_of(log: EventLog, rank: int, steps: int) -> Sequence[Event]:
-    """What a rank did in its first steps; what follows the last optimizer step of a log belongs to none."""
+    """The work of a rank in its first steps. Events after the last optimizer step belong to no step."""
     known = {e.step for e in log.select("optimizer", rank=rank) or log.events}
     first = sorted(known)[:steps]
     return [e for e in log.events if e.rank == rank and _is_work(e) and e.step in first]
@@ -147,7 +148,7 @@ def _identity(event: Event | None) -> tuple[Any, ...]:
 
 
 def describe(found: Comparison, names: tuple[str, str]) -> str:
-    """What `hwfsdp trace diff` prints."""
+    """Return the text that `hwfsdp trace diff` prints."""
     parts = [
         [f"A: {names[0]}", f"B: {names[1]}"],
         [_verdict(found)],

@@ -32,7 +32,7 @@ class EventLog:
     """Events of one or several ranks, in the order (rank, seq), and samples of memory by rank.
 
     Attributes:
-        about: what `run_info.describe_run` says of the run, JSON-ready; empty for logs made by hand.
+        about: description of the run by `run_info.describe_run`, JSON-ready; empty for logs made by hand.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -42,7 +42,7 @@ class EventLog:
 
     @classmethod
     def merge(cls, logs: Iterable[EventLog]) -> EventLog:
-        """One log of all ranks, on one axis: time 0 is when the first recording began (see `clocks`)."""
+        """Merge the logs of all ranks on one time axis. Time 0 is the beginning of the first recording (see `clocks`)."""
         merged, clocks = cls(), dict[int, RankClock]()
         for log in logs:
             merged.events.extend(log.events)
@@ -64,7 +64,7 @@ class EventLog:
 
     @property
     def clocks(self) -> dict[int, RankClock]:
-        """What the times of each rank count from; ranks of logs made by hand are missing."""
+        """The origin of each rank's times. Ranks of logs made by hand are missing."""
         return read_clocks(self.about)
 
     @property
@@ -72,18 +72,18 @@ class EventLog:
         return sorted({e.rank for e in self.events} | set(self.samples))
 
     def of_rank(self, rank: int) -> EventLog:
-        """The part of one rank."""
+        """Return the part of the log that belongs to one rank."""
         return EventLog(self.select(rank=rank), {rank: self.samples.get(rank, [])}, self.about)
 
     def by_rank(self) -> dict[int, EventLog]:
-        """The parts of all ranks; in one pass, as there may be many."""
+        """Return the part of each rank. One pass does it, since there may be many ranks."""
         parts = {rank: EventLog([], {rank: self.samples.get(rank, [])}, self.about) for rank in self.ranks}
         for event in self.events:
             parts[event.rank].events.append(event)
         return parts
 
     def select(self, *ops: str, **attributes: Any) -> list[Event]:
-        """Events whose op is one of `ops` (any, if none is given) and whose attributes equal these."""
+        """Return the events with one of these `ops` (without any: all events) and with these attributes."""
         return [
             e
             for e in self.events
@@ -95,7 +95,7 @@ class EventLog:
         return self.select(*COLLECTIVES)
 
     def summary(self) -> dict[str, Any]:
-        """The run in numbers; with several ranks, the mean of times and the maximum of bytes alive.
+        """Return the run in numbers. Over several ranks, times are averaged, and bytes alive are the maximum.
 
         Returns:
             step_us: from the end of one optimizer step to that of the next, on average; the first step begins with the
@@ -106,9 +106,9 @@ class EventLog:
             peak_unsharded_bytes: the most bytes that unsharded parameters held at once.
             peak_bytes_by_kind: the same for each kind of memory.
             by_rank: for each rank its step_us, exposed_comm_us, overlap_fraction and peak_bytes_by_kind.
-            skew_us: by how much the last rank begins a collective later than the first, on average; skew_max_us: at most.
+            skew_us: time from the first to the last rank's begin of a collective, on average; skew_max_us: at most.
                 0.0 for one rank, None if the ranks' clocks were not put on one axis (`clocks`).
-            slowest_rank: the one that is the last by the most, over all collectives; None where there is no skew.
+            slowest_rank: the rank with the largest delay, summed over all collectives; None if there is no skew.
         """
         parts = self.by_rank()
         times = {rank: _rank_times(part) for rank, part in parts.items()}
@@ -139,7 +139,7 @@ class EventLog:
         }
 
     def _skew(self) -> _Skew:
-        """Ranks are compared at the collectives that they have in common: the n-th of the same op and owner."""
+        """Compare ranks at the collectives that all of them have: the n-th with the same op and owner."""
         if len(set(self.clocks.values())) > 1:
             return _Skew(None, None, None)
         begins: dict[tuple[str, str, int], dict[int, float]] = {}
@@ -163,7 +163,7 @@ class EventLog:
         return _peaks(sample for samples in self.samples.values() for sample in samples)
 
     def happens_before(self, first: Event, second: Event) -> bool:
-        """Whether the log proves that `first` ended before `second` began, on one rank.
+        """True if the log proves that `first` ended before `second` began, on one rank.
 
         Proof is a path along streams and `after` (see `races`). On one stream an event follows those that were over when
         it began; a span is not over while one inside it runs.
@@ -176,7 +176,7 @@ class EventLog:
         return order is not None and order.happens_before(first, second)
 
     def view(self, other: EventLog | None = None) -> Any:
-        """The step player of this log, or of two side by side: a notebook shows it, `save(path)` writes it as one page.
+        """Return the step player of this log, or of two side by side. A notebook shows it; `save(path)` writes one page.
 
         The page is a picture, so a wing draws it (`plot.player`), which is loaded when it is asked for.
         """
@@ -239,7 +239,7 @@ def _refuse(constant: str) -> None:
 
 
 def clocks_about(clocks: Mapping[int, RankClock]) -> dict[str, Any]:
-    """What `EventLog.about` says of clocks, as JSON has it; nothing if there are none."""
+    """Return the clocks as `EventLog.about` keeps them, JSON-ready; empty if there are none."""
     return {"clocks": {str(rank): list(clock) for rank, clock in sorted(clocks.items())}} if clocks else {}
 
 
@@ -286,12 +286,12 @@ def _peaks(samples: Iterable[Sample]) -> dict[str, int]:
 
 
 def communicating(events: Sequence[Event]) -> list[Interval]:
-    """When a rank's collectives ran."""
+    """Intervals in which a rank's collectives ran."""
     return union((e.start_us, e.end_us) for e in events if e.op in COLLECTIVES)
 
 
 def computing(events: Sequence[Event]) -> list[Interval]:
-    """When a rank's compute stream computed: without what was spent in a wait there."""
+    """Intervals in which a rank's compute stream computed, without its waits."""
     on_compute = [e for e in events if e.stream == "compute"]
     waits = union((e.start_us, e.end_us) for e in on_compute if e.op == "wait")
     return subtract(union((e.start_us, e.end_us) for e in on_compute if e.op in COMPUTE_OPS), waits)

@@ -1,41 +1,39 @@
 """What happened, when, on which stream: the event log.
 
-Every instrument sits outside the code that it watches, so code that is written differently, or wrongly, is
-seen all the same:
+Every instrument sits outside the code that it watches. So it also sees code that is written differently, or wrongly:
 
 - collectives by wrappers that a recording puts around those of `torch.distributed`;
 - allocation and freeing by a wrapper around `UntypedStorage.resize_`;
-- flat buffers that are let go by looking, before the next one is made, which are still there;
+- flat buffers that are dropped: before the next buffer is made, the ledger looks which buffers are still there;
 - forward and backward spans by the outer edge of the hooks, optimizer spans by the optimizer's own hooks;
 - bytes by reading the storages (`memory`).
 
-With no recording active there are no wrappers, and what remains is one comparison with `None` per hook.
+Without an active recording there are no wrappers. Each hook then costs one comparison with `None`.
 
-What is left out, and why, is said where each instrument is: `recording`.
+The module `recording` says what the instruments do not see, and why.
 
 Note [Order without clocks]
-    Times vary from run to run, the order of events does not. `seq` is the order in which the host issued the
-    events of one rank. Events on one stream complete in that order. Between streams there is order only where
-    one waited for another: `after` lists the events that this one waited for. Hence "a ran before b is
-    certain" means: there is a path from a to b along streams and `after`. Overlap is the absence of paths both
-    ways, which is how tests assert it without a stopwatch.
+    Times vary from run to run; the order of events does not. `seq` is the order in which the host issued the
+    events of one rank. Events on one stream complete in this order. Two streams are ordered only where one waited for the
+    other: `after` lists the events that this event waited for. So a certainly ran before b if there is a path from a to b
+    along streams and `after`. Two events may overlap if there is no path in either direction. This is how tests assert
+    overlap without a stopwatch.
 
 Note [Clocks]
     A clock is a function from the name of a stream to a `Mark`, the point that the stream has reached. Each set of
-    streams has its own (`streams.StreamSet`), since two of them have streams of the same name; whoever runs
-    something on a set says whose clock counts (`scope`, `Stream.run`), and an event ends by the clock that it
-    began by. Elsewhere, as for an optimizer, it is the clock of the set made last: compute is the same for all.
-    A mark may be a promise. What a device has reached is asked when the recording is over, so that recording
-    never makes the host wait.
+    streams (`streams.StreamSet`) has a clock of its own, because two sets have streams of the same name. Code that runs on a
+    set chooses the clock (`scope`, `Stream.run`). An event ends by the clock that it began with. Elsewhere, for example in an
+    optimizer, the clock of the newest set counts: all sets share the compute stream.
+    A mark may be a promise. The device is asked for its times after the recording, so that recording never makes the host wait.
 
 Note [Steps of several optimizers]
-    A step is a round: every optimizer steps in it once, and it is over when the last one has. Which one that is shows
-    when the next round begins, with an optimizer that has stepped in this one already. So steps are counted when the
-    recording is over. This holds for two optimizers beside each other and for one per parameter, run in the backward.
+    A step is a round in which every optimizer steps once. The round ends when the last optimizer has stepped. Which
+    optimizer is the last one is known only when the next round begins: an optimizer steps again. So steps are counted
+    after the recording. This holds for two optimizers beside each other and for one per parameter, run in the backward.
 
 Note [When asynchronous work begins]
-    gloo says when a work ended, not when it began. Works of one stream run in the order of issue, so a work
-    begins when it is issued or when its predecessor ends, whichever is later.
+    gloo reports when a work ended, not when it began. Works of one stream run in the order of issue. So a work
+    begins when it is issued, or when its predecessor ends, whichever is later.
 """
 
 from __future__ import annotations
@@ -130,7 +128,7 @@ class Draft:
     """An event that has begun; `close` ends it. Its fields are those of `Event`, but for the times.
 
     Attributes:
-        clock: that it is timed by. begin, end: marks of it. follows_stream: see `Recorder.begin`.
+        clock: times the event. begin, end: its marks. follows_stream: see `Recorder.begin`.
     """
 
     def __init__(self, recorder: Recorder, op: str, stream: str) -> None:
@@ -148,11 +146,11 @@ class Draft:
 
     @property
     def event(self) -> Event:
-        """What is known of it by now."""
+        """The event, as far as it is known by now."""
         return self.timed(0, 0.0, 0.0)
 
     def close(self, mark: Mark | None = None) -> None:
-        """Ends it at `mark`, or where its stream is now. An event that has ended stays as it is."""
+        """End the event at `mark`, or at the point that its stream has reached. An ended event does not change."""
         if self.end is None:
             self.end = mark or self.clock(self.stream)
             if not self.follows_stream:
@@ -180,8 +178,8 @@ class Recorder:
     """Collects drafts while a recording is active. One at a time per process.
 
     Attributes:
-        owner, phase, stream, clock: of what is begun now, if it does not say otherwise; "" and None: nobody said.
-        host_runs_stream: whether a collective that was called on `stream`, and gave no work, is over.
+        owner, phase, stream, clock: of events that begin now and name no other; "" and None: unknown.
+        host_runs_stream: True if a collective that was called on `stream` and returned no work has ended.
         ledger: what watches memory, numbers it for `Event.reads` and `writes`, and is asked for samples.
         visited: modules, one of each `fully_shard` call, in the order in which they ran first; with the ids of their whole
             parameters, and the numbers of the memory of these.
@@ -217,7 +215,7 @@ class Recorder:
     _step_ends: list[int] = field(default_factory=list)
 
     def identify(self, memory: Collection[Any]) -> tuple[int, ...]:
-        """Numbers of tensors' or storages' memory, each once."""
+        """Return the numbers of the storages of these tensors, each once."""
         return self.ledger.identities.of(memory)
 
     def mark(self, stream: str) -> Mark:
@@ -233,10 +231,10 @@ class Recorder:
         writes: Collection[Any] = (),
         **details: Any,
     ) -> Draft:
-        """Opens an event on `stream`.
+        """Open an event on `stream`.
 
         Args:
-            after: seqs that it waits for, besides those that the stream waits for.
+            after: seqs of events that it waits for, besides the events that its stream waits for.
             reads, writes: tensors or storages.
             details: further fields of the event; or `follows_stream`: it cannot begin before its predecessor there ends.
         """
@@ -259,9 +257,9 @@ class Recorder:
         draft.close(draft.begin)
 
     def resized(self, storage: Any, by: int, to: int) -> None:
-        """A storage got so many bytes more, or less, and has `to` now.
+        """Log that a storage has grown or shrunk, and now has `to` bytes.
 
-        What follows each other in one direction is sampled once, after it.
+        Memory is sampled once after several changes in the same direction.
         """
         op = "alloc" if by > 0 else "free"
         if self._resizing not in ("", op):
@@ -276,10 +274,9 @@ class Recorder:
         self.last_seq[stream] = draft.seq
 
     def buffer_made(self, buffer: Any) -> None:
-        """A flat buffer was made on the current stream: those let go there may have lent it their memory.
+        """Log that a flat buffer was made on the current stream. Dropped buffers of this stream may have lent it their memory.
 
-        They are freed now, not when they were let go, for only what has happened by now must be over before their memory
-        is written again.
+        They count as freed now, not when they were dropped: events up to now must end before their memory is written again.
         """
         stream = self.stream or "compute"
         for number in self.ledger.released_flats(stream):
@@ -291,15 +288,15 @@ class Recorder:
         self.ledger.keep_flat(buffer, stream)
 
     def ordered_after(self, stream: str, *seqs: int) -> None:
-        """The next event on `stream` waits for these of other streams; -1 stands for none."""
+        """Let the next event on `stream` wait for these events of other streams; -1 stands for none."""
         for seq in seqs:
             if seq >= 0:
                 waits, other = self.waits.setdefault(stream, {}), self.drafts[seq].stream
-                # Who waits for an older event waits for the newer one still.
+                # A wait for an older event does not replace a wait for a newer one.
                 waits[other] = max(seq, waits.get(other, -1))
 
     def over_on(self, stream: str) -> tuple[int, ...]:
-        """What is over for whoever waits for `stream` now: the last event there, and what it has waited for since."""
+        """Events that a wait for `stream` would wait for now: its last event, and those that it has waited for since."""
         last = (self.last_seq[stream],) if stream in self.last_seq else ()
         return (*last, *self.waits.get(stream, {}).values())
 
@@ -308,7 +305,7 @@ class Recorder:
         self.samples.append(Sample(_host_now().us(), self.ledger.sums()))
 
     def stepped(self, optimizer: Any, draft: Draft) -> None:
-        """An optimizer has stepped; `draft` is its event (Note [Steps of several optimizers])."""
+        """Note that an optimizer has stepped; `draft` is its event (Note [Steps of several optimizers])."""
         if optimizer in self._round:
             self._step_ends.append(self._round_over)
             self._round.clear()
@@ -316,7 +313,7 @@ class Recorder:
         self._round_over = len(self.drafts)
 
     def finish(self) -> tuple[list[Event], list[Sample]]:
-        """The drafts as events, with times from the origin of the recording; without optimizer steps that raised."""
+        """Return the drafts as events, timed from the origin of the recording. Optimizer steps that raised are left out."""
         if self._resizing:
             self.sample()
         step_ends = [*self._step_ends, *([self._round_over] if self._round else [])]
@@ -350,10 +347,10 @@ _host_now: Callable[[], Mark] = HostMark
 
 
 def use_clock(clock: Clock, host: Callable[[], Mark] = HostMark) -> None:
-    """From now on, `clock` times what happens where nobody says by which clock (Note [Clocks]).
+    """Make `clock` time the events that name no clock, from now on (Note [Clocks]).
 
     Args:
-        host: time of the host on the same axis, for what is sampled.
+        host: the host's time on the same axis, for samples of memory.
     """
     global _clock, _host_now
     _clock, _host_now = clock, host
@@ -361,7 +358,7 @@ def use_clock(clock: Clock, host: Callable[[], Mark] = HostMark) -> None:
 
 @contextmanager
 def keeping_clock() -> Iterator[None]:
-    """What `use_clock` sets inside the block counts only there; for who makes streams and then throws them away."""
+    """Undo `use_clock` at the end of the block. For code that makes streams and then drops them."""
     global _clock, _host_now
     before = _clock, _host_now
     try:
@@ -383,7 +380,7 @@ def activate(recorder: Recorder | None) -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """What happens inside the block is not logged: set-up, not data."""
+    """Log nothing inside the block, such as set-up."""
     global _active
     recorder, _active = _active, None
     try:
@@ -396,7 +393,7 @@ _NOTHING = nullcontext()
 
 
 def span(op: str, stream: str, **details: Any) -> AbstractContextManager[Any]:
-    """An event that lasts as long as the block; nothing when no recording is active. `details`: see `Recorder.begin`."""
+    """Log an event that lasts as long as the block, if a recording is active. `details`: see `Recorder.begin`."""
     return _NOTHING if _active is None else _Span(_active.begin(op, stream, **details))
 
 
@@ -418,15 +415,15 @@ class _Span:
 def scope(
     phase: str | None = None, owner: str | None = None, clock: Clock | None = None
 ) -> AbstractContextManager[Any]:
-    """Events inside the block belong to this phase and this parameter group, and are timed by this clock.
+    """Give events inside the block this phase, this parameter group and this clock.
 
-    None: as around it. Nothing at all when not recording.
+    None: as around the block. Without a recording this does nothing.
     """
     return _NOTHING if _active is None else _Scope(_active, phase, owner, clock)
 
 
 class _Scope:
-    """What the recorder says of events begun inside a block; afterwards it says what it said before."""
+    """Sets fields of the recorder for a block, and puts the old values back."""
 
     __slots__ = ("recorder", "inner", "outer")
 

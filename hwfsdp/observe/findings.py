@@ -1,9 +1,8 @@
-"""A log in numbers: what moved in a step, what should have, what was hidden, who was late.
+"""A log in numbers: bytes moved and bytes expected in a step, hidden communication, late ranks.
 
-What should have moved follows from what the log says of its parameter groups (`run_info`), by the closed forms of
-`accounting`. They are for one forward and one backward in which every group takes part. A step that accumulates
-gradients over k micro-batches gathers k times as often, and one that evaluates in between gathers more, too: then the
-measured bytes are a multiple of the closed form, or some fraction more, and `ratio` says so.
+The expected bytes follow from the log's parameter groups (`run_info`) by the closed forms of `accounting`. These are for one
+forward and one backward in which every group takes part. A step with k micro-batches gathers k times as often. A step with an
+evaluation gathers more, too. Then the measured bytes are a multiple of the closed form, and `ratio` shows which.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SAID = {"ZERO1": "ZeRO-1", "ZERO2": "ZeRO-2", "ZERO3": "ZeRO-3"}
 
 
 class Traffic(NamedTuple):
-    """Of one step and one collective: calls, and bytes of the whole tensors (see `accounting`)."""
+    """Calls of one collective in one step, and bytes of its whole tensors (see `accounting`)."""
 
     calls: int
     bytes: int
@@ -34,7 +33,7 @@ TrafficByOp = dict[str, Traffic]
 
 
 class StrategyTraffic(NamedTuple):
-    """What a step would move under a strategy. `matches`: this is what every step of the log moved."""
+    """Bytes that a step would move under a strategy. `matches`: every step of the log moved these bytes."""
 
     strategy: str
     bytes_by_op: dict[str, int]
@@ -42,19 +41,19 @@ class StrategyTraffic(NamedTuple):
 
     @property
     def moving(self) -> dict[str, int]:
-        """Without the collectives that move nothing."""
+        """Leave out the collectives that move nothing."""
         return {op: nbytes for op, nbytes in self.bytes_by_op.items() if nbytes}
 
 
 class Multiple(NamedTuple):
-    """Every step moved the bytes of these strategies, those of some collectives several times. `times`: how often, by op."""
+    """Strategies whose bytes every step moved, some collectives several times. `times`: how often, by op."""
 
     strategies: list[str]
     times: dict[str, int]
 
 
 class RankTimes(NamedTuple):
-    """Of one rank, per step, in µs; `overlap` is the share of the collectives' time that compute hid, None without any."""
+    """Times of one rank per step, µs. `overlap`: share of the collectives' time that compute hid; None without collectives."""
 
     rank: int
     step_us: float
@@ -69,13 +68,13 @@ class Findings:
     Attributes:
         about: the run; None where the log does not say.
         ranks, steps: those in the log; a step counts if an optimizer ended it.
-        measured: by step, what parameter groups moved, on the first rank. others: the whole log's collectives of nobody.
+        measured: by step, bytes that parameter groups moved on the first rank. others: collectives of no group, in the whole log.
         ranks_agree: every rank moved the same in every step.
         expected: closed form of one step; None where nothing is known of the groups.
-        strategies: what they would move; empty where nothing is known of the groups.
+        strategies: bytes that each would move; empty where nothing is known of the groups.
         by_rank: times. summary: `EventLog.summary`.
-        races: accesses whose order the log does not prove, in words; None if no event says what memory it touches, or if
-            nothing was seen of what moved. accesses: how many were looked at.
+        races: accesses whose order the log does not prove, in words; None if no event names its memory, or if no
+            traffic was seen. accesses: number of accesses examined.
     """
 
     about: About | None
@@ -93,8 +92,8 @@ class Findings:
 
     @property
     def groups_unseen(self) -> bool:
-        """Whether several ranks trained, and no parameter group of `fully_shard`: then others move their gradients, such as
-        `DistributedDataParallel`, from C++, where no recording looks."""
+        """True if several ranks trained without any parameter group of `fully_shard`. Then another library moves the gradients,
+        such as `DistributedDataParallel`, from C++, which a recording does not see."""
         return bool(self.about and self.about.world_size > 1 and not self.about.groups and self.steps)
 
     @property
@@ -103,7 +102,7 @@ class Findings:
 
     @property
     def as_expected(self) -> bool | None:
-        """Whether every step moved what the closed form says; None where there is none."""
+        """True if every step moved the bytes of the closed form; None if there is no closed form."""
         if self.expected is None or not self.measured:
             return None
         expected = {op: t for op, t in self.expected.items() if t.calls}
@@ -111,7 +110,7 @@ class Findings:
 
     @property
     def multiple(self) -> Multiple | None:
-        """What gradient accumulation makes of the log's own strategies; None if one is matched as it is, or none is."""
+        """The strategies that the log matches with gradient accumulation; None if one matches without it, or none does."""
         if not (self.expected and self.measured and self.same_every_step):
             return None
         once = {op: t for op, t in self.expected.items() if t.bytes}
@@ -126,7 +125,7 @@ class Findings:
 
 
 def examine(log: EventLog) -> Findings:
-    """Everything about a log. Raises what `run_info.read_about` does if what it says of its run is not readable."""
+    """Compute all findings of a log. Raises as `run_info.read_about` does if the log's description of its run is not readable."""
     about, ranks, summary = read_about(log.about), log.ranks, log.summary()
     owners = _owners(about, {e.owner for e in log.collectives()})
     moved = {rank: _by_step(log.of_rank(rank), owners) for rank in ranks}
@@ -149,7 +148,7 @@ def examine(log: EventLog) -> Findings:
 
 
 def _owners(about: About | None, named: set[str]) -> set[str]:
-    """Who moves what parameter groups move. Implementations that name nobody move it in the name of nobody."""
+    """Owners of the parameter groups' traffic. It is "" for implementations that name no owner."""
     groups = {g.fqn for g in about.groups} if about else named - {""}
     return groups | {""} if about and about.groups and not groups & named else groups
 
@@ -161,7 +160,7 @@ def _races(log: EventLog, blind: bool) -> list[str] | None:
 
 
 def _by_step(log: EventLog, owners: set[str]) -> dict[int, TrafficByOp]:
-    """What groups moved in each step that an optimizer ended; if there is none, in all of the log as one step."""
+    """Traffic of groups in each step that an optimizer ended. Without such a step, the whole log is one step."""
     events = [e for e in log.collectives() if e.owner in owners]
     finished = sorted({e.step for e in log.select("optimizer")})
     if not finished:
@@ -186,7 +185,7 @@ def _times(rank: int, summary: dict[str, Any], communicated: bool) -> RankTimes:
 
 
 def expect(groups: Sequence[GroupAbout]) -> TrafficByOp:
-    """What one forward and one backward move, by the closed forms: each group over its own mesh."""
+    """Compute what one forward and one backward move, by the closed forms: each group over its own mesh."""
     nbytes, counts = Counter[str](), Counter[str]()
     for group in groups:
         for op, n in _group_traffic(group).items():
@@ -199,12 +198,12 @@ def expect(groups: Sequence[GroupAbout]) -> TrafficByOp:
 
 
 def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
-    """The most bytes of whole parameters at once, by the closed form.
+    """Compute the most bytes of whole parameters at once, by the closed form.
 
-    None for several models, and where a group is kept on fewer ranks than it has.
+    None for several models, and if a group is kept on fewer ranks than it has.
 
-    Where a group computes, these are whole: itself, groups of modules around it, and groups before it that stay for the backward.
-    A backward gives them back in the opposite order, so it holds the same.
+    While a group computes, these are whole: the group, groups of modules around it, and earlier groups that stay for the
+    backward. The backward frees them in the opposite order, so its maximum is the same.
     """
     if sum(map(_is_root, groups)) > 1 or any(0 < g.gathered_again_from < g.shards for g in groups):
         return None
@@ -218,12 +217,12 @@ def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
 
 
 def _is_root(group: GroupAbout) -> bool:
-    """A root is called by its class, so no parameter's name begins with the group's."""
+    """True for a root. It has its class for a name, so no parameter's name begins with the group's."""
     return not any(p.fqn.startswith(f"{name}.") for name in group.fqn.split(", ") for p in group.params)
 
 
 def _group_traffic(group: GroupAbout) -> Counter[str]:
-    """The forward's gather, the backward's, which may be of fewer and larger shards, and the reduction of what is trained."""
+    """Bytes of the forward's gather, the backward's gather (perhaps of fewer, larger shards), and the gradient reduction."""
     ranks, again = group.shards * group.replicas, group.gathered_again_from
     once = [replace(sizes, resharded_after_forward=False) for sizes in group.sizes()]
     total = Counter[str]()
@@ -237,9 +236,9 @@ def _group_traffic(group: GroupAbout) -> Counter[str]:
 
 
 def _strategies(groups: Sequence[GroupAbout], measured: dict[int, TrafficByOp]) -> list[StrategyTraffic]:
-    """All strategies for the same parameters on the same ranks; hybrid sharding only where the log's mesh has two axes.
+    """Compare all strategies for these parameters and ranks; hybrid sharding only if the log's mesh has two axes.
 
-    ZeRO-3 gathers groups again for the backward that the log's model does; where that does so with none, all of them.
+    ZeRO-3 gathers the same groups again for the backward as the log's model; if the model gathers none again, all groups.
     """
     seen = [{op: t.bytes for op, t in moved.items() if t.bytes} for moved in measured.values()]
     all_again = not any(g.gathered_again_from for g in groups)
@@ -271,5 +270,5 @@ def _under(strategy: Strategy, group: GroupAbout, all_again: bool) -> dict[str, 
 
 
 def strategy_name(strategy: Strategy) -> str:
-    """As the papers write it."""
+    """The strategy's name, as the papers write it."""
     return _SAID.get(strategy.name, strategy.name)

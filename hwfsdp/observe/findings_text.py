@@ -20,7 +20,7 @@ _SAYS_STRATEGY = {
 
 
 def describe(findings: Findings, name: str) -> str:
-    """What `hwfsdp trace show` prints."""
+    """Return the text that `hwfsdp trace show` prints."""
     parts = [[_headline(findings, name)], _traffic(findings), _strategies(findings), _times(findings)]
     parts += [_memory(findings), _races(findings)]
     return "\n\n".join("\n".join(part) for part in parts if part)

@@ -1,8 +1,8 @@
-"""Functional collectives, seen at the operators that Python calls for them.
+"""Wrappers that log functional collectives, at the operators that Python calls for them.
 
-A functional collective returns its result at once, to be waited for later; DTensors are redistributed by them. No function
-of `torch.distributed` is called. So a recording puts wrappers around their operators: an event begins when one is called,
-and ends when somebody has waited for the result. What C++ calls, and compiled graphs, pass by.
+A functional collective returns its result at once, and a later wait completes it. DTensors use them for redistribution. They
+call no function of `torch.distributed`. So a recording puts wrappers around their operators. An event begins when the operator
+is called, and ends after the wait for its result. Calls from C++ and from compiled graphs are not seen.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 @contextmanager
 def watch_operators(recorder: Recorder) -> Iterator[None]:
-    """Sees functional collectives, which DTensors are redistributed by, where Python calls their operators."""
+    """Log functional collectives, which DTensors use, where Python calls their operators."""
     with ExitStack() as patches:
         for namespace in functional_operators():
             for (name, op), variant in product(_OPERATORS.items(), _VARIANTS):
@@ -71,7 +71,7 @@ class _Operator:
 
 
 class _WatchedOperator(_Operator):
-    """A functional collective: logged when it is called, over when somebody has waited for its result."""
+    """A functional collective. Its event begins with the call, and ends after the wait for its result."""
 
     def __init__(self, original: Any, recorder: Recorder, op: str) -> None:
         super().__init__(original, recorder)

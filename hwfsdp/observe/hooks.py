@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 @contextmanager
 def after_each_resize(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """In the block, `seen(storage, by)` is called when a storage has been resized, by so many bytes."""
+    """Inside the block, call `seen(storage, by)` after each resize of a storage by `by` bytes."""
     original = torch.UntypedStorage.resize_
 
     @functools.wraps(original)
@@ -36,7 +36,7 @@ def after_each_resize(seen: Callable[[torch.UntypedStorage, int], None]) -> Iter
 def around_optimizer_steps(
     before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
 ) -> Iterator[None]:
-    """In the block, these are called before and after each step of any optimizer, as torch's hooks are."""
+    """Inside the block, call these before and after each step of any optimizer, with the arguments of torch's hooks."""
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:
         yield

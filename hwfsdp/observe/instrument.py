@@ -1,7 +1,7 @@
-"""What a recording hears from the heart: its instrument in the slot (`core.observer`).
+"""The recording's instrument in the heart's slot (`core.observer`).
 
 Forwards and backwards become spans, copies into and out of flat buffers become events, waits and the order of streams become
-edges of the log. What else a recording sees, it sees from outside (`recording`).
+edges of the log. A recording sees everything else from outside (`recording`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _OF_GROUPS = ("all_gather", "reduce_scatter", "all_reduce", "wait_for_reduction"
 
 
 class Instrument:
-    """Tells the recorder of the recording in progress.
+    """Reports to the recorder of the active recording.
 
     Attributes:
-        behind: the instrument that was in the slot before, which goes on hearing of moments.
+        behind: the instrument that was in the slot before. It is still told of every moment.
     """
 
     def __init__(self, behind: Observer | None) -> None:
@@ -71,7 +71,7 @@ class Instrument:
 
     @contextmanager
     def waiting(self, stream: Stream, event: StreamEvent) -> Iterator[None]:
-        """A wait of compute is an event; that of another stream is an edge to whatever comes next there."""
+        """Log a wait. A wait of compute is an event; a wait of another stream is an edge to the next event there."""
         after = self._after.get(event, ())
         if stream.name == "compute":
             clock = clock_of_stream(stream)
@@ -131,7 +131,7 @@ class Instrument:
                 self._open_backward(state, recorder)
 
     def _open_backward(self, state: FSDPState, recorder: Recorder) -> None:
-        """Spans nest as modules do, although a module and the last one inside it are entered in either order."""
+        """Open a backward span. Spans nest as modules do, although a module and its last child are entered in either order."""
         if state not in self._backwards and state.phase is not Phase.POST_BACKWARD:
             if parent := _parent_of(state):
                 self._open_backward(parent, recorder)
@@ -177,7 +177,7 @@ def _scope(phase: str, state: FSDPState) -> AbstractContextManager[Any]:
 
 
 def _parent_of(state: FSDPState) -> FSDPState | None:
-    """The state of the closest sharded module above."""
+    """Return the state of the closest sharded module above."""
     own = state.module_fqn.split(", ")[0]
     above = {}
     for other in state.root.states:
@@ -188,7 +188,7 @@ def _parent_of(state: FSDPState) -> FSDPState | None:
 
 
 def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
-    """Of a forward or a backward, which reads the whole parameters, where they are there."""
+    """Open the span of a forward or a backward. It reads the whole parameters that are there."""
     params = [p for g in state.groups if g.params[-1].state is ShardedState.UNSHARDED for p in g.params]
     whole = [p.unsharded_param for p in params if p.unsharded_param is not None]
     ids, known = list(map(id, whole)), recorder.visited.get(state.modules[0])
@@ -201,7 +201,7 @@ def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
 
 
 def _watch_grads(state: FSDPState, recorder: Recorder, sharded: bool) -> None:
-    """Has the gradients counted that are there now: of the whole parameters, or of the shards."""
+    """Count the gradients that are there now: of the whole parameters, or of the shards."""
     for param in [p for group in state.groups for p in group.params]:
         of = param.sharded_param if sharded else param.unsharded_param
         if of is not None and of.grad is not None:

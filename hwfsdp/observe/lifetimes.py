@@ -1,4 +1,4 @@
-"""When each parameter group was sharded, on its way, whole, and freed again: read off the events of a log.
+"""When each parameter group was sharded, gathering, whole and freed again, according to the events of a log.
 
 | state     | from                                       | to                                            |
 | --------- | ------------------------------------------ | --------------------------------------------- |
@@ -7,11 +7,11 @@
 | full      | the end of the copy-out                    | the last free of what was allocated before it |
 | freed     | that free                                  | the next copy-in                              |
 
-An implementation without instruments (`onlooker`) names nobody when it allocates and frees, and has no copy-outs on record. There
-a group's whole memory is what its forward reads, and the group is full from its first allocation on.
+An implementation without instruments (`onlooker`) names no group when it allocates and frees, and logs no copy-outs. Then a
+group's whole memory is the memory that its forward reads, and the group is full from its first allocation on.
 
-A freed group is sharded like one that was never gathered; the two names tell apart what happened. A group that is freed
-before the log has a gather of it was full when the recording began.
+A freed group is sharded, too; its name says that it was whole before. If the log frees a group before it gathers it, the
+group was full when the recording began.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FILLING = {True: ("gathering",), False: ("gathering", "full")}
 
 
 class Lifetime(NamedTuple):
-    """One state of a group on one rank. `owner` is the group's fqn; times in µs as those of the events."""
+    """One state of a group on one rank. `owner` is the group's fqn; times are in µs, as in events."""
 
     rank: int
     owner: str
@@ -38,9 +38,9 @@ class Lifetime(NamedTuple):
 
 
 def find_lifetimes(events: Sequence[Event]) -> list[Lifetime]:
-    """The states of all groups that the log sees gathered or freed: by rank, by group in order of the first time, by time.
+    """Find the states of all groups that the log gathers or frees, sorted by rank, by the group's first time, and by time.
 
-    Those of one group follow each other without gaps, from the first event of the rank to the last; none is empty.
+    The states of one group cover the time from the rank's first event to its last without gaps; none is empty.
     """
     found: list[Lifetime] = []
     by_rank: dict[int, list[Event]] = {}
@@ -59,7 +59,7 @@ class _Change(NamedTuple):
 
 
 def _changes(events: Sequence[Event]) -> dict[str, list[_Change]]:
-    """By owner, in order of issue: when it goes over into which state."""
+    """Changes of state by owner, in order of issue: the time and the new state."""
     changes: dict[str, list[_Change]] = {}
     read_by = {key: e.owner for e in events if e.op == "forward" for key in e.reads}
     copied = any(e.op == "copy_out" for e in events)
@@ -100,9 +100,9 @@ def _begins_gather(event: Event) -> bool:
 
 
 def find_reductions(events: Sequence[Event]) -> list[Lifetime]:
-    """When each group's gradients were on their way: from their copy-in, or the reduction itself, to the end of the reduction.
+    """Find when each group's gradients were reduced: from their copy-in (without one: the reduction) to the end of the reduction.
 
-    By rank, in order of issue; the state is "reducing". An all-reduce over replicas counts by itself.
+    The result is sorted by rank and order of issue; the state is "reducing". An all-reduce over replicas counts by itself.
     """
     found: list[Lifetime] = []
     begun: dict[tuple[int, str], float] = {}

@@ -1,16 +1,16 @@
-"""The byte ledger: what is alive, by kind, read from the storages themselves.
+"""The byte ledger: bytes alive by kind, read from the storages themselves.
 
-Nobody books allocations in and out. The ledger watches storages, by weak references, and adds up the bytes that
-they hold: a storage resized to zero counts zero, one that no tensor uses any more is gone, two views of one storage
-count once. A program cannot forget to report a buffer that it did not free.
+A program does not report allocations to the ledger, so it cannot forget one. The ledger holds weak references to storages and
+adds up their bytes. A storage resized to zero counts zero, a storage that no tensor uses is gone, and two views of one storage
+count once.
 
 Note [Sums kept up to date]
-    To read every storage at every event would be most of what a recording costs. So the ledger keeps its sums. They
-    change when a storage is watched, when it is resized, of which the recording tells (`resized`), and when it dies, of
-    which Python tells. What resizes a storage without passing through Python is noticed when the storage is watched
-    again, as those of parameters and gradients are many times in a step, or at the next `bytes_by_kind`.
+    Reading every storage at every event would be most of the cost of a recording. So the ledger keeps sums. A sum changes
+    when a storage is watched, when it is resized (the recording calls `resized`), and when it dies (Python tells). A resize
+    that does not pass through Python is noticed when the storage is watched again, or at the next `bytes_by_kind`. Storages of
+    parameters and gradients are watched again many times in a step.
 
-Also here: numbers that tell storages apart (`Identities`), and which flat buffers are still there.
+This module also numbers storages (`Identities`), and knows which flat buffers are still there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = (
 
 
 def _storage_of(memory: Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage, or that of a tensor, of a DTensor's local part. While it lives, it is one Python object."""
+    """Return the storage of a tensor; of a DTensor, the storage of its local part. While it lives, it is one Python object."""
     kind = type(memory)
     if kind is torch.UntypedStorage:
         return memory  # type: ignore[return-value]
@@ -43,18 +43,18 @@ def _storage_of(memory: Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 class Identities:
-    """Numbers for storages, from 1; none is given twice, although addresses are."""
+    """Numbers for storages, from 1. No number is given twice, although an address may be."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by id of the storage
         self._given = 0
 
     def of(self, tensors: Collection[Tensor | torch.UntypedStorage]) -> tuple[int, ...]:
-        """The number of each one's storage, each once, in order; of a DTensor's local part."""
+        """Return the number of each tensor's storage, each once, in order; for a DTensor, of its local part."""
         return tuple(dict.fromkeys([self.number(tensor) for tensor in tensors])) if tensors else ()
 
     def number(self, tensor: Tensor | torch.UntypedStorage) -> int:
-        """The number of its storage."""
+        """Return the number of the tensor's storage."""
         storage = _storage_of(tensor)
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
@@ -64,7 +64,7 @@ class Identities:
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """A storage, its number, and how many bytes of it are in which sum."""
+    """A storage, its number, its kind, and the bytes of it that are in the sum of this kind."""
 
     __slots__ = ("key", "number", "kind", "nbytes")
     key: int
@@ -88,7 +88,7 @@ class Ledger:
         self._flats: dict[str, list[tuple[weakref.ref[torch.UntypedStorage], int]]] = {}  # by stream
 
     def watch(self, tensor: Tensor, kind: str) -> None:
-        """Counts the tensor's storage under `kind` (one of `KINDS`) from now on, for as long as it lives."""
+        """Count the tensor's storage under `kind` (one of `KINDS`), from now on and as long as it lives."""
         storage = _storage_of(tensor)
         key = id(storage)
         ref = self._watched.get(key)
@@ -104,7 +104,7 @@ class Ledger:
         self._book(ref, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> int:
-        """The storage has so many bytes now; they are counted if it is watched. Returns its number."""
+        """Note that the storage has this many bytes now; count them if it is watched. Return its number."""
         ref = self._watched.get(id(storage))
         if ref is None or ref() is not storage:
             return self.identities.number(storage)
@@ -112,11 +112,11 @@ class Ledger:
         return ref.number
 
     def visit(self, module: nn.Module) -> None:
-        """Watches every parameter registered in `module` now, and its gradient."""
+        """Watch every parameter that is registered in `module` now, and its gradient."""
         self.visit_params(module.parameters())
 
     def visit_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Watches parameters and their gradients: sharded if a DTensor."""
+        """Watch parameters and their gradients. A DTensor counts as sharded."""
         for param in params:
             sharded = isinstance(param, DTensor)
             self.watch(param, "sharded_param" if sharded else "unsharded_param")
@@ -124,19 +124,19 @@ class Ledger:
                 self.watch(param.grad, "sharded_grad" if sharded else "unsharded_grad")
 
     def visit_state(self, states: Iterable[dict[str, Any]]) -> None:
-        """Watches the tensors in an optimizer's per-parameter states."""
+        """Watch the tensors in an optimizer's per-parameter states."""
         for state in states:
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.watch(value, "optimizer_state")
 
     def sums(self) -> dict[str, int]:
-        """Bytes alive, by kind, as far as the ledger was told (Note [Sums kept up to date]). Every kind is listed."""
+        """Bytes alive by kind, from the sums (Note [Sums kept up to date]). Every kind is listed."""
         self._bury()
         return self._sums.copy()
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes alive now, read from every storage. Every kind is listed, those without bytes too."""
+        """Return the bytes alive now, read from every storage. Every kind is listed, even without bytes."""
         self._bury()
         for ref in self._watched.values():
             storage = ref()
@@ -144,12 +144,12 @@ class Ledger:
         return self._sums.copy()
 
     def keep_flat(self, buffer: Tensor, stream: str) -> None:
-        """A flat buffer was made on this stream."""
+        """Note that a flat buffer was made on this stream."""
         number = self.identities.number(buffer)
         self._flats.setdefault(stream, []).append((weakref.ref(buffer.untyped_storage()), number))
 
     def released_flats(self, stream: str) -> list[int]:
-        """Numbers of the flat buffers made on this stream that no tensor uses any more, each once."""
+        """Return the numbers of this stream's flat buffers that no tensor uses any more, each once."""
         made = self._flats.get(stream, [])
         gone = [number for ref, number in made if ref() is None]
         if gone:

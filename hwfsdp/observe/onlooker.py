@@ -1,11 +1,11 @@
-"""What a recording needs to know of a model whose `fully_shard` has no instruments: torch's, none, or a file of yours.
+"""Hooks that report on a model whose `fully_shard` has no instruments: torch's, none, or a file of yours.
 
 hwfsdp's own hooks tell a recording when a module computes, which parameters it has whole, and what its parameter groups
-are. Here hooks on the modules that were sharded tell the same of any implementation, from outside: it is asked for
-nothing, and it cannot tell. Collectives and resized memory a recording sees by itself.
+are. This module's hooks on sharded modules report the same for any implementation, from outside. The implementation has to do
+nothing, and does not notice. The recording itself sees collectives and resized memory.
 
-Left out: copies in and out of flat buffers, and whole parameters that no module has computed with since the recording began,
-such as those of a gather ahead. So the peak of whole parameters is right from the second step on.
+Left out: copies in and out of flat buffers, and whole parameters that no module has used since the recording began, such
+as parameters that were prefetched. So the peak of whole parameters is right from the second step on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hwfsdp.streams import after_backward
 
 
 class Layout(NamedTuple):
-    """How parameters are laid out: ranks that hold different rows, ranks that hold the same, dtypes (None: the parameter's)."""
+    """How parameters are laid out: number of ranks with different rows, with the same rows, dtypes (None: the parameter's)."""
 
     shards: int
     replicas: int
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A module that is sharded by itself, and where the parameters are registered that it claims."""
+    """A module that is sharded by itself, and the places where its claimed parameters are registered."""
 
     module: nn.Module
     about: GroupAbout
@@ -43,7 +43,7 @@ class Unit(NamedTuple):
 
 
 def units_of(model: nn.Module, wrapped: Mapping[nn.Module, bool], layout: Layout) -> list[Unit]:
-    """The parameter groups of a model that is not sharded yet.
+    """Return the parameter groups of a model that is not sharded yet.
 
     Args:
         wrapped: the modules that will be sharded, from the inside out, and whether the backward gathers them again.
@@ -69,9 +69,9 @@ def units_of(model: nn.Module, wrapped: Mapping[nn.Module, bool], layout: Layout
 
 
 class Onlooker:
-    """Looks on while a recording is active.
+    """Observes the modules of a model while a recording is active.
 
-    Attach it to a model that has been sharded: its hooks then run after those that gather.
+    Attach it to a model that has been sharded, so that its hooks run after the hooks that gather.
 
     Args:
         units: from `units_of`; the model is the module of the last one.
@@ -83,7 +83,7 @@ class Onlooker:
         self._backward: dict[nn.Module, Draft] = {}
 
     def attach(self) -> None:
-        """Hooks itself onto the modules, unless they have instruments of their own."""
+        """Put hooks on the modules, unless they have instruments of their own."""
         if state_of(self.model) is not None:
             return
         for unit in self.units:
@@ -93,7 +93,7 @@ class Onlooker:
         self.model.register_forward_pre_hook(self._begin_step, prepend=True)
 
     def _begin_step(self, module: nn.Module, args: Any) -> None:
-        """Before anything is gathered: what is there are shards."""
+        """Count the shards. Nothing is gathered yet."""
         if recorder := events.active():
             recorder.groups = [unit.about for unit in self.units]
             recorder.phase = "forward"
@@ -107,7 +107,7 @@ class Onlooker:
                     tensor.register_hook(partial(self._end_backward, unit))
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """Before the implementation frees anything, and before it hooks itself onto the output."""
+        """Close the forward, before the implementation frees parameters or puts its hooks on the output."""
         if events.active() is not None and self._forward:
             self._forward.pop().close()
             if isinstance(output, Tensor) and output.requires_grad:
@@ -118,7 +118,7 @@ class Onlooker:
             output.register_hook(partial(self._begin_backward, unit))
 
     def _before_backward(self, unit: Unit, grad: Tensor) -> None:
-        """Another module's turn: the one before it has ended, unless it is around this one."""
+        """Begin the backward of a module. This ends the previous module's, unless that module is around this one."""
         if unit.module is self.model:
             after_backward(self._end_step)
             if recorder := events.active():
@@ -143,7 +143,7 @@ class Onlooker:
             recorder.sample()
 
     def _visit(self, recorder: Recorder) -> None:
-        """What is registered are shards, unless it has the shape of the whole; a DTensor always is one."""
+        """Count the registered parameters: as shards, unless they have the whole shape. A DTensor always is a shard."""
         for unit in self.units:
             for (module, name), about in zip(unit.slots, unit.about.params, strict=True):
                 param = getattr(module, name, None)
@@ -156,9 +156,9 @@ class Onlooker:
                         recorder.ledger.watch(tensor, f"{kind}_{what}")
 
     def _begin(self, op: str, unit: Unit, recorder: Recorder) -> Draft:
-        """A span of the unit's computation; a forward reads its whole parameters.
+        """Open a span of the unit's computation. A forward reads the unit's whole parameters.
 
-        So does a backward, but its end is seen only after an implementation may have freed them, rightly.
+        A backward reads them, too. But its end is seen only after the implementation may have freed them, so reads are not logged.
         """
         found = [getattr(module, name, None) for module, name in unit.slots]
         whole = [t for t in found if isinstance(t, Tensor) and not isinstance(t, DTensor)]

@@ -32,7 +32,7 @@ SamplesByRank = dict[int, list[Sample]]
 
 
 class Contents(NamedTuple):
-    """What a trace file holds: the three parts of an `EventLog`."""
+    """The contents of a trace file: the three parts of an `EventLog`."""
 
     events: list[Event]
     samples: SamplesByRank
@@ -48,10 +48,10 @@ def to_trace(
 
 
 def from_trace(trace: dict[str, Any]) -> Contents:
-    """Inverse of `to_trace`.
+    """Read the log back: the inverse of `to_trace`.
 
     Raises:
-        KeyError, TypeError, ValueError: this module did not write that; entry and field are named where there are some.
+        KeyError, TypeError, ValueError: `to_trace` did not write this; the message names entry and field, if there are any.
     """
     entries = trace["traceEvents"]
     events = [
@@ -137,7 +137,7 @@ class Drawn:
 
 
 def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
-    """Where to draw each event, by (rank, seq): on each track, intervals nest or are apart.
+    """Return where to draw each event, by (rank, seq). On each track, intervals nest or are apart.
 
     An event that would cross the end of an earlier one is cut short there. Only the drawing changes.
 
@@ -161,21 +161,21 @@ def draw(events: Sequence[Event], apart: float = 0.0) -> dict[Place, Drawn]:
 
 
 def _on_grid(event: Event) -> Event:
-    """The event, begun and ended up to a step of the grid earlier; what nests or is apart stays so."""
+    """Move begin and end of the event to the grid, up to one step earlier. Intervals that nest or are apart stay so."""
     start, end = (floor(us / _GRID) * _GRID for us in (event.start_us, event.end_us))
     return replace(event, start_us=start, dur_us=end - start)
 
 
 def nested_intervals(events: Sequence[Event]) -> dict[Place, tuple[float, float]]:
-    """`draw`, for those who only want the intervals."""
+    """Return the intervals of `draw` alone."""
     return {place: (slice_.start, slice_.end) for place, slice_ in draw(events).items()}
 
 
 def _slices_and_arrows(events: Sequence[Event]) -> Iterator[TraceEvent]:
-    """Each slice, directly followed by the ends of the arrows that touch it.
+    """Return each slice, directly followed by the ends of the arrows that touch it.
 
-    Directly, because at equal times the viewer takes the longer slices first, then what has no length in the order of
-    the file, and ties an arrow to the slice that is open, innermost, on its track at that point.
+    The order matters: at equal times the viewer takes the longer slices first, then entries without length in the order of
+    the file. It ties an arrow to the innermost slice that is open on its track at that point.
     """
     drawn = draw([_on_grid(event) for event in events], apart=_GRID)
     arrows = _arrows(events, drawn)
@@ -198,10 +198,10 @@ _INSIDE = 0.05  # µs from the end of a slice at which an arrow touches it: past
 
 
 def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, list[TraceEvent]]:
-    """A flow from each event waited for to the one that waited, by the slice that an end belongs to.
+    """Return a flow from each event waited for to the event that waited, by the slice that each end touches.
 
-    An arrow leaves the last moment of its source. It arrives at the last moment of a wait, and at the first of
-    anything else; never before it left.
+    An arrow leaves at the last moment of its source. It arrives at the last moment of a wait, or at the first moment of
+    any other event, and never before it left.
     """
     arrows: dict[Place, list[TraceEvent]] = {}
     by_place = {(e.rank, e.seq): e for e in events}
@@ -224,7 +224,7 @@ def _flow(phase: str, number: int, event: Event, ts: float) -> TraceEvent:
 
 
 def _lifetimes(events: Sequence[Event]) -> Iterator[TraceEvent]:
-    """Per group a span with its name, which becomes the track's, and inside it the states one after another."""
+    """Return for each group a span with its name, which names the track, and inside it the group's states."""
     tracks: dict[tuple[int, str], list[TraceEvent]] = {}
     for rank, owner, state, start, end in find_lifetimes(events):
         inside = tracks.setdefault((rank, owner), [])

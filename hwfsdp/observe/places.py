@@ -1,12 +1,12 @@
-"""Where in the program an event was issued: the lines of the stack that a reader of FSDP wants to see.
+"""Where the program issued an event: the lines of the stack that explain FSDP.
 
 A place is a file, a line and a function: "hwfsdp/core/group.py:98 ParamGroup.unshard". An event has up to `MOST` of them, from
 the inside out, with " < " between them: the line that issued it, the line that called that function, and so on.
 
-Seen are the heart, what stands at its seams, the training loop, and files that are neither hwfsdp's nor installed: a user's.
-Left out are torch, Python's library, the folders of hwfsdp that start processes, move bytes or watch, and those chapters of the
-heart through which every event passes: who waits for a gather is of interest, not that a wait is one of a stream. Of methods that
-call each other under one name, as a feature's calls the heart's, the innermost is shown.
+Shown are the heart, the features, the training loop, and the user's files: files that neither belong to hwfsdp nor are installed.
+Left out are torch, Python's library, the folders of hwfsdp that start processes, move bytes or observe, and the modules of
+the heart through which every event passes, such as streams. If methods of one name call each other, as a feature's method calls
+the heart's, only the innermost is shown.
 
 The log keeps no source. It keeps a checksum of each file. A program that shows a line later can see whether the file has changed.
 """
@@ -34,7 +34,7 @@ _INSTALLED = tuple(
 
 
 class Places:
-    """Names the places of one recording; each kind of event comes from few, so each is worked out once."""
+    """Names the places of one recording. Many events share a place, so each place is worked out once."""
 
     def __init__(self) -> None:
         # By id, which stays the code's while it is kept here.
@@ -42,7 +42,7 @@ class Places:
         self._said: dict[tuple[int, ...], str] = {}  # by code and instruction of each frame
 
     def here(self) -> str:
-        """The places from which the caller of the caller was called; "" if none of them is shown."""
+        """Return the places from which the caller's caller was called; "" if none of them is shown."""
         frame: FrameType | None = sys._getframe(2)
         shown: list[FrameType] = []
         key: list[int] = []
@@ -80,13 +80,13 @@ def checksums(codes: Iterable[str]) -> dict[str, int]:
 
 
 def path_of(file: str) -> Path:
-    """Where a place's file is: hwfsdp's own in the package, another one from the current folder on."""
+    """Return the path of a place's file: in the package for hwfsdp's own files, else from the current folder."""
     inside = PACKAGE.parent / file
     return inside if file.startswith("hwfsdp/") and inside.exists() else Path(file)
 
 
 def _shown_file(code: CodeType) -> str:
-    """How a place names the file of this code; "" if it is not shown."""
+    """Return the name of this code's file in a place; "" if the file is not shown."""
     name = code.co_filename
     if name.startswith(f"{PACKAGE}/"):
         inner = name.removeprefix(f"{PACKAGE}/")

@@ -1,28 +1,27 @@
-"""Which event is certain to be over before which, and where a log does not say so although it must.
+"""Accesses to the same memory whose order a log does not prove.
 
 Two events are ordered if there is a path between them along streams and `after` (`events`, Note [Order without clocks]).
-What is not ordered may happen at once, or the other way round on another day: a race, if both touch the same memory and
-one of them writes to it. `find_races` finds those in a log in which everything went well.
+Two events that are not ordered may run at once, or in the other order in another run. This is a race if both access the same
+memory and one of them writes to it. `find_races` finds races even in the log of a run in which everything went well.
 
     races = find_races(log)
     print(*(race.sentence for race in races), sep="\\n")
 
-Left out: memory that no event of a log touches (see `recording`), and waiting that it does not show, such as a host that
+Left out: memory that no event of a log touches (see `recording`), and waits that the log does not show, such as a host that
 waits for the whole device. Streams of the same name on one rank count as one.
 
 Note [One number per stream]
-    What is over for whoever comes after an event is, on each stream, all that ended by a certain time *of that stream*. So
-    the past of an event is one time per stream, and the past of what follows several is the latest of theirs. Times of
-    different streams are never compared. Hence an event e comes before f if it was issued before, and ended by the time that
-    the past of f holds for e's stream. For f's own stream that is when f begins, for a stream that it waited for the
-    end of the last event there. One pass over the events, in order of issue, finds every past.
+    The past of an event f is all work that has certainly ended when f begins. On each stream, this is all work that ended by
+    a certain time *of this stream*. So the past is one time per stream. If f follows several events, it takes the latest of
+    their times. Times of different streams are never compared. An event e comes before f if e was issued before f, and ended
+    by the time that the past of f holds for e's stream. For f's own stream this is the time when f begins; for a stream that
+    f waited for, the end of the event waited for. One pass over the events, in order of issue, finds every past.
 
 Note [What must be ordered]
-    Accesses to one storage, in order of issue. A read needs the last write before it. A write must not overtake the reads
-    since the last write, nor that write. Resizing a storage, and letting a flat buffer go, are writes: whoever gets the
-    memory next will write to it. Order of issue says what was meant, since on every stream a schedule is issued in
-    the order in which it is right. Storages have numbers that are never given twice (`memory.Identities`), so that one
-    which got the address of another is not mistaken for it.
+    Take the accesses to one storage in order of issue. A read must follow the last write before it. A write must follow the
+    last write, and all reads since. Resizing a storage and dropping a flat buffer count as writes, because the next owner of
+    the memory writes to it. The order of issue is the intended order: every schedule issues its work in the right order.
+    Storages have numbers that are never given twice (`memory.Identities`), so a storage at a reused address is a new one.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class HasEvents(Protocol):
 
 
 class Race(NamedTuple):
-    """Two events of one rank that touch the same memory, and that nothing puts in order.
+    """Two events of one rank that access the same memory, and whose order nothing guarantees.
 
     Attributes:
         first, second: in order of issue. storage: number of the memory. sentence: what may happen.
@@ -84,13 +83,13 @@ class Order:
             stream.add(event, _through(event, past))
 
     def happens_before(self, first: Event, second: Event) -> bool:
-        """Whether `first` is certain to be over when `second` begins, or ends if that is a wait for it."""
+        """True if `first` has certainly ended when `second` begins (when `second` ends, if it is a wait for `first`)."""
         past = self._pasts.get(second.seq, _EMPTY)
         return first.seq < second.seq and first.end_us <= past[_INDEX[first.stream]]
 
 
 class _Ended:
-    """The events of one stream that are over, and what is over for whoever comes after them."""
+    """The ended events of one stream, and the past of events that follow them."""
 
     def __init__(self) -> None:
         self._running: list[tuple[float, int, Past]] = []  # by end
@@ -116,21 +115,21 @@ def _later(a: Past, b: Past) -> Past:
 
 
 def _through(event: Event, past: Past) -> Past:
-    """What is over when the event is."""
+    """Return the past that holds once the event has ended."""
     index = _INDEX[event.stream]
     return (*past[:index], max(past[index], event.end_us), *past[index + 1 :])
 
 
 def orders(events: Iterable[Event]) -> dict[int, Order]:
-    """The order of each rank's events, by rank."""
+    """Return the order of each rank's events, by rank."""
     return {rank: Order(of_rank) for rank, of_rank in _by_rank(events).items()}
 
 
 def find_races(log: HasEvents) -> list[Race]:
-    """Accesses to the same memory that nothing puts in order; none if the log proves that its schedule is right.
+    """Find accesses to the same memory whose order nothing guarantees; none if the log proves that its schedule is right.
 
     Args:
-        log: of any number of ranks; each is looked at by itself.
+        log: of any number of ranks; each rank is examined by itself.
 
     Returns:
         Races by rank, in order of issue of their second event. Of one memory, each event is found once as a second one.
@@ -157,13 +156,13 @@ def _by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 @dataclass
 class _Accesses:
-    """To one storage: the last write, and the reads since."""
+    """Accesses to one storage: the last write, and the reads since."""
 
     write: Event | None = None
     reads: list[Event] = field(default_factory=list)
 
     def unordered(self, event: Event, writes: bool, order: Order) -> Event | None:
-        """The first access that must be over before this one, and is not certain to be (Note [What must be ordered])."""
+        """Return the first access that must end before this one, and may not have (Note [What must be ordered])."""
         needed = [self.write] if self.write else []
         for earlier in [*self.reads, *needed] if writes else needed:
             if not order.happens_before(earlier, event):
@@ -178,7 +177,7 @@ class _Accesses:
 
 
 def _sentence(first: Event, second: Event, storage: int) -> str:
-    """What may happen, for a reader who knows the words of the log."""
+    """Say what may happen, in the words of the log."""
     before, after = _named(first), _named(second)
     where = f"Rank {second.rank}, memory {storage}"
     missing = f"{second.stream} does not wait for {first.stream}"

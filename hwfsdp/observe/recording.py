@@ -1,26 +1,31 @@
-"""`record`: puts the instruments in place, takes them away again.
+"""`record`: put the instruments in place, and take them away again.
 
     with record() as log:
         train_step()
     print(log.summary())
 
-What each instrument sees, and why none of them is inside the code it watches: see `events`.
+The module `events` says what each instrument sees, and why no instrument is inside the code that it watches.
 
-Seen are the collectives of `torch.distributed`, called as attributes of that module or of `distributed_c10d`, object
-collectives as the collectives that they are made of, batches of sends and receives as their parts; functional collectives, which DTensors use; waiting
-for a work; every resizing of a storage; flat buffers as they are let go; forwards and backwards of sharded modules, those
-that checkpointing repeats too; steps of optimizers.
+A recording sees:
 
-Not seen is what does not pass through these doors. Names that hold a function since before the recording, as after
-`from torch.distributed import all_reduce`; neither do these come into the `history`. Collectives that C++ calls: DDP's, backwards of functional
-collectives, those inside a compiled graph. Collectives called on a process group itself, such as the messages of
-checkpoints. Within torch's coalescing manager a collective is seen when it is named, not when all are run. Waiting by
-other means than `Work.wait`: polling, futures, a host that waits for a device. Memory that is allocated as a new tensor,
-but for flat buffers, whose making their first copy-in shows: activations, gradients, results of casts; what the ledger
-watches of it is in the samples. The blocks of `shared_memory`, which have bookkeeping of their own; here every tensor in a
-block counts as memory of its own. What is put off until a reduction has ended (casting, adding to a gradient that is
-there, the copy of an offloaded one to the host) belongs to no event; the copy of offloaded shards to the device is part of
-the copy-in.
+- collectives of `torch.distributed`, called as attributes of this module or of `distributed_c10d`; object collectives
+  as the collectives that they call, batches of sends and receives as their parts;
+- functional collectives, which DTensors use; waits for a work;
+- every resize of a storage, and flat buffers that are dropped;
+- forwards and backwards of sharded modules, also those that checkpointing repeats; steps of optimizers.
+
+A recording does not see:
+
+- functions imported by name before the recording (`from torch.distributed import all_reduce`); the `history` misses them, too;
+- collectives that C++ calls: by DDP, in backwards of functional collectives, in compiled graphs;
+- collectives called on a process group itself, such as the messages of checkpoints;
+- the end of torch's coalescing manager: a collective inside it is logged when it is called, not when all are run;
+- other waits than `Work.wait`: polling, futures, a host that waits for a device;
+- memory that is allocated as a new tensor, such as activations, gradients and results of casts; the samples of memory
+  contain the part that the ledger watches. Flat buffers are seen at their first copy-in;
+- the blocks of `shared_memory`, which have their own bookkeeping; each tensor in a block counts as separate memory;
+- work that is deferred until a reduction has ended (casts, additions to a gradient, the copy of an offloaded gradient to the
+  host). The copy of offloaded shards to the device is a part of the copy-in.
 """
 
 from __future__ import annotations
@@ -50,12 +55,12 @@ from hwfsdp.observe.stream_clocks import use_newest
 
 @contextmanager
 def record(rank: int | None = None, ledger: Ledger | None = None, first_step: int = 0) -> Iterator[EventLog]:
-    """Records this process until the block ends; the log it yields is filled then.
+    """Record this process until the block ends; then fill the log that was yielded.
 
     Args:
-        rank: the rank to write into the events; by default that of the process group, 0 without one.
-        ledger: what watches memory; by default a new one.
-        first_step: number of the first step, for the log to count as the run does.
+        rank: the rank to write into the events; by default the rank in the process group, 0 without one.
+        ledger: watches memory; by default a new one.
+        first_step: number of the first step, so that the log counts steps as the run does.
 
     Raises:
         StateError: a recording is active already.
@@ -93,12 +98,12 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
 
 
 def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLog | None:
-    """The logs of all ranks of a group as one, on one axis of time; a collective.
+    """Merge the logs of all ranks of a group on one time axis. All ranks must call this.
 
     Ranks on other machines than the group's first are asked for their time (`clocks.measure_offset`).
 
     Args:
-        log: what this rank recorded. group: None: all ranks.
+        log: this rank's log. group: None: all ranks.
 
     Returns:
         The merged log on the group's first rank, None on the others.
@@ -125,7 +130,7 @@ def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLo
 
 
 def _as_seen_from(machine: str, ahead: dict[str, float], clock: RankClock) -> RankClock:
-    """A rank's clock in the time of another machine, if that has measured how far it is ahead, in µs."""
+    """Express a rank's clock in the time of another machine, if this machine has measured the offset in µs."""
     if clock.machine not in ahead:
         return clock
     return RankClock(clock.origin_us - ahead[clock.machine], machine)
@@ -168,7 +173,7 @@ def _watch_optimizers(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 def _backdate_state(optimizer: Optimizer, recorder: Recorder) -> None:
-    """State that is there before an optimizer's first step of the recording was there when it began."""
+    """Count an optimizer's state as there from the beginning, if it is there before the first step of the recording."""
     ledger = recorder.ledger
     unseen = ledger.bytes_by_kind()["optimizer_state"]
     ledger.visit_state(optimizer.state.values())

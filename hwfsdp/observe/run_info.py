@@ -1,10 +1,10 @@
-"""What a log says about the run it is of: enough to compute what should have been moved.
+"""The description of a run inside its log: enough to compute the bytes that it should have moved.
 
-A log holds what happened. Whether that was right follows from shapes, dtypes and meshes, which no event shows. So a
-recording ends by writing them down, for the parameter groups that ran in it; the log carries them as plain JSON
-(`EventLog.about`), through its file too, and `read_about` gives them back as records.
+A log holds what happened. To judge it, you need shapes, dtypes and meshes, which no event shows. So a recording ends by
+writing them down for the parameter groups that ran. The log and its file hold them as plain JSON (`EventLog.about`), and
+`read_about` returns them as records.
 
-Left out: what tensor extensions gather, which is a form of their own.
+Left out: bytes of tensor extensions, which gather a form of their own.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hwfsdp.observe.validate import MOST_RANKS, between, each, flag, record, tex
 
 @dataclass(frozen=True)
 class ParamAbout:
-    """One parameter.
+    """A parameter.
 
     Attributes:
         fqn: its name. shape: as rows, the dimension that is cut first (`param`, Note [Rows]).
-        dtype: of the shard; gather_dtype, reduce_dtype: of what travels; *_itemsize: bytes of one element there.
+        dtype: of the shard; gather_dtype, reduce_dtype: of the collectives; *_itemsize: their bytes per element.
         trained: whether it gets a gradient.
     """
 
@@ -93,10 +93,10 @@ class About:
 
 
 def describe_run(modules: Iterable[nn.Module], told: Iterable[GroupAbout] = ()) -> dict[str, Any]:
-    """What `EventLog.about` holds after a recording in which these modules ran: `About` as JSON-ready values.
+    """Describe a recording in which these modules ran: `About` as JSON-ready values, for `EventLog.about`.
 
     Args:
-        told: groups of modules that cannot be asked (`onlooker`).
+        told: groups of modules without instruments (`onlooker`).
     """
     states = dict.fromkeys(state for module in modules if (state := state_of(module)) is not None)
     groups = [group for state in states for group in state.groups]
@@ -127,7 +127,7 @@ def about_param(
     reduced: torch.dtype | None,
     trained: bool,
 ) -> ParamAbout:
-    """One parameter, from dtypes; gradients are reduced in `gathered` where nobody says otherwise."""
+    """Describe one parameter. Gradients are reduced in the dtype `gathered` unless another one is given."""
     reduced = reduced or gathered
     names = [str(each).removeprefix("torch.") for each in (dtype, gathered, reduced)]
     sizes = gathered.itemsize, reduced.itemsize
@@ -135,7 +135,7 @@ def about_param(
 
 
 def read_about(about: Mapping[str, Any]) -> About | None:
-    """`EventLog.about` as records; None if it is empty, as for logs made by hand.
+    """Return `EventLog.about` as records; None if it is empty, as for logs made by hand.
 
     Raises:
         KeyError, TypeError, ValueError: it was not written by `describe_run`; the field is named.

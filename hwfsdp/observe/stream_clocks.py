@@ -1,7 +1,7 @@
-"""What time it is on a stream: a clock for each set of streams (`events`, Note [Clocks]).
+"""A clock for each set of streams (`events`, Note [Clocks]).
 
-The streams of the heart have no clocks. What the host runs is timed by the host, what a device runs by events of the device, which
-are read when the recording is over. Other kinds of streams say how they are timed (`register`).
+The streams of the heart have no clocks. The host's clock times work of the host. Events of the device time work of the device;
+they are read after the recording. Other kinds of streams register their clock (`register`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hwfsdp.observe.events import Clock, HostMark, Mark
 
 
 class _Tie:
-    """Ties the device's clock to the host's, when it is first asked: both are read while the device is idle.
+    """Ties the device's clock to the host's at its first use: both are read while the device is idle.
 
-    That is when a recording is over, so that recording never stops the device, and soon after what is to be timed, for
-    the two clocks drift apart. All marks made between two ties share one.
+    The first use is after a recording, so recording never stops the device, and soon after the timed work, because the two
+    clocks drift apart. All marks made between two ties share one tie.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -30,7 +30,7 @@ class _Tie:
         self._host_us = 0.0
 
     def us(self, event: torch.Event) -> float:
-        """Host time, in µs, at which the device came to this event."""
+        """Return the host time in µs at which the device reached this event."""
         if self._event is None:
             _ties.pop(self._device_type, None)
             module: Any = torch.get_device_module(self._device_type)
@@ -66,7 +66,7 @@ _made: WeakKeyDictionary[StreamSet, tuple[Clock, HostTime]] = WeakKeyDictionary(
 
 
 def register(kind: type[Stream], clock: Callable[[StreamSet], tuple[Clock, HostTime]]) -> None:
-    """Streams of this kind are timed by what `clock` gives for a set of them."""
+    """Time streams of this kind by the clock that `clock` returns for a set of them."""
     _kinds[kind] = clock
 
 
@@ -75,12 +75,12 @@ register(DeviceStream, lambda streams: (lambda name: DeviceMark(getattr(streams,
 
 
 def clock_of(streams: StreamSet) -> Clock:
-    """The clock of a set."""
+    """Return the clock of a set of streams."""
     return _clocks(streams)[0]
 
 
 def clock_of_stream(stream: Stream) -> Clock:
-    """The clock of a stream: that of its set, unless it stands beside the one of its name there."""
+    """Return the clock of a stream: its set's clock, unless the set has another stream of this name."""
     around = clock_of(stream.streams)
     if getattr(stream.streams, stream.name) is stream or not isinstance(stream, DeviceStream):
         return around
@@ -94,6 +94,6 @@ def _clocks(streams: StreamSet) -> tuple[Clock, HostTime]:
 
 
 def use_newest() -> None:
-    """From now on, the clock of the set that was made last times what happens on no stream of the heart."""
+    """Make the newest set's clock time the events on no stream of the heart, from now on."""
     if StreamSet.newest is not None:
         events.use_clock(*_clocks(StreamSet.newest))

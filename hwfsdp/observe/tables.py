@@ -8,9 +8,9 @@ from hwfsdp.observe.validate import printable
 
 
 def lay_out(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> list[str]:
-    """Lines with the cells of each column below each other: the first `left` columns flush left, numbers flush right.
+    """Return lines with aligned columns: the first `left` columns flush left, the others flush right.
 
-    What a cell says is made printable: names come from files.
+    Cells are made printable, because names come from files.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
@@ -31,7 +31,7 @@ def ms(us: float) -> str:
 
 
 def signed(number: float, text: str) -> str:
-    """`text` of a difference, with its sign; "0" for none."""
+    """Write a difference with its sign, by `text`; "0" for none."""
     return "0" if number == 0 else f"{'+' if number > 0 else '−'}{text.lstrip('-−')}"
 
 

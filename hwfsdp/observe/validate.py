@@ -1,9 +1,9 @@
-"""Values that a file says, checked before anybody computes with them.
+"""Checks of values read from a file, before code computes with them.
 
-JSON has numbers without end and without a range, and a file may have been changed. So who reads one says what each value
-must be; what is not so is a ValueError that names the field, and shows the value, cut short and printable.
+Numbers in JSON have no limits, and a file may have been changed. So a reader states what each value must be. A wrong value
+raises a ValueError that names the field and shows the value, shortened and printable.
 
-Left out: files that are not JSON, and entries that are missing, of which Python says enough.
+Left out: files that are not JSON, and missing entries. Python's own errors say enough there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHOWN = 40  # characters of a value
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
-    """An integer in least … most; neither a bool nor a float is one. Raises ValueError for anything else."""
+    """Check for an integer in least … most; a bool or a float is none. Raises ValueError for anything else."""
     if type(value) is not int or not least <= value <= most:
         bounds = f"{least} or more" if most == MOST else f"{least} to {most}"
         raise ValueError(f"{name} is {shown(value)}, not a whole number, {bounds}")
@@ -27,28 +27,28 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
 
 
 def time_us(name: str, value: Any, least: float = -MOST_US) -> float:
-    """A finite number from `least` on, and no larger than `MOST_US`; kept as it is. Raises ValueError for anything else."""
+    """Check for a finite number in least … `MOST_US`; return it unchanged. Raises ValueError for anything else."""
     if type(value) not in (int, float) or not (least <= value <= MOST_US and isfinite(value)):
         raise ValueError(f"{name} is {shown(value)}, not a number of µs{', 0 or more' if least == 0 else ''}")
     return value  # type: ignore[no-any-return]
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False. Raises ValueError for anything else."""
+    """Check for True or False. Raises ValueError for anything else."""
     if type(value) is not bool:
         raise ValueError(f"{name} is {shown(value)}, neither true nor false")
     return value
 
 
 def text(name: str, value: Any) -> str:
-    """A string, whatever is in it: who shows it makes it `printable`. Raises ValueError for anything else."""
+    """Check for a string of any content; make it `printable` before you show it. Raises ValueError for anything else."""
     if type(value) is not str:
         raise ValueError(f"{name} is {shown(value)}, not a text")
     return value
 
 
 def many(name: str, value: Any) -> list[Any]:
-    """A list, or a tuple as a list. Raises ValueError for anything else."""
+    """Check for a list or a tuple; return a list. Raises ValueError for anything else."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{name} is {shown(value)}, not a list")
     return list(value)
@@ -58,12 +58,12 @@ Check = Callable[[str, Any], Any]  # of a field's name and value; what is to be 
 
 
 def between(least: int, most: int) -> Check:
-    """The check for an integer in least … most."""
+    """Return the check for an integer in least … most."""
     return lambda name, value: whole(name, value, least, most)
 
 
 def each(check: Check) -> Check:
-    """The check for a list whose parts pass `check`; kept as a tuple."""
+    """Return the check for a list whose items pass `check`; it returns a tuple."""
     return lambda name, value: tuple(check(f"{name}[{i}]", part) for i, part in enumerate(many(name, value)))
 
 

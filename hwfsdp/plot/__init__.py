@@ -3,7 +3,7 @@
     What all share
     style       colors, hatches, units of bytes
     sheet       one page: places in inches, a head of title, text and keys, names that fit
-    choice      which events a picture is of
+    choice      the events that a picture shows
     lanes       one rank's streams as a band
     issued      what a rank issued, in order
 
@@ -18,7 +18,7 @@
     Of layouts and models
     grid        which part of each parameter each rank holds, and padding
     meshmap     which ranks communicate with each other, on which nodes
-    cartoon     what ranks held before a collective and after it
+    cartoon     numbers of each rank before a collective and after it
     parameters  the table of a model's parameters
     states      memory of model states against the number of ranks
 

@@ -1,4 +1,4 @@
-"""Which events a picture is of, and what is said where there are none."""
+"""The events that a picture shows, and the error if there are none."""
 
 from __future__ import annotations
 

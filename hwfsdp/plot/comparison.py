@@ -1,7 +1,7 @@
 """Two runs, or more, on one axis of time: the same step of each, begun at the same moment, one band below the other.
 
-What is longer in one of them is longer on paper. Each band is drawn as in `timeline`, its time counted from the run's
-own first event, and a line marks its end, so the difference between steps can be read off.
+All bands have the same scale. Each band is drawn as in `timeline`, with times from the run's own first event. A line marks its
+end, so you can read off the difference between the steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a rank issued, in order: to the right is later, and no length is a time.
+"""The work of a rank in order of issue, from left to right. Lengths are not times.
 
-A span of compute takes one place. A collective begins at its place and ends where the rank waits for it: it may run all
-the while, so what stands below it is what may hide it. One that the rank waits for at once hides behind nothing.
+A span of compute takes one place. A collective begins at its place and ends where the rank waits for it. It may run all this
+time, so the compute below it may hide it. A collective that the rank waits for at once is not hidden.
 """
 
 from __future__ import annotations

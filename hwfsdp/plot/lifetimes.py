@@ -1,10 +1,10 @@
-"""What becomes of each parameter group over time: a shard, being gathered, full, freed.
+"""The states of each parameter group over time: sharded, gathering, full, freed.
 
-One row per group, in the order in which they are first gathered (`hwfsdp.observe.lifetimes` says how that is read from the
-log). A thin line is a group of which the rank holds its shard only. Gathering begins with the copy-in and ends with the
-all-gather. What was gathered early lies in its buffer until the copy-out has filled the parameters; from then on the
-group is full, until the last of its storages is freed. A bar inside says when the group computed, so one sees what it
-was gathered for, how far ahead, and how long it stayed.
+One row per group, in the order of the first gathers (`hwfsdp.observe.lifetimes` says how the log shows them). A thin line
+means that the rank holds only its shard. Gathering begins with the copy-in and ends with the all-gather. A group that was
+gathered early lies in its buffer until the copy-out fills the parameters. Then the group is full, until the last of its
+storages is freed. A bar inside shows when the group computed: so you see why it was gathered, how far ahead, and how long it
+stayed.
 """
 
 from __future__ import annotations

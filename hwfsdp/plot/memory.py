@@ -1,19 +1,19 @@
-"""Bytes alive on one rank over time, one area per kind: what a step holds, and when it holds most.
+"""Bytes alive on one rank over time, one area per kind.
 
-What stays lies at the bottom: sharded parameters, optimizer states, and gradients as shards, which stay from a group's
-backward to the end of the step. On them stands what comes and goes, so its teeth do not move what stays. Whole
-parameters are the lowest of these: the closed form of their peak (`accounting.peak_unsharded_bytes`) is drawn as a
-dashed line so many bytes above what stays, and their area must reach that line and not pass it. What lies on them may.
+Constant kinds lie at the bottom: sharded parameters, optimizer states, and sharded gradients, which stay from a group's
+backward to the end of the step. Kinds that come and go lie on top of them, so the constant areas do not jump. Whole parameters
+are the lowest of these. A dashed line shows the closed form of their peak (`accounting.peak_unsharded_bytes`), that many bytes
+above the constant kinds. The area of whole parameters must reach this line and not pass it; areas above it may.
 
 A strip above the areas says when the rank was in its forward, its backward and its optimizer. Several logs are panels
 on the same two axes, each from its own beginning.
 
-Areas have steps, not slopes: a sample holds until the next one. Samples are taken where the recorder looks
-(collectives, resized storages, optimizer steps), so what dies of its own shows in the sample after its death.
-Activations are no kind and are not in the picture.
+Areas have steps, not slopes: a sample holds until the next one. The recorder takes samples at collectives, resized storages
+and optimizer steps. A storage that dies in between is missing from the next sample on. Activations are no kind, so the picture
+does not show them.
 
-Samples have the host's time. Where the host computes, that is when things happen. A GPU's host runs ahead of it, so
-there samples are better drawn in their order, without times and without the strip.
+Samples have the host's time. If the host computes, this is the time of the work. The host of a GPU runs ahead of it. Then draw
+the samples in their order, without times and without the strip (`in_order`).
 """
 
 from __future__ import annotations

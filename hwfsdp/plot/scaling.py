@@ -1,7 +1,7 @@
 """A scaling curve: speed, time, memory and exposed communication against the number of GPUs.
 
-The large panel is what one pays for: tokens per second and GPU. The dashed line is ideal, every GPU as fast as at the
-smallest number; the percentages below the points are the share of it that is reached. The three small panels say why:
+The large panel shows tokens per second and GPU. The dashed line is ideal: every GPU is as fast as at the smallest number of
+GPUs. The percentages below the points are shares of this ideal. The three small panels explain them:
 the step's time, the memory of a GPU, and the share of the step in which communication is not hidden. Measurements,
 where there are any, are diamonds. What a model of the hardware leaves out belongs under its picture: the caption.
 """

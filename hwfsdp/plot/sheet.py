@@ -1,8 +1,8 @@
 """A sheet of paper: places in inches, a head of title, text and keys, names that fit, and how it is saved.
 
-matplotlib places axes in shares of the figure and looks for room afterwards. The pictures here do the opposite: a row
-is as high as its text needs, a column of names as wide as its longest name, and the sheet as high as all of it. So
-whatever there is to draw, one group or sixty, letters keep their size and never lie on each other.
+matplotlib places axes in shares of the figure, and looks for room afterwards. These pictures do the opposite. A row is as high
+as its text, a column of names is as wide as its longest name, and the sheet is as high as all rows. So letters keep their
+size and never overlap, with one group or with sixty.
 
 Note [A page has one width]
     Pages of the site, of GitHub and of notebooks shrink what is wider than their column, letters included. So every

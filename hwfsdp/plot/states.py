@@ -1,8 +1,8 @@
 """Memory of model states against the number of ranks, a line per strategy: what sharding saves, and where it ends.
 
-Lines are `accounting.model_state_bytes` of rank 0, which has the most rows; both scales are logarithmic, so a strategy
-that divides everything by the number of ranks falls straight, and one that keeps something whole levels off at that.
-Points are measurements, in the marker of their line, filled black: a point beside its line is a fault of one of them.
+Lines are `accounting.model_state_bytes` of rank 0, which has the most rows. Both scales are logarithmic. So a strategy that
+divides everything by the number of ranks is a falling straight line, and a strategy that keeps a state whole levels off.
+Points are measurements, in the marker of their line, filled black. If a point is not on its line, one of them is wrong.
 Names stand at the end of the lines, moved apart where lines end in the same place.
 """
 

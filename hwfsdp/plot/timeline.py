@@ -1,8 +1,7 @@
-"""The streams of every rank on one axis of time: what ran when, and what waited for what.
+"""The streams of every rank on one time axis: events as bars, waits as arrows.
 
-One band per rank (see `lanes`). Where a bar of a collective lies under a bar of compute, communication is hidden; a
-hatched bar on the compute row is the opposite, a time in which compute stood still until a collective (on a single
-rank: a copy) was done.
+One band per rank (see `lanes`). A collective under a bar of compute is hidden communication. A hatched bar on the compute row
+is the opposite: compute stood still until a collective (on a single rank: a copy) had ended.
 
 Time is the log's. Ranks that were recorded on one machine share a clock; bars of ranks from several machines are only
 as aligned as the log says their clocks are.

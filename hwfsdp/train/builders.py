@@ -1,6 +1,6 @@
 """Which model: one that is known by name, or a function of yours that builds it.
 
-What goes wrong in a user's function is told in one line, with its place.
+An error in a user's function becomes one line that names its place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Three times the same run: hwfsdp or a file of yours, torch's FSDP2, and a model that is not sharded at all.
 
 All three start from the same weights and see the same batches, step by step in turn, so that the first two can be
-compared bit for bit, and all three in the same weather. The last steps of the first are recorded: what moved and what was
-alive is held against the closed forms of `accounting`.
+compared bit for bit, and all three under the same load. The last steps of the first run are recorded. Its bytes moved and bytes
+alive are compared with the closed forms of `accounting`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Comparison:
 
     @classmethod
     def of(cls, runs: list[str]) -> Comparison:
-        """Nothing found yet."""
+        """Make an empty comparison."""
         return cls({run: [] for run in runs}, {run: [] for run in runs}, {run: [] for run in runs})
 
     def note(self, run: str, loss: float, square: float, ms: float) -> None:
@@ -89,7 +89,7 @@ class _Comparer:
         self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=config.lr)
 
     def batch_of(self, step: int) -> Batch:
-        """Of all ranks."""
+        """Return the batch of all ranks."""
         config = self.config
         return draw_batch(self.text, config.model.seq_len, config.batch * self.world_size, config.seed, step)
 

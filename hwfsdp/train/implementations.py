@@ -9,8 +9,7 @@
 arguments that it names, and two more, which the homework has: `module_fqn`, the name of the module, and `comm_ctx`, one
 `FSDPCommContext(device_type)` of the file for all modules of a model.
 
-The file is the user's own: it runs as a script of theirs would, without a guard. What goes wrong in it is said with its
-line (`blamed`).
+The file is the user's own, so it runs without restrictions, as a script would. An error in it names its line (`blamed`).
 """
 
 from __future__ import annotations
@@ -257,9 +256,9 @@ def average_gradients(model: nn.Module) -> None:
 def own_square(model: nn.Module, shapes: Mapping[str, torch.Size]) -> float:
     """This rank's share of the squared L2 norm of all gradients; the sum over the ranks is the square.
 
-    The norm of what a rank holds is not the norm of the gradient: a DTensor's part counts once for all ranks that hold
-    it. A plain tensor is the whole gradient on every rank, if it has the shape that its parameter had before it was
-    sharded (`shapes`, by name), and else a part that no other rank has.
+    The norm of a rank's part is not the norm of the gradient. A DTensor's part counts once for all ranks that hold it. A plain
+    tensor counts as the whole gradient on every rank if it has the shape that its parameter had before sharding (`shapes`, by
+    name). Otherwise it counts as a part that no other rank has.
     """
     total = 0.0
     for name, param in model.named_parameters():
@@ -292,7 +291,7 @@ def patience(implementation: str, seconds: float | None) -> float | None:
 
 
 def limit_collectives(seconds: float | None) -> None:
-    """From now on a collective of the default process group is given up a little later than a step is (`time_limit`)."""
+    """Give collectives of the default process group a timeout a little longer than a step's (`time_limit`)."""
     if seconds is None:
         return
     backend, rank, ranks = dist.get_backend(), dist.get_rank(), dist.get_world_size()
@@ -305,10 +304,10 @@ def limit_collectives(seconds: float | None) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise TimeoutError in the block where it stands when time is up; not in a collective, which has a limit of its own.
+    """Raise TimeoutError inside the block when time is up, but not inside a collective, which has its own timeout.
 
-    An alarm that rings during a collective is heard when the collective has ended. If it failed, its error is the one to
-    report: this rank waited for another one, which is at fault. Only the main thread can be interrupted; in another one the
+    An alarm during a collective takes effect after the collective. If the collective failed, its error is reported: this
+    rank waited for another rank, which is at fault. Only the main thread can be interrupted; in another one the
     block has no limit.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
@@ -329,7 +328,7 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
 
 
 def blamed(error: RankError, path: Path | str) -> RankError:
-    """The same error, which says where in a user's file it was raised, and not where in this package."""
+    """Return the same error with its place in the user's file, not its place in this package."""
     cause, place = error.__cause__, ""
     lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)(?:, in (\S+))?', error.traceback)
     if isinstance(cause, UsageError) and not lines:

@@ -42,7 +42,7 @@ class TrainConfig:
         reshard_after_forward: as for `fully_shard`.
         text: path of the training text; None: the one that comes with Python.
         record_last: how many of the last steps to record.
-        snapshots: where and when to save; None: never. Then a request to stop is not heeded either.
+        snapshots: where and when to save; None: never. Without it, a request to stop has no effect.
         implementation: what shards: "hwfsdp", "fsdp2", "none", or a Python file (see `implementations`).
         timeout: seconds for a step, and for a collective in it; None: 60 with a file, else 300 for a collective.
     """
@@ -131,7 +131,7 @@ def policy_of(config: TrainConfig) -> MixedPrecisionPolicy:
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """Element by element, the sum over all ranks; every rank gives as many values. No recording shows it."""
+    """Sum each value over all ranks; every rank gives equally many. No recording shows it."""
     total = torch.tensor(values, dtype=torch.float64)
     total = total.to("cuda" if dist.get_backend() == "nccl" else "cpu")
     with events.paused():
@@ -141,7 +141,7 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
 
 
 def mean_over_ranks(values: Sequence[float]) -> list[float]:
-    """Element by element, the mean over all ranks; every rank gives as many values."""
+    """Average each value over all ranks; every rank gives equally many."""
     return [total / dist.get_world_size() for total in sum_over_ranks(values)]
 
 
@@ -193,7 +193,7 @@ def launch_blaming(
 
 
 class Trainee:
-    """A GPT, sharded by one implementation, and its optimizer: what one trains step by step.
+    """A GPT, sharded by one implementation, with its optimizer, to train step by step.
 
     Raises:
         UsageError: a user's file cannot be called. What it raises; TimeoutError if it takes too long.

@@ -178,7 +178,7 @@ class Snapshots:
 
 
 def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:
-    """Rows of a batch over all ranks: the old run's number, if the number of ranks has changed.
+    """Return the rows of a batch over all ranks: the old run's number if the number of ranks has changed.
 
     Args:
         rows: what this run's settings make it.

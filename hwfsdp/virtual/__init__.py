@@ -5,12 +5,12 @@ topology     how long a collective takes
 costs        what an operator costs
 clock        time that passes when an operator is called; streams and events in it
 pools        how a caching allocator lays storages out
-allocator    bytes of a device that is not there
-kernels      what a device runs where a CPU runs something else
-world        what stands in for the machine
-programs     what is simulated
+allocator    memory of a virtual device
+kernels      operators that run differently on a device than on a CPU
+world        stand-ins for the machine: process group, tensors, streams
+programs     the simulated program: a model and a training step
 run          the public door: simulate
-fitting      what would fit, when something does not
+fitting      settings that fit, when the wanted ones do not
 report       a simulation as text
 calibration  this machine as a device
 """

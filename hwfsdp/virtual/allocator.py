@@ -1,8 +1,8 @@
 """Memory of a virtual device: every storage, from the operator that made it to its last reference.
 
-Fake tensors have storages with sizes and lifetimes, and no memory. Here each is counted when it is first seen, when it
-is resized, and when it is gone, at the moment when the host does that: a device's allocator takes memory back at the
-same moments. What is alive is one number, what has to be reserved for it another (`pools`).
+Fake tensors have storages with sizes and lifetimes, but no memory. The allocator counts each storage when it is first seen,
+when it is resized and when it is gone, at the moment when the host does this. A device's allocator takes memory back at the
+same moments. The bytes alive are one number; the bytes that must be reserved for them are another (`pools`).
 
 Left out: the workspaces of libraries, and what a driver takes for itself.
 """
@@ -18,12 +18,12 @@ import torch
 from hwfsdp.compat import storage_key
 from hwfsdp.virtual.pools import Block, Pools
 
-# The kind of what nobody has named: activations, their gradients, temporary results.
+# The kind of storages without a name: activations, their gradients, temporary results.
 ACTIVATION = "activation"
 
 
 class Step(NamedTuple):
-    """A change of what is alive: of which storage (its number), and by how many bytes."""
+    """A change of the bytes alive: the number of the storage, and the change in bytes."""
 
     number: int
     delta: int
@@ -69,11 +69,11 @@ class Allocator:
         self._kinds[self._numbers[storage_key(storage)]] = kind
 
     def reset_peak(self) -> None:
-        """Look for the peak from now on."""
+        """Forget the peak, and look for a new one from now on."""
         self.peak, self._peak_at = self.allocated, len(self._steps)
 
     def pack(self) -> None:
-        """Reserve anew what is alive now, for compute; what was there before is forgotten."""
+        """Lay out all living storages anew, for the compute stream; forget the old segments."""
         self._pools = Pools()
         self._blocks = {
             number: self._pools.allocate(nbytes, "compute")

@@ -1,13 +1,12 @@
 """This machine as a device: its ranks are processes, its links are memory.
 
-What a data sheet says of a GPU is measured here, on as many ranks as will be simulated, at once, because they share the
-machine: what a model for a CPU consists of, forward and backward, first its matrix products and then all the rest; what
-the host takes for an operator on next to nothing and for DTensor's dispatch; how long gathers of two sizes take. A few
-seconds, and as good as the machine is quiet.
+A GPU has a data sheet; this machine is measured instead. All simulated ranks measure at once, because they share the machine.
+They time the matrix products of a model, forward and backward, and its other operators; an operator on a tiny tensor, and
+DTensor's dispatch of it; gathers of two sizes. This takes a few seconds. A busy machine gives worse figures.
 
 Note [Rates of what is counted]
-    A rate is what `costs` counts, divided by the time it took. So whatever the counting leaves out on a CPU (GELU computes,
-    small tensors stay in caches, a transposed product is slower) is in the rate.
+    A rate is the count of `costs`, divided by the measured time. On a CPU the count leaves things out: GELU computes, small
+    tensors stay in caches, a transposed product is slower. The rate contains them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _BATCH, _LENGTH, _HEADS, _WIDTH = 8, 128, 4, 128  # of the model that the workbe
 
 
 class Rate(NamedTuple):
-    """Something that was run: FLOPs, bytes and operators as `costs` counts them, and seconds."""
+    """A measured run: FLOPs, bytes and operators as `costs` counts them, and seconds."""
 
     flops: float
     nbytes: float
@@ -90,7 +89,7 @@ def _elementwise() -> None:
 
 
 def measure_rank() -> Measured:
-    """On every rank of a process group at once."""
+    """Measure on every rank of a process group at once."""
     tiny = torch.ones(8)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = DTensor.from_local(tiny.clone(), mesh, [Shard(0)], run_check=False)
@@ -168,7 +167,7 @@ def _time(measured: Rate | float) -> float:
 
 
 def _beyond(rate: Rate, host: float) -> float:
-    """Seconds without the host's launches."""
+    """Return the seconds without the host's launches."""
     return max(rate.seconds - rate.operators * host, 0.1 * rate.seconds)
 
 

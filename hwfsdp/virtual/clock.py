@@ -1,14 +1,14 @@
-"""Time that passes when an operator is called, and not otherwise: streams and events of a device that is not there.
+"""Virtual time, which passes only when an operator is called: streams and events of a virtual device.
 
 The host issues, streams execute. Every operator advances the host by the time to launch it, and its stream by the time
 that it costs, from when the stream is free and the operator was issued. An event is a point in a stream's time, a wait
-moves a stream's end to it. That is what a device does, so the schedule, which only sees the façade of `streams`, overlaps
-here what it overlaps there. Everything is arithmetic on floats: two runs give the same times.
+moves a stream's end to it. A real device does the same. The schedule sees only the interface of `streams`, so it overlaps
+the same work here and there. Everything is arithmetic on floats: two runs give the same times.
 
 Note [A host that computes]
     Where the device is the host (`Device.host`), compute and copies block it: the host's clock moves to the end of each.
-    Collectives run beside it, as gloo's threads do. One that the user calls and that is to be over when it returns blocks the
-    host, too, on whatever stream.
+    Collectives run beside it, as gloo's threads do. A blocking collective that the user calls blocks the host, too, on any
+    stream.
 """
 
 from __future__ import annotations

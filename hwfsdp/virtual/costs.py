@@ -5,8 +5,8 @@ the bandwidth of the memory, whichever is longer, and never less than the shorte
 Patterson: Roofline, CACM 2009.)
 
 Bytes count every tensor that an operator reads or writes, each once: the traffic of a kernel without a cache. Of a
-tensor that is expanded, only what is there counts. FLOPs are those of matrix products, convolutions and attention, by
-torch's formulas (`torch.utils.flop_counter`); element-wise arithmetic is free beside its bytes. Of causal attention the
+expanded tensor, only its distinct elements count. FLOPs count matrix products, convolutions and attention, by torch's
+formulas (`torch.utils.flop_counter`). Element-wise arithmetic costs nothing beside its bytes. For causal attention, only the
 half that is computed counts.
 """
 
@@ -75,7 +75,7 @@ _ATTENTION = "_scaled_dot_product"
 
 
 def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Cost:
-    """The cost of an operator of torch that was called with these and returned `out`.
+    """Return the cost of an operator of torch that was called with these arguments and returned `out`.
 
     Args:
         op: an overload, as dispatch modes get it. args, kwargs, out: with tensors of any kind, fake ones too.

@@ -1,9 +1,9 @@
 """Figures of devices: the data sheet's numbers, their source, and one number that no data sheet has.
 
-A data sheet gives peaks. How much of the peak of its matrix units a device reaches in training depends on its power
-limit, its clocks and its kernels, and no sheet says it. That is the one number per device that is fitted here, on one
-published row (`fitted_on`); everything else about a prediction is arithmetic. Devices without a row borrow the number
-of the nearest one, and say so.
+A data sheet gives peaks. In training, a device reaches a share of the peak of its matrix units. This share depends on its
+power limit, its clocks and its kernels, and no data sheet gives it. So one number per device is fitted, on one published row
+(`fitted_on`). Everything else in a prediction is arithmetic. A device without a row uses the number of the nearest device,
+and its source says so.
 
 Attention is a kernel of its own. What fused kernels reach is published: FlashAttention-2 (arXiv:2307.08691, figures 4 to 7)
 about 180 of an A100's 312 TFLOP/s with a causal mask, and 335 on an H100 without instructions of its own, which

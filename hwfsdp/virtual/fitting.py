@@ -1,10 +1,10 @@
 """Settings that fit when the wanted ones do not: found by arithmetic, then tried.
 
-Of what is alive at the peak, shards shrink with the number of GPUs that shard, activations with the batch, and the rest
-stays. So one more simulation, with everything recomputed and one sequence at a time, says whether these GPUs are enough at
-all. If they are, it says for how large a batch; if not, how many it takes. Under hybrid sharding more GPUs do not help,
-but sharding over all of them does. Of a step of the user's only the number of GPUs can be changed from outside. The answer
-has been simulated before it is given.
+At the peak, shards shrink with the number of GPUs that shard, activations shrink with the batch, and the rest is constant. So
+one more simulation, with everything recomputed and one sequence at a time, shows whether these GPUs are enough at all. If they
+are, it gives the largest batch. If not, it gives the number of GPUs. Under hybrid sharding more GPUs do not help, but sharding
+over all of them does. For a step of the user's own, only the number of GPUs can change. Every proposal is simulated before
+it is returned.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Try = Callable[[Choice], Simulation]
 
 
 def describe_misfit(simulation: Simulation, chosen: Choice, simulate_with: Try) -> str:
-    """One sentence: by how much it does not fit, and what would."""
+    """Say in one sentence how much memory is missing, and which settings would fit."""
     over = simulation.peak_allocated_gib - simulation.memory_gib
     text = (
         f"{simulation.target} on {simulation.gpus} × {simulation.device.name} needs {simulation.peak_allocated_gib:.1f} GiB "
@@ -61,7 +61,7 @@ def describe_misfit(simulation: Simulation, chosen: Choice, simulate_with: Try) 
 def find_fitting(
     simulation: Simulation, chosen: Choice, simulate_with: Try
 ) -> tuple[Choice, Simulation] | None:
-    """A choice that fits, as near to the one made as this finds, and its simulation; None if there is none."""
+    """Find a choice that fits and is near the wanted one, and simulate it; None if there is none."""
     least, found = chosen, simulation
     if chosen.batch is not None and (chosen.batch > 1 or chosen.checkpoint != "full"):
         least = replace(chosen, batch=1, checkpoint="full")

@@ -1,7 +1,7 @@
 """Operators that run differently on a device than on a CPU.
 
-Virtual tensors say that they are on the CPU, so torch chooses the kernels that it has for a CPU. For most operators that
-makes no difference to shapes and bytes. Where it does, the call is changed here to what a GPU would run:
+Virtual tensors are on the CPU for torch, so torch chooses its CPU kernels. For most operators, shapes and bytes are the same
+as on a GPU. Where they differ, this module replaces the call by a GPU's kernel:
 
 - attention with dropout is one fused kernel, too; a CPU would build the whole matrix of weights;
 - dropout is one kernel, which keeps a mask of bytes; a CPU draws, divides and multiplies;
@@ -42,7 +42,7 @@ def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace:
 
 @contextmanager
 def device_kernels() -> Iterator[None]:
-    """In the block, torch's functions call what a device would run."""
+    """Make torch's functions inside the block call the kernels of a device."""
     with ExitStack() as stack:
         cpu_library = torch.backends.mkldnn
         stack.callback(cpu_library.set_flags, cpu_library.set_flags(False)[0])

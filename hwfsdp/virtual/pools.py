@@ -1,9 +1,9 @@
 """A caching allocator's layout of storages: a device needs more memory than is alive.
 
-PyTorch's allocator takes memory from the device in segments, keeps it, and cuts blocks from it. A block can be reused by
-the stream that it was made on only, and a hole only by what fits into it. So the memory that is reserved is at least the
-sum of the peaks of the streams, which need not come together, and the holes on top. Written after the documented rules
-of torch's CUDA allocator (docs.pytorch.org, CUDA semantics, "Memory management", and its published source's constants):
+PyTorch's allocator takes memory from the device in segments, keeps it, and cuts blocks from it. Only the stream that made a
+block can reuse it, and a hole serves only storages that fit into it. So the reserved memory is at least the sum of the
+streams' peaks, which may come at different times, plus the holes. This module follows the documented rules of torch's CUDA
+allocator (docs.pytorch.org, CUDA semantics, "Memory management", and its published source's constants):
 
 - sizes are rounded up to 512 bytes; up to 1 MiB they come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB,
   larger ones get a segment of their own size, rounded up to 2 MiB;

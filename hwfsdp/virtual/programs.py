@@ -3,9 +3,9 @@
 Mixed precision as usual: parameters are gathered in bfloat16, gradients reduced in float32, AdamW keeps float32.
 
 Note [Selective checkpointing]
-    Between keeping all activations and recomputing all: per operator, the outputs of attention and of every second matrix
-    product are kept, the rest is computed again. (The published figures that predictions are held against did this;
-    torch calls the tool `create_selective_checkpoint_contexts`.)
+    A middle way between keeping all activations and recomputing all: the outputs of attention and of every second matrix
+    product are kept, and all others are computed again. (The published figures that predictions are compared with used it;
+    torch's tool is `create_selective_checkpoint_contexts`.)
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ class Program(NamedTuple):
 
 
 def program(target: Target, plan: Plan, gpus: int, is_host: bool = False) -> Program:
-    """Build what is to run in the world that has been entered.
+    """Build the program that runs in the entered world.
 
-    Whole parameters never exist, as for real: a model is built on the meta device, and gets memory for its shards.
+    Whole parameters never exist, as on real GPUs: a model is built on the meta device, and gets memory for its shards.
 
     Raises:
         UsageError: a function that returns neither a model nor a step.

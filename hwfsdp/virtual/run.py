@@ -1,17 +1,17 @@
-"""`simulate`: a step of training on GPUs that are not there.
+"""`simulate`: a training step on virtual GPUs.
 
     result = simulate("llama3-8b", gpus=512, device="h100", batch=2, seq=8192, checkpoint="selective")
     print(result.tokens_per_second_per_gpu, result.peak_memory_gib, result.fits)
     result.log.save("trace.json")
 
-What runs is the package itself: `fully_shard`, its hooks and its prefetching, on rank 0 of a virtual world (`world`).
-One step warms up, so that the order of the groups is learned and the optimizer has its state; the next one is measured.
+The simulation runs the package itself: `fully_shard`, its hooks and its prefetching, on rank 0 of a virtual world (`world`).
+The first step is a warm-up: hwfsdp learns the order of the groups, and the optimizer makes its state. The next is measured.
 
 Note [What the model leaves out]
-    Ranks are equal and start together: no stragglers, no congestion, no failures. Kernels cost by roofline, one
-    efficiency for all matrix products of a device, whatever their shapes; streams do not slow each other down, although
-    collectives of a real device take some of its units and of its memory's bandwidth. The host is as fast as
-    `Device.launch_us` says. Data loading, checkpoints and the first steps' compilation are not there.
+    Ranks are equal and start together: no stragglers, no congestion, no failures. A roofline gives the cost of kernels, with
+    one efficiency for all matrix products of a device, whatever their shapes. Streams do not slow each other down; on a real
+    device, collectives take some of its compute units and memory bandwidth. `Device.launch_us` gives the speed of the host.
+    Data loading, checkpoints and compilation in the first steps are left out.
 """
 
 from __future__ import annotations

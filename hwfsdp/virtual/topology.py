@@ -2,8 +2,8 @@
 
 Nodes of `per_node` GPUs, joined inside by fast links and outside by one network port per GPU. A collective is a ring,
 or several rings at once that share the ports of a node, which is how libraries run large ones. Each GPU receives
-`(W - 1) / W` of the whole tensor over its link; each *node* receives, over all the ports of its GPUs that take part,
-what its GPUs have not among them. The slower of the two decides. An all-reduce is a reduce-scatter and an all-gather.
+`(W - 1) / W` of the whole tensor over its link. Each *node* receives the bytes that none of its GPUs has, over the ports of
+all its GPUs that take part. The slower of the two decides. An all-reduce is a reduce-scatter and an all-gather.
 (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.)
 
 Left out: congestion, stragglers, switches that reduce, and what a collective takes from compute that runs beside it.
@@ -25,7 +25,7 @@ class Span(NamedTuple):
     """Where the ranks of a group are.
 
     Attributes:
-        ranks: how many. nodes: on how many nodes. per_node: ranks on each; of uneven groups, the fewest.
+        ranks: number of ranks. nodes: number of nodes. per_node: ranks on each; of uneven groups, the fewest.
     """
 
     ranks: int
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 def span_of(ranks: Sequence[int], per_node: int) -> Span:
-    """Global ranks fill one node after the other."""
+    """Return the span of these global ranks, which fill one node after the other."""
     nodes = Counter(rank // per_node for rank in ranks)
     return Span(len(ranks), len(nodes), min(nodes.values()))
 

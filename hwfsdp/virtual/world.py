@@ -1,6 +1,6 @@
 """A world of GPUs in one process: this process is rank 0 of them, and nothing in it computes.
 
-Four things stand in for the machine, and the code above them is the one that runs on real ranks:
+Four stand-ins replace the machine. The code above them is the same as on real ranks:
 
 - a fake process group: collectives return at once (`compat.fake_process_group`);
 - fake tensors: operators work out shapes, not values (`compat.fake_tensors`);
@@ -8,17 +8,17 @@ Four things stand in for the machine, and the code above them is the one that ru
 - a dispatch mode, the meter, which sees every operator and every collective, says what it costs, and counts the storages
   that it makes.
 
-Rank 0 stands for all: in fully sharded training every rank does the same, and none has more rows.
+Rank 0 represents all ranks: in fully sharded training every rank does the same, and no rank has more rows.
 
 Note [The count of steps]
-    Optimizers keep the number of their steps in a tensor on the host, and read it in each step, which costs a device
-    nothing. A fake tensor has no number to read. So within the step of an optimizer a scalar that is read is the number
-    of steps it has done. torch's optimizers go over parameters one by one on the CPU, and over many at once on a
-    device; what has not been chosen is chosen here as for a device.
+    Optimizers keep the number of their steps in a tensor on the host, and read it in each step. This costs a device
+    nothing, but a fake tensor has no number to read. So a scalar that an optimizer reads within its step is its number of
+    steps. torch's optimizers process parameters one by one on the CPU, and many at once on a device. If the user has not
+    chosen, the virtual world chooses as for a device.
 
 Note [What stays real]
-    A mesh is made of tensors of rank numbers, whose values count. What torch's meshes make is left real, and so is
-    whatever is computed from real tensors only.
+    A mesh is made of tensors of rank numbers, whose values matter. So tensors of torch's meshes stay real, and so do all
+    results that are computed from real tensors only.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class World:
     """A stand-in for `gpus` devices.
 
     Attributes:
-        clock, allocator: of the one that rank 0 has.
+        clock, allocator: of rank 0's device.
         flops: of all operators so far. attention_flops: of the backwards of attention, nothing masked.
     """
 

@@ -1,0 +1,124 @@
+"""What the site adds to its pages: links into the glossary, and a footer that leads to the repository and the license.
+
+A page links the first use of each term of docs/glossary.md; the link shows the definition under the pointer. The address of the
+repository is the remote `origin` of the checkout that the site is built in, so a fork's site leads to the fork.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from docutils import nodes
+
+ROOT = Path(__file__).parent.parent
+GLOSSARY = "glossary"
+WITHOUT_LINKS = re.compile(r"(glossary|reference|index|copyright|genindex|book/.*)$")
+# terms that pages use in their everyday meaning, too
+EVERYDAY = {"event", "group", "hole", "host", "race", "root", "station", "unit"}
+AS_THEY_ARE = (nodes.title, nodes.reference, nodes.literal, nodes.table, nodes.Admonition, nodes.raw)
+
+
+class Term(NamedTuple):
+    """A term of the glossary: its place in the page, and its definition as plain text."""
+
+    anchor: str
+    definition: str
+
+
+def read_terms(app: Any) -> dict[str, Term]:
+    """All terms by name, in lower case; empty if the site has no glossary."""
+    terms: dict[str, Term] = {}
+    if GLOSSARY not in app.env.found_docs:
+        return terms
+    for item in app.env.get_doctree(GLOSSARY).findall(nodes.definition_list_item):
+        definition = " ".join(item[-1].astext().split())
+        for heading in item.findall(nodes.term):
+            for name in heading.astext().split(", "):
+                terms[name.lower()] = Term(heading["ids"][0], definition)
+    return terms
+
+
+def link_terms(app: Any, doctree: nodes.document, name: str) -> None:
+    """Link the first use of each term on a page to the glossary."""
+    if WITHOUT_LINKS.match(name):
+        return
+    terms = {term: place for term, place in read_terms(app).items() if term not in EVERYDAY}
+    if not terms:
+        return
+    names = "|".join(re.escape(term) for term in sorted(terms, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w-])({names})(?:e?s)?(?![\w-])", re.IGNORECASE)
+    page = app.builder.get_relative_uri(name, GLOSSARY)
+    for text in [text for text in doctree.findall(nodes.Text) if _is_prose(text)]:
+        pieces = list(_linked(str(text), pattern, terms, page))
+        if len(pieces) > 1:
+            text.parent.replace(text, pieces)
+
+
+def _is_prose(text: nodes.Text) -> bool:
+    parent, in_paragraph = text.parent, False
+    while parent is not None:
+        if isinstance(parent, AS_THEY_ARE):
+            return False
+        in_paragraph = in_paragraph or isinstance(parent, nodes.paragraph)
+        parent = parent.parent
+    return in_paragraph
+
+
+def _linked(text: str, pattern: re.Pattern[str], terms: dict[str, Term], page: str) -> Iterator[nodes.Node]:
+    """The text, cut at the terms that it uses first. These are taken out of `terms`."""
+    begin = 0
+    for found in pattern.finditer(text):
+        term = terms.pop(found[1].lower(), None)
+        if term is None:
+            continue
+        yield nodes.Text(text[begin : found.start()])
+        link = nodes.reference(
+            "", found[0], refuri=f"{page}#{term.anchor}", reftitle=term.definition, classes=["term"]
+        )
+        link["internal"] = True
+        yield link
+        begin = found.end()
+    yield nodes.Text(text[begin:])
+
+
+def repository() -> str:
+    """The web address of the repository; "" if git knows of none."""
+
+    def asked(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    # a student's edition may lie inside another checkout, whose address is not the edition's
+    if not (top := asked("rev-parse", "--show-toplevel")) or Path(top).resolve() != ROOT.resolve():
+        return ""
+    return web_address(asked("config", "--get", "remote.origin.url"))
+
+
+def web_address(remote: str) -> str:
+    """The page of a remote: without a user, a password and `.git`; "" if it is no address on the net.
+
+    >>> web_address("git@github.com:ada/hwfsdp.git")
+    'https://github.com/ada/hwfsdp'
+    """
+    found = re.fullmatch(
+        r"(?:https?://(?:[^/@]*@)?|ssh://(?:[^/@]*@)?|[\w-]+@)([\w.-]+\.\w+)(?::\d+)?[:/]/?(.+?)(?:\.git)?/?",
+        remote,
+    )
+    return f"https://{found[1]}/{found[2]}" if found else ""
+
+
+def fill_footer(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give the templates the address of the repository."""
+    context["repository"] = app.config.repository
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.add_config_value("repository", repository(), "html", str)
+    app.connect("doctree-resolved", link_terms)
+    app.connect("html-page-context", fill_footer)
+    return {"parallel_read_safe": True}
