@@ -62,6 +62,7 @@ check: setup  ## lint, types, format, layering, exercises that fit the package
 exercises: setup  ## write starters and solutions from the package, and draw the pictures
 	$(BIN)/python -m hwfsdp.course write
 	$(BIN)/python -m hwfsdp.course pictures
+	$(BIN)/python -m hwfsdp.course logs
 	$(BIN)/python -m hwfsdp.course.lab
 
 mutants: setup  ## grade every machine-made mistake, and right answers on 1 to 4 ranks; writes docs/grading.md; takes long

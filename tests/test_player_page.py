@@ -17,6 +17,7 @@ from hwfsdp import EventLog
 from hwfsdp.core.sharding import chunk_extent
 from hwfsdp.observe.lifetimes import find_lifetimes, find_reductions
 from hwfsdp.plot import style
+from hwfsdp.plot.player.packing import Start
 from hwfsdp.plot.player.page import make_page
 from hwfsdp.train.models import GPTConfig
 from hwfsdp.virtual import simulate
@@ -63,7 +64,14 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
     for name, logs in made.items():
         make_page(logs).save(folder / f"{name}.html")
-    return {name: (folder / f"{name}.html").as_uri() for name in made}
+    make_page([("a.json", log), ("b.json", log)], start_of(log)).save(folder / "start.html")
+    return {name: (folder / f"{name}.html").as_uri() for name in (*made, "start")}
+
+
+def start_of(log: EventLog) -> Start:
+    """The second gather of the last rank."""
+    gather = log.select("all_gather", rank=RANKS - 1)[1]
+    return Start(f"Late: {HOSTILE}", RANKS - 1, gather.start_us)
 
 
 @pytest.fixture(scope="module")
@@ -384,3 +392,37 @@ def test_two_logs_stand_on_one_clock_with_what_differs(tab: Tab, pages: dict[str
     tab.key("ArrowDown")
     tab.key("ArrowDown")
     assert tab.run("[state.side, state.rank]") == [1, 0]
+
+
+# --- Where a page opens ------------------------------------------------------------------------------------
+
+
+def test_a_page_opens_at_its_start_and_a_button_leads_back_to_it(
+    tab: Tab, pages: dict[str, str], log: EventLog
+) -> None:
+    tab.open(pages["start"])
+    start, begin = start_of(log), min(e.start_us for e in log.events)
+    moment = [0, start.rank, pytest.approx(start.us - begin, abs=0.1), "all_gather"]
+    opened = "[state.side, state.rank, state.t, state.event.op]"
+    assert tab.run(opened) == moment
+    assert tab.run("document.querySelector('#looks button').textContent") == start.said
+    tab.run("state.lookAt(1, 0), state.seek(0)")
+    assert tab.run(opened.replace("state.event.op", "0")) == [1, 0, 0, 0]
+    tab.run("document.querySelector('#looks button').click()")
+    assert tab.run(opened) == moment and tab.run("window.harmed") is None
+
+
+def test_the_moment_in_the_address_goes_before_the_pages_own(tab: Tab, pages: dict[str, str]) -> None:
+    tab.open(f"{pages['start']}#t=0.0100&rank=0&log=b")
+    assert tab.run("[state.side, state.rank, state.t]") == [1, 0, 10]
+
+
+# --- Memory in few pixels ----------------------------------------------------------------------------------
+
+
+def test_a_peak_of_no_width_is_drawn_and_does_not_hold_until_the_next_sample(tab: Tab) -> None:
+    totals = tab.run("""(() => {
+        const memory = state.panes[1], samples = { us: [0, 1e-6, 2e-6], kinds: { sharded_param: [1, 9, 2] } };
+        return memory.columns(state.log, samples, { left: 0, right: 100 }).steps.map((step) => step.total);
+    })()""")
+    assert totals == [9, 2]

@@ -31,10 +31,13 @@ def add_lab(verbs: Any) -> None:
         "--run",
         action="store_true",
         dest="run_script",
-        help="run the script under the recorder, and write its trace and pictures",
+        help="run the script under the recorder, and write its trace, a player of it, and pictures",
     )
     lab.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for trace and pictures (default runs/lab/NN_name)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for trace, player and pictures (default runs/lab/NN_name)",
     )
     lab.add_argument(
         "--submission",

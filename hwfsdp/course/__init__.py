@@ -48,6 +48,7 @@
     filemap         a map of their `my_fsdp.py`
     commands        list, hint, status, reset, catchup
     checking        check, watch
+    beside          a failed run beside the reference's, as a page
     replay          an answer beside the reference
     gradebook       a class graded
     release         the student's edition

@@ -5,6 +5,7 @@ Of the exercises and the homework ("capstone"):
 python -m hwfsdp.course write            writes starters and solutions
 python -m hwfsdp.course check [NN …]     says what does not hold, of these exercises or of all
 python -m hwfsdp.course pictures [NN …]  draws their pictures
+python -m hwfsdp.course logs             records the reference on the virtual machines (`beside`)
 python -m hwfsdp.course mutants [NN …]   grades machine-made mistakes, and right answers on 1 to 4 ranks; all of them: docs/grading.md
 """
 
@@ -14,7 +15,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from hwfsdp.course import grader_report, workbook
+from hwfsdp.course import beside, grader_report, workbook
 from hwfsdp.course.commands import everything, wanted_exercise
 from hwfsdp.course.manifest import Course, Exercise, find_course
 from hwfsdp.course.pool import grading_pool
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str]) -> int:
             name = f"hwfsdp.course.pictures.{exercise.topic}"
             if importlib.util.find_spec(name) is not None:
                 sheet.save(importlib.import_module(name).draw(), exercise.folder / "picture.png")
+        return 0
+    if verb == "logs":
+        beside.record_reference()
         return 0
     if verb == "mutants":
         return _mutants(course, chosen)

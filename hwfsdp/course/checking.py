@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from hwfsdp.course.beside import write_page
 from hwfsdp.course.capstone.homework import Homework
 from hwfsdp.course.certificate import STATION, write_certificate
 from hwfsdp.course.commands import wanted_exercise
@@ -41,10 +43,11 @@ def check(
     if submission is None and not isinstance(exercise, Homework):
         _remember(course, result)
     result.seconds = time.monotonic() - began
+    page = _write_page(result, folder) if submission is None else None
     if as_json:
-        print(json.dumps(result.as_dict(), indent=2))
+        print(json.dumps({**result.as_dict(), **({"player": str(page)} if page else {})}, indent=2))
     else:
-        print(shown(result, shown_path(find_source(exercise, folder).path), Style(), before))
+        print(shown(result, shown_path(find_source(exercise, folder).path), Style(), before, page))
         if (
             submission is None
             and exercise.number == STATION
@@ -59,6 +62,13 @@ def _folder(course: Course, submission: Path | None, wanted: Exercise) -> Path:
         return course.root / "exercises"
     check_folder(submission, (*course.exercises, wanted))
     return submission
+
+
+def _write_page(result: Grade, folder: Path) -> Path | None:
+    """A page is not worth losing a verdict."""
+    with suppress(OSError, UsageError):
+        return write_page(result, find_source(result.exercise, folder))
+    return None
 
 
 def _remember(course: Course, result: Grade) -> None:
@@ -128,4 +138,5 @@ def _check_again(course: Course, exercise: Exercise, mine: bool) -> None:
         return
     before = Progress.load(course).measured
     _remember(course, result)
-    print(shown(result, shown_path(exercise.path), Style(), before), end="\n\n", flush=True)
+    page = _write_page(result, course.root / "exercises")
+    print(shown(result, shown_path(exercise.path), Style(), before, page), end="\n\n", flush=True)

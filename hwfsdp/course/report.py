@@ -52,13 +52,16 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line.expandtabs())
 
 
-def shown(grade: Grade, path: Path, style: Style, before: Mapping[str, str] = {}) -> str:
+def shown(
+    grade: Grade, path: Path, style: Style, before: Mapping[str, str] = {}, page: Path | None = None
+) -> str:
     """The verdict on one exercise: a line for each check, and the evidence for each failed one.
 
     Args:
-        before: the figures of an earlier verdict.
+        before: the figures of an earlier verdict. page: a player of what failed (`beside`).
     """
-    return "\n".join(_lines(grade, path, style, before))
+    seen = [f"  See it, beside the reference: open {page} in a browser."] if page else []
+    return "\n".join([*_lines(grade, path, style, before), *seen])
 
 
 def _lines(grade: Grade, path: Path, style: Style, before: Mapping[str, str]) -> Iterator[str]:

@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from hwfsdp.course.run import Ranks
 
 
+class Seen(NamedTuple):
+    """A moment of a run on a virtual machine, for a player.
+
+    Attributes:
+        machine: whose run it is, by the name in `clocked`. log: of the run, as data (`run.log_data`).
+        us: the moment, in the log's time; None: when most bytes are alive.
+    """
+
+    machine: str
+    log: dict[str, Any]
+    us: float | None
+
+
 class Finding(Exception):
     """Why a check fails.
 
@@ -25,15 +38,22 @@ class Finding(Exception):
 
     Attributes:
         provisional: time ran out while others were graded beside it; to be graded again alone (`run`, Note [Slow or stuck]).
+        seen: where to look, if a run was recorded; it stays in the process that judged.
     """
 
     provisional = False
+    seen: Seen | None = None
 
     def __init__(self, misconception: str, message: str, expected: Any = None, actual: Any = None) -> None:
         assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
         super().__init__(message)
         self.misconception, self.message = misconception, message
         self.expected, self.actual = _shown(expected), _shown(actual)
+
+    def at(self, seen: Seen) -> Finding:
+        """The same, with where to look."""
+        self.seen = seen
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Finding, (self.misconception, self.message, self.expected, self.actual)

@@ -91,10 +91,34 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
         try:
             yield log
         finally:
-            found, samples = recorder.finish()
-            clock = RankClock(recorder.origin.us(), this_machine())
-            log.events, log.samples = found, {rank: samples}
-            log.about = {**describe_run(recorder.visited, recorder.groups), **clocks_about({rank: clock})}
+            _fill(log, recorder)
+
+
+def recorded_so_far() -> EventLog:
+    """What the recording in progress has by now; events that are open end now. For a rank that hangs: it records no more.
+
+    Any thread may call this. Raises StateError without a recording.
+    """
+    recorder = events.active()
+    if recorder is None:
+        raise StateError(
+            "recorded_so_far()",
+            expected="a recording in progress",
+            got="none",
+            remedy="Call it inside the block of record().",
+        )
+    for draft in recorder.drafts:
+        draft.close()
+    log = EventLog()
+    _fill(log, recorder)
+    return log
+
+
+def _fill(log: EventLog, recorder: Recorder) -> None:
+    found, samples = recorder.finish()
+    clock = RankClock(recorder.origin.us(), this_machine())
+    log.events, log.samples = found, {recorder.rank: samples}
+    log.about = {**describe_run(recorder.visited, recorder.groups), **clocks_about({recorder.rank: clock})}
 
 
 def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLog | None:

@@ -24,6 +24,7 @@ from hwfsdp.course.lab.running import Run
 from hwfsdp.course.lab.seals import FILE, read_key, read_seals, seal, written
 from hwfsdp.course.manifest import Course, find_course
 from hwfsdp.course.report import Style
+from hwfsdp.observe.eventlog import EventLog
 
 COURSE = find_course(Path(__file__))
 BUGS = read_bugs(COURSE)
@@ -452,5 +453,20 @@ def test_arguments_that_cannot_be_used_end_with_status_2(
 def test_a_run_writes_its_trace_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a new folder" / "in another"
     assert cli.main(["lab", "10", "--run", "--out", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} >= {"trace.json", "timeline.png"}
-    assert "got mixed torch.Tensor and DTensor" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} >= {"trace.json", "player.html", "timeline.png"}
+    said = capsys.readouterr().out
+    assert "got mixed torch.Tensor and DTensor" in said and "player.html plays the run in any browser" in said
+
+
+def test_a_run_that_hangs_leaves_a_trace_that_ends_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["lab", "2", "--run", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "its trace does where the ranks hang" in said and "Collectives of rank 0" not in said
+    log = EventLog.load(tmp_path / "trace.json")
+    assert log.ranks == [0, 1] and (tmp_path / "player.html").exists()
+    last = log.collectives()[-1]
+    assert (last.rank, last.op, last.owner) == (1, "all_gather", "Sequential")
+    assert last.end_us == pytest.approx(max(e.end_us for e in log.events if e.rank == 1), rel=0.01)
+    assert last.dur_us > 1e6  # it has waited since

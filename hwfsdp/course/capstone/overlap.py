@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 from hwfsdp.course.run import Ranks
-from hwfsdp.course.stations.clocked import exposed_of
 from hwfsdp.course.stations.machines import compare_exposed, compare_peak, figures, gathers_of, refuse_races
 from hwfsdp.course.verdict import Finding
 
@@ -24,12 +23,12 @@ def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     """Task 2: gathers have a stream of their own. Only code that reads a gathered weight waits for its gather."""
     refuse_races(ranks, seed, "forward")
     found = figures(ranks, seed, "gpu")
-    if not (gathers := gathers_of(found, False)):
+    if not gathers_of(found, False):
         raise Finding(
             "not-gathered", "A second forward on the virtual GPU gathers nothing.", "5 all-gathers", 0
         )
     where = "A forward on the virtual GPU: gathers"
-    compare_exposed(where, gathers, exposed_of(found).forward, GPU_FORWARD_US, "no-overlap")
+    compare_exposed(where, found, "forward", GPU_FORWARD_US, "no-overlap")
 
 
 def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
@@ -45,7 +44,7 @@ def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
         raise Finding("guessed-wrong", message, "each once, the last first", ", ".join(order))
     refuse_races(ranks, seed, "backward")
     where = "A backward on the virtual host: gathers"
-    compare_exposed(where, gathers, exposed_of(found).backward, HOST_GATHERS_US, "not-prefetched")
+    compare_exposed(where, found, "backward", HOST_GATHERS_US, "not-prefetched")
     if found["flying"] <= 2:
         compare_step_peak(found, "unbounded-prefetch")
 
@@ -56,8 +55,8 @@ def judge_reduce_overlap(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "host")
     if not found["reductions"]:
         raise Finding("not-reduced", "A step on the virtual host reduces nothing.", "5 reductions", 0)
-    where, exposed = "A backward on the virtual host: gradients", exposed_of(found).reductions
-    compare_exposed(where, found["reductions"], exposed, HOST_REDUCTIONS_US, "no-overlap")
+    where = "A backward on the virtual host: gradients"
+    compare_exposed(where, found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
     if found["flying"] > 2:
         compare_step_peak(found, "unbounded-reductions")
 

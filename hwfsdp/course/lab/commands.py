@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hwfsdp.observe.eventlog import EventLog
 
 KEPT = "lab_standing.json"
+PLAYER = "player.html"
 _SHOWN = 4.0  # seconds after which a script that hangs is ended
 
 
@@ -61,7 +62,7 @@ def _questions(bug: Bug) -> dict[str, Any]:
 
 
 def run(number: str, out: Path | None, as_json: bool) -> int:
-    """Run the script of a bug under the recorder; write its trace and pictures."""
+    """Run the script of a bug under the recorder; write its trace, a player of it, and pictures."""
     from hwfsdp.course.lab.running import SECONDS, run_script
 
     bug = find_bug(read_bugs(find_course()), number)
@@ -76,21 +77,29 @@ def run(number: str, out: Path | None, as_json: bool) -> int:
     print(report.described(found))
     if files:
         names = ", ".join(file.name for file in files)
-        print(f"\nWritten to {target}/: {names}. The trace opens in https://ui.perfetto.dev")
+        until = "" if found.seconds is None else " The run did not end; its trace does where the ranks hang."
+        print(f"\nWritten to {target}/: {names}.{until}")
+        plays = f"{PLAYER} plays the run in any browser. " if target / PLAYER in files else ""
+        print(f"{plays}The trace opens in https://ui.perfetto.dev")
     else:
-        print("\nThe run did not end, so there is no trace of it.")
+        print("\nThe run did not end, and left no trace.")
     return 0
 
 
 def _write(log: EventLog, target: Path) -> list[Path]:
-    """Write the trace, and each picture for which the run has something to draw."""
-    from hwfsdp.plot.export import View, export
+    """Write the trace, its player, and each picture for which the run has something to draw."""
+    from hwfsdp.plot.export import View, export, write_page
 
     files = [target / "trace.json"]
     log.save(files[0])
+    player = target / PLAYER
+    player.unlink(missing_ok=True)  # of an earlier run
+    with suppress(UsageError):
+        write_page([(target.name, log)], player)
+        files.append(player)
     for picture in ("timeline", "memory", "lifetimes"):
         path = target / f"{picture}.png"
-        path.unlink(missing_ok=True)  # of an earlier run
+        path.unlink(missing_ok=True)
         with suppress(UsageError):
             export(log, path, "png", View(picture))
             files.append(path)

@@ -105,7 +105,7 @@ def described(run: Run) -> str:
     lines += [""] if any(run.raised) else []
     if run.parted:
         lines += [run.parted, ""]
-    if run.log:
+    if run.log and run.seconds is None:  # else the table says more
         lines += [*_traffic(run.log), "", *_memory(run.log)]
     return "\n".join(lines).rstrip()
 

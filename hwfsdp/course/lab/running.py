@@ -4,7 +4,8 @@ The scripts are the course's own. They are run as they stand, but for how they s
 so that what was recorded up to an exception is kept. Their environment has no debugging switches of the caller's, which
 would add collectives.
 
-A script that hangs is ended when time is up. It leaves no recording, but what each rank called last (`history`).
+A script that hangs is ended when time is up. Each rank is asked then where it is (`launcher.worker`), and leaves what it has recorded so
+far, beside what it called last (`history`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from __future__ import annotations
 import os
 import pickle
 import runpy
+import tempfile
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
+import torch.distributed as dist
 
 from hwfsdp.comm import history
 from hwfsdp.comm.divergence import Report, describe_divergence
-from hwfsdp.errors import RankError, in_one_line
+from hwfsdp.errors import RankError, StateError, in_one_line
+from hwfsdp.launcher import worker
 from hwfsdp.launcher.ranks import run_ranks
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.recording import record
+from hwfsdp.observe.recording import record, recorded_so_far
 
 WORLD_SIZE = 2
 SECONDS = 60.0  # for a run that ends by itself
@@ -49,7 +56,7 @@ class Run:
     """A run of a script.
 
     Attributes:
-        log: of all ranks; None if the run did not end. printed: by all ranks.
+        log: of all ranks, up to the end of the run; None if a rank that hung did not answer. printed: by all ranks.
         raised: by rank, in one line, "" for a rank that returned. parted: where ranks part (`divergence`), "" if nowhere.
         seconds: after which it was ended; None if it ended by itself.
     """
@@ -67,8 +74,13 @@ def run_script(script: Path, seconds: float = SECONDS) -> Run:
     Raises:
         RankError: a rank died, or the script cannot be loaded.
     """
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-lab-") as folder:
+        return _run(script, seconds, Path(folder))
+
+
+def _run(script: Path, seconds: float, folder: Path) -> Run:
     printed: list[str] = []
-    call = cloudpickle.dumps((run_on_rank, (str(script),), {}))
+    call = cloudpickle.dumps((run_on_rank, (str(script), str(folder)), {}))
     environ = {name: value for name, value in os.environ.items() if name not in _SWITCHES}
     how: dict[str, Any] = {"write": printed.append, "unpickle": pickle.loads, "environ": environ}
     try:
@@ -76,7 +88,9 @@ def run_script(script: Path, seconds: float = SECONDS) -> Run:
     except RankError as error:
         if error.reason != "late":
             raise
-        return Run(None, "".join(printed), (error.headline,), error.table, seconds)
+        logs = [EventLog.load(path) for path in sorted(folder.glob("*.json"))]
+        merged = EventLog.merge(logs) if len(logs) == WORLD_SIZE else None
+        return Run(merged, "".join(printed), (error.headline,), error.table, seconds)
     raised = tuple(each.raised for each in found)
     ends = [f"raised {said}" if said else "has returned" for said in raised]
     reports = [Report(rank, each.calls, ends[rank]) for rank, each in enumerate(found)]
@@ -84,9 +98,10 @@ def run_script(script: Path, seconds: float = SECONDS) -> Run:
     return Run(EventLog.merge(each.log for each in found), "".join(printed), raised, parted)
 
 
-def run_on_rank(script: str) -> _OfRank:
-    """Run `main` of a script on this rank, recorded."""
+def run_on_rank(script: str, folder: str) -> _OfRank:
+    """Run `main` of a script on this rank, recorded. If it hangs, what is recorded goes to a file in `folder`."""
     raised = ""
+    worker.describe_wait = partial(_leave_log, worker.describe_wait, Path(folder))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         main = runpy.run_path(script, run_name="lab")["main"]
@@ -97,3 +112,12 @@ def run_on_rank(script: str) -> _OfRank:
                 raised = in_one_line(f"{type(error).__name__}: {error}")
     with open(os.environ[history.PATH], "rb") as file:
         return _OfRank(log, raised, history.read(file.read()))
+
+
+def _leave_log(describe_wait: Callable[[], str], folder: Path) -> str:
+    """Answer the question where this rank waits, and write what it has recorded: it will not come to that itself."""
+    part = folder / f"{dist.get_rank()}.part"
+    with suppress(StateError):  # it has not begun to record, or is through
+        recorded_so_far().save(part)
+        part.rename(part.with_suffix(".json"))
+    return describe_wait()

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from hwfsdp.course import holes
 from hwfsdp.course.capstone.homework import read_homework
 from hwfsdp.course.manifest import find_course
-from hwfsdp.course.stations.clocked import GPUS, HOST, Runner, stack_of_blocks, watched_kernels
+from hwfsdp.course.stations.clocked import GPUS, HOST, Runner, stack_of_blocks
 from hwfsdp.course.stations.facts import homeworks_shard
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.eventlog import Interval, union
@@ -57,9 +57,9 @@ def run(text: str) -> Step:
     exec(compile(text, "hw_fsdp.py", "exec"), module.__dict__)
     stack = partial(stack_of_blocks, shard=homeworks_shard(module), with_root=False)
     runner = Runner(stack, with_backward=True)
-    with watched_kernels(runner.kernels):
+    with runner.watch.looking():
         found = simulate(runner.start, GPUS, HOST)
-    busy = {"compute": union(runner.kernels)}
+    busy = {"compute": union(runner.watch.kernels)}
     for op in ("all_gather", "reduce_scatter"):
         busy[op] = union((e.start_us, e.end_us) for e in found.log.select(op))
     first = min(e.start_us for e in found.log.select("all_gather") if e.seq >= runner.forward_end)

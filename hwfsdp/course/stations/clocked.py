@@ -11,11 +11,9 @@ bytes travel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,11 +22,11 @@ from torch import nn
 from hwfsdp.course.capstone.witness import witnessed
 from hwfsdp.course.run import Report, log_data
 from hwfsdp.course.stations.facts import HOMEWORK, Shard, attempt_together, learners_shard
+from hwfsdp.course.stations.watching import Watch
 from hwfsdp.observe import events
 from hwfsdp.observe.eventlog import EventLog, Interval, intersect, length, union
 from hwfsdp.observe.events import COLLECTIVES
 from hwfsdp.train.models.gpt import Block, GPTConfig
-from hwfsdp.virtual import clock
 from hwfsdp.virtual.devices import Device
 from hwfsdp.virtual.programs import Target
 from hwfsdp.virtual.run import Simulation, simulate
@@ -92,6 +90,12 @@ def learners_stack(config: GPTConfig) -> nn.Sequential:
     return stack_of_blocks(config, learners_shard(), HOMEWORK not in sys.modules)
 
 
+def names_of(model: nn.Sequential) -> dict[nn.Module, str]:
+    """The names that the homework was given with each unit, or else those that units have in the model."""
+    prefix = "blocks." if HOMEWORK in sys.modules else ""
+    return {block: f"{prefix}{name}" for name, block in model.named_children()}
+
+
 # --- Order -------------------------------------------------------------------------------------------------
 
 
@@ -100,10 +104,14 @@ def probe_order(report: Report, seed: int) -> None:
 
 
 def ordered() -> dict[str, Any]:
-    """Two steps on the GPU; where each forward and backward ends, as the number of events so far."""
+    """Two steps on the GPU; where each forward and backward ends, as the number of events so far; what a player shows of them."""
     runner = Ordered()
-    found = simulate_here(lambda: runner.start(), GPUS, GPU)
-    return {"log": log_data(found.log), "ends": runner.ends}
+    with runner.watch.looking():
+        found = simulate_here(lambda: runner.start(), GPUS, GPU)
+    starts = [0, *(end for _, end in runner.ends)]
+    begins = [(part, start) for (part, _), start in zip(runner.ends, starts, strict=False)]
+    shown = runner.watch.log_of(found.log, begins)
+    return {"log": log_data(found.log), "ends": runner.ends, "shown": log_data(shown)}
 
 
 class Ordered:
@@ -114,6 +122,7 @@ class Ordered:
 
     def __init__(self) -> None:
         self.ends = list[tuple[str, int]]()
+        self.watch = Watch()
 
     def start(self) -> Callable[[], None]:
         self.model = learners_stack(NARROW)
@@ -123,13 +132,17 @@ class Ordered:
 
     def step(self) -> None:
         self.ends.clear()
+        self.watch.begin(names_of(self.model))
         with witnessed() as witness:
             for micros in (1, 2):
                 for _ in range(micros):
+                    self.watch.enter("forward")
                     loss = self.model(self.batch).square().mean()
                     self._end("forward")
+                    self.watch.enter("backward")
                     loss.backward()
                     self._end("backward")
+                self.watch.enter("")
                 witness.unseen(self.optimizer.step)()  # it has an event of its own
                 self._end("backward")  # the optimizer reads what the backward left
                 self.optimizer.zero_grad()
@@ -153,16 +166,17 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
 
     gathers, reductions: of each, in order of issue, [begin, end, travelled while nothing was computed, backward?, owner].
     flying: how many reductions had been started and not waited for, at most.
-    step_us: of all. peak_bytes: alive at once.
+    step_us: of all. peak_bytes: alive at once. shown: the log that a player shows.
     """
     runner = Runner(learners_stack, with_backward)
-    with watched_kernels(runner.kernels):
+    with runner.watch.looking():
         found = simulate_here(lambda: runner.start(), GPUS, device)
     log = found.log
-    busy, gathers = union(runner.kernels), log.select("all_gather")
+    begins = [("forward", 0), ("backward", runner.forward_end)] if with_backward else [("forward", 0)]
+    busy, gathers = union(runner.watch.kernels), log.select("all_gather")
     reductions = log.select(*(op for op in COLLECTIVES if op != "all_gather"))
     waited = union(
-        [*runner.kernels, *((e.start_us, e.end_us) for e in gathers)]
+        [*runner.watch.kernels, *((e.start_us, e.end_us) for e in gathers)]
     )  # a late gather is not their fault
     return {
         "step_us": found.step_seconds * 1e6,
@@ -170,6 +184,7 @@ def timed(device: Device, with_backward: bool) -> dict[str, Any]:
         "gathers": _exposed(gathers, busy, runner.forward_end),
         "reductions": _exposed(reductions, waited, 0),
         "flying": _in_flight(log),
+        "shown": log_data(runner.watch.log_of(log, begins)),
     }
 
 
@@ -209,12 +224,12 @@ class Runner:
     """A step of the wide model, for `simulate`.
 
     Attributes:
-        kernels: when compute was busy in the last step, in µs. forward_end: events of it before the backward began.
+        watch: looks on at the last step. forward_end: events of it before the backward began.
     """
 
     def __init__(self, stack: Stack, with_backward: bool) -> None:
         self.stack, self.with_backward = stack, with_backward
-        self.kernels: list[Interval] = []
+        self.watch = Watch()
         self.forward_end = 0
         self.model: Any = None
 
@@ -224,7 +239,7 @@ class Runner:
         return self.step
 
     def step(self) -> None:
-        self.kernels.clear()
+        self.watch.begin(names_of(self.model))
         if not self.with_backward:
             with torch.no_grad():
                 self.model(self.batch)
@@ -233,21 +248,8 @@ class Runner:
         loss = self.model(self.batch).square().mean()
         recorder = events.active()
         self.forward_end = len(recorder.drafts) if recorder else 0
+        self.watch.enter("backward")
         loss.backward()
-
-
-@contextmanager
-def watched_kernels(kernels: list[Interval]) -> Iterator[None]:
-    """Note when the compute stream of a virtual clock is busy."""
-    original = clock.Clock.run
-
-    def run(self: clock.Clock, us: float) -> None:
-        original(self, us)
-        if us and self.current == "compute":
-            kernels.append((self.ends["compute"] - us, self.ends["compute"]))
-
-    with mock.patch.object(clock.Clock, "run", run):
-        yield
 
 
 class Exposed(NamedTuple):

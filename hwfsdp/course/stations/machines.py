@@ -11,7 +11,7 @@ from typing import Any
 from hwfsdp.course.run import Ranks, Run
 from hwfsdp.course.stations.laws import too_often
 from hwfsdp.course.stations.clocked import WIDE, exposed_of, probe_clock, probe_order
-from hwfsdp.course.verdict import Finding, Undecided
+from hwfsdp.course.verdict import Finding, Seen, Undecided
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
 
@@ -49,7 +49,8 @@ def refuse_races(ranks: Ranks, seed: int, part: str = "") -> None:
             sentence = race.sentence
             if name := names.get(race.storage):
                 sentence = sentence.replace(f"memory {race.storage}:", f"memory {race.storage}, {name}:", 1)
-            raise Finding(_misconception(race), sentence)
+            seen = Seen("order", reported["shown"], race.second.start_us)
+            raise Finding(_misconception(race), sentence).at(seen)
 
 
 def _names_of_memory(events: Sequence[Event]) -> dict[int, str]:
@@ -84,8 +85,8 @@ def _misconception(race: Race) -> str:
 
 
 def figures(ranks: Ranks, seed: int, machine: str) -> dict[str, Any]:
-    """Figures of a step on "gpu" or "host", or of its "forward" alone on the host; see `clocked.timed`."""
-    found: dict[str, Any] = ranks.run(probe_clock, 1, seed=seed)[machine][0]
+    """Figures of a step on "gpu" or "host", or of its "forward" alone on the host; see `clocked.timed`. "machine": which."""
+    found: dict[str, Any] = {**ranks.run(probe_clock, 1, seed=seed)[machine][0], "machine": machine}
     if machine != "forward":
         alone = ", ".join(f"{part} {us / 1e3:.1f}" for part, us in exposed_of(found)._asdict().items())
         ranks.measured[f"virtual {'GPU' if machine == 'gpu' else machine}"] = (
@@ -99,28 +100,34 @@ def gathers_of(found: dict[str, Any], in_backward: bool) -> list[list[Any]]:
     return [each for each in found["gathers"] if each[3] is in_backward]
 
 
-def compare_exposed(
-    where: str, travels: list[list[Any]], exposed: float, target: float, misconception: str
-) -> None:
+def compare_exposed(where: str, found: dict[str, Any], part: str, target: float, misconception: str) -> None:
+    """`part`: of `Exposed`."""
+    travels = found["reductions"] if part == "reductions" else gathers_of(found, part == "backward")
+    exposed = getattr(exposed_of(found), part)
     if exposed > target:
         bare = [each for each in travels if each[2] > 0.5 * (each[1] - each[0])]
         message = (
             f"{where} travel for {exposed:,.0f} µs while nothing is computed; target {target:,.0f} µs. "
             f"{len(bare)} of {len(travels)} are not hidden by anything."
         )
-        raise Finding(misconception, message, target, round(exposed))
+        first = part == "reductions"  # the first gather has nothing to hide behind, a reduction has
+        shown = [each for each in bare if first or each is not travels[0]] or travels
+        raise Finding(misconception, message, target, round(exposed)).at(_seen(found, shown[0][0]))
+
+
+def _seen(found: dict[str, Any], us: float | None) -> Seen:
+    return Seen(found["machine"], found["shown"], us)
 
 
 def compare_peak(where: str, found: dict[str, Any], limit: int, misconception: str) -> None:
     if found["peak_bytes"] > limit:
         message = f"{where}: {found['peak_bytes']:,} B are alive at once; bound {limit:,} B."
-        raise Finding(misconception, message, limit, found["peak_bytes"])
+        raise Finding(misconception, message, limit, found["peak_bytes"]).at(_seen(found, None))
 
 
-def _nothing(what: str, misconception: str) -> Finding:
-    return Finding(
-        misconception, f"{what} gathers nothing.", f"an all-gather for each of {UNITS} units", "none"
-    )
+def _nothing(what: str, misconception: str, found: dict[str, Any]) -> Finding:
+    right = f"an all-gather for each of {UNITS} units"
+    return Finding(misconception, f"{what} gathers nothing.", right, "none").at(_seen(found, 0.0))
 
 
 # --- 03 Naive FSDP -----------------------------------------------------------------------------------------
@@ -154,10 +161,9 @@ def judge_overlap(ranks: Ranks, seed: int) -> None:
 
 def compare_overlap(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "gpu")
-    if not (gathers := gathers_of(found, False)):
-        raise _nothing("A forward on the virtual GPU", "not-gathered")
-    exposed = exposed_of(found).forward
-    compare_exposed("A forward on the virtual GPU: gathers", gathers, exposed, GPU_FORWARD_US, "no-overlap")
+    if not gathers_of(found, False):
+        raise _nothing("A forward on the virtual GPU", "not-gathered", found)
+    compare_exposed("A forward on the virtual GPU: gathers", found, "forward", GPU_FORWARD_US, "no-overlap")
 
 
 def judge_forward_peak(ranks: Ranks, seed: int) -> None:
@@ -173,12 +179,10 @@ def judge_forward_prefetch(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "forward")
     ranks.measured["board of gathers ahead"] = _board(*board_figures(figures(ranks, seed, "forward")))
     found = figures(ranks, seed, "host")
-    if not (gathers := gathers_of(found, False)):
-        raise _nothing("A forward on the virtual host", "not-gathered")
-    exposed = exposed_of(found).forward
-    compare_exposed(
-        "A forward on the virtual host: gathers", gathers, exposed, HOST_FORWARD_US, "not-prefetched"
-    )
+    if not gathers_of(found, False):
+        raise _nothing("A forward on the virtual host", "not-gathered", found)
+    where = "A forward on the virtual host: gathers"
+    compare_exposed(where, found, "forward", HOST_FORWARD_US, "not-prefetched")
 
 
 def board_figures(found: dict[str, Any]) -> tuple[int, int]:
@@ -198,17 +202,20 @@ def _board(alone: int, peak: int) -> str:
 
 def judge_forward_order(ranks: Ranks, seed: int) -> None:
     found = figures(ranks, seed, "host")
-    _gathered_once("A forward on the virtual host", gathers_of(found, False))
+    _gathered_once("A forward on the virtual host", found, False)
 
 
-def _gathered_once(where: str, gathers: list[list[Any]]) -> None:
+def _gathered_once(where: str, found: dict[str, Any], in_backward: bool) -> None:
     """Each unit is gathered, and none of them twice."""
+    gathers = gathers_of(found, in_backward)
     if len(gathers) != UNITS:
         owners = [each[4] for each in gathers]
         message = f"{where} has {len(gathers)} all-gathers for {UNITS} units ({', '.join(owners)}){too_often(owners)}."
+        again = (each for place, each in enumerate(gathers) if each[4] in owners[:place])
+        moment = next(again, gathers[-1] if gathers else [0.0])[0]
         raise Finding(
             "gathered-again" if len(gathers) > UNITS else "not-gathered", message, UNITS, len(gathers)
-        )
+        ).at(_seen(found, moment))
 
 
 # --- 10 Backward prefetch, reductions behind ---------------------------------------------------------------
@@ -217,38 +224,32 @@ def _gathered_once(where: str, gathers: list[list[Any]]) -> None:
 def judge_backward_prefetch(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "backward")
     found = figures(ranks, seed, "host")
-    gathers = gathers_of(found, True)
-    if not gathers:
-        raise _nothing("A backward on the virtual host", "never-resharded")
-    _gathered_once("A backward on the virtual host", gathers)
-    exposed = exposed_of(found).backward
-    compare_exposed(
-        "A backward on the virtual host: gathers", gathers, exposed, HOST_BACKWARD_US, "not-prefetched"
-    )
+    if not gathers_of(found, True):
+        raise _nothing("A backward on the virtual host", "never-resharded", found)
+    _gathered_once("A backward on the virtual host", found, True)
+    where = "A backward on the virtual host: gathers"
+    compare_exposed(where, found, "backward", HOST_BACKWARD_US, "not-prefetched")
 
 
 def judge_reductions(ranks: Ranks, seed: int) -> None:
     refuse_races(ranks, seed, "reduction")
     found = figures(ranks, seed, "host")
     if not found["reductions"]:
-        raise Finding("not-reduced", "A step on the virtual host reduces nothing.", f"{UNITS} reductions", 0)
-    exposed = exposed_of(found).reductions
-    compare_exposed(
-        "A step on the virtual host: gradients",
-        found["reductions"],
-        exposed,
-        HOST_REDUCTIONS_US,
-        "no-overlap",
-    )
+        message = "A step on the virtual host reduces nothing."
+        raise Finding("not-reduced", message, f"{UNITS} reductions", 0).at(_seen(found, 0.0))
+    where = "A step on the virtual host: gradients"
+    compare_exposed(where, found, "reductions", HOST_REDUCTIONS_US, "no-overlap")
 
 
 def judge_bound(ranks: Ranks, seed: int) -> None:
-    flying = figures(ranks, seed, "host")["flying"]
+    found = figures(ranks, seed, "host")
+    flying = found["flying"]
     if flying > 2:
         message = (
             f"A step on the virtual host: {flying} reductions are started that compute has not waited for."
         )
-        raise Finding("unbounded-reductions", message, "at most 2", flying)
+        third = found["reductions"][2][0]  # by now there are more than two
+        raise Finding("unbounded-reductions", message, "at most 2", flying).at(_seen(found, third))
 
 
 def judge_peak(ranks: Ranks, seed: int) -> None:

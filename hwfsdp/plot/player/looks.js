@@ -10,6 +10,7 @@ const STATE_LOOKS = {
   reducing: { color: "#D55E00", hatch: "\\\\\\" },
 };
 const STATE_NAMES = { sharded: "sharded", freed: "sharded", gathering: "gathering", full: "whole", reducing: "reducing" };
+const ALL_MEMORY = "all memory"; // the one kind in a log where nobody says what tensors are for
 const TILE = 7; // pixels of a hatch
 
 class Looks {

@@ -9,7 +9,8 @@ function start() {
   const looks = new Looks(data.looks, data.kinds), isPair = data.logs.length > 1;
   const logs = data.logs.map((packed, side) => new Log(packed, isPair ? side : null, data.places, looks));
   state = new State(logs);
-  const summary = new Summary(state, data.comparison ?? null);
+  if (data.start) state.visit(0, data.start.rank, data.start.us);
+  const summary = new Summary(state, data.comparison ?? null, data.start ?? null);
   controls = new Controls(state);
   state.panes = [
     new Timeline(state, looks), new Memory(state, looks), new Parameters(state, looks),

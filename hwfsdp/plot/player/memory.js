@@ -4,6 +4,7 @@
 
 const CONSTANT = ["sharded_param", "optimizer_state", "sharded_grad"];
 const FLICKERING = ["unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce_scatter_buffer"];
+const PIXEL = 0.7; // pixels: samples nearer than this share a column
 const AXIS = { left: 58, right: 10, top: 32, bottom: 22 }; // pixels around a plot
 
 class Memory {
@@ -52,7 +53,8 @@ class Memory {
       context.fillText(`${name}: the log has no samples of memory`, box.left, top + 9);
       return;
     }
-    context.fillText(`${name}, without activations`, box.left, top + 9);
+    const counted = ALL_MEMORY in samples.kinds ? "all that is alive" : "without activations";
+    context.fillText(`${name}, ${counted}`, box.left, top + 9);
     this.drawBytes(context, box);
     drawTimeAxis(context, looks, state, { ...box, y: box.bottom + 12, top: box.bottom, bottom: box.bottom + 4 });
     context.save();
@@ -86,17 +88,27 @@ class Memory {
     }
   }
 
-  /** Steps, not slopes; of samples that share a pixel, the highest: a peak is never lost. */
+  /** Steps, not slopes. Of samples that share a pixel, the highest has it, so that no peak is lost, and the last one holds after it. */
   columns(log, samples, box) {
     const found = [], end = Math.min(log.end, this.state.to);
     const first = Math.max(0, firstPlace(samples.us, (us) => us > this.state.from) - 1);
+    let latest = null;
+    const settle = (x) => {
+      const last = found[found.length - 1];
+      if (last && latest.values !== last.values && x - last.x > PIXEL) found.push({ ...latest, x: last.x + PIXEL });
+    };
     for (let i = first; i < samples.us.length && samples.us[i] <= end; i += 1) {
       const x = Math.max(box.left - 1, this.x(samples.us[i], box)), values = this.kinds.map((kind) => samples.kinds[kind]?.[i] ?? 0);
       const total = values.reduce((sum, value) => sum + value, 0), last = found[found.length - 1];
-      if (last && x - last.x < 0.7) {
+      if (last && x - last.x < PIXEL) {
         if (total >= last.total) Object.assign(last, { values, total });
-      } else found.push({ x, values, total });
+      } else {
+        settle(x);
+        found.push({ x, values, total });
+      }
+      latest = { values, total };
     }
+    settle(this.x(end, box));
     return { steps: found, end: this.x(end, box) };
   }
 

@@ -7,7 +7,7 @@ groups, places) are numbers into a table. Times are µs, to a tenth.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.comparison import as_json, compare
@@ -24,6 +24,18 @@ MOST_EVENTS = 400_000  # a page of 30 MB
 GROUP_STATES = (*STATES, "reducing")
 
 
+class Start(NamedTuple):
+    """The moment at which a page opens, if its address names no other: of the first log.
+
+    Attributes:
+        said: what is to be seen there. rank, us: the moment, in the log's time.
+    """
+
+    said: str
+    rank: int
+    us: float
+
+
 class Table:
     """Numbers for what repeats, in the order of the first time."""
 
@@ -38,11 +50,11 @@ class Table:
         return list(self._numbers)
 
 
-def pack(logs: Sequence[tuple[str, EventLog]]) -> dict[str, Any]:
+def pack(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> dict[str, Any]:
     """What the page is given: one log, or two that it compares; JSON-ready.
 
     Args:
-        logs: each with its name.
+        logs: each with its name. start: where the page opens; None: at the beginning.
 
     Raises:
         UsageError: nothing is in one of them, or too much for a page.
@@ -57,6 +69,9 @@ def pack(logs: Sequence[tuple[str, EventLog]]) -> dict[str, Any]:
         "places": sources.places,
         "functions": sources.functions,
     }
+    if start is not None:
+        begin = min(e.start_us for e in logs[0][1].events)
+        packed["start"] = {"said": start.said, "rank": start.rank, "us": _tenth(start.us - begin)}
     if len(logs) == 2:
         (a, first), (b, second) = logs
         packed["comparison"] = as_json(compare(first, second), (a, b))

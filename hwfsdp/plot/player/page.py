@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.player import SCRIPTS
-from hwfsdp.plot.player.packing import pack
+from hwfsdp.plot.player.packing import Start, pack
 
 _FOLDER = Path(__file__).parent
 _FRAME = 780  # pixels, in a notebook
@@ -48,10 +48,14 @@ class Page:
         return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}"></iframe>'
 
 
-def make_page(logs: Sequence[tuple[str, EventLog]]) -> Page:
-    """The page of one log, or of two side by side; each comes with its name. Raises what `packing.pack` does."""
+def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> Page:
+    """The page of one log, or of two side by side; each comes with its name. Raises what `packing.pack` does.
+
+    Args:
+        start: where the page opens; None: at the beginning.
+    """
     title = f"Step player: {' and '.join(name for name, _ in logs)}"
-    data = json.dumps(pack(logs), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(pack(logs, start), separators=(",", ":"), allow_nan=False)
     scripts = {name: _asset(f"{name}.js") for name in SCRIPTS}
     template = _templates().get_template("page.html")
     given = {"style": _asset("style.css"), "scripts": scripts, "data": data.replace("<", "\\u003c")}

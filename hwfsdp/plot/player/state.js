@@ -55,6 +55,13 @@ class State {
     this.seek(this.t);
   }
 
+  /** Moves cursor and window to a moment of a rank. */
+  visit(side, rank, t) {
+    this.lookAt(side, rank);
+    this.seek(t);
+    this.keepInView();
+  }
+
   /** Steps to the next event (1) or the one before (−1). */
   step(by) {
     const first = this.log.byRank.get(this.rank)?.drawn.find((e) => this.group === null || e.owner === this.group);

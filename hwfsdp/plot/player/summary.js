@@ -2,8 +2,8 @@
 // The head of the page: the run in numbers, and moments worth a look. Below the panes stand the same facts as tables, for readers who cannot see the panes.
 
 class Summary {
-  constructor(state, comparison) {
-    Object.assign(this, { state, comparison });
+  constructor(state, comparison, start) {
+    Object.assign(this, { state, comparison, start });
     state.parting = this.findParting();
     document.getElementById("facts").replaceChildren(...(comparison ? this.compared() : this.described()));
     document.getElementById("looks").replaceChildren(...this.moments());
@@ -70,22 +70,19 @@ class Summary {
   }
 
   moments() {
-    const { state } = this, found = [];
+    const { state, start } = this, found = [];
+    if (start) found.push(moment(start.said, () => state.visit(0, start.rank, start.us)));
     if (this.comparison) found.push(this.partingMoment());
     state.logs.forEach((log, side) => {
       const name = state.logs.length > 1 ? `${"AB"[side]}: ` : "", peak = this.peakOf(log);
       if (peak) {
         const text = `${name}Memory peaks at ${msText(peak.us)}: ${bytesText(peak.total)} on rank ${peak.rank}`;
-        found.push(moment(text, () => {
-          state.lookAt(side, peak.rank);
-          state.seek(peak.us);
-          state.keepInView();
-        }));
+        found.push(moment(text, () => state.visit(side, peak.rank, peak.us)));
       }
       const waits = [...longestWaits(log, 1), ...longestWaits(log, 1, "all_gather")];
       for (const wait of new Set(waits)) {
         const source = awaited(wait), isGather = source.op === "all_gather", length = msText(wait.end - wait.start);
-        const which = isGather ? "Latest gather" : "Longest wait", what = isGather ? source.owner : nameOf(source);
+        const which = isGather ? "Latest gather" : "Longest wait", what = (isGather && source.owner) || nameOf(source);
         const when = wait.phase ? `, ${wait.phase}` : "";
         found.push(moment(`${name}${which}: rank ${wait.rank} waits ${length} for ${what}${when}`, () => this.jump(wait)));
       }

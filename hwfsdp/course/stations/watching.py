@@ -1,0 +1,144 @@
+"""What a step on a virtual machine looks like from outside the learner's file: when each unit computes, and how many bytes are alive.
+
+A log of such a step has the learner's collectives and waits, but no forwards and backwards, for the file has no instruments. So
+every kernel of compute is noted, with the unit that it belongs to. `log_of` adds the kernels to the log that a player shows. The log
+that is judged stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+from hwfsdp.observe import events
+from hwfsdp.observe.eventlog import EventLog, Interval
+from hwfsdp.observe.events import COLLECTIVES, Event, Sample
+from hwfsdp.train.models.gpt import Block
+from hwfsdp.virtual.allocator import Allocator
+from hwfsdp.virtual.clock import Clock
+
+_KEPT = (*COLLECTIVES, "wait", "alloc", "free", "optimizer")  # of a log; a witness adds every operator
+ALIVE = "all memory"  # the one kind of memory: nobody says what a learner's tensors are for
+
+
+@dataclass
+class Span:
+    """Kernels of one unit that follow each other; "" is the unit of kernels between units. Times in µs."""
+
+    op: str
+    unit: str
+    begin: float
+    end: float
+    reads: tuple[int, ...]
+
+
+class Watch:
+    """Looks on in the block of `looking`. What it has seen is of the last step: whoever begins one calls `begin`.
+
+    Attributes:
+        kernels: when compute was busy, in µs.
+        spans: the same by unit. samples: bytes alive whenever a kernel was issued, where they differ.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Interval] = []
+        self.spans: list[Span] = []
+        self.samples: list[Sample] = []
+        self._names: dict[nn.Module, str] = {}
+        self._allocator: Allocator | None = None
+        self._now = "forward", "", ()  # type: tuple[str, str, tuple[int, ...]]
+
+    def begin(self, names: dict[nn.Module, str]) -> None:
+        """A step begins. `names`: of the units, as the learner's file knows them."""
+        self._names = names
+        for seen in (self.kernels, self.spans, self.samples):
+            seen.clear()
+        self.enter("forward")
+
+    def enter(self, op: str, module: nn.Module | None = None) -> None:
+        """From now on, kernels belong to a forward or a backward, of a unit or of none; "": to what has an event of its own."""
+        if module is None:
+            self._now = op, "", ()
+            return
+        recorder = events.active()
+        reads = recorder.identify(list(module.parameters())) if recorder else ()
+        self._now = op, self._names.get(module, ""), reads
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        run, see, forward = Clock.run, Allocator.see, Block.forward
+
+        def watched_run(clock: Clock, us: float) -> None:
+            run(clock, us)
+            if us and clock.current == "compute":
+                self._note(clock.ends["compute"] - us, clock.ends["compute"])
+            if self._allocator is not None:
+                self._sample(clock.host, self._allocator.allocated)
+
+        def watched_see(allocator: Allocator, *args: Any, **kwargs: Any) -> None:
+            self._allocator = allocator
+            see(allocator, *args, **kwargs)
+
+        def watched_forward(block: Block, x: Tensor) -> Tensor:
+            self.enter("forward", block)
+            out = forward(block, x)
+            self.enter("forward")
+            if out.requires_grad:
+                out.register_hook(lambda grad: self.enter("backward", block))
+            return out
+
+        with (
+            mock.patch.object(Clock, "run", watched_run),
+            mock.patch.object(Allocator, "see", watched_see),
+            mock.patch.object(Block, "forward", watched_forward),
+        ):
+            yield
+
+    def _note(self, begin: float, end: float) -> None:
+        self.kernels.append((begin, end))
+        if not self._now[0]:
+            return
+        last = self.spans[-1] if self.spans else None
+        if last and (last.op, last.unit) == self._now[:2]:
+            last.end = end
+        else:
+            self.spans.append(Span(*self._now[:2], begin, end, self._now[2]))
+
+    def _sample(self, us: float, allocated: int) -> None:
+        if not self.samples or self.samples[-1].bytes_by_kind[ALIVE] != allocated:
+            self.samples.append(Sample(us, {ALIVE: allocated}))
+
+    def log_of(self, log: EventLog, begins: list[tuple[str, int]]) -> EventLog:
+        """The log of a step with spans and samples, its events in the order in which they begin.
+
+        Args:
+            begins: (phase, number of the first event) for each part of the step.
+        """
+        found = [
+            replace(e, phase=e.phase or [phase for phase, first in begins if first <= e.seq][-1])
+            for e in log.events
+            if e.op in _KEPT
+        ]
+        free = len(log.events)  # the first number that no event has
+        spans = [
+            Event(
+                *(0, free + number, each.op, "compute", each.unit, each.op),
+                start_us=each.begin,
+                dur_us=each.end - each.begin,
+                reads=each.reads,
+            )
+            for number, each in enumerate(self.spans)
+        ]
+        found = sorted([*found, *spans], key=lambda e: (e.start_us, e.seq))
+        numbers = {e.seq: number for number, e in enumerate(found)}
+        return EventLog([_renumbered(e, numbers) for e in found], {0: list(self.samples)})
+
+
+def _renumbered(event: Event, numbers: dict[int, int]) -> Event:
+    after = tuple(numbers[seq] for seq in event.after if seq in numbers)
+    return replace(event, seq=numbers[event.seq], after=after)
