@@ -20,7 +20,8 @@ html_theme = "furo"
 html_title = "hwfsdp"
 html_additional_pages = {"404": "404.html"}
 html_static_path = ["_static"]
-html_css_files, html_js_files = ["site.css"], ["site.js"]  # pictures that a click enlarges, boxes for predictions
+# The script enlarges pictures on a click, and adds boxes for predictions.
+html_css_files, html_js_files = ["site.css"], ["site.js"]
 nb_execution_mode = "off"  # notebooks come with what they showed
 myst_heading_anchors = 3
 default_role = "code"

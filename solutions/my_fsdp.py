@@ -210,8 +210,7 @@ class Context:
 
     def __init__(self, root: nn.Module) -> None:
         streams = streams_for(next(root.parameters()).device.type)
-        self.compute, self.gathers = streams.compute, streams.all_gather
-        self.reductions = streams.reduce_scatter
+        self.compute, self.gathers, self.reductions = streams.compute, streams.all_gather, streams.reduce_scatter
         self.groups: list[ParamGroup] = []
         for name, module in root.named_modules():
             group: ParamGroup | None = getattr(module, "fsdp_group", None)
@@ -243,6 +242,7 @@ class Context:
         """At the end of a backward, reduce the gradients that are left, and free the groups that are still whole."""
         for group in self.groups:
             group.finish_backward()
+        self.compute.wait(self.gathers.record())  # gathers that no backward needed
         self.finish_reduction()
         self.in_backward = False
 

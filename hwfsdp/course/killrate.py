@@ -12,7 +12,7 @@ mutant does the same as the reference. The latter are listed, with the reason, i
     reason = "…"
 
 Stations share one file, so mistakes are made in the file as it is after the last one. A station has the mistakes in the functions that
-begin there; the checks of all stations are run until one of them notices.
+begin there; its own checks are run first, then those of all stations, until one of them notices.
 """
 
 from __future__ import annotations
@@ -121,19 +121,21 @@ def known_equivalents(course: Course, exercise: Exercise) -> set[tuple[str, str,
 def kill(course: Course, exercise: Exercise, chosen: Sequence[HoleMutant]) -> KillRate:
     """Grade mutants of an exercise, several at once. One is noticed if it gets less than all there is to get."""
     rate, known, text = KillRate(exercise), known_equivalents(course, exercise), solution(exercise)
-    judge = exercise  # whose checks are run
+    judges = [exercise]  # whose checks are run, in turn: most mistakes are noticed where they are made
     if exercise.is_station and exercise.number != "02":  # nothing needs 02
-        judge = course.exercise(LAST)
-    station = judge.is_station
-    options = Options(station, SEED, None if station else SECONDS, repeat=False, thorough=False)
+        judges.append(course.exercise(LAST))
+    seconds = None if exercise.is_station else SECONDS
+    for each in chosen:
+        listed = (each.hole, each.mutant.before, each.mutant.after) in known
+        (rate.equivalent if listed else rate.survived).append(each)
     with grading_pool(course) as pool:
-        grades: list[tuple[HoleMutant, Future[Grade]]] = []
-        for each in chosen:
-            hole, mutant = each
-            if (hole, mutant.before, mutant.after) in known:
-                rate.equivalent.append(each)
-            else:
-                grades.append((each, pool.submit(judge, holes.splice(text, hole, mutant.text), options)))
-        for each, grade in grades:
-            (rate.survived if grade.result().has_everything else rate.killed).append(each)
+        for judge in judges:
+            options = Options(judge is not exercise, SEED, seconds, repeat=False, thorough=False)
+            grades: list[tuple[HoleMutant, Future[Grade]]] = [
+                (each, pool.submit(judge, holes.splice(text, each.hole, each.mutant.text), options))
+                for each in rate.survived
+            ]
+            rate.survived = []
+            for each, grade in grades:
+                (rate.survived if grade.result().has_everything else rate.killed).append(each)
     return rate

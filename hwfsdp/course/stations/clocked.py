@@ -75,9 +75,23 @@ def simulate_here(target: Target, gpus: int, device: Device | str) -> Simulation
 Stack = Callable[[GPTConfig], nn.Sequential]
 
 
-def stack_of_blocks(config: GPTConfig, shard: Shard, with_root: bool) -> nn.Sequential:
-    """Blocks of a transformer, each a unit. With a root, the whole is a unit, too; it has no parameters of its own."""
-    model = nn.Sequential(*(Block(config) for _ in range(config.layers)))
+class Scaled(nn.Sequential):
+    """Modules one after the other, and a gain, which belongs to the root."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.gain = nn.Parameter(torch.ones(NARROW.dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x) * self.gain  # type: ignore[no-untyped-call]
+        return out
+
+
+def stack_of_blocks(
+    config: GPTConfig, shard: Shard, with_root: bool, kind: type[nn.Sequential] = nn.Sequential
+) -> nn.Sequential:
+    """Blocks of a transformer, each a unit. With a root, the whole is a unit, too; what it owns is for its `kind` to say."""
+    model = kind(*(Block(config) for _ in range(config.layers)))
     for name, block in model.named_children():
         shard(block, f"blocks.{name}")
     if with_root:
@@ -125,7 +139,9 @@ class Ordered:
         self.watch = Watch()
 
     def start(self) -> Callable[[], None]:
-        self.model = learners_stack(NARROW)
+        with_root = HOMEWORK not in sys.modules
+        kind = Scaled if with_root else nn.Sequential
+        self.model = stack_of_blocks(NARROW, learners_shard(), with_root, kind)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
         self.batch = torch.zeros(1, NARROW.seq_len, NARROW.dim)
         return self.step

@@ -42,7 +42,7 @@ BREAKING = tuple(
         "nested units": "nested",
     }.items()
 )
-WIDE = tuple(Scenario(each.name, f"wide and {each.model}") for each in BREAKING if each.model != "tied")
+WIDE = tuple(Scenario(each.name, f"wide and {each.model}") for each in BREAKING)
 BY_MODEL = {scenario.model: scenario for scenario in BREAKING}
 CHANGING = Scenario("a layer that an evaluation leaves out", "changing", evaluated=True)
 MIXED = Scenario("bf16, reduced in fp32", policy=(("param_dtype", BF16), ("reduce_dtype", FP32)))
@@ -56,7 +56,10 @@ ADDED = Scenario("micro-batches, reduced each time", micros=3, steps=2)
 SUMMED = Scenario("micro-batches, reduced at last", micros=3, steps=2, sync_last=True)
 KEPT = Scenario("micro-batches, whole until the last", micros=3, steps=2, sync_last=True, keep=True)
 WHOLE = Scenario("reshard_after_forward=False", steps=2, reshard=False)
-ACCUMULATED = (SUMMED, KEPT, WHOLE)
+SHORTENED = Scenario(
+    "micro-batches, of which the last leaves layers out", "shortened", micros=3, steps=2, sync_last=True
+)
+ACCUMULATED = (SUMMED, KEPT, WHOLE, SHORTENED)
 
 
 # --- Facts, by scenario ------------------------------------------------------------------------------------
@@ -132,13 +135,17 @@ def memory_of(ranks: Ranks, seed: int, scenario: Scenario, *others: Scenario) ->
 def judge_replicate(ranks: Ranks, seed: int) -> None:
     found = ranks.run(probe_replicate, THREE, seed=seed, scenario=PLAIN)["replicate"]
     oracle = laws.unsharded(PLAIN, seed, THREE)["grads"][0]
-    for rank, grads in enumerate(found):
+    for rank, facts in enumerate(found):
         for name, expected in oracle.items():
-            laws.compare_whole_gradient(f"{name}, rank {rank}, replicated", grads[name], expected, THREE)
+            where = f"{name}, rank {rank}, replicated"
+            laws.compare_whole_gradient(where, facts["grads"][name], expected, THREE)
+    compare("replicate", found[0], {"laws.returned": True})
 
 
 def judge_rows(ranks: Ranks, seed: int) -> None:
-    laws.same_rows(ranks.run(probe_shards, THREE, seed=seed, scenario=PLAIN)["shards"], PLAIN, seed)
+    found = ranks.run(probe_shards, THREE, seed=seed, scenario=PLAIN)["shards"]
+    laws.same_rows(found, PLAIN, seed)
+    compare("fully_shard", found[0], {"laws.returned": True})
 
 
 def judge_forward(ranks: Ranks, seed: int) -> None:
@@ -277,7 +284,7 @@ def judge_sync(ranks: Ranks, seed: int) -> None:
 
 
 def judge_summed(ranks: Ranks, seed: int) -> None:
-    for scenario in (SUMMED, KEPT):
+    for scenario in (SUMMED, KEPT, SHORTENED):
         laws.same_numbers(GRADUAL.found(ranks, seed, scenario), scenario, seed)
 
 

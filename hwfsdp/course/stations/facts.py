@@ -131,8 +131,9 @@ def probe_shards(report: Report, seed: int, scenario: Scenario) -> None:
 
 
 def shards_of(scenario: Scenario, seed: int) -> dict[str, Any]:
-    model = sharded(scenarios.build(scenario, seed), scenario, learners_shard())
-    return {"rows": described(model), "places": places_of(model)}
+    shard, layer = learners_shard(), nn.Linear(3, 2)
+    model = sharded(scenarios.build(scenario, seed), scenario, shard)
+    return {"rows": described(model), "places": places_of(model), "returned": shard(layer, "layer") is layer}
 
 
 def probe_fsdp2(report: Report, seed: int, scenarios_: Sequence[Scenario]) -> None:
@@ -307,16 +308,16 @@ def local(tensor: Tensor | None) -> Tensor | None:
 
 
 def probe_replicate(report: Report, seed: int, scenario: Scenario) -> None:
-    """One step of a model that the learner's file replicates: its gradients, by name."""
+    """One step of a model that the learner's file replicates: its gradients, by name, and whether the model was returned."""
     ready()
     attempt_together(report, "replicate", partial(replicated, scenario, seed))
 
 
 def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
     model = scenarios.build(scenario, seed).model
-    learners().replicate(model)
+    returned = learners().replicate(model) is model
     scenarios.loss_of(model, scenarios.batch_of(model, seed, dist.get_rank(), 0)).backward()
-    return {name: local(param.grad) for name, param in model.named_parameters()}
+    return {"returned": returned, "grads": {n: local(p.grad) for n, p in model.named_parameters()}}
 
 
 # --- Memory ------------------------------------------------------------------------------------------------

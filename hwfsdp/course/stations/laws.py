@@ -54,10 +54,11 @@ def same_rows(found: Facts, scenario: Scenario, seed: int) -> None:
         if missing := [name for name in expected if name not in facts["rows"]]:
             others = ", ".join(name for name in facts["rows"] if name not in expected) or "nothing else"
             raise told("laws.no_name", f"{scenario.name}, rank {rank}:", others, missing[0])
+    same_places(found, scenario, seed)
+    for rank, facts in enumerate(found):
         for name, param in expected.items():
             where = f"{scenario.name}, rank {rank}: {name}"
             _compare_rows(where, facts["rows"][name], param, rank, len(found))
-    same_places(found, scenario, seed)
 
 
 def same_places(found: Facts, scenario: Scenario, seed: int) -> None:

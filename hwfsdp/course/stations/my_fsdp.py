@@ -311,8 +311,7 @@ class Context:
     def __init__(self, root: nn.Module) -> None:
         # @08
         streams = streams_for(next(root.parameters()).device.type)
-        self.compute, self.gathers = streams.compute, streams.all_gather
-        self.reductions = streams.reduce_scatter
+        self.compute, self.gathers, self.reductions = streams.compute, streams.all_gather, streams.reduce_scatter
         # @04
         # @end
         self.groups: list[ParamGroup] = []
@@ -374,6 +373,7 @@ class Context:
         for group in self.groups:
             group.finish_backward()
         # @10
+        self.compute.wait(self.gathers.record())  # gathers that no backward needed
         self.finish_reduction()
         # @04
         # @end

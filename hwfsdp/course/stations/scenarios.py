@@ -146,15 +146,31 @@ class Changing(Stack):
         return block(x) if block is not self.blocks[1] or torch.is_grad_enabled() else x
 
 
+class Shortened(Stack):
+    """A batch of one row leaves out all blocks but the last. The first one has a parameter that nothing reads."""
+
+    def __init__(self, width: int, blocks: list[nn.Module]) -> None:
+        super().__init__(width, blocks)
+        blocks[0].spare = nn.Parameter(torch.ones(4, 2))
+
+    def through(self, block: nn.Module, x: Tensor) -> Any:
+        return block(x) if len(x) > 1 or block is self.blocks[-1] else x
+
+
 class Nested(nn.Module):
-    """A block with a block inside, which is sharded by itself; it returns two tensors in a dict."""
+    """A block with a layer inside, of one parameter, that is sharded by itself; it returns two tensors in a dict.
+
+    The gradients of both come first, that of the frozen layer's input last.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.inner, self.own = Perceptron(width), nn.Linear(width, width)
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.inner, self.own = nn.Linear(width, width, bias=False), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"out": self.own(self.inner(x)), "in": x}
+        x = torch.tanh(self.base(x))
+        return {"out": self.own(torch.tanh(self.inner(x))), "less": -x}
 
 
 class Nesting(Stack):
@@ -162,7 +178,7 @@ class Nesting(Stack):
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
         found = block(x)
-        return torch.tanh(found["out"]) + found["in"]
+        return torch.tanh(found["out"]) - found["less"]
 
 
 class Loud(nn.Module):
@@ -227,10 +243,8 @@ class Checkpoint(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-def _gpt(draw: random.Random, tied: bool = False) -> Built:
-    model = GPT(
-        GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19]), tied)
-    )
+def _gpt(draw: random.Random) -> Built:
+    model = GPT(GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19])))
     return Built(model, _units(model, model.blocks))
 
 
@@ -240,19 +254,21 @@ def _deep(draw: random.Random) -> Built:
 
 
 def _stack(
-    kind: type[Stack], block: Callable[[int], nn.Module], widths: Sequence[int] = (5, 7)
+    kind: type[Stack], block: Callable[[int], nn.Module], widths: Sequence[int] = (5, 7), blocks: int = 3
 ) -> Callable[[random.Random], Built]:
     def build(draw: random.Random) -> Built:
         width = draw.choice(widths)
-        model = kind(width, [block(width) for _ in range(3)])
+        model = kind(width, [block(width) for _ in range(blocks)])
         return Built(model, _units(model, model.blocks))
 
     return build
 
 
 def _frozen(draw: random.Random, widths: Sequence[int] = (5, 7)) -> Built:
-    built = _stack(Stack, Adapted, widths)(draw)
-    for frozen in (built.model.blocks[1], built.model.inlet):  # type: ignore[index]
+    """The first unit's backward never comes; the third one's brings the gradient of an input alone."""
+    built = _stack(Stack, Adapted, widths, blocks=4)(draw)
+    inlet, blocks = built.model.inlet, built.model.blocks
+    for frozen in (inlet, blocks[0], blocks[2]):  # type: ignore[index]
         frozen.requires_grad_(False)
     return built
 
@@ -270,8 +286,8 @@ def _loud(draw: random.Random) -> Built:
     return Built(model, [("model", model)])
 
 
-def _gained(draw: random.Random, tied: bool = False) -> Built:
-    config = GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice([13, 17, 19]), tied)
+def _gained(draw: random.Random, tied: bool = False, vocabs: Sequence[int] = (13, 17, 19)) -> Built:
+    config = GPTConfig(draw.choice([10, 14]), 3, 2, draw.choice([5, 7, 11]), draw.choice(vocabs), tied)
     model = Gained(config)
     return Built(model, _units(model, model.blocks))
 
@@ -316,12 +332,13 @@ WIDE = (37, 41)  # units much larger than activations of two rows
 MODELS: dict[str, Callable[[random.Random], Built]] = {
     "gpt": _gpt,
     "deep": _deep,
-    "tied": lambda draw: _gpt(draw, tied=True),
+    "tied": partial(_gained, tied=True),
     "frozen": _frozen,
     "stack": _stack(Stack, Perceptron),
     "twice": _stack(Twice, Perceptron),
     "unused": _stack(Unused, Perceptron),
     "changing": _stack(Changing, Perceptron),
+    "shortened": _stack(Shortened, Perceptron),
     "recomputed": _stack(Recomputed, Perceptron),
     "nested": _nested,
     "loud": _loud,
@@ -333,6 +350,7 @@ MODELS: dict[str, Callable[[random.Random], Built]] = {
     "even and recomputed": partial(_even, reentrant=False),
     "even and recomputed, reentrant": partial(_even, reentrant=True),
     "even and deep": lambda draw: _side_by_side(GPT(DEEP)),
+    "wide and tied": partial(_gained, tied=True, vocabs=(301, 307)),  # the root is the largest unit
     "wide and frozen": partial(_frozen, widths=WIDE),
     "wide and unused": _stack(Unused, Perceptron, WIDE),
     "wide and twice": _stack(Twice, Perceptron, WIDE),
@@ -352,11 +370,12 @@ def build(scenario: Scenario, seed: int) -> Built:
 
 
 def batch_of(model: nn.Module, seed: int, rank: int, number: int) -> Tensor:
-    """The input of one micro-batch of one rank: tokens [2, T] of a GPT, or numbers [2, 3]."""
+    """The input of one micro-batch of one rank: tokens [2, T] of a GPT, or numbers [2, 3]; each third of `Shortened` has one row."""
     draw = torch.Generator().manual_seed(seed * 1009 + rank * 101 + number)
     if isinstance(model, GPT):
         return torch.randint(0, model.config.vocab, (ROWS, model.config.seq_len), generator=draw)
-    return torch.randn(ROWS, 3, generator=draw)
+    rows = 1 if isinstance(model, Shortened) and number % 3 == 2 else ROWS
+    return torch.randn(rows, 3, generator=draw)
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
