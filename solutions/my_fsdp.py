@@ -210,7 +210,8 @@ class Context:
 
     def __init__(self, root: nn.Module) -> None:
         streams = streams_for(next(root.parameters()).device.type)
-        self.compute, self.gathers, self.reductions = streams.compute, streams.all_gather, streams.reduce_scatter
+        self.compute = streams.compute
+        self.gathers, self.reductions = streams.all_gather, streams.reduce_scatter
         self.groups: list[ParamGroup] = []
         for name, module in root.named_modules():
             group: ParamGroup | None = getattr(module, "fsdp_group", None)

@@ -311,7 +311,8 @@ class Context:
     def __init__(self, root: nn.Module) -> None:
         # @08
         streams = streams_for(next(root.parameters()).device.type)
-        self.compute, self.gathers, self.reductions = streams.compute, streams.all_gather, streams.reduce_scatter
+        self.compute = streams.compute
+        self.gathers, self.reductions = streams.all_gather, streams.reduce_scatter
         # @04
         # @end
         self.groups: list[ParamGroup] = []
