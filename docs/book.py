@@ -95,10 +95,14 @@ def section(chapter: Chapter) -> Iterator[str]:
 def write_book(app: Any = None) -> None:
     """Writes the pages into docs/book/."""
     FOLDER.mkdir(exist_ok=True)
-    for number, part in enumerate(read_contents(), 1):
+    parts = read_contents()
+    for number, part in enumerate(parts, 1):
         lines = [f"# {number} · {part.title}", *(line for c in part.chapters for line in section(c))]
         _write(FOLDER / f"{number:02d}.md", "\n".join(lines) + "\n")
-    _write(FOLDER / "index.md", "\n".join(_index(read_contents())) + "\n")
+    _write(FOLDER / "index.md", "\n".join(_index(parts)) + "\n")
+    for path in FOLDER.glob("[0-9][0-9].md"):
+        if int(path.stem) > len(parts):  # of an older package
+            path.unlink()
 
 
 def _index(parts: list[Part]) -> Iterator[str]:
