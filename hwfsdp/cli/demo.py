@@ -93,8 +93,11 @@ def _report(summary: dict[str, Any], out: Path) -> str:
     lines = lay_out(rows, left=2, indent="")
     if ours != "hwfsdp":
         lines = [*_side_by_side(summary), "", *lines]
-    files = "summary.json, loss.png, timeline.png, memory.png,\n  and trace.json for https://ui.perfetto.dev"
-    return "\n".join(["", *lines, "", f"Written to {out}/:", f"  {files}"])
+    files = "summary.json, loss.png, timeline.png, memory.png, trace.json"
+    player = f"hwfsdp trace export {out}/trace.json --to html"
+    return "\n".join(
+        ["", *lines, "", f"Written to {out}/:", f"  {files}", "Play its steps in a browser:", f"  {player}"]
+    )
 
 
 def _side_by_side(summary: dict[str, Any], every: int = 10) -> list[str]:

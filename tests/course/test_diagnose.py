@@ -187,9 +187,12 @@ def test_a_finding_shows_what_came_back_and_what_should_have() -> None:
 
 def test_a_gather_too_many_is_told_with_its_unit_and_phase() -> None:
     units = ["0", "1", "2", "3", "4"]
-    with pytest.raises(Finding, match=r"^A forward has 6 .*; too often: 1 \(2×\)\.$"):
-        machines._gathered_once("A forward", [[0, 0, 0, False, owner] for owner in [*units, "1"]])
-    machines._gathered_once("A forward", [[0, 0, 0, False, owner] for owner in units])
+    gathered = {"machine": "host", "shown": None, "gathers": [[0, 0, 0, False, owner] for owner in units]}
+    machines._gathered_once("A forward", gathered, False)
+    gathered["gathers"].append([7, 0, 0, False, "1"])
+    with pytest.raises(Finding, match=r"^A forward has 6 .*; too often: 1 \(2×\)\.$") as caught:
+        machines._gathered_once("A forward", gathered, False)
+    assert caught.value.seen.us == 7, "the player opens at the second gather"
     facts = {"moves": {"backward 0": [["all_gather", "blocks.0", 12, "float32"]]}}
     with pytest.raises(Finding, match=r"backward 0 of step 2.*; too often: blocks.0 \(1×\)\.$"):
         laws.carried([facts], Scenario("plain"), "backward 0", "all_gather", 0, ("gathered-again", "missing"))

@@ -24,9 +24,10 @@ function reasonsOf(wait) {
   const length = wait.end - wait.start;
   if (source.end <= wait.start + TOUCHING) return [`The ${nameOf(source)} was over already: it costs nothing to wait for it.`];
   const said = [`Compute stands still for ${msText(length)}, until the ${nameOf(source)} is over.`];
-  const late = latestPartner(source), asked = askedAt(source);
-  if (late && late.start - source.start > 0.25 * length) {
-    said.push(`Rank ${late.rank} joins it ${msText(late.start - source.start)} later: the ranks are not in step.`);
+  const late = latestPartner(source), asked = askedAt(source), apart = late ? late.start - source.start : 0;
+  if (apart > 0.25 * length) {
+    said.push(`It takes ${msText(source.end - source.start)}. For ${msText(apart)} of them it waits for rank ${late.rank}, which joins last.`);
+    if (apart > 0.5 * length) return said; // when it was asked for matters less
   }
   const before = predecessor(source);
   if (before && before.end - asked > 0.25 * length) {
@@ -71,6 +72,6 @@ function factsOf(event) {
   const side = event.log.side === null ? "" : `${"AB"[event.log.side]}, `;
   return [
     `${side}rank ${event.rank}, ${event.stream} stream, step ${event.step}${when}`,
-    `${msText(event.start)} + ${msText(event.end - event.start)}${size}`,
+    `from ${msText(event.start)}, for ${msText(event.end - event.start)}${size}`,
   ];
 }

@@ -1,5 +1,6 @@
 "use strict";
-// The head of the page: the run in numbers, and moments worth a look. Below the panes stand the same facts as tables, for readers who cannot see the panes.
+// The head of the page: the run in numbers, and moments worth a look. Below the panes stand the same facts as tables, for
+// readers who cannot see the panes.
 
 class Summary {
   constructor(state, comparison, start) {
@@ -27,14 +28,14 @@ class Summary {
 
   described() {
     const [log] = this.state.logs, { summary } = log, peak = this.peakOf(log);
-    const number = (value, name) => make("div", { class: "number" }, make("b", {}, value), make("span", {}, name));
+    const number = (value, name, title) => make("div", { class: "number", title }, make("b", {}, value), make("span", {}, name));
     const hidden = Object.keys(summary.count_by_op).length ? percentText(summary.overlap_fraction) : "–";
     return [
       make("div", { class: "title" }, make("h1", {}, log.name), make("div", { class: "soft" }, this.runOf(log))),
       number(msText(summary.step_us), "a step"),
-      number(msText(summary.exposed_comm_us), "exposed communication"),
-      number(hidden, "of communication hidden"),
-      ...(peak ? [number(bytesText(peak.total), "at most alive on a rank")] : []),
+      number(msText(summary.exposed_comm_us), "exposed communication", "Communication of a step while the rank computes nothing; mean of the ranks"),
+      number(hidden, "of communication hidden", "The part of the communication that runs beside compute; mean of the ranks"),
+      ...(peak ? [number(bytesText(peak.total), "at most alive on a rank", "Parameters, gradients, optimizer state, buffers; no activations")] : []),
     ];
   }
 
@@ -76,13 +77,15 @@ class Summary {
     state.logs.forEach((log, side) => {
       const name = state.logs.length > 1 ? `${"AB"[side]}: ` : "", peak = this.peakOf(log);
       if (peak) {
-        const text = `${name}Memory peaks at ${msText(peak.us)}: ${bytesText(peak.total)} on rank ${peak.rank}`;
+        const others = log.ranks.filter((rank) => rank !== peak.rank && log.peaks.get(rank)?.total === peak.total).length;
+        const on = `on rank ${peak.rank}${others ? ` first, and as high on ${numberOf(others, "other rank")}` : ""}`;
+        const text = `${name}Memory peaks at ${msText(peak.us)}: ${bytesText(peak.total)} ${on}`;
         found.push(moment(text, () => state.visit(side, peak.rank, peak.us)));
       }
       const waits = [...longestWaits(log, 1), ...longestWaits(log, 1, "all_gather")];
       for (const wait of new Set(waits)) {
         const source = awaited(wait), isGather = source.op === "all_gather", length = msText(wait.end - wait.start);
-        const which = isGather ? "Latest gather" : "Longest wait", what = (isGather && source.owner) || nameOf(source);
+        const which = isGather ? "Longest wait for a gather" : "Longest wait", what = (isGather && source.owner) || nameOf(source);
         const when = wait.phase ? `, ${wait.phase}` : "";
         found.push(moment(`${name}${which}: rank ${wait.rank} waits ${length} for ${what}${when}`, () => this.jump(wait)));
       }
