@@ -75,6 +75,11 @@ def grades(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Grade]]]
         yield found
 
 
+def test_every_answer_is_an_edit_of_the_reference_as_it_is() -> None:
+    for exercise, each in ANSWERS:
+        text_of(exercise, each)
+
+
 @pytest.mark.parametrize(("exercise", "wrong"), one_for_each_check(WRONG), ids=named)
 def test_a_wrong_answer_is_told_what_is_wrong(
     exercise: Exercise,
