@@ -69,7 +69,7 @@ def with_clipping(**options: Any) -> Any:
 
 
 def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
-    """This rank's gradients with the feature that the page writes, and those of both ranks' batches without sharding."""
+    """Gradients with the feature that the page writes, beside gradients of both ranks' batches without sharding."""
     model = with_clipping()
     model(*model.inputs(4, dist.get_rank())).sum().backward()
     plain = fresh(models.uneven)

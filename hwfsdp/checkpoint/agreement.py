@@ -20,7 +20,7 @@ Note [A star, not a ring]
     of their work (`check`).
 
 Note [Who is late]
-    A timeout of gloo closes every connection of the process, also those that would carry the news. So threads wait in gloo,
+    A timeout of gloo closes every connection of the process. Then no other rank can be told. So threads wait in gloo,
     and the time limit is on waiting for these threads. The leader waits only four fifths of the others' time limit; otherwise
     they would blame the leader for its waiting. A leader that was away for longer than the others wait finds all reports, but
     the others are gone. Then it must not decide.

@@ -1,8 +1,8 @@
 """A run that a check found fault with, beside the reference's: a page of the step player, opened where to look.
 
-The runs are those of the virtual machines (`stations.clocked`). The learner's was recorded when it was judged. The reference's is the
-same wherever it is worked out, so it lies in `LOGS`, and no answer has to run: `python -m hwfsdp.course logs` writes the file. It
-says when the reference did what, and not by which code. Of the learner's code the page shows their file.
+Both runs are on a virtual machine (`stations.clocked`). The learner's run was recorded when it was judged. The reference's run is the same
+on every computer. So its log is in the file `LOGS`, which `python -m hwfsdp.course logs` writes, and a check does not run the reference.
+The log has the times of the reference's events, and nothing of its code. Of the learner's code, the page shows their file only.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ mutant does the same as the reference. The latter are listed, with the reason, i
     after = "…"
     reason = "…"
 
-Stations share one file, so mistakes are made in the file as it is after the last one. A station has the mistakes in the functions that
-begin there; its own checks are run first, then those of all stations, until one of them notices.
+Stations share one file, so mistakes are made in the file as it is after the last station. A mistake belongs to the station at which its
+function begins. The checks of that station run first, then the checks of all stations, until one of them notices.
 """
 
 from __future__ import annotations

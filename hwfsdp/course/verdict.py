@@ -94,7 +94,7 @@ class Check(NamedTuple):
 
     @property
     def is_bonus(self) -> bool:
-        """Whether its points are beyond those of its exercise, which can be passed without it."""
+        """Whether the check gives bonus points. An exercise can be passed without them."""
         return self.id.startswith(("bonus.", "ours."))
 
 

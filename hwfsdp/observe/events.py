@@ -296,7 +296,7 @@ class Recorder:
                 waits[other] = max(seq, waits.get(other, -1))
 
     def over_on(self, stream: str) -> tuple[int, ...]:
-        """Events that a wait for `stream` would wait for now: its last event, and those that it has waited for since."""
+        """Events that a wait for `stream` would wait for now: its last event, and the events that `stream` waited for afterwards."""
         last = (self.last_seq[stream],) if stream in self.last_seq else ()
         return (*last, *self.waits.get(stream, {}).values())
 

@@ -12,7 +12,7 @@ A recording sees:
   as the collectives that they call, batches of sends and receives as their parts;
 - functional collectives, which DTensors use; waits for a work;
 - every resize of a storage, and flat buffers that are dropped;
-- forwards and backwards of sharded modules, also those that checkpointing repeats; steps of optimizers.
+- forwards and backwards of sharded modules, also when checkpointing repeats them; steps of optimizers.
 
 A recording does not see:
 

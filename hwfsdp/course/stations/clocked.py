@@ -90,7 +90,7 @@ class Scaled(nn.Sequential):
 def stack_of_blocks(
     config: GPTConfig, shard: Shard, with_root: bool, kind: type[nn.Sequential] = nn.Sequential
 ) -> nn.Sequential:
-    """Blocks of a transformer, each a unit. With a root, the whole is a unit, too; what it owns is for its `kind` to say."""
+    """Blocks of a transformer, each a unit. With a root, the whole model is a unit, too; `kind` decides what the root owns."""
     model = kind(*(Block(config) for _ in range(config.layers)))
     for name, block in model.named_children():
         shard(block, f"blocks.{name}")
@@ -105,7 +105,7 @@ def learners_stack(config: GPTConfig) -> nn.Sequential:
 
 
 def names_of(model: nn.Sequential) -> dict[nn.Module, str]:
-    """The names that the homework was given with each unit, or else those that units have in the model."""
+    """The name of each unit: in the homework, as it was passed to `shard`; at a station, as in the model."""
     prefix = "blocks." if HOMEWORK in sys.modules else ""
     return {block: f"{prefix}{name}" for name, block in model.named_children()}
 

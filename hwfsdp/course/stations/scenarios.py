@@ -160,7 +160,7 @@ class Shortened(Stack):
 class Nested(nn.Module):
     """A block with a layer inside, of one parameter, that is sharded by itself; it returns two tensors in a dict.
 
-    The gradients of both come first, that of the frozen layer's input last.
+    In a backward, the gradients of both outputs come first, and the gradient of the frozen layer's input comes last.
     """
 
     def __init__(self, width: int) -> None:
