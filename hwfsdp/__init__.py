@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from hwfsdp.errors import UsageError as UsageError
     from hwfsdp.features.door import fully_shard as fully_shard
     from hwfsdp.features.finalization import GradientReductionHandle as GradientReductionHandle
-    from hwfsdp.features.hybrid_sharding import DataParallelMeshDims as DataParallelMeshDims
-    from hwfsdp.features.offload import CPUOffloadPolicy as CPUOffloadPolicy
-    from hwfsdp.features.offload import OffloadPolicy as OffloadPolicy
-    from hwfsdp.features.param_dtypes import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from hwfsdp.features.param_meshes import ShardPlacementResult as ShardPlacementResult
+    from hwfsdp.features.arguments import DataParallelMeshDims as DataParallelMeshDims
+    from hwfsdp.features.arguments import CPUOffloadPolicy as CPUOffloadPolicy
+    from hwfsdp.features.arguments import OffloadPolicy as OffloadPolicy
+    from hwfsdp.features.arguments import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from hwfsdp.features.arguments import ShardPlacementResult as ShardPlacementResult
     from hwfsdp.features.switch import install as install
-    from hwfsdp.features.steering import FSDPModule as FSDPModule
+    from hwfsdp.features.module import FSDPModule as FSDPModule
     from hwfsdp.features.steering import UnshardHandle as UnshardHandle
     from hwfsdp.features.steering import register_fsdp_forward_method as register_fsdp_forward_method
     from hwfsdp.features.steering import share_comm_ctx as share_comm_ctx
@@ -71,20 +71,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {  # public name → the module it is defined in; imported when first asked for, as that imports torch
-    "CPUOffloadPolicy": "features.offload",
+    "CPUOffloadPolicy": "features.arguments",
     "CheckpointError": "errors",
     "CollectiveError": "errors",
-    "DataParallelMeshDims": "features.hybrid_sharding",
+    "DataParallelMeshDims": "features.arguments",
     "Event": "observe.events",
     "EventLog": "observe.eventlog",
     "FSDPCommContext": "core.context",
     "FSDPError": "errors",
-    "FSDPModule": "features.steering",
+    "FSDPModule": "features.module",
     "GradientReductionHandle": "features.finalization",
-    "MixedPrecisionPolicy": "features.param_dtypes",
-    "OffloadPolicy": "features.offload",
+    "MixedPrecisionPolicy": "features.arguments",
+    "OffloadPolicy": "features.arguments",
     "RankError": "errors",
-    "ShardPlacementResult": "features.param_meshes",
+    "ShardPlacementResult": "features.arguments",
     "StateError": "errors",
     "UnshardHandle": "features.steering",
     "UnsupportedError": "errors",

@@ -269,7 +269,7 @@ def test_a_program_of_torchs_runs_on_ours_unchanged(client: Path) -> None:
     startup = str(Path(hwfsdp.__file__).parent / "startup")
     number, module, args = said_by(client, "--lr", 1).split(maxsplit=2)
     assert module.startswith("torch.") and args == "['--lr', '1']\n"
-    swapped = f"{number} hwfsdp.features.steering {args}"
+    swapped = f"{number} hwfsdp.features.module {args}"
     assert said_by("-m", "hwfsdp", "swap", client, "--lr", 1) == swapped
     assert said_by(client, "--lr", 1, PYTHONPATH=startup) == swapped
 
@@ -279,7 +279,7 @@ def test_processes_that_the_program_starts_are_swapped_too(client: Path) -> None
     said = said_by(
         "-m", "hwfsdp", "swap", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", client
     )
-    assert said.count("hwfsdp.features.steering") == 2
+    assert said.count("hwfsdp.features.module") == 2
 
 
 FAILING = "import sys\ndef f():\n    raise OSError(sys.path[0])\nf()\n"

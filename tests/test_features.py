@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,46 +15,163 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import models
-from hwfsdp import features, fully_shard, launch
+from hwfsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    features,
+    fully_shard,
+    launch,
+)
 from hwfsdp.errors import UnsupportedError
 from oracles import fresh, wrap
 
 
-def weights_after_two_steps(without: str) -> list[Tensor]:
-    """This rank's rows of all weights, with one feature out of the list; "": with all."""
-    every = features.FEATURES
-    features.FEATURES = tuple(name for name in every if name != without)  # type: ignore[assignment]
-    try:
-        model: Any = wrap(fresh(models.uneven), fully_shard, "blocks")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            model(*model.inputs(4, step)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.to_local().detach().clone() for param in model.parameters()]
-    finally:
-        features.FEATURES = every
+def what_is_left() -> bool:
+    """Train models that use the features that are in the list, beside unsharded ones; return whether gradients agree."""
+    there = set(features.FEATURES)
+    made: list[dict[str, Any]] = [{}]
+    if "hybrid_sharding" in there:
+        made.append({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))})
+    if "smaller_mesh" in there:
+        made.append({"reshard_after_forward": 1})
+    if "offload" in there:
+        made.append({"offload_policy": CPUOffloadPolicy()})
+    if {"layouts", "param_meshes"} <= there:
+        made.append(
+            {"shard_placement_fn": lambda param: ShardPlacementResult(None, init_device_mesh("cpu", (2,)))}
+        )
+    if "param_dtypes" in there:
+        made.append({"mp_policy": MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)})
+    for options in made:
+        model: Any = wrap(fresh(models.uneven), functools.partial(fully_shard, **options), "blocks")
+        if hasattr(model, "set_gradient_divide_factor"):
+            model.set_gradient_divide_factor(2.0)
+        model(*model.inputs(4, dist.get_rank())).sum().backward()
+        plain = fresh(models.uneven)
+        for rank in range(2):
+            (plain(*plain.inputs(4, rank)).sum() / 2).backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    return True
 
 
-def all_of_them() -> dict[str, list[Tensor]]:
-    return {name: weights_after_two_steps(name) for name in ("", *features.FEATURES)}
-
-
-@functools.cache
-def trained() -> list[dict[str, list[Tensor]]]:
-    found: list[dict[str, list[Tensor]]] = launch(all_of_them, 2, timeout=120)
+def agree_without_each() -> dict[str, bool]:
+    """`what_is_left`, with one feature and those that need it out of the list."""
+    every, found = features.FEATURES, {}
+    for name in every:
+        features.FEATURES = tuple(other for other in every if other not in with_those_that_need_it(name))  # type: ignore[assignment]
+        try:
+            found[name] = what_is_left()
+        finally:
+            features.FEATURES = every
     return found
 
 
-@pytest.mark.parametrize("name", features.FEATURES)
-def test_a_model_trains_to_the_same_bits_without_a_feature_that_it_does_not_use(name: str) -> None:
-    for found in trained():
-        assert all(map(torch.equal, found[name], found[""]))
+def test_the_others_train_without_a_feature_that_is_not_in_the_list() -> None:
+    for found in launch(agree_without_each, 2, timeout=120):
+        assert all(found[name] for name in features.FEATURES)
 
+
+# --- Without its file ----------------------------------------------------------------------------------------
+
+SHARED = {"call", "arguments", "lookup"}
+NEEDS = {"hybrid_sharding": {"reductions"}, "smaller_mesh": {"hybrid_sharding"}, "finalization": {"recovery"}}
+
+
+def imports_of(feature: str) -> set[str]:
+    source = (Path(features.__file__).parent / f"{feature}.py").read_text()
+    there = {path.stem for path in Path(features.__file__).parent.glob("*.py")} - {feature}
+    return there.intersection(re.findall(r"hwfsdp\.features\.(\w+)", source))
+
+
+@pytest.mark.parametrize("name", features.FEATURES)
+def test_a_feature_imports_only_what_features_share(name: str) -> None:
+    assert imports_of(name) - SHARED == NEEDS.get(name, set())
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_what_features_share_imports_no_feature(name: str) -> None:
+    assert imports_of(name) <= SHARED
+
+
+def with_those_that_need_it(name: str) -> set[str]:
+    return {name}.union(*(with_those_that_need_it(other) for other, needs in NEEDS.items() if name in needs))
+
+
+def copy_without(name: str, to: Path) -> None:
+    """A copy of the package in which the files of a feature, and of those that need it, and all lines that name them, are cut out."""
+    shutil.copytree(Path(features.__file__).parents[1], to / "hwfsdp", ignore=shutil.ignore_patterns("*.pyc"))
+    folder = to / "hwfsdp" / "features"
+    for cut in with_those_that_need_it(name):
+        methods = re.findall(rf"features\.{cut} import (\w+)", (folder / "module.py").read_text())
+        (folder / f"{cut}.py").unlink()
+        for path, words in (("__init__.py", [f'"{cut}"']), ("module.py", [f".{cut} ", *methods])):
+            lines = (folder / path).read_text().splitlines(keepends=True)
+            kept = [line for line in lines if not any(word in line for word in words)]
+            (folder / path).write_text("".join(kept))
+
+
+TRAINS = """
+import test_features
+from hwfsdp import features, launch
+
+if __name__ == "__main__":
+    found = launch(test_features.what_is_left, 2, timeout=120)
+    assert all(found), found
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(imports_of("module")))
+def test_the_others_train_when_the_files_of_a_feature_are_deleted(name: str, tmp_path: Path) -> None:
+    copy_without(name, tmp_path)
+    (tmp_path / "trains.py").write_text(TRAINS)
+    path = os.pathsep.join(map(str, (tmp_path, Path(__file__).parent)))
+    env = {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run([sys.executable, "trains.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+# --- Arguments -----------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "smaller_mesh": {"reshard_after_forward": 2},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "param_dtypes": {"mp_policy": MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)},
+    "layouts": {"shard_placement_fn": lambda param: None},
+    "hybrid_sharding": {"dp_mesh_dims": DataParallelMeshDims(shard="dp")},
+    "module_lists": {},
+}
+
+
+def refusals() -> dict[str, str]:
+    every, said = features.FEATURES, {}
+    for name, options in REFUSED.items():
+        features.FEATURES = tuple(other for other in every if other != name)  # type: ignore[assignment]
+        given: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        try:
+            fully_shard(given if name == "module_lists" else given[0], **options)
+        except UnsupportedError as error:
+            said[name] = str(error)
+        finally:
+            features.FEATURES = every
+    return said
+
+
+def test_a_call_that_asks_for_a_feature_that_is_not_there_is_refused() -> None:
+    (said,) = launch(refusals, 1)
+    assert said.keys() == REFUSED.keys()
+    for name, text in said.items():
+        assert repr(name) in text
+
+
+# --- The feature that the page writes ------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 

@@ -12,8 +12,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from hwfsdp.features.offload import CPUOffloadPolicy, OffloadPolicy
-from hwfsdp.features.param_dtypes import MixedPrecisionPolicy
+from hwfsdp.features.arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hwfsdp.core.precision import cast_floating, resolve_dtypes
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

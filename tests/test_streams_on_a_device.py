@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import world_mesh
 from benchmarks.fake import in_fake_world
-from hwfsdp.features.steering import checked_state
+from hwfsdp.features.lookup import checked_state
 from hwfsdp.core.streams import DeviceStream, HostStream, Stream
 from oracles import BITS, Trace, complaints, differences, run_checks
 

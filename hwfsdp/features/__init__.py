@@ -1,20 +1,26 @@
 """What FSDP2 can do beyond the heart: a chapter each, joined to it at its seams.
 
-`door.fully_shard` is the one that users call. It describes a call (`call.Call`) and asks each feature of `FEATURES` in turn. A
-feature is a module with one or more of four functions:
+`door.fully_shard` is the function that users call. It describes a call (`call.Call`) and asks each feature of `FEATURES` in turn. A
+feature is a module with one or more of five functions:
 
     check(call)          refuse arguments that cannot be, before anything is changed
     check_params(call)   refuse parameters that cannot be sharded
     choose(call)         put a part of its own in the place of one of the heart's
     joined(call, state)  the module is sharded now
+    ready(group)         refuse a group that cannot run; asked before a model's first forward
 
-The heart knows none of them. Take one out of the list, and models that do not use it train as before. What asks for it then does
-nothing, or fails. Features build on each other: states derive from the state of `recovery`, reducers from the one of `reductions`.
-So a feature that is taken out of the list stays in the folder.
+A feature may have methods of sharded modules, too: a class that `module.FSDPModule` derives from.
+
+The heart knows none of them, and features do not know each other, with three exceptions: `hybrid_sharding` builds on `reductions`,
+`smaller_mesh` on `hybrid_sharding`, and `finalization` on `recovery`. To take a feature out, delete its file, its name in `FEATURES`, and
+its class in `module`. The other features work as before. A call that asks for the feature is refused.
 
     The call
     call                one call of `fully_shard`: what is asked for, and the parts that will do it
-    door                the door that users call, and the features in their order
+    door                the function that users call, and the features in their order
+    module              what every sharded module also is
+    arguments           types of arguments
+    lookup              what several features look up
 
     switch              torch's public names become ours, for programs that import them from torch
 

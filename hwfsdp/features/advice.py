@@ -26,8 +26,7 @@ from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.ranks import Axis
 from hwfsdp.core.state import FSDPState
 from hwfsdp.features.call import Call
-from hwfsdp.features.checks import claimed_as
-from hwfsdp.features.hybrid_sharding import replicas_of
+from hwfsdp.features.lookup import claimed_as, replicas_of
 from hwfsdp.observe import events
 
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # → calls when it was looked at

@@ -5,6 +5,7 @@ Each part has the heart's own as its default. A feature that wants another puts 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +14,27 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hwfsdp import features
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.form import Form, Layout
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import FSDPParam, Home
 from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.ranks import ShardMesh
+from hwfsdp.core.ranks import ShardMesh, shard_mesh
 from hwfsdp.core.state import FSDPState
 from hwfsdp.core.wrap import FSDPModule, Unclaimed
+from hwfsdp.errors import UnsupportedError
+
+
+def one_axis(mesh: DeviceMesh | None, dims: Any) -> ShardMesh:
+    """The heart's mesh.
+
+    Raises:
+        UnsupportedError: `dims` names axes, or the mesh has several.
+    """
+    if dims is not None:
+        raise absent("dp_mesh_dims", "hybrid_sharding")
+    return shard_mesh(mesh)
 
 
 @dataclass
@@ -29,7 +43,8 @@ class Call:
 
     Attributes:
         modules: the given ones, as a list. `door.fully_shard` describes the other arguments.
-        ranks: over which parameters are sharded. found: the parameters to shard.
+        resolve: what a mesh, and the names of its data-parallel axes, are to this process. ranks: over which parameters are sharded.
+        found: the parameters to shard.
         meshes, layouts, policies: of the parameters found. reshard: whether they are freed after forward.
         home, make_form, make_group: for each parameter, and for the group.
         states: classes whose methods go before those of the heart's `FSDPState`, the outermost first.
@@ -45,6 +60,7 @@ class Call:
     dp_mesh_dims: Any
     comm_ctx: FSDPCommContext | None
 
+    resolve: Callable[[DeviceMesh | None, Any], ShardMesh] = one_axis
     ranks: ShardMesh | None = None
     found: list[Unclaimed] = field(default_factory=list)
     meshes: list[ShardMesh] = field(default_factory=list)
@@ -72,3 +88,21 @@ class Call:
 
 
 _classes: dict[tuple[type, ...], type[FSDPState]] = {}
+
+
+def ask(what: str, *arguments: Any) -> None:
+    """Call the function of this name of every feature that has one."""
+    for name in features.FEATURES:
+        function = getattr(importlib.import_module(f"hwfsdp.features.{name}"), what, None)
+        if function is not None:
+            function(*arguments)
+
+
+def absent(given: str, feature: str) -> UnsupportedError:
+    """The error for what only a feature can do that was taken out."""
+    return UnsupportedError(
+        f"fully_shard({given})",
+        expected=f"the feature {feature!r}",
+        got=f"features without it: {', '.join(features.FEATURES)}",
+        remedy="Put it back into hwfsdp.features.FEATURES, or call without it.",
+    )

@@ -14,10 +14,8 @@ from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import NoRootError, RefusedError, StateError, UnsupportedError, UsageError
-from hwfsdp.features.call import Call
-from hwfsdp.features.offload import check_shards_are_there
-
-_CLAIMED = "_hwfsdp_claimed"
+from hwfsdp.features.call import Call, ask
+from hwfsdp.features.lookup import CLAIMED, claimed_as
 
 
 def check(call: Call) -> None:
@@ -41,13 +39,7 @@ def choose(call: Call) -> None:
 def joined(call: Call, state: FSDPState) -> None:
     """The model has sharded parameters in place of these."""
     for param, fqn, _ in call.found:
-        setattr(param, _CLAIMED, fqn)
-
-
-def claimed_as(param: Any) -> str | None:
-    """The name under which a sharded parameter took the place of this one; None if none did."""
-    name: str | None = getattr(param, _CLAIMED, None)
-    return name
+        setattr(param, CLAIMED, fqn)
 
 
 def check_module(module: Any) -> None:
@@ -139,7 +131,7 @@ class CheckedState(FSDPState):
         super().before_unshard()  # type: ignore[misc]
         for group in () if self.root.states else self.groups:
             group.adopt_registered()
-            check_ready(group)
+            ask("ready", group)
 
     def become_root(self) -> None:
         """The root is one module, the first to run a forward, and every group below it can run.
@@ -167,17 +159,17 @@ class CheckedState(FSDPState):
         super().become_root()
         try:
             for group in self.root.groups:
-                check_ready(group)
+                ask("ready", group)
         except (StateError, UsageError):
             self.root.states = []  # it has not begun: the user may put it right, and try again
             raise
 
 
-def check_ready(group: ParamGroup) -> None:
+def ready(group: ParamGroup) -> None:
     """Raise if the group cannot run.
 
     Raises:
-        StateError: a parameter is still on the meta device, or offloaded and not in host memory.
+        StateError: a parameter is still on the meta device.
         UsageError: trainable parameters of several original dtypes.
     """
     on_meta = [p.fqn for p in group.params if p.sharded_param.is_meta]
@@ -196,4 +188,3 @@ def check_ready(group: ParamGroup) -> None:
             got=" and ".join(sorted(map(str, dtypes))),
             remedy="Cast them, or wrap the modules with the other dtype in a fully_shard of their own.",
         )
-    check_shards_are_there(group)

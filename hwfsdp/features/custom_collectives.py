@@ -19,11 +19,12 @@ from hwfsdp.collectives import (
     GroupTransport,
     ReduceScatter,
 )
+from hwfsdp.core import wrap
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import FSDPState
 from hwfsdp.errors import RefusedStateError, UnsupportedError
 from hwfsdp.features.call import Call
-from hwfsdp.features.param_meshes import the_only
+from hwfsdp.features.lookup import the_only
 
 _DEFAULTS = (DefaultAllGather, GroupAllocAllGather, DefaultReduceScatter, GroupAllocReduceScatter)
 
@@ -40,11 +41,8 @@ def transport_of(group: ParamGroup) -> GroupTransport:
     return group.transport
 
 
-class CustomCollectives:
+class CustomCollectives(wrap.FSDPModule):
     """Methods of sharded modules."""
-
-    def _groups(self, recurse: bool) -> list[ParamGroup]:
-        raise NotImplementedError
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """How this module's own group gathers; for example `collectives.RingAllGather()`."""

@@ -5,25 +5,24 @@ It does what the heart's does (`core.wrap`), with parts that features have chose
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hwfsdp import features
 from hwfsdp.core import precision
+from hwfsdp.core.compat import local_of
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.form import Layout
 from hwfsdp.core.param import FSDPParam
-from hwfsdp.core.ranks import shard_mesh
 from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.core.wrap import become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
-from hwfsdp.features.call import Call
-from hwfsdp.features.hybrid_sharding import DataParallelMeshDims
-from hwfsdp.features.offload import OffloadPolicy
-from hwfsdp.features.param_dtypes import MixedPrecisionPolicy
+from hwfsdp.features.arguments import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from hwfsdp.features.call import Call, absent, ask
+from hwfsdp.features.module import FSDPModule
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -84,11 +83,13 @@ def fully_shard(
         set(ignored_params or ()),
         dp_mesh_dims,
         comm_ctx,
+        module_class=FSDPModule,
     )
     ask("check", call)
-    call.ranks = call.ranks or shard_mesh(mesh)
+    call.ranks = call.resolve(mesh, dp_mesh_dims)
     call.found = unclaimed_params(call.modules, call.ignored_params)
     call.meshes = [call.ranks for _ in call.found]
+    refuse_absent(call)
     ask("check_params", call)
     call.layouts = [Layout(found.param, mesh) for found, mesh in zip(call.found, call.meshes, strict=True)]
     call.policies = [mp_policy for _ in call.found]
@@ -120,12 +121,26 @@ def shard(call: Call) -> FSDPState:
     return state
 
 
-def ask(what: str, *arguments: Any) -> None:
-    """Call the function of this name of every feature that has one."""
-    for name in features.FEATURES:
-        function = getattr(importlib.import_module(f"hwfsdp.features.{name}"), what, None)
-        if function is not None:
-            function(*arguments)
+def refuse_absent(call: Call) -> None:
+    """Raise UnsupportedError if only a feature that was taken out can do what is asked for."""
+    params = [found.param for found in call.found]
+    asked = (
+        ("module_lists", "[a, b]", len(call.modules) > 1),
+        ("smaller_mesh", "reshard_after_forward=<number of ranks>", type(call.reshard_after_forward) is int),
+        ("offload", "offload_policy=CPUOffloadPolicy()", hasattr(call.offload_policy, "pin_memory")),
+        ("param_dtypes", "mp_policy=…", getattr(call.mp_policy, "param_dtype_override_fn", None) is not None),
+        ("layouts", "shard_placement_fn=…", call.shard_placement_fn is not None),
+        ("layouts", "a module with DTensors", any(isinstance(param, DTensor) for param in params)),
+        ("extensions", "a module with tensor extensions", any(map(is_extension, params))),
+    )
+    for feature, given, is_asked in asked:
+        if is_asked and feature not in features.FEATURES:
+            raise absent(given, feature)
+
+
+def is_extension(param: nn.Parameter) -> bool:
+    """Whether a parameter says how it is gathered."""
+    return hasattr(local_of(param) if isinstance(param, DTensor) else param.data, "fsdp_pre_all_gather")
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # where torch's has it, for those who look there

@@ -28,8 +28,7 @@ from hwfsdp.core.form import Form
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.errors import UsageError
 from hwfsdp.features.call import Call
-from hwfsdp.features.hybrid_sharding import shard_axis
-from hwfsdp.features.layouts import contiguous_strides
+from hwfsdp.features.lookup import shard_axis
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -68,6 +67,11 @@ def has_methods(local: Tensor, fqn: str) -> bool:
     return not missing
 
 
+def strides_of(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    return torch.empty(shape, device="meta").stride()
+
+
 class ExtensionForm(Form):
     """One parameter's gathers by the methods of its local part.
 
@@ -99,7 +103,7 @@ class ExtensionForm(Form):
         arguments = (
             shard_axis(layout.mesh),
             layout.shape,
-            contiguous_strides(layout.shape),
+            strides_of(layout.shape),
             param.places[0].module,
             param.policy,
         )
@@ -146,7 +150,7 @@ class ExtensionForm(Form):
                 return
             whole, inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
             self.inner = list(inner)
-            strides = contiguous_strides(shape)
+            strides = strides_of(shape)
             param.set_unsharded(whole if whole.shape == shape else whole.as_strided(shape, strides))
 
     def free(self) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 
 from torch import nn
 
+from hwfsdp.core import wrap
 from hwfsdp.core.compat import in_backward
 from hwfsdp.core.context import Phase, RootContext
 from hwfsdp.core.observer import moment
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
+from hwfsdp.features.lookup import checked_state
 from hwfsdp.features.recovery import RecoveringState, backward_broke, callbacks_of
 
 
@@ -222,11 +224,11 @@ _PENDING = (
 )
 
 
-class ManualFinalization:
+class ManualFinalization(wrap.FSDPModule):
     """Methods of sharded modules."""
 
     def _state(self) -> Any:
-        raise NotImplementedError
+        return checked_state(self, type(self).__name__)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether `finalize_backward` ends backwards, and not each backward itself. Set it on the root, before the forward.

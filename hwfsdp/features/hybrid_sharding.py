@@ -26,6 +26,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hwfsdp import compat
 from hwfsdp.collectives import GroupTransport
+from hwfsdp.core import wrap
 from hwfsdp.core.collectives import Mean, Reducing, mean_over
 from hwfsdp.core.compat import no_autograd
 from hwfsdp.core.group import ParamGroup
@@ -35,48 +36,15 @@ from hwfsdp.core.ranks import Axis, ShardMesh, axis_along, default_mesh, device_
 from hwfsdp.core.state import FSDPState
 from hwfsdp.core.streams import Stream, StreamEvent
 from hwfsdp.errors import RefusedError, UsageError
+from hwfsdp.features.arguments import DataParallelMeshDims
 from hwfsdp.features.call import Call
+from hwfsdp.features.lookup import flat_axis, replicas_of
 from hwfsdp.features.reductions import SteeredReducer
 
 
-@dataclass(frozen=True)
-class DataParallelMeshDims:
-    """Which axes of a mesh are data-parallel, when it has others too; see `fully_shard(dp_mesh_dims=…)`.
-
-    Attributes:
-        shard: name of the axis to shard over; several names are taken as one axis. None: replicate only.
-        replicate: name of the axis to replicate over, or several. None: shard only.
-    """
-
-    shard: str | tuple[str, ...] | None = None
-    replicate: str | tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.shard_names and not self.replicate_names:
-            raise UsageError(
-                "DataParallelMeshDims",
-                expected="names of axes in shard, in replicate, or in both",
-                got="neither",
-                remedy="Name the data-parallel axis: DataParallelMeshDims(shard='dp').",
-            )
-
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        return _as_names(self.shard)
-
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        return _as_names(self.replicate)
-
-
-def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names or ())
-
-
 def check(call: Call) -> None:
-    """A mesh of one or two axes, or of more with names."""
-    dims = call.dp_mesh_dims and DataParallelMeshDims(call.dp_mesh_dims.shard, call.dp_mesh_dims.replicate)
-    call.ranks = hybrid_mesh(call.mesh, dims)
+    """Meshes may have two axes, or more with names."""
+    call.resolve = hybrid_mesh
 
 
 def joined(call: Call, state: FSDPState) -> None:
@@ -114,17 +82,6 @@ class HybridMesh(ShardMesh):
         return (*replicate, Shard(dim)) if self.shard.group else replicate
 
 
-def replicas_of(mesh: ShardMesh) -> Axis:
-    """The ranks that hold the same rows."""
-    return getattr(mesh, "replicate", Axis())
-
-
-def shard_axis(mesh: ShardMesh) -> DeviceMesh:
-    """The 1D mesh of the ranks that hold different rows."""
-    names = mesh.mesh.mesh_dim_names
-    return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh
-
-
 def hybrid_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> HybridMesh:
     """Check the mesh given to `fully_shard` (None: all ranks) and resolve it.
 
@@ -135,7 +92,7 @@ def hybrid_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = Non
     """
     mesh = default_mesh() if mesh is None else mesh
     if dims is not None:
-        return _named_axes(mesh, dims)
+        return _named_axes(mesh, DataParallelMeshDims(dims.shard, dims.replicate))  # may be torch's
     if mesh.ndim > 2:
         raise UsageError(
             "fully_shard(mesh=…)",
@@ -182,11 +139,6 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> HybridMesh:
     replicate = axis_along(parts[0], 0) if dims.replicate_names else Axis()
     joined = parts[0] if len(parts) == 1 else compat.join_meshes(parts)
     return HybridMesh(joined, shard, device_of(mesh.device_type), replicate, dims, mesh)
-
-
-def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1D mesh of these axes of `mesh`, several taken as one."""
-    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])
 
 
 # --- Gradients -----------------------------------------------------------------------------------------------
@@ -283,9 +235,12 @@ class HybridReducer(SteeredReducer):
     def start_all_reduce(self, tensor: Tensor, stream: Stream) -> None:
         """Issue an all-reduce of `tensor` over the replicas, in place, on `stream`, which is current; return at once."""
         transport, operation = self.group.transport, self.replica_operation(tensor.dtype)
-        assert isinstance(transport, GroupTransport)
         with moment("all_reduce", transport):
-            stream.add(transport.all_reduce(tensor, operation, self.replicas, stream.is_host))
+            if isinstance(transport, GroupTransport):
+                work = transport.all_reduce(tensor, operation, self.replicas, stream.is_host)
+            else:  # the heart's, which has no all-reduce
+                work = dist.all_reduce(tensor, operation, self.replicas.group, async_op=stream.is_host)
+            stream.add(work)
 
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Keep the result of a reduction over the shard axis only; the replicas have not heard of it yet.
@@ -315,5 +270,20 @@ class HybridReducer(SteeredReducer):
                 if param in self.partial_grads:
                     grad.add_(self.partial_grads.pop(param))
 
-    def drop(self) -> None:
-        self.partial_grads.clear()
+
+class HybridMethods(wrap.FSDPModule):
+    """Methods of sharded modules."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. Off for all micro-batches but the last, they add up unreduced."""
+        super().set_requires_gradient_sync(requires_gradient_sync, recurse=recurse)
+        self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the replicas, too, under hybrid sharding.
+
+        Off for all micro-batches but the last, this rank's rows of them add up, reduced over the shard axis only.
+        """
+        for group in self._groups(recurse):
+            if isinstance(group.reducer, HybridReducer):
+                group.reducer.all_reduce_grads = requires_all_reduce

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
-from operator import mul
 from typing import Any
 
 import torch
@@ -38,16 +36,16 @@ from hwfsdp.core.form import Layout
 from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.core.sharding import padded_local_shape
 from hwfsdp.errors import RefusedError, UnsupportedError, UsageError
+from hwfsdp.features.arguments import DataParallelMeshDims
 from hwfsdp.features.call import Call
-from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, flat_axis
+from hwfsdp.features.lookup import flat_axis
 
 
 def choose(call: Call) -> None:
     """A layout of its own for each parameter that is a DTensor, or that is to be cut along another dimension."""
     for index, ((param, fqn, _), mesh) in enumerate(zip(call.found, call.meshes, strict=True)):
         dim = chosen_dim(fqn, param, call.shard_placement_fn, mesh)
-        named = isinstance(mesh, HybridMesh) and mesh.dims is not None
-        if dim or isinstance(param, DTensor) or named:
+        if dim or isinstance(param, DTensor) or getattr(mesh, "dims", None) is not None:
             call.layouts[index] = CutLayout(param, dim, mesh, fqn)
 
 
@@ -142,11 +140,6 @@ class CutLayout(Layout):
         part = grad if wanted == grad.placements else grad.redistribute(placements=wanted)
         local: Tensor = part.to_local()
         return local
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape: `(2, 3, 4)` → `(12, 4, 1)`."""
-    return tuple(accumulate((max(n, 1) for n in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
 def placements_of(

@@ -6,8 +6,6 @@ reduced gradient is copied to the host on the stream that made it, and the host 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,22 +14,6 @@ from hwfsdp.core.param import Home
 from hwfsdp.core.streams import StreamSet
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """No offloading: shards live on the mesh's device."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, sharded gradients and optimizer state live in host memory.
-
-    Attributes:
-        pin_memory: page-lock them, so that copies to and from the device overlap with compute.
-    """
-
-    pin_memory: bool = True
 
 
 def choose(call: Call) -> None:
@@ -70,7 +52,7 @@ def is_offloaded(group: ParamGroup) -> bool:
     return any(isinstance(param.home, HostMemory) for param in group.params)
 
 
-def check_shards_are_there(group: ParamGroup) -> None:
+def ready(group: ParamGroup) -> None:
     """Raise StateError if a shard that should be in host memory is on the device."""
     offloaded = [param for param in group.params if isinstance(param.home, HostMemory)]
     on_device = [

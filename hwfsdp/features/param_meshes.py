@@ -15,13 +15,12 @@ backward starts ahead go from the last to the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.compat import address_of, local_of
 from hwfsdp.core.context import FSDPCommContext
@@ -32,21 +31,7 @@ from hwfsdp.core.ranks import ShardMesh
 from hwfsdp.core.state import FSDPState
 from hwfsdp.errors import UsageError
 from hwfsdp.features.call import Call
-from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, hybrid_mesh, replicas_of
-
-
-@dataclass(frozen=True)
-class ShardPlacementResult:
-    """What `shard_placement_fn` may return: along which dimension a parameter is cut, and over which mesh.
-
-    Attributes:
-        placement: `Shard(dim)`; None: `Shard(0)`.
-        mesh_info: the mesh, 1D or 2D with names, as in `fully_shard(mesh=…)`; torch's `FSDPMeshInfo` works, too. torch's own
-            `ShardPlacementResult` works in the place of this class.
-    """
-
-    placement: Shard | None
-    mesh_info: Any
+from hwfsdp.features.lookup import replicas_of
 
 
 def check_params(call: Call) -> None:
@@ -126,9 +111,7 @@ def resolve(info: Any, call: Call, subject: str) -> ShardMesh:
         )
     check_ranks(mesh, around.mesh, subject)
     dims = getattr(info, "dp_mesh_dims", None)
-    if dims is None:
-        return hybrid_mesh(mesh)
-    return hybrid_mesh(info.spmd_mesh, DataParallelMeshDims(dims.shard, dims.replicate))
+    return call.resolve(mesh if dims is None else info.spmd_mesh, dims)
 
 
 def has_axes(info: Any, mesh: DeviceMesh) -> bool:
@@ -284,22 +267,6 @@ def labels_of(meshes: Sequence[ShardMesh], mesh: ShardMesh) -> list[str]:
 def parts_of(group: ParamGroup) -> list[ParamGroup]:
     """The groups that stand for one in the schedule; usually the group itself."""
     return group.parts if isinstance(group, MeshGroups) else [group]
-
-
-def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]:
-    """A module's groups: one at most.
-
-    Raises:
-        UsageError: its parameters have several meshes, and what is set belongs to one mesh.
-    """
-    if len(groups) > 1:
-        raise UsageError(
-            subject,
-            expected="a module whose parameters have one mesh",
-            got=", ".join(repr(group.fqn) for group in groups),
-            remedy="Shard the modules of each mesh by calls of their own.",
-        )
-    return groups
 
 
 class MeshesState(FSDPState):

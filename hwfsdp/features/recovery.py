@@ -34,7 +34,6 @@ from hwfsdp.core.context import Phase
 from hwfsdp.core.state import Args, FSDPState, Kwargs
 from hwfsdp.errors import StateError
 from hwfsdp.features.call import Call
-from hwfsdp.features.reductions import SteeredReducer
 
 # Steps that began or ended, of optimizers that hold DTensors. What was gathered before the last one is stale. Other optimizers
 # do not count. They may exist on one rank only, and then only this rank would gather again.
@@ -271,8 +270,7 @@ def drop_grads(group: ParamGroup) -> None:
         param.accumulated_grad = None
         if param.unsharded_param is not None:
             param.unsharded_param.grad = None
-    if isinstance(group.reducer, SteeredReducer):
-        group.reducer.drop()
+    getattr(group.reducer, "partial_grads", {}).clear()
 
 
 def finish_broken_backward(states: list[FSDPState], comm_ctx: FSDPCommContext) -> None:

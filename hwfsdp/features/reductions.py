@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hwfsdp.core import wrap
 from hwfsdp.core.collectives import Mean, Reducing, mean_over
 from hwfsdp.core.group import ParamGroup, Reducer, divided
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import FSDPState
-from hwfsdp.core.streams import Stream, StreamEvent
+from hwfsdp.core.streams import DeviceStream, Stream, StreamEvent
 from hwfsdp.errors import UsageError
 from hwfsdp.features.call import Call
+from hwfsdp.features.lookup import replicas_of, the_only
 
 
 def joined(call: Call, state: FSDPState) -> None:
@@ -99,5 +103,62 @@ class SteeredReducer(Reducer):
             stream.then(lambda: hook(result))
         stream.then(lambda: group.add_sharded_grads(params, divided(result, divisor)))
 
-    def drop(self) -> None:
-        """Forget what was kept of reductions that are not over; here there is nothing."""
+
+class ReductionMethods(wrap.FSDPModule):
+    """Methods of sharded modules."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What sums of gradients over the ranks are divided by, in place of the number of ranks.
+
+        Raises:
+            UsageError: 0, or not a number.
+        """
+        for reducer in self._reducers(recurse=False):
+            reducer.divide_by(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`; warns."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether collectives only ever sum, and divisions are made apart; some transports can do no more."""
+        for reducer in self._reducers(recurse=False):
+            reducer.force_sum = enable
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that got no gradient are reduced as zeros.
+
+        Needed where ranks take different paths through the model, or else their reductions do not fit together.
+        """
+        for reducer in self._reducers(recurse):
+            reducer.reduce_unused = reduce_scatter_unused_params
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Calls `hook` with each reduced flat gradient of this module's own group, before it is divided.
+
+        Args:
+            hook: may change the tensor in place, for example all-reduce it over further ranks. Under hybrid sharding
+                it is called after the all-reduce.
+            stream: a stream of the device to call it on; not under hybrid sharding, which has one.
+        """
+        the_only(self._groups(recurse=False), "set_all_reduce_hook")
+        for reducer in self._reducers(recurse=False):
+            if stream is not None and replicas_of(reducer.group.mesh).group:
+                raise UsageError(
+                    "set_all_reduce_hook(stream=…)",
+                    expected="no stream under hybrid sharding",
+                    got=repr(stream),
+                    remedy="Leave it out: the hook runs on the all-reduce stream.",
+                )
+            reducer.hook = hook
+            streams = reducer.group.comm_ctx.streams
+            if stream is not None and isinstance(streams.all_reduce, DeviceStream):
+                reducer.hook_stream = DeviceStream("all_reduce", stream.device.type, stream)
+                reducer.hook_stream.streams = streams
+
+    def _reducers(self, recurse: bool) -> list[SteeredReducer]:
+        reducers = [group.reducer for group in self._groups(recurse)]
+        return [reducer for reducer in reducers if isinstance(reducer, SteeredReducer)]

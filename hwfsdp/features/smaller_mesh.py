@@ -33,7 +33,6 @@ from hwfsdp.core.ranks import ShardMesh, Transport, axis_along
 from hwfsdp.core.sharding import local_shape, padded_local_numel
 from hwfsdp.errors import UnsupportedError, UsageError
 from hwfsdp.features.call import Call
-from hwfsdp.features.extensions import METHODS
 from hwfsdp.features.hybrid_sharding import HybridMesh
 
 
@@ -83,13 +82,13 @@ def refuse_special_params(call: Call, size: int) -> None:
     special = [
         u.fqn
         for u, _ in found
-        if isinstance(u.param, DTensor) or any(hasattr(u.param.data, m) for m in METHODS)
+        if isinstance(u.param, DTensor) or hasattr(u.param.data, "fsdp_pre_all_gather")
     ]
     if special:
         raise UnsupportedError(
             "fully_shard(reshard_after_forward=<number of ranks>)",
             expected="plain parameters",
-            got=f"DTensors, or tensors with {METHODS[0]}: {', '.join(special)}",
+            got=f"DTensors, or tensors with fsdp_pre_all_gather: {', '.join(special)}",
             remedy="Pass True or False.",
         )
     uneven = [u.fqn for u, layout in found if layout.rows != layout.shape and u.param.shape[0] % size]

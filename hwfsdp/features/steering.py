@@ -7,7 +7,6 @@ sharded modules below, too; the others to the module's own group.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, NoReturn
@@ -19,21 +18,15 @@ from hwfsdp.core import compat, observer, wrap
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState, state_of
-from hwfsdp.core.streams import DeviceStream, StreamEvent
+from hwfsdp.core.streams import StreamEvent
 from hwfsdp.errors import RefusedError, UsageError, WrongTypeError
 from hwfsdp.features.call import Call
-from hwfsdp.features.custom_collectives import CustomCollectives
-from hwfsdp.features.finalization import ManualFinalization
-from hwfsdp.features.hybrid_sharding import HybridReducer, replicas_of
-from hwfsdp.features.param_meshes import the_only
-from hwfsdp.features.reductions import SteeredReducer
-from hwfsdp.features.torch_view import Viewed
+from hwfsdp.features.lookup import checked_state
 
 
 def choose(call: Call) -> None:
-    """Modules get the methods, states what these set."""
+    """States have what the methods set."""
     call.states.append(SteeredState)
-    call.module_class = FSDPModule
 
 
 class UnshardHandle:
@@ -103,8 +96,8 @@ class SteeredState(FSDPState):
         self.comm_ctx.max_reductions = max(asked, default=1)
 
 
-class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed):
-    """A sharded module."""
+class SteeredModule(wrap.FSDPModule):
+    """Methods of sharded modules."""
 
     # --- parameters ---
 
@@ -161,75 +154,9 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed)
 
     # --- gradients ---
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Off for all micro-batches but the last, they add up unreduced."""
-        super().set_requires_gradient_sync(requires_gradient_sync, recurse=recurse)
-        self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the replicas, too, under hybrid sharding.
-
-        Off for all micro-batches but the last, this rank's rows of them add up, reduced over the shard axis only.
-        """
-        for group in self._groups(recurse):
-            if isinstance(group.reducer, HybridReducer):
-                group.reducer.all_reduce_grads = requires_all_reduce
-
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward's end waits for its reductions; off if another backward follows at once."""
         self._state().root.is_last_backward = is_last_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients over the ranks are divided by, in place of the number of ranks.
-
-        Raises:
-            UsageError: 0, or not a number.
-        """
-        for reducer in self._reducers(recurse=False):
-            reducer.divide_by(factor)
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`; warns."""
-        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives only ever sum, and divisions are made apart; some transports can do no more."""
-        for reducer in self._reducers(recurse=False):
-            reducer.force_sum = enable
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether parameters that got no gradient are reduced as zeros.
-
-        Needed where ranks take different paths through the model, or else their reductions do not fit together.
-        """
-        for reducer in self._reducers(recurse):
-            reducer.reduce_unused = reduce_scatter_unused_params
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Calls `hook` with each reduced flat gradient of this module's own group, before it is divided.
-
-        Args:
-            hook: may change the tensor in place, for example all-reduce it over further ranks. Under hybrid sharding
-                it is called after the all-reduce.
-            stream: a stream of the device to call it on; not under hybrid sharding, which has one.
-        """
-        the_only(self._groups(recurse=False), "set_all_reduce_hook")
-        for reducer in self._reducers(recurse=False):
-            if stream is not None and replicas_of(reducer.group.mesh).group:
-                raise UsageError(
-                    "set_all_reduce_hook(stream=…)",
-                    expected="no stream under hybrid sharding",
-                    got=repr(stream),
-                    remedy="Leave it out: the hook runs on the all-reduce stream.",
-                )
-            reducer.hook = hook
-            streams = reducer.group.comm_ctx.streams
-            if stream is not None and isinstance(streams.all_reduce, DeviceStream):
-                reducer.hook_stream = DeviceStream("all_reduce", stream.device.type, stream)
-                reducer.hook_stream.streams = streams
 
     def reset_iter_state(self) -> None:
         """Drops what an exception in forward or backward left, unreduced gradients included. Call it on the root.
@@ -240,11 +167,11 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed)
 
     # --- order ---
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[wrap.FSDPModule]) -> None:
         """The modules to gather under this module's forward, instead of the one learned."""
         self._state().forward_prefetch = states_of(modules, "set_modules_to_forward_prefetch")
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[wrap.FSDPModule]) -> None:
         """The modules to gather under this module's backward, instead of the previous one in order."""
         self._state().backward_prefetch = states_of(modules, "set_modules_to_backward_prefetch")
 
@@ -321,27 +248,10 @@ class FSDPModule(wrap.FSDPModule, CustomCollectives, ManualFinalization, Viewed)
         assert isinstance(self, nn.Module)
         return checked_state(self, f"{type(self).__name__}")
 
-    def _reducers(self, recurse: bool) -> list[SteeredReducer]:
-        reducers = [group.reducer for group in self._groups(recurse)]
-        return [reducer for reducer in reducers if isinstance(reducer, SteeredReducer)]
-
 
 def has_own_grad_dtype(param: FSDPParam) -> bool:
     """Whether the user has set the dtype of a parameter's gradient."""
     return compat.has_grad_dtype(param.sharded_param)
-
-
-def checked_state(module: nn.Module, caller: str) -> FSDPState:
-    """`state_of`, for callers that need one."""
-    state = state_of(module)
-    if state is None:
-        raise UsageError(
-            caller,
-            expected="a module that fully_shard was called on",
-            got=type(module).__name__,
-            remedy="Call fully_shard on it first.",
-        )
-    return state
 
 
 def states_of(modules: Iterable[Any], caller: str) -> list[FSDPState]:
@@ -384,7 +294,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, MethodType(call_as_forward, module))
 
 
-def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+def share_comm_ctx(modules: Sequence[wrap.FSDPModule]) -> None:
     """Has several roots communicate through the context of the first, as the stages of a pipeline on one rank do."""
     states = states_of(modules, "share_comm_ctx")
     for state in states[1:]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hwfsdp import compat
+from hwfsdp.core import wrap
 from hwfsdp.core.context import Phase
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import FSDPState, state_of
@@ -107,7 +108,7 @@ class ViewedState(FSDPState):
         super().pre_backward()
 
 
-class Viewed:
+class Viewed(wrap.FSDPModule):
     """A method of sharded modules."""
 
     def _get_fsdp_state(self) -> Any:

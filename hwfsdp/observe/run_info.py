@@ -22,7 +22,7 @@ from torch import nn
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.state import state_of
-from hwfsdp.features.hybrid_sharding import replicas_of
+from hwfsdp.features.lookup import replicas_of
 from hwfsdp.observe.accounting import GroupSizes
 from hwfsdp.observe.validate import MOST_RANKS, between, each, flag, record, text, whole
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hwfsdp.course.pictures.drawing import headline
 from hwfsdp.features.door import fully_shard
-from hwfsdp.features.steering import FSDPModule
+from hwfsdp.features.module import FSDPModule
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.events import Event, active
 from hwfsdp.observe.recording import record

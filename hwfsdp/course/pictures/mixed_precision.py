@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.course.pictures.drawing import headline, patches, say
 from hwfsdp.features.door import fully_shard
-from hwfsdp.features.steering import checked_state
+from hwfsdp.features.lookup import checked_state
 from hwfsdp.launcher.ranks import launch
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style

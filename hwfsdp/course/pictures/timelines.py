@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.course.pictures.drawing import box, clear, headline
 from hwfsdp.features.door import fully_shard
-from hwfsdp.features.steering import checked_state
+from hwfsdp.features.lookup import checked_state
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.plot import style

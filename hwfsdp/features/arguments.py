@@ -1,0 +1,97 @@
+"""Types of arguments of `fully_shard`, with torch's names. Features read them; torch's own work in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from hwfsdp.core import precision
+from hwfsdp.errors import UsageError
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy(precision.MixedPrecisionPolicy):
+    """dtypes of one module.
+
+    Attributes:
+        param_dtype: of the unsharded parameters, hence of gather and compute. None: the original dtype.
+        reduce_dtype: of the gradient reduction. None: with torch 2.15, the `grad_dtype` of each parameter as set before the first
+            forward, which is its original dtype unless set; before, the dtype of the gradients, that is, the param dtype.
+        output_dtype: floating-point outputs of forward are cast to it. None: left alone.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to `param_dtype`.
+        param_dtype_override_fn: called once for each parameter. It returns the parameter's own dtype, in which the parameter is
+            to stay, or None (or `param_dtype`) for `param_dtype`; the same on every rank. With every torch, as of 2.15.
+    """
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading: shards live on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, sharded gradients and optimizer state live in host memory.
+
+    Attributes:
+        pin_memory: page-lock them, so that copies to and from the device overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh are data-parallel, when it has others too; see `fully_shard(dp_mesh_dims=…)`.
+
+    Attributes:
+        shard: name of the axis to shard over; several names are taken as one axis. None: replicate only.
+        replicate: name of the axis to replicate over, or several. None: shard only.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise UsageError(
+                "DataParallelMeshDims",
+                expected="names of axes in shard, in replicate, or in both",
+                got="neither",
+                remedy="Name the data-parallel axis: DataParallelMeshDims(shard='dp').",
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What `shard_placement_fn` may return: along which dimension a parameter is cut, and over which mesh.
+
+    Attributes:
+        placement: `Shard(dim)`; None: `Shard(0)`.
+        mesh_info: the mesh, 1D or 2D with names, as in `fully_shard(mesh=…)`; torch's `FSDPMeshInfo` works, too. torch's own
+            `ShardPlacementResult` works in the place of this class.
+    """
+
+    placement: Shard | None
+    mesh_info: Any

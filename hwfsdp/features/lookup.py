@@ -1,0 +1,67 @@
+"""What several features look up: the state of a module, its groups, the axes of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from hwfsdp import compat
+from hwfsdp.core.group import ParamGroup
+from hwfsdp.core.ranks import Axis, ShardMesh
+from hwfsdp.core.state import FSDPState, state_of
+from hwfsdp.errors import UsageError
+
+CLAIMED = "_hwfsdp_claimed"  # the attribute of a parameter that a sharded one has replaced: its name
+
+
+def checked_state(module: Any, caller: str) -> FSDPState:
+    """`state_of`, for callers that need one."""
+    state = state_of(module)
+    if state is None:
+        raise UsageError(
+            caller,
+            expected="a module that fully_shard was called on",
+            got=type(module).__name__,
+            remedy="Call fully_shard on it first.",
+        )
+    return state
+
+
+def the_only(groups: Sequence[ParamGroup], subject: str) -> Sequence[ParamGroup]:
+    """A module's groups: one at most.
+
+    Raises:
+        UsageError: its parameters have several meshes, and what is set belongs to one mesh.
+    """
+    if len(groups) > 1:
+        raise UsageError(
+            subject,
+            expected="a module whose parameters have one mesh",
+            got=", ".join(repr(group.fqn) for group in groups),
+            remedy="Shard the modules of each mesh by calls of their own.",
+        )
+    return groups
+
+
+def claimed_as(param: Any) -> str | None:
+    """The name under which a sharded parameter took the place of this one; None if none did."""
+    name: str | None = getattr(param, CLAIMED, None)
+    return name
+
+
+def replicas_of(mesh: ShardMesh) -> Axis:
+    """The ranks that hold the same rows."""
+    return getattr(mesh, "replicate", Axis())
+
+
+def shard_axis(mesh: ShardMesh) -> DeviceMesh:
+    """The 1D mesh of the ranks that hold different rows."""
+    names = mesh.mesh.mesh_dim_names
+    return mesh.mesh[names[-1]] if mesh.mesh.ndim == 2 and names else mesh.mesh
+
+
+def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1D mesh of these axes of `mesh`, several taken as one."""
+    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh[names])

@@ -1,0 +1,21 @@
+"""What every sharded module also is: the heart's methods, and those of each feature that has some."""
+
+from __future__ import annotations
+
+from hwfsdp.features.custom_collectives import CustomCollectives
+from hwfsdp.features.finalization import ManualFinalization
+from hwfsdp.features.hybrid_sharding import HybridMethods
+from hwfsdp.features.reductions import ReductionMethods
+from hwfsdp.features.steering import SteeredModule
+from hwfsdp.features.torch_view import Viewed
+
+
+class FSDPModule(
+    SteeredModule,
+    HybridMethods,
+    ReductionMethods,
+    CustomCollectives,
+    ManualFinalization,
+    Viewed,
+):
+    """A sharded module."""
